@@ -1,0 +1,61 @@
+"""One logger for the project: rank 0 speaks, others only warn.
+
+``configure(rank)`` is called once per process by the training entry; before that, messages of a
+tool go to standard error as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+
+_LOGGER = logging.getLogger("megatron")
+
+
+class _CurrentStderr(logging.StreamHandler):
+    """Writes to whatever ``sys.stderr`` is now, so that forked ranks and captured tests see their own stream."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):  # type: ignore[override]
+        return sys.stderr
+
+
+def configure(rank: int = 0, level: str = "info") -> None:
+    """Set up the logger of this process; ranks other than 0 say warnings and errors only, with their number."""
+    _LOGGER.handlers.clear()
+    handler = _CurrentStderr()
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    _LOGGER.addHandler(handler)
+    _LOGGER.propagate = False
+    _LOGGER.setLevel(getattr(logging, level.upper()) if rank == 0 else logging.WARNING)
+
+
+def info(message: str) -> None:
+    """Say ``message`` on rank 0."""
+    _ready().info(message)
+
+
+def warning(message: str) -> None:
+    """Warn, on any rank."""
+    _ready().warning("warning: " + message)
+
+
+@functools.lru_cache(maxsize=1024)
+def warn_once(message: str) -> None:
+    """Warn the first time that this text is given in this process."""
+    warning(message)
+
+
+def error(message: str) -> None:
+    """Say what went wrong, on any rank."""
+    _ready().error(message)
+
+
+def _ready() -> logging.Logger:
+    if not _LOGGER.handlers:
+        configure()
+    return _LOGGER
