@@ -1,0 +1,109 @@
+"""Every device call of the project goes through here, so that another accelerator is one file."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def choose(requested: str = "auto") -> str:
+    """Return the device type to use: ``requested``, or "cuda" where there is one, else "cpu".
+
+    Raises:
+        ValueError: "cuda" is requested and no CUDA device can be used.
+    """
+    if requested not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda, got {requested}")
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda needs a CUDA device and a CUDA build of torch, found none. "
+            "Use --device cpu, or install torch for your CUDA version."
+        )
+    return requested
+
+
+def bind(kind: str, local_rank: int) -> torch.device:
+    """Make device ``local_rank`` of this kind the current one and return it."""
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device(kind)
+
+
+def current(kind: str) -> torch.device:
+    """Return the current device of this kind."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def count(kind: str) -> int:
+    """Return how many devices of this kind the node has; CPUs count as one for each core."""
+    return torch.cuda.device_count() if kind == "cuda" else (os.cpu_count() or 1)
+
+
+def name(kind: str) -> str:
+    """Return what the device calls itself."""
+    return torch.cuda.get_device_name() if kind == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def backend(kind: str) -> str:
+    """Return torch.distributed's backend for this kind of device."""
+    return "nccl" if kind == "cuda" else "gloo"
+
+
+def default_precision(kind: str) -> str:
+    """Return bf16 on GPUs that have it, fp16 on older ones, fp32 on CPU."""
+    if kind != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def synchronize(kind: str) -> None:
+    """Wait until all work given to the device is done."""
+    if kind == "cuda":
+        torch.cuda.synchronize()
+
+
+def seed(value: int) -> None:
+    """Seed torch's default generators of the CPU and of all devices."""
+    torch.manual_seed(value)
+
+
+def rng_states(kind: str) -> dict[str, torch.Tensor]:
+    """Return the states of the default generators, as byte tensors by device kind."""
+    states = {"cpu": torch.get_rng_state()}
+    if kind == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng_states(states: dict[str, torch.Tensor]) -> None:
+    """Put back what ``rng_states`` returned."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def peak_memory_bytes(kind: str) -> int:
+    """Return the most memory that this process has held: the allocator's peak on CUDA, resident size on CPU."""
+    if kind == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def total_memory_bytes(kind: str) -> int:
+    """Return the memory of the device, or of the node for a CPU."""
+    if kind == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,79 @@
+"""A set of ranks that communicate, with this rank's place in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.mpu.topology import Topology
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: ``rank`` is this process's index in ``ranks``; ``handle`` is torch's process group.
+
+    A group of one has no handle and needs no process group at all: every operation on it is the identity.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    handle: Any = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+SINGLE = Group(ranks=(0,), rank=0)
+"""The group of one process alone; the default of every layer."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's groups along every axis that training needs."""
+
+    topology: Topology
+    rank: int
+    tensor: Group
+    pipe: Group
+    data: Group
+    model: Group  # the ranks of one replica: pipe x tensor
+    world: Group
+
+
+def single_grid() -> Grid:
+    """Return the grid of one process, which has no process group."""
+    return Grid(Topology(1, 1, 1), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+
+
+def build_grid(topology: Topology, rank: int) -> Grid:
+    """Create the process groups of ``topology``. Collective: every rank calls it with the same topology."""
+    if topology.world_size == 1:
+        return single_grid()
+    return Grid(
+        topology=topology,
+        rank=rank,
+        tensor=_own_group(topology, rank, "tensor"),
+        pipe=_own_group(topology, rank, "pipe"),
+        data=_own_group(topology, rank, "data"),
+        model=_own_group(topology, rank, "pipe", "tensor"),
+        world=_own_group(topology, rank, "pipe", "data", "tensor"),
+    )
+
+
+def _own_group(topology: Topology, rank: int, *axes: str) -> Group:
+    """Create all groups along ``axes`` in the same order on every rank; return the one that holds ``rank``."""
+    own = None
+    for ranks in topology.groups(*axes):
+        handle = None
+        if len(ranks) == topology.world_size:
+            handle = dist.group.WORLD
+        elif len(ranks) > 1:
+            handle = dist.new_group(ranks)
+        if rank in ranks:
+            own = Group(ranks=tuple(ranks), rank=ranks.index(rank), handle=handle)
+    if own is None:
+        raise RuntimeError(f"rank {rank} is outside the grid {topology}")
+    return own

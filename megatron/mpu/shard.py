@@ -1,0 +1,53 @@
+"""Where a local parameter lies in its global tensor: the facts that norms, checkpoints and comparisons need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a global tensor that this rank holds.
+
+    ``global_shape`` is the logical shape, without padding. Along ``partition_dim`` this rank holds the logical
+    indices ``start ... start + length``; rows of the local tensor beyond ``length`` are padding, belong to nobody
+    and are zero. ``partition_dim`` None: every rank of the tensor group holds the whole tensor.
+    """
+
+    global_shape: tuple[int, ...]
+    partition_dim: int | None = None
+    start: int = 0
+    length: int = 0
+
+    @property
+    def is_partitioned(self) -> bool:
+        return self.partition_dim is not None
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the logical tensor ``whole``, without padding."""
+        if self.partition_dim is None:
+            return whole
+        return whole.narrow(self.partition_dim, self.start, self.length)
+
+    def unpadded(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the view of ``local`` without its padding rows."""
+        if self.partition_dim is None or local.shape[self.partition_dim] == self.length:
+            return local
+        return local.narrow(self.partition_dim, 0, self.length)
+
+
+def set_shard(parameter: torch.nn.Parameter, shard: Shard) -> torch.nn.Parameter:
+    """Record on ``parameter`` where it lies; layers call this once at construction."""
+    parameter.shard = shard  # type: ignore[attr-defined]
+    # DeepSpeed and ported scripts read these two names.
+    parameter.model_parallel = shard.is_partitioned  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = shard.is_partitioned  # type: ignore[attr-defined]
+    return parameter
+
+
+def shard_of(parameter: torch.Tensor) -> Shard:
+    """Return where ``parameter`` lies; one that no layer marked is held whole by every rank."""
+    shard = getattr(parameter, "shard", None)
+    return shard if shard is not None else Shard(tuple(parameter.shape))

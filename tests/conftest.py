@@ -1,0 +1,26 @@
+"""Shared set-up of all tests: CPU, one thread a process, no DeepSpeed chatter."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run what is marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--all"):
+            item.add_marker(pytest.mark.skip(reason="slow; `bash run_tests.sh --all` runs it"))
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))

@@ -1,0 +1,116 @@
+"""Ranks for tests: forked from a process that has imported torch, which costs 0.1 s for four of them.
+
+``run_ranks(n, function, *args)`` calls ``function(rank, *args)`` in ``n`` processes that form a gloo world
+(rendezvous by file) and returns their results in rank order. A rank that raises, dies or hangs fails the call with
+its traceback. Children are waited for and ended by their own ids; nothing is left running.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT_S = 20
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not end in time."""
+
+
+def run_ranks(num_ranks: int, function: Any, *args: Any, deadline_s: float = 60.0, init: bool = True) -> list[Any]:
+    """Call ``function(rank, *args)`` in ``num_ranks`` forked processes; return their results in rank order.
+
+    Args:
+        deadline_s: all ranks must have ended by then.
+        init: form a gloo process group first.
+
+    Raises:
+        RankFailure: with the traceback of each rank that failed.
+    """
+    codes, results, reports = fork_ranks(num_ranks, function, *args, deadline_s=deadline_s, init=init)
+    if any(codes):
+        told = "\n".join(f"--- rank {r} exit {c}\n{reports[r]}" for r, c in enumerate(codes) if c)
+        raise RankFailure(f"exit codes {codes}\n{told}")
+    return results
+
+
+def fork_ranks(
+    num_ranks: int, function: Any, *args: Any, deadline_s: float = 60.0, init: bool = True
+) -> tuple[list[int], list[Any], list[str]]:
+    """As ``run_ranks``, but return (exit codes, results, tracebacks); a signal's code is negative."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        place = Path(folder)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        children = [_fork(rank, num_ranks, place, function, args, init) for rank in range(num_ranks)]
+        codes = _wait(children, deadline_s)
+        results: list[Any] = [None] * num_ranks
+        reports = [""] * num_ranks
+        for rank in range(num_ranks):
+            if (place / f"result-{rank}").exists():
+                results[rank] = pickle.loads((place / f"result-{rank}").read_bytes())
+            if (place / f"report-{rank}").exists():
+                reports[rank] = (place / f"report-{rank}").read_text()
+        return codes, results, reports
+
+
+def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any, ...], init: bool) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
+            DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", MASTER_PORT="0",
+        )  # fmt: skip
+        torch.set_num_threads(1)
+        if init:
+            store = dist.FileStore(str(place / "store"), num_ranks)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+            )
+        result = function(rank, *args)
+        (place / f"result-{rank}.tmp").write_bytes(pickle.dumps(result))
+        os.rename(place / f"result-{rank}.tmp", place / f"result-{rank}")
+        if init:
+            dist.barrier()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        (place / f"report-{rank}").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(children: list[int], deadline_s: float) -> list[int]:
+    codes: dict[int, int] = {}
+    end = time.monotonic() + deadline_s
+    while len(codes) < len(children) and time.monotonic() < end:
+        for child in children:
+            if child not in codes:
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    for child in children:
+        if child not in codes:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            codes[child] = -9999
+    return [codes[child] for child in children]
