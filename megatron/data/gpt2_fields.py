@@ -1,0 +1,56 @@
+"""From raw samples to what GPT-2 trains on: inputs, labels, loss mask, positions, documents within a sample."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gpt2_fields(
+    tokens: Tensor,
+    *,
+    eod_id: int | None = None,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+) -> dict[str, Tensor | None]:
+    """Return tokens, labels, loss_mask, position_ids and segment_ids of a micro-batch.
+
+    Shapes:
+        tokens [b, L+1], int64
+        all results [b, L]; loss_mask is float32, segment_ids int32 or None without ``reset_attention_mask``
+
+    An end-of-document token belongs to the document that it ends. ``eod_mask_loss`` leaves out the loss where the input
+    is such a token: what follows it is another document, which nothing can predict.
+
+    Raises:
+        ValueError: one of the three options without ``eod_id``.
+    """
+    if eod_id is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
+        raise ValueError(
+            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need an end-of-document token"
+        )
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    is_eod = inputs == eod_id if eod_id is not None else torch.zeros_like(inputs, dtype=torch.bool)
+    positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
+    if reset_position_ids:
+        positions = positions - _document_starts(is_eod, positions)
+    return {
+        "tokens": inputs,
+        "labels": labels,
+        "loss_mask": (~is_eod).float() if eod_mask_loss else torch.ones_like(inputs, dtype=torch.float32),
+        "position_ids": positions.contiguous(),
+        "segment_ids": _exclusive_cumsum(is_eod) if reset_attention_mask else None,
+    }
+
+
+def _document_starts(is_eod: Tensor, positions: Tensor) -> Tensor:
+    """Return, for each position, where its document starts in the sample."""
+    starts = torch.zeros_like(positions)
+    starts[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
+    return starts.cummax(dim=1).values
+
+
+def _exclusive_cumsum(is_eod: Tensor) -> Tensor:
+    ended = is_eod.to(torch.int32)
+    return ended.cumsum(dim=1, dtype=torch.int32) - ended
