@@ -40,11 +40,6 @@ def bind(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind)
 
 
-def current(kind: str) -> torch.device:
-    """Return the current device of this kind."""
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
 def count(kind: str) -> int:
     """Return how many devices of this kind the node has; CPUs count as one for each core."""
     return torch.cuda.device_count() if kind == "cuda" else (os.cpu_count() or 1)

@@ -47,6 +47,13 @@ def set_shard(parameter: torch.nn.Parameter, shard: Shard) -> torch.nn.Parameter
     return parameter
 
 
+def empty_weight(shape: tuple[int, ...], shard: Shard) -> torch.nn.Parameter:
+    """Return a weight without values yet, marked so that ``megatron.model.init`` fills it by its name."""
+    parameter = set_shard(torch.nn.Parameter(torch.zeros(shape)), shard)
+    parameter.is_unset = True  # type: ignore[attr-defined]
+    return parameter
+
+
 def shard_of(parameter: torch.Tensor) -> Shard:
     """Return where ``parameter`` lies; one that no layer marked is held whole by every rank."""
     shard = getattr(parameter, "shard", None)

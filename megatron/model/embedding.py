@@ -1,0 +1,50 @@
+"""Word and position embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.model.sizes import Place, Sizes
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.shard import Shard, empty_weight
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each position. Every rank holds all of it.
+
+    Shapes:
+        input  [b, s] positions below ``max_position_embeddings``
+        output [b, s, h]
+    """
+
+    def __init__(self, max_position_embeddings: int, hidden_size: int) -> None:
+        super().__init__()
+        shape = (max_position_embeddings, hidden_size)
+        self.weight = empty_weight(shape, Shard(shape))
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(position_ids, self.weight)
+
+
+class Embedding(nn.Module):
+    """The sum of word and position embedding, with dropout.
+
+    Shapes:
+        tokens, position_ids [b, s]
+        output [s, b, h]
+    """
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+        )
+        self.position = PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size)
+        self.hidden_dropout = sizes.hidden_dropout
+        self.streams = place.streams
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.word(tokens) + self.position(position_ids)  # [b, s, h]
+        x = x.transpose(0, 1).contiguous()  # [s, b, h]
+        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")

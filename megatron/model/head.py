@@ -1,0 +1,38 @@
+"""From hidden states to logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.model.sizes import Place, Sizes
+from megatron.mpu.groups import Group
+from megatron.mpu.layers import vocab_range
+from megatron.mpu.mappings import copy_to_tensor_region
+from megatron.mpu.shard import Shard, empty_weight
+
+
+def logits_of(x: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return ``x weight^T``, this rank's columns of the vocabulary.
+
+    Shapes:
+        x      [s, b, h], the same on every rank
+        weight [v/t, h], padded rows last
+        output [s, b, v/t]
+    """
+    return F.linear(copy_to_tensor_region(x, group), weight)
+
+
+class Head(nn.Module):
+    """An output table of its own, for models whose head is not tied to the embedding."""
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.group = place.group
+        rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
+        shard = Shard((sizes.vocab_size, sizes.hidden_size), 0, start, num_real)
+        self.weight = empty_weight((rows, sizes.hidden_size), shard)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return logits_of(x, self.weight, self.group)

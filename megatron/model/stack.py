@@ -1,0 +1,41 @@
+"""A run of transformer layers, recomputed in backward where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from megatron.mpu.random import DropoutStreams, checkpoint
+
+
+def run_layers(
+    layers: Sequence[Callable[..., torch.Tensor]],
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    streams: DropoutStreams,
+    recompute_every: int = 0,
+) -> torch.Tensor:
+    """Return ``x`` after all ``layers``.
+
+    Args:
+        recompute_every: keep only the input of each run of so many layers and recompute the rest in backward;
+            0 keeps all activations.
+    """
+
+    def run(part: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        for layer in part:
+            x = layer(x, mask)
+        return x
+
+    if not recompute_every or not torch.is_grad_enabled():
+        return run(layers, x, mask)
+    for start in range(0, len(layers), recompute_every):
+        x = checkpoint(streams, run, layers[start : start + recompute_every], x, mask)
+    return x
+
+
+class Stack(nn.ModuleList):
+    """The layers of a model that lies on one pipeline rank whole."""

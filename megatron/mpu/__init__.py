@@ -1,0 +1,63 @@
+"""Model-parallel unit: the grid of ranks and the layers cut over it.
+
+Names resolve on first use (PEP 562), so that ``mpu.topology``, which is arithmetic, needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "topology": ("Topology", "Coordinate"),
+    "groups": ("Group", "Grid", "SINGLE", "build_grid", "single_grid"),
+    "shard": ("Shard", "set_shard", "shard_of"),
+    "mappings": (
+        "copy_to_tensor_region",
+        "reduce_from_tensor_region",
+        "scatter_to_tensor_region",
+        "gather_from_tensor_region",
+        "all_reduce",
+    ),
+    "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_range", "divide"),
+    "cross_entropy": ("vocab_parallel_cross_entropy",),
+    "random": ("DropoutStreams", "Position", "checkpoint"),
+    "grads": ("global_norm", "clip_coefficient", "counts_here"),
+    "initialize": (
+        "initialize_model_parallel",
+        "model_parallel_is_initialized",
+        "destroy_model_parallel",
+        "get_grid",
+        "get_tensor_model_parallel_group",
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_world_size",
+        "get_tensor_model_parallel_src_rank",
+        "get_model_parallel_group",
+        "get_model_parallel_rank",
+        "get_model_parallel_world_size",
+        "get_pipe_parallel_group",
+        "get_pipe_parallel_rank",
+        "get_pipe_parallel_world_size",
+        "get_pipeline_model_parallel_group",
+        "get_pipeline_model_parallel_rank",
+        "get_pipeline_model_parallel_world_size",
+        "get_data_parallel_group",
+        "get_data_parallel_rank",
+        "get_data_parallel_world_size",
+        "is_pipeline_first_stage",
+        "is_pipeline_last_stage",
+        "broadcast_data",
+    ),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'megatron.mpu' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatron.mpu.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)
+

@@ -1,0 +1,67 @@
+"""Cross-entropy of logits whose vocabulary is cut over the tensor-parallel group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.layers import vocab_range
+from megatron.mpu.mappings import all_reduce
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE
+) -> torch.Tensor:
+    """Return ``-log softmax(logits)[target]`` at each position, in fp32 (fp64 for fp64 logits). Collective.
+
+    Columns of padded vocabulary rows are left out of the softmax: they get no probability and no gradient.
+
+    Shapes:
+        logits  [..., v/t] of this rank, padded columns last
+        targets [...] token ids below ``vocab_size``, the same on every rank
+        output  [...], the same on every rank
+    """
+    _, start, num_real = vocab_range(vocab_size, group, divisible_by)
+    real = logits[..., :num_real] if logits.shape[-1] != num_real else logits
+    real = real if real.dtype == torch.float64 else real.float()
+    if group.size == 1:
+        flat = F.cross_entropy(real.reshape(-1, real.shape[-1]), targets.reshape(-1), reduction="none")
+        return flat.view(targets.shape)
+    return _VocabParallelCrossEntropy.apply(real, targets, start, group)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Forward keeps the softmax; backward is softmax minus the one-hot target, on this rank's columns."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, start: int, group: Group) -> torch.Tensor:
+        columns = logits.shape[-1]
+        largest = logits.amax(dim=-1) if columns else logits.new_full(targets.shape, float("-inf"))
+        all_reduce(largest, group, dist.ReduceOp.MAX)
+        shifted = logits - largest.unsqueeze(-1)  # [..., v/t]
+        local = targets - start
+        elsewhere = (local < 0) | (local >= columns)
+        local = local.masked_fill(elsewhere, 0)
+        if columns:
+            at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+        else:
+            at_target = torch.zeros_like(largest)
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(dim=-1), at_target])  # one message for both sums
+        all_reduce(sums, group)
+        denominator, at_target = sums[0], sums[1]
+        ctx.save_for_backward(exponentials.div_(denominator.unsqueeze(-1)), local, elsewhere)
+        return denominator.log() - at_target
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        softmax, local, elsewhere = ctx.saved_tensors
+        grad = softmax.clone()
+        if grad.shape[-1]:
+            hit = (~elsewhere).to(grad.dtype).unsqueeze(-1)
+            grad.scatter_add_(-1, local.unsqueeze(-1), -hit)
+        return grad.mul_(grads[0].unsqueeze(-1)), None, None, None

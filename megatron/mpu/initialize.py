@@ -1,0 +1,108 @@
+"""The one global of the project: the grid of this process, with Megatron's names as views of it.
+
+Only scripts and ``megatron.training`` read it; layers take their group as an argument. Every view raises before
+``initialize_model_parallel`` rather than guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.data import broadcast_data as _broadcast_data
+from megatron.mpu.groups import Grid, Group, build_grid, single_grid
+from megatron.mpu.topology import Topology
+
+_grid: Grid | None = None
+_device = torch.device("cpu")
+
+
+def initialize_model_parallel(tensor: int = 1, pipe: int = 1, device: torch.device | None = None) -> Grid:
+    """Build and keep the grid of all ranks of the default process group. Collective.
+
+    Args:
+        device: where this rank's tensors live; the CPU unless given.
+
+    Raises:
+        ValueError: the world size is not a multiple of ``tensor * pipe``.
+    """
+    global _grid, _device
+    _device = device or torch.device("cpu")
+    if dist.is_initialized():
+        topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1))
+        _grid = build_grid(topology, dist.get_rank())
+    else:
+        Topology.of_world(1, tensor, max(pipe, 1))
+        _grid = single_grid()
+    return _grid
+
+
+def get_grid() -> Grid:
+    """Return the grid.
+
+    Raises:
+        RuntimeError: ``initialize_model_parallel`` has not been called in this process.
+    """
+    if _grid is None:
+        raise RuntimeError("the grid of ranks is not there yet: call pretrain() or initialize_model_parallel() first")
+    return _grid
+
+
+def model_parallel_is_initialized() -> bool:
+    """Return whether there is a grid."""
+    return _grid is not None
+
+
+def destroy_model_parallel() -> None:
+    """Forget the grid."""
+    global _grid
+    _grid = None
+
+
+def _view(axis: str, part: str) -> Any:
+    def read() -> Any:
+        group: Group = getattr(get_grid(), axis)
+        return getattr(group, part)
+
+    read.__doc__ = f"Return the {part} of the {axis} group."
+    return read
+
+
+get_tensor_model_parallel_group = get_model_parallel_group = _view("tensor", "handle")
+get_tensor_model_parallel_rank = get_model_parallel_rank = _view("tensor", "rank")
+get_tensor_model_parallel_world_size = get_model_parallel_world_size = _view("tensor", "size")
+get_pipe_parallel_group = get_pipeline_model_parallel_group = _view("pipe", "handle")
+get_pipe_parallel_rank = get_pipeline_model_parallel_rank = _view("pipe", "rank")
+get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = _view("pipe", "size")
+get_data_parallel_group = _view("data", "handle")
+get_data_parallel_rank = _view("data", "rank")
+get_data_parallel_world_size = _view("data", "size")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the global rank of the first member of the tensor group: the one that reads data."""
+    return get_grid().tensor.ranks[0]
+
+
+def is_pipeline_first_stage() -> bool:
+    """Return whether this rank runs the first stage."""
+    return get_grid().pipe.rank == 0
+
+
+def is_pipeline_last_stage() -> bool:
+    """Return whether this rank runs the last stage."""
+    grid = get_grid()
+    return grid.pipe.rank == grid.pipe.size - 1
+
+
+def broadcast_data(
+    keys: Iterable[str], data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return ``data[key]`` for each key on all ranks of this process's tensor group, on its device. Collective.
+
+    The form that scripts use; ``megatron.mpu.data.broadcast_data`` takes group and device as arguments.
+    """
+    return _broadcast_data(keys, data, dtype, get_grid().tensor, _device)

@@ -1,0 +1,104 @@
+"""Dropout from keyed generators: nothing to save, nothing to restore, the same in the recomputed forward.
+
+A mask is a function of (seed, step, micro-batch, data rank, layer, site) and, where the tensor is cut over the
+tensor-parallel group, of the tensor rank. So it is equal on all ranks that hold the same activation, different
+everywhere else, and a resumed or recomputed step draws the very same masks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from megatron.mpu.groups import SINGLE, Group
+
+
+@dataclass(frozen=True)
+class Position:
+    """Which forward pass this is: the optimizer step and the micro-batch within it, both from 0."""
+
+    step: int = 0
+    micro_batch: int = 0
+
+
+class DropoutStreams:
+    """The source of all dropout masks of one rank.
+
+    Args:
+        seed: the run's seed, the same on every rank.
+        data: the data-parallel group: its ranks draw different masks.
+        tensor: the tensor-parallel group: its ranks draw different masks for tensors that are cut.
+    """
+
+    def __init__(self, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE) -> None:
+        self.seed = seed
+        self.data_rank = data.rank
+        self.tensor_rank = tensor.rank
+        self.position = Position()
+
+    @contextmanager
+    def at(self, position: Position) -> Iterator[None]:
+        """Draw masks as of ``position`` inside the ``with`` block: what a recomputed forward needs."""
+        kept, self.position = self.position, position
+        try:
+            yield
+        finally:
+            self.position = kept
+
+    def key(self, layer: int, site: str, is_cut: bool) -> int:
+        """Return the generator seed for one mask."""
+        tensor_rank = self.tensor_rank if is_cut else -1
+        place = (self.seed, self.position.step, self.position.micro_batch, self.data_rank, tensor_rank, layer, site)
+        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "little")
+
+    @contextmanager
+    def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> Iterator[None]:
+        """Seed torch's default generator of ``device`` inside the ``with`` block and put its state back after."""
+        generator = _default_generator(device)
+        state = generator.get_state()
+        generator.manual_seed(self.key(layer, site, is_cut))
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+    def dropout(
+        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False
+    ) -> torch.Tensor:
+        """Return ``x`` with elements dropped by the mask that belongs to this place.
+
+        Args:
+            is_cut: ``x`` is this tensor rank's slice rather than a copy that all ranks hold.
+        """
+        if not training or probability == 0.0:
+            return x
+        with self.generator(x.device, layer, site, is_cut):
+            return F.dropout(x, probability, training=True)
+
+
+def checkpoint(streams: DropoutStreams, function: Callable[..., Any], *args: Any) -> Any:
+    """Run ``function(*args)`` without keeping its activations; backward runs it again with the same dropout masks.
+
+    Source: Chen et al. 2016, "Training deep nets with sublinear memory cost".
+    """
+    position = streams.position  # of now: when backward recomputes, another micro-batch may be running
+
+    def run(*inputs: Any) -> Any:
+        with streams.at(position):
+            return function(*inputs)
+
+    return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,1 @@
+"""Functions of tensors: no groups, no parameters."""
