@@ -1,8 +1,8 @@
 """The micro-batches of one data-parallel replica, in an order that does not depend on the layout.
 
 Global batch k after ``samples_consumed`` = c is the samples c + k B ... c + (k + 1) B - 1 with B = b m d; replica r
-takes the contiguous part r m b ... (r + 1) m b - 1 of it, micro-batch after micro-batch. So "samples consumed" is all there
-is to resume, with any b, m, d.
+takes the contiguous part r m b ... (r + 1) m b - 1 of it, micro-batch after micro-batch. So "samples consumed" is
+all that there is to resume, with any b, m, d.
 """
 
 from __future__ import annotations

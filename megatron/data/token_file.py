@@ -102,8 +102,8 @@ class TokenFile:
         expected, found = self.num_tokens * self.dtype.itemsize, self.token_path.stat().st_size
         if expected != found:
             raise DataError(
-                f"{self.token_path} must have {expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} bytes "
-                f"by {self.index_path.name}), it has {found}. "
+                f"{self.token_path} must have {expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} "
+                f"bytes by {self.index_path.name}), it has {found}. "
                 "It was cut short or belongs to another .idx: build both again."
             )
         if not found:

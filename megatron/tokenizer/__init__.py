@@ -1,0 +1,6 @@
+"""One small interface over the tokenizer libraries."""
+
+from megatron.tokenizer.build import TYPES, build
+from megatron.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["TYPES", "Tokenizer", "build"]

@@ -1,0 +1,93 @@
+"""What every tokenizer of this project can do, and the parts that all kinds share."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from megatron.errors import DataError
+
+EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>")
+"""Names of the end-of-document token, the first that is in the vocabulary counts."""
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Text that spells the end-of-document token is ordinary text: no document can end itself.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(paths)
+        self._must_escape = False
+        if self.has_eod:
+            self._must_escape = self.eod_id in self._encode_batch([f"a{self.eod_name}a"])[0]
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary by its name."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``; control tokens appear by their name or not at all, as the library does it."""
+
+    @abstractmethod
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, no control token added."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each of ``texts``."""
+        if not self._must_escape:
+            return self._encode_batch(texts)
+        return [self._encode_escaped(text) for text in texts]
+
+    def _encode_escaped(self, text: str) -> list[int]:
+        """Cut inside each spelling of the control token, so that the library cannot see it as one."""
+        name = self.eod_name
+        pieces = text.replace(name, name[0] + "\x00" + name[1:]).split("\x00") if name in text else [text]
+        return [token for ids in self._encode_batch(pieces) for token in ids]
+
+    @cached_property
+    def eod_name(self) -> str | None:
+        """The name of the end-of-document token, None if there is none."""
+        return next((name for name in EOD_NAMES if self.token_to_id(name) is not None), None)
+
+    @property
+    def has_eod(self) -> bool:
+        """Whether the vocabulary has an end-of-document token."""
+        return self.eod_name is not None
+
+    @property
+    def eod_id(self) -> int:
+        """The id of the end-of-document token.
+
+        Raises:
+            DataError: the vocabulary has none.
+        """
+        token = self.token_to_id(self.eod_name) if self.eod_name is not None else None
+        if token is None:
+            raise DataError(
+                f"the vocabulary must have an end-of-document token, one of {', '.join(EOD_NAMES)}; "
+                f"{', '.join(map(str, self.paths))} has none. Take another tokenizer (tools/train_tokenizer.py adds one), "
+                "or leave out what needs it (preprocessing: --no-append-eod)."
+            )
+        return token
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 over the tokenizer's files, in hexadecimal."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        return digest.hexdigest()
