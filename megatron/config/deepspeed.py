@@ -1,0 +1,200 @@
+"""The only reader and writer of DeepSpeed's JSON.
+
+A value is taken from its flag, else from the JSON, else it is the default; "auto" in the JSON means "from the flags".
+A flag and the JSON that differ are an error that names both. Precision, loss scale, gradient norm and clipping are
+ours, so DeepSpeed's engine is given none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.config import deepspeed_keys as keys
+from megatron.config.batch_sizes import resolve_batch
+from megatron.config.config import Config, all_options
+from megatron.config.json_text import JsonText, read_json
+from megatron.config.scan import Scan, unknown
+from megatron.config.validate import raise_all
+from megatron.errors import ConfigError
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return the checked JSON object of ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read as JSON, or a key or value cannot be used; all problems at once.
+    """
+    values, problems = read_collecting(path)
+    raise_all(problems)
+    return values
+
+
+def read_collecting(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the JSON object without its bad keys, and what is wrong with those."""
+    try:
+        text = read_json(path)
+    except ConfigError as error:
+        return {}, [str(error)]
+    good: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in text.values.items():
+        found = list(_key_problems(text, name, value))
+        problems += found
+        if not found:
+            good[name] = value
+    return good, problems
+
+
+def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
+    place = text.where(name)
+    if name in keys.REFUSED:
+        yield f"{place}: key {name} is refused: {keys.REFUSED[name]}"
+    elif name in keys.SECTIONS:
+        yield from _section_problems(text, (name,), keys.SECTIONS[name], value)
+        if name == "optimizer" and isinstance(value, dict):
+            yield from _optimizer_problems(text, value)
+        if name == "zero_optimization" and isinstance(value, dict):
+            yield from _zero_problems(text, value)
+    elif name in keys.VALUES or name in keys.PASSED:
+        yield from _value_problems(place, name, keys.VALUES.get(name) or keys.PASSED[name], value)
+    else:
+        yield f"{place}: {unknown('key', name, keys.KNOWN).replace('--help lists all flags', 'remove it')}"
+
+
+def _section_problems(
+    text: JsonText, path: tuple[str, ...], known: Mapping[str, keys.Key], section: Any
+) -> Iterator[str]:
+    name = ".".join(path)
+    if not isinstance(section, dict):
+        yield f"{text.where(*path)}: {name} must be an object {{...}}, got {section!r}"
+        return
+    for inner, value in section.items():
+        place = text.where(*path, inner)
+        if inner in known:
+            yield from _value_problems(place, f"{name}.{inner}", known[inner], value)
+        else:
+            yield f"{place}: {unknown('key', inner, known).partition('; --help')[0]} in {name}: {keys.REFUSED_IN[name]}"
+
+
+def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterator[str]:
+    if value == "auto" and key.kind not in (keys.OBJECT, keys.TEXT):
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_integer = isinstance(value, int) and is_number and abs(value) < 2**31
+    good = {
+        keys.POSITIVE: is_integer and value >= 1,
+        keys.INTEGER: is_integer and value >= 0,
+        keys.NUMBER: is_number and value >= 0,
+        keys.BOOLEAN: isinstance(value, bool),
+        keys.TEXT: isinstance(value, str),
+        keys.OBJECT: isinstance(value, dict),
+        "two numbers": isinstance(value, list) and len(value) == 2 and all(isinstance(v, float) for v in value),
+    }
+    if not good[key.kind]:
+        yield f"{place}: {name} must be {key.kind}, got {value!r}"
+
+
+def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
+    kind = section.get("type", "AdamW")
+    if isinstance(kind, str) and kind.lower() not in keys.OPTIMIZER_TYPES:
+        yield (
+            f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW) or "
+            f"SGD, got {kind!r}. Use one of these, or remove the section"
+        )
+    if isinstance(section.get("params", {}), dict):
+        params = section.get("params", {})
+        yield from _section_problems(text, ("optimizer", "params"), keys.OPTIMIZER_PARAMS, params)
+
+
+def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
+    stage = section.get("stage", 0)
+    if isinstance(stage, int) and stage > 0:
+        yield (
+            f"{text.where('zero_optimization', 'stage')}: zero_optimization.stage must be 0 in this version, "
+            f"got {stage}: gradients and optimizer states are kept whole by our own optimizer, in pipelines and without. "
+            "Set stage 0, or cut the memory with --model-parallel-size or --pipe-parallel-size"
+        )
+
+
+def resolve(
+    found: Scan, json: Mapping[str, Any], world_size: int, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return field -> value from flags, JSON and ``defaults`` together; disagreements go to ``found.problems``."""
+    values: dict[str, Any] = dict(defaults or {})
+    options = {option.name: option for _, option in all_options()}
+    for name, (key, value) in _json_values(json, found.problems).items():
+        given = found.values.get(name)
+        if problem := options[name].problem(value, f"{key} in the JSON"):
+            found.problems.append(problem)
+        elif name not in found.values:
+            values[name] = value
+        elif given != value:
+            found.problems.append(
+                f"the command line and the JSON must agree, got {found.spelling[name]} and {key} {_text(value)}. "
+                f'Change one of them, or write "auto" in the JSON'
+            )
+    _check_precision(found, json)
+    values |= found.values
+    return values | resolve_batch(found, values, world_size)
+
+
+def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[str, Any]]:
+    """Return field -> (key, value) of every value that the JSON states."""
+    stated = {key.field: (name, json[name]) for name, key in keys.VALUES.items() if _is_stated(json.get(name))}
+    fp16, bf16 = json.get("fp16", {}), json.get("bf16", {})
+    if fp16.get("enabled") is True and bf16.get("enabled") is True:
+        problems.append("fp16 and bf16 exclude each other, got both enabled in the JSON. Disable one")
+    elif fp16.get("enabled") is True:
+        stated["dtype"] = ("fp16.enabled true:", "fp16")
+    elif bf16.get("enabled") is True:
+        stated["dtype"] = ("bf16.enabled true:", "bf16")
+    if fp16.get("enabled") is not False:
+        stated |= {k.field: (f"fp16.{n}", fp16[n]) for n, k in keys.FP16.items() if k.field and _is_stated(fp16.get(n))}
+    section = json.get("optimizer", {})
+    params = section.get("params", {})
+    if _is_stated(section.get("type")):
+        stated["optimizer"] = ("optimizer.type", keys.OPTIMIZER_TYPES[section["type"].lower()])
+    for name, key in keys.OPTIMIZER_PARAMS.items():
+        if key.field and _is_stated(params.get(name)):
+            stated[key.field] = (f"optimizer.params.{name}", params[name])
+    if _is_stated(params.get("betas")):
+        stated["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
+        stated["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
+    return stated
+
+
+def _check_precision(found: Scan, json: Mapping[str, Any]) -> None:
+    dtype = found.values.get("dtype")
+    for name in ("fp16", "bf16"):
+        if dtype == name and json.get(name, {}).get("enabled") is False:
+            found.problems.append(
+                f"the command line and the JSON must agree, got {found.spelling['dtype']} and {name}.enabled false. "
+                'Change one of them, or write "auto" in the JSON'
+            )
+
+
+def _is_stated(value: Any) -> bool:
+    return value is not None and value != "auto"
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
+    """Return the dictionary that DeepSpeed's engine is given: sizes and its own switches, no precision, no clipping."""
+    d = config.parallel.data_parallel_size(world_size)
+    engine = {name: value for name, value in config.deepspeed.items() if name in keys.PASSED and value != "auto"}
+    engine.setdefault("steps_per_print", config.run.log_interval)
+    engine.setdefault("wall_clock_breakdown", False)
+    engine.setdefault("zero_allow_untested_optimizer", True)
+    engine.update(
+        train_batch_size=config.batch.global_batch_size(d),
+        train_micro_batch_size_per_gpu=config.batch.batch_size,
+        gradient_accumulation_steps=config.batch.gas,
+        gradient_clipping=0.0,
+        zero_optimization={"stage": 0},
+    )
+    return engine

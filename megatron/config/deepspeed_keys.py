@@ -1,0 +1,132 @@
+"""What each key of DeepSpeed's JSON does here: the kind of its value, where it acts, or why it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Key:
+    """Kind of the value, its range, and the field of our configuration that carries it ("" for none)."""
+
+    kind: str  # positive integer, integer, number, boolean, text, object
+    field: str = ""
+    minimum: float = 0
+    aliases: tuple[str, ...] = ()
+
+
+POSITIVE = "a positive integer"
+INTEGER = "an integer of at least 0"
+NUMBER = "a number of at least 0"
+BOOLEAN = "true or false"
+TEXT = "a text"
+OBJECT = "an object {...}"
+
+VALUES = {
+    "train_batch_size": Key(POSITIVE, "requested_global_batch_size"),
+    "train_micro_batch_size_per_gpu": Key(POSITIVE, "batch_size"),
+    "gradient_accumulation_steps": Key(POSITIVE, "gas"),
+    "gradient_clipping": Key(NUMBER, "clip_grad"),
+}
+"""Top-level keys that set a field of ours."""
+
+FP16 = {
+    "enabled": Key(BOOLEAN),
+    "loss_scale": Key(NUMBER, "loss_scale"),
+    "initial_scale_power": Key(INTEGER, "initial_scale_power"),
+    "loss_scale_window": Key(POSITIVE, "loss_scale_window"),
+    "hysteresis": Key(POSITIVE, "hysteresis"),
+    "min_loss_scale": Key(NUMBER, "min_scale"),
+}
+BF16 = {"enabled": Key(BOOLEAN)}
+ZERO = {"stage": Key(INTEGER)}
+OPTIMIZER = {"type": Key(TEXT), "params": Key(OBJECT)}
+OPTIMIZER_TYPES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
+OPTIMIZER_PARAMS = {
+    "lr": Key(NUMBER, "lr"),
+    "weight_decay": Key(NUMBER, "weight_decay"),
+    "eps": Key(NUMBER, "adam_eps"),
+    "betas": Key("two numbers"),
+}
+
+SECTIONS = {"fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER}
+"""Objects that are read here; none but zero_optimization is handed to DeepSpeed."""
+
+PASSED = {
+    "steps_per_print": Key(POSITIVE),
+    "wall_clock_breakdown": Key(BOOLEAN),
+    "memory_breakdown": Key(BOOLEAN),
+    "dump_state": Key(BOOLEAN),
+    "disable_python_gc": Key(BOOLEAN),
+    "log_level": Key(TEXT),
+    "zero_allow_untested_optimizer": Key(BOOLEAN),
+    "tensorboard": Key(OBJECT),
+    "wandb": Key(OBJECT),
+    "csv_monitor": Key(OBJECT),
+    "comet": Key(OBJECT),
+    "pipeline": Key(OBJECT),
+    "activation_checkpointing": Key(OBJECT),
+    "flops_profiler": Key(OBJECT),
+    "comms_logger": Key(OBJECT),
+    "timers": Key(OBJECT),
+}
+"""Keys that are handed to DeepSpeed's engine as they are."""
+
+_OURS = "our optimizer step does this in its own way"
+_DATA = "samples come from megatron/data, not from DeepSpeed"
+REFUSED = {
+    "scheduler": "the learning rate is set by --lr-decay-style, --warmup and --min-lr; remove the section",
+    "amp": "apex is not used; remove the section and use --fp16 or --bf16",
+    "apex": "apex is not used; remove the section",
+    "torch_autocast": "weights and activations have one number format; use --fp16, --bf16 or --fp32",
+    "data_types": "gradients are gathered in fp32; remove the section",
+    "communication_data_type": _OURS + "; remove the key",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism; remove the key",
+    "prescale_gradients": _OURS + "; remove the key",
+    "gradient_predivide_factor": _OURS + "; remove the key",
+    "gradient_allreduce_op": "the loss is a mean over the global batch; remove the key",
+    "managed_gradient_accumulation": "accumulation is by --gas; remove the key",
+    "disable_allgather": "only ZeRO reads it; remove the key",
+    "sparse_gradients": "embedding gradients are dense; remove the key",
+    "sparse_attention": "attention is dense (SDPA); remove the section",
+    "zero_force_ds_cpu_optimizer": "there is no CPU offload in this version; remove the key",
+    "dataloader_drop_last": _DATA + "; remove the key",
+    "data_efficiency": _DATA + "; remove the section",
+    "curriculum_learning": _DATA + "; remove the section",
+    "progressive_layer_drop": "every layer takes part in every step; remove the section",
+    "eigenvalue": "nothing here reads it; remove the section",
+    "quantize_training": "quantised training is not supported; remove the section",
+    "weight_quantization": "quantised training is not supported; remove the section",
+    "compression_training": "compression is not supported; remove the section",
+    "hybrid_engine": "it is for reinforcement learning; remove the section",
+    "elasticity": "batch sizes are set by --batch-size and --gas; remove the section",
+    "autotuning": "sizes are chosen by the user; remove the section",
+    "checkpoint": "checkpoints are written by megatron/checkpoint; see --save and --save-interval",
+    "load_universal_checkpoint": "checkpoints are written by megatron/checkpoint; see --load",
+    "use_node_local_storage": "checkpoints are written by megatron/checkpoint; see --save",
+    "datastates": "checkpoints are written by megatron/checkpoint; see --save",
+    "datastates_ckpt": "checkpoints are written by megatron/checkpoint; see --save",
+    "nebula": "checkpoints are written by megatron/checkpoint; see --save",
+    "aio": "there is no offload to disks in this version; remove the section",
+    "compile": "torch.compile is not used in this version; remove the section",
+    "tensor_parallel": "use --model-parallel-size",
+    "sequence_parallel_size": "there is no sequence parallelism; remove the key",
+    "expert_parallel": "there are no experts in these models; remove the section",
+    "use_data_before_expert_parallelism": "there are no experts in these models; remove the key",
+    "vocabulary_size": "the tokenizer says it, or --vocab-size; remove the key",
+    "fp16_master_weights_and_gradients": "master weights are fp32; remove the key",
+    "zero_allow_comm_data_type_fp32": "only ZeRO reads it; remove the key",
+    "legacy_fusion": "only DeepSpeed's own optimizers read it; remove the key",
+}
+"""Keys that DeepSpeed knows and that would have no effect here, or a wrong one."""
+
+REFUSED_IN = {
+    "fp16": "fp16 here takes enabled, loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale",
+    "bf16": "bf16 here takes enabled only: master weights and optimizer states are fp32",
+    "zero_optimization": "stage 0 reads no other key",
+    "optimizer": "the optimizer section takes type and params",
+    "optimizer.params": "the optimizer's params here are lr, betas, eps and weight_decay",
+}
+
+KNOWN = (*VALUES, *SECTIONS, *PASSED, *REFUSED)
+"""Every top-level key that is recognised; others get "did you mean"."""

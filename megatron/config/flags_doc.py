@@ -1,0 +1,93 @@
+"""``python -m megatron.config.flags_doc > docs/flags.md``: the table of all flags, from the fields and the lists."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from megatron.config.config import all_options
+from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED
+from megatron.config.option import Option
+
+HEAD = """# Flags
+
+Made by `python -m megatron.config.flags_doc > docs/flags.md`; do not edit.
+
+A value comes from its flag, else from the JSON of `--deepspeed_config`, else it is the default. A flag that is given
+and a JSON value that differ are an error; "auto" in the JSON means the flag or the default. The last of a repeated
+flag holds. Flags are not abbreviated. Every mistake of a command line is reported at once, with exit code 2.
+"""
+
+KINDS = """
+* **honoured**: sets the field that is named.
+* **alias**: another name of an honoured flag.
+* **already so**: accepted; what it asks for always holds, which the log says once.
+* **refused**: an error that says what to use instead.
+"""
+
+
+def classify(flag: str) -> tuple[str, str]:
+    """Return the class of ``flag`` and what to know about it.
+
+    Raises:
+        KeyError: the flag is in no list.
+    """
+    for section, option in all_options():
+        if flag in option.flags:
+            return _honoured(flag, section, option)
+    if flag in ALREADY_SO:
+        return "already so", ALREADY_SO[flag]
+    return "refused", REFUSED[flag]
+
+
+def _honoured(flag: str, section: str, option: Option) -> tuple[str, str]:
+    if flag in option.aliases:
+        return "alias", f"of `{option.flag}`"
+    if flag in option.constants:
+        return "honoured", f"`{section}.{option.name}` = {option.constants[flag]}"
+    return "honoured", f"`{section}.{option.name}`"
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines of docs/flags.md."""
+    yield HEAD
+    yield "## What can be set\n"
+    yield "| flag | other names | value | default | meaning |"
+    yield "|---|---|---|---|---|"
+    for _, option in all_options():
+        names = [f"`{flag}`" for flag in option.flags]
+        value = "" if option.kind == "bool" else _cell(", ".join(option.choices) or option.kind)
+        default = _cell(option.shown_default)
+        yield f"| {names[0]} | {' '.join(names[1:])} | {value} | {default} | {_cell(option.help)} |"
+    yield "\n## Flags of CPM-Pretrain\n" + KINDS
+    yield from _rows(list(CPM_FLAGS))
+    yield "\n## Other names of today's Megatron-LM\n"
+    yield from _rows(sorted(flag for flag in _others() if flag not in CPM_FLAGS))
+
+
+def _others() -> Iterator[str]:
+    for _, option in all_options():
+        yield from option.aliases
+    yield from ALREADY_SO
+    yield from REFUSED
+
+
+def _rows(flags: list[str]) -> Iterator[str]:
+    yield "| flag | class | what to know |"
+    yield "|---|---|---|"
+    for flag in flags:
+        kind, text = classify(flag)
+        yield f"| `{flag}` | {kind} | {_cell(text)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def text() -> str:
+    """Return docs/flags.md."""
+    return "\n".join(lines()) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text())

@@ -1,0 +1,173 @@
+"""Every flag of CPM-Pretrain and today's Megatron-LM that is not a field of ours: what happens to it, and why.
+
+| class | on the command line |
+|---|---|
+| honoured, alias | sets a field: megatron/config/*.py, one field each |
+| already so | accepted; what it asks for always holds here, which is said once in the log |
+| refused | an error, exit code 2, with what to use instead |
+"""
+
+from __future__ import annotations
+
+ALREADY_SO = {
+    "--deepspeed": "every run uses DeepSpeed's engine",
+    "--scaled-upper-triang-masked-softmax-fusion": "scaled_dot_product_attention computes scale, mask and softmax",
+    "--scaled-masked-softmax-fusion": "scaled_dot_product_attention computes scale, mask and softmax",
+    "--attention-softmax-in-fp32": "scaled_dot_product_attention keeps the softmax of 16-bit inputs in fp32",
+    "--apply-query-key-layer-scaling": "it keeps fp16 scores small and changes no result; "
+    "scaled_dot_product_attention keeps scores in fp32",
+    "--use-cpu-initialization": "initial values come from a counter, the same on every device and in every layout",
+    "--use-flash-attn": "scaled_dot_product_attention takes the fastest kernel that the device has",
+    "--exit-signal-handler": "SIGTERM and Ctrl-C save a checkpoint and leave with code 75",
+    "--log-throughput": "every progress line shows tokens/s and FLOP/s",
+    "--override-lr-scheduler": "the learning rate follows the step and the flags given now",
+    "--override-opt-param-scheduler": "the learning rate follows the step and the flags given now",
+    "--override-opt_param-scheduler": "the learning rate follows the step and the flags given now",
+    "--disable-bias-linear": "linear layers have biases only with --hidden-bias",
+}
+"""Flag without a value -> why what it asks for always holds."""
+
+_REALM = "REALM and ICT are not part of this project"
+_BERT = "BERT is not trained by this script; nothing in GPT-2 reads it"
+_AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
+_T5 = "it is for encoder-decoder models; GPT-2 takes --seq-length"
+_RECOMPUTE = "recompute is our own, with the random states of the first pass; use --checkpoint-activations"
+_FP32_GRADIENTS = "gradients of 16-bit weights travel in the format in which they are summed; leave it out"
+_ZERO = "ZeRO belongs in the JSON, and this version takes stage 0 only; leave it out"
+_SOFTMAX = "scaled_dot_product_attention has no separate mask and softmax; leave it out"
+
+CPM_REFUSED = {
+    "--num-unique-layers": "layers do not share weights; leave it out",
+    "--param-sharing-style": "layers do not share weights; leave it out",
+    "--apply-residual-connection-post-layernorm": "the residual stream joins before the norm, as in GPT-2; leave it out",
+    "--onnx-safe": "there is no ONNX export; leave it out",
+    "--distribute-checkpointed-activations": _RECOMPUTE,
+    "--bias-gelu-fusion": "there are no hand-written kernels: the bias is added by the matrix product; leave it out",
+    "--bias-dropout-fusion": "there are no hand-written kernels: the bias is added by the matrix product; leave it out",
+    "--cpu-optimizer": "there is no offload; cut the memory with --model-parallel-size or --pipe-parallel-size",
+    "--cpu_torch_adam": "there is no offload; --device cpu trains on the CPU with torch's AdamW",
+    "--use-checkpoint-lr-scheduler": "the learning rate follows the step and the flags; repeat the first flags",
+    "--no-save-rng": "random states take a few kilobytes and are always saved; --no-load-rng leaves them out",
+    "--fp32-allreduce": _FP32_GRADIENTS,
+    "--fp16-lm-cross-entropy": "the loss is always computed in fp32, for its sum would overflow; leave it out",
+    "--lazy-mpu-init": "process groups are made at the start; leave it out",
+    "--enc-seq-length": _T5,
+    "--dec-seq-length": _T5,
+    "--mask-prob": _BERT,
+    "--short-seq-prob": _BERT,
+    "--mmap-warmup": "files are mapped and read when needed; `cat FILE.bin > /dev/null` before the start warms them",
+    "--adlr-autoresume": _AUTORESUME,
+    "--adlr-autoresume-interval": _AUTORESUME,
+    "--ict-head-size": _REALM,
+    "--ict-load": _REALM,
+    "--bert-load": _REALM,
+    "--titles-data-path": _REALM,
+    "--query-in-block-prob": _REALM,
+    "--use-one-sent-docs": _REALM,
+    "--report-topk-accuracies": _REALM,
+    "--faiss-use-gpu": _REALM,
+    "--block-data-path": _REALM,
+    "--indexer-batch-size": _REALM,
+    "--indexer-log-interval": _REALM,
+    "--zero-reduce-scatter": _ZERO,
+    "--zero-contigious-gradients": _ZERO,
+    "--deepspeed-activation-checkpointing": _RECOMPUTE,
+    "--partition-activations": _RECOMPUTE,
+    "--contigious-checkpointing": _RECOMPUTE,
+    "--checkpoint-in-cpu": _RECOMPUTE,
+    "--synchronize-each-layer": _RECOMPUTE,
+    "--profile-backward": _RECOMPUTE,
+    "--deepscale": "the old name of DeepSpeed; leave it out",
+    "--deepscale_config": "the old name of --deepspeed_config; use that",
+    "--deepspeed_mpi": "start with bash run_gpt2.sh, torchrun or SLURM, which set RANK and WORLD_SIZE",
+}
+
+MEGATRON_REFUSED = {
+    "--encoder-seq-length": _T5,
+    "--decoder-seq-length": _T5,
+    "--lr-warmup-iters": "warm-up is a fraction: use --warmup ITERS / LR_DECAY_ITERS",
+    "--lr-warmup-samples": "warm-up is a fraction of the steps: use --warmup",
+    "--lr-decay-samples": "steps are counted: use --lr-decay-iters",
+    "--train-samples": "steps are counted: use --train-iters",
+    "--lr-wsd-decay-iters": "use --wsd-decay-fraction ITERS / LR_DECAY_ITERS",
+    "--lr-wsd-decay-style": "the WSD decay has one form; leave it out",
+    "--rampup-batch-size": "the global batch is the same in every step; leave it out",
+    "--initial-loss-scale": "use --initial-scale-power, its logarithm to base 2",
+    "--min-loss-scale": "use --min-scale",
+    "--use-checkpoint-args": "give the flags of the first run; a checkpoint of other sizes is refused",
+    "--use-checkpoint-opt-param-scheduler": "the learning rate follows the step and the flags given now",
+    "--use-checkpoint-opt_param-scheduler": "the learning rate follows the step and the flags given now",
+    "--recompute-activations": _RECOMPUTE,
+    "--recompute-granularity": _RECOMPUTE,
+    "--recompute-method": _RECOMPUTE,
+    "--distributed-timeout-minutes": "use --distributed-timeout-s, in seconds",
+    "--use-distributed-optimizer": _ZERO,
+    "--overlap-grad-reduce": "replicas add their gradients once after the last micro-batch; leave it out",
+    "--overlap-param-gather": _ZERO,
+    "--accumulate-allreduce-grads-in-fp32": _FP32_GRADIENTS,
+    "--sequence-parallel": "activations between the cut layers are whole on every tensor rank; leave it out",
+    "--context-parallel-size": "sequences are not cut; leave it out",
+    "--num-layers-per-virtual-pipeline-stage": "a stage holds one chunk in this version; leave it out",
+    "--virtual-pipeline-model-parallel-size": "a stage holds one chunk in this version; leave it out",
+    "--standalone-embedding-stage": "stages are balanced by cost: see --partition-method",
+    "--decoder-first-pipeline-num-layers": "use --partition-method",
+    "--decoder-last-pipeline-num-layers": "use --partition-method",
+    "--num-experts": "the models are dense; leave it out",
+    "--expert-model-parallel-size": "the models are dense; leave it out",
+    "--position-embedding-type": "GPT-2 has learned positions; leave it out",
+    "--use-rotary-position-embeddings": "GPT-2 has learned positions; leave it out",
+    "--group-query-attention": "GPT-2 has as many key heads as query heads; leave it out",
+    "--num-query-groups": "GPT-2 has as many key heads as query heads; leave it out",
+    "--swiglu": "GPT-2's feed-forward layer is not gated; leave it out",
+    "--squared-relu": "use --activation gelu or gelu-tanh",
+    "--normalization": "GPT-2 has layer norms; leave it out",
+    "--attention-backend": "scaled_dot_product_attention takes the fastest kernel that the device has; leave it out",
+    "--transformer-impl": "there is one implementation; leave it out",
+    "--use-mcore-models": "there is one implementation; leave it out",
+    "--no-masked-softmax-fusion": _SOFTMAX,
+    "--no-bias-gelu-fusion": "there are no hand-written kernels; leave it out",
+    "--no-bias-dropout-fusion": "there are no hand-written kernels; leave it out",
+    "--no-gradient-accumulation-fusion": "there are no hand-written kernels; leave it out",
+    "--no-async-tensor-model-parallel-allreduce": "leave it out",
+    "--train-data-path": "use --data-path and --split",
+    "--valid-data-path": "use --data-path and --split",
+    "--test-data-path": "use --data-path and --split",
+    "--data-cache-path": "sample order is arithmetic and needs no cache; leave it out",
+    "--ckpt-format": "checkpoints have one format; leave it out",
+    "--async-save": "checkpoints are written at once; leave it out",
+    "--non-persistent-save-interval": "use --save-interval",
+    "--wandb-project": 'use the "wandb" section of the JSON',
+    "--wandb-exp-name": 'use the "wandb" section of the JSON',
+    "--timing-log-level": 'use "wall_clock_breakdown": true in the JSON',
+    "--log-params-norm": "progress lines show the gradient norm; leave it out",
+    "--skip-train": "use --eval-only with --load, or --train-iters 0",
+    "--exit-on-missing-checkpoint": "a missing checkpoint always ends the run with code 3; leave it out",
+    "--fp8-format": "use --bf16",
+    "--no-query-key-layer-scaling": "scores are never scaled by layer; leave it out",
+}
+
+REFUSED = {**CPM_REFUSED, **MEGATRON_REFUSED}
+
+_CPM_NAMES = """
+--num-layers --num-unique-layers --param-sharing-style --hidden-size --kv-hidden-size --ff-hidden-size
+--num-attention-heads --max-position-embeddings --make-vocab-size-divisible-by --layernorm-epsilon
+--apply-residual-connection-post-layernorm --openai-gelu --onnx-safe --attention-dropout --hidden-dropout --weight-decay
+--clip-grad --adam-beta1 --adam-beta2 --adam-eps --batch-size --gas --checkpoint-activations
+--distribute-checkpointed-activations --checkpoint-num-layers --train-iters --log-interval --exit-interval
+--tensorboard-dir --scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion
+--bias-dropout-fusion --hidden-bias --cpu-optimizer --cpu_torch_adam --seed --init-method-std --lr --lr-decay-style
+--lr-decay-iters --min-lr --warmup --override-lr-scheduler --use-checkpoint-lr-scheduler --save --save-interval
+--no-save-optim --no-save-rng --load --no-load-optim --no-load-rng --finetune --fp16 --apply-query-key-layer-scaling
+--attention-softmax-in-fp32 --fp32-allreduce --hysteresis --loss-scale --loss-scale-window --min-scale
+--fp16-lm-cross-entropy --model-parallel-size --pipe-parallel-size --distributed-backend --local_rank --lazy-mpu-init
+--use-cpu-initialization --eval-iters --eval-interval --data-path --split --vocab-file --merge-file --seq-length
+--enc-seq-length --dec-seq-length --mask-prob --short-seq-prob --mmap-warmup --num-workers --tokenizer-type --data-impl
+--reset-position-ids --reset-attention-mask --eod-mask-loss --adlr-autoresume --adlr-autoresume-interval --ict-head-size
+--ict-load --bert-load --titles-data-path --query-in-block-prob --use-one-sent-docs --report-topk-accuracies
+--faiss-use-gpu --block-data-path --indexer-batch-size --indexer-log-interval --zero-reduce-scatter
+--zero-contigious-gradients --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing
+--checkpoint-in-cpu --synchronize-each-layer --profile-backward --deepspeed --deepspeed_config --deepscale
+--deepscale_config --deepspeed_mpi
+"""
+CPM_FLAGS = tuple(_CPM_NAMES.split())
+"""The flags of CPM-Pretrain, in the order of its own --help."""

@@ -1,0 +1,81 @@
+"""What the model is: sizes and the arithmetic of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The sizes of a model; a size of 0 is derived from the others when the object is made."""
+
+    num_layers: int = option(4, "transformer layers", minimum=0)
+    hidden_size: int = option(256, "size h of the residual stream", minimum=1)
+    num_attention_heads: int = option(4, "attention heads a", minimum=1)
+    kv_hidden_size: int = option(
+        0,
+        "size d of one head",
+        minimum=1,
+        shown_default="hidden-size / num-attention-heads",
+        aliases=("--kv-channels",),
+    )
+    ff_hidden_size: int = option(
+        0,
+        "size f of the feed-forward layer",
+        minimum=1,
+        shown_default="4 x hidden-size",
+        aliases=("--ffn-hidden-size",),
+    )
+    hidden_bias: bool = option(False, "give the linear layers biases")
+    max_position_embeddings: int = option(0, "learned positions", minimum=1, shown_default="seq-length")
+    layernorm_epsilon: float = option(
+        1e-5, "added to the variance in layer norms", above=0, aliases=("--norm-epsilon",)
+    )
+    attention_dropout: float = option(0.1, "dropout of attention probabilities", minimum=0, below=1)
+    hidden_dropout: float = option(
+        0.1, "dropout of the embedding and of what joins the residual stream", minimum=0, below=1
+    )
+    init_method_std: float = option(0.02, "standard deviation of the initial weights", above=0)
+    untie_embeddings: bool = option(
+        False,
+        "give the output head weights of its own instead of the word embedding's",
+        flag="--untie-embeddings-and-output-weights",
+    )
+    activation: str = option(
+        "gelu",
+        "activation of the feed-forward layer; gelu-tanh is the approximation that GPT-2 was trained with",
+        choices=("gelu", "gelu-tanh"),
+        constants={"--openai-gelu": "gelu-tanh"},
+    )
+    make_vocab_size_divisible_by: int = option(
+        1, "pad the vocabulary to a multiple of this and of --model-parallel-size; padded rows are masked", minimum=1
+    )
+    vocab_size: int | None = option(
+        None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.kv_hidden_size and self.num_attention_heads > 0:
+            object.__setattr__(self, "kv_hidden_size", self.hidden_size // self.num_attention_heads)
+        if not self.ff_hidden_size:
+            object.__setattr__(self, "ff_hidden_size", 4 * self.hidden_size)
+
+    @property
+    def attention_size(self) -> int:
+        """a x d: the width of all heads together."""
+        return self.num_attention_heads * self.kv_hidden_size
+
+    def padded_vocab_size(self, tensor: int) -> int:
+        """Return the rows of the embedding over all tensor ranks, padding included.
+
+        Raises:
+            ValueError: the vocabulary is not known yet.
+        """
+        if self.vocab_size is None:
+            raise ValueError(
+                "model.vocab_size is not set yet: call config.with_vocab(size) after the tokenizer is built"
+            )
+        multiple = self.make_vocab_size_divisible_by * tensor
+        return -(-self.vocab_size // multiple) * multiple

@@ -1,0 +1,48 @@
+"""The optimizer and the course of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Learning rate over the steps, decay, betas and the clip of the global gradient norm."""
+
+    optimizer: str = option("adamw", "update rule", choices=("adamw", "sgd"))
+    lr: float = option(5e-4, "highest learning rate", above=0)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0)
+    lr_decay_style: str = option(
+        "cosine", "course after the warm-up", choices=("constant", "linear", "cosine", "exponential", "wsd")
+    )
+    lr_decay_iters: int = option(
+        0, "steps until --min-lr is reached, warm-up included", minimum=1, shown_default="train-iters"
+    )
+    warmup: float = option(
+        0.01,
+        "fraction of --lr-decay-iters in which the learning rate rises from 0",
+        minimum=0,
+        maximum=1,
+        aliases=("--lr-warmup-fraction",),
+    )
+    wsd_decay_fraction: float = option(
+        0.1, "with --lr-decay-style wsd: last fraction of --lr-decay-iters, which decays", above=0, maximum=1
+    )
+    weight_decay: float = option(0.01, "decoupled weight decay; biases and norms have none", minimum=0)
+    adam_beta1: float = option(0.9, "decay of the mean of gradients", minimum=0, below=1)
+    adam_beta2: float = option(0.999, "decay of the mean of squared gradients", minimum=0, below=1)
+    adam_eps: float = option(1e-8, "added to the root in Adam", above=0)
+    clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what cannot be, looking at the optimizer alone."""
+        if self.min_lr > self.lr:
+            yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
+        if self.lr_decay_style == "wsd" and self.warmup + self.wsd_decay_fraction > 1:
+            yield (
+                f"--warmup and --wsd-decay-fraction together must not exceed 1, got {self.warmup:g} + "
+                f"{self.wsd_decay_fraction:g} = {self.warmup + self.wsd_decay_fraction:g}. Lower one of them"
+            )

@@ -1,0 +1,155 @@
+"""``parse``: the one way from a command line to a Config."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.config import deepspeed
+from megatron.config.config import SECTIONS, Config, all_options
+from megatron.config.option import options_of
+from megatron.config.scan import Scan, scan, unknown
+from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
+
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+SOURCES = (
+    "A value comes from its flag, else from the JSON of --deepspeed_config, else it is the default; "
+    "a flag and the JSON that differ are an error. docs/flags.md lists every flag of CPM-Pretrain and Megatron-LM."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+
+def parse(
+    argv: Sequence[str] | None = None,
+    *,
+    world_size: int,
+    env: Mapping[str, str] | None = None,
+    extra_args_provider: ExtraArgs | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    has_gpu: bool | None = None,
+) -> Config:
+    """Return the checked Config of a command line; no process group, no torch.
+
+    Args:
+        argv: words after the program's name; None: those of this process.
+        world_size: ranks of the job.
+        env: environment, for LOCAL_RANK.
+        extra_args_provider: Megatron's hook: adds a user's own flags to an argparse parser.
+        defaults: field -> value that replaces our default, as a user's ``pretrain`` call gives it.
+        has_gpu: whether a GPU can be used; None: not known here, ``check_device`` is called later.
+
+    Raises:
+        ConfigError: all problems at once, numbered.
+        SystemExit: after ``--help``.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    env = os.environ if env is None else env
+    extra_parser, extra_flags = _extra_parser(extra_args_provider)
+    if "-h" in words or "--help" in words:
+        sys.stdout.write(help_text(extra_args_provider))
+        raise SystemExit(0)
+    found = scan(words, extra_flags)
+    extra = _extra_values(extra_parser, found)
+    json = _read_json(found)
+    values = deepspeed.resolve(found, json, world_size, _checked_defaults(defaults or {}, found))
+    _add_local_rank(values, env, found)
+    config = Config.of_values(
+        values,
+        deepspeed=json,
+        extra=extra,
+        given=tuple(found.values),
+        repeated=tuple(found.repeated),
+    )
+    problems = found.problems + find_problems(config, world_size)
+    if has_gpu is not None:
+        problems += device_problems(config, has_gpu)
+    raise_all(problems)
+    return _with_notes(config, found.notes)
+
+
+def help_text(extra_args_provider: ExtraArgs | None = None) -> str:
+    """Return the text of --help: every flag, by section, with its default."""
+    parser = _Parser(prog="bash run_gpt2.sh", usage="bash run_gpt2.sh [flags]", epilog=SOURCES, allow_abbrev=False)
+    for name, section in SECTIONS.items():
+        group = parser.add_argument_group(name, (section.__doc__ or "").splitlines()[0].replace("`", ""))
+        for option in options_of(section):
+            valued = [flag for flag in option.flags if flag not in option.constants]
+            default = f" (default: {option.shown_default})" if option.shown_default else ""
+            text = (option.help + default).replace("%", "%%")
+            if valued and option.kind == "bool":
+                group.add_argument(*valued, dest=option.name, action="store_true", help=text)
+            elif valued:
+                metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.upper()
+                group.add_argument(*valued, dest=option.name, metavar=metavar, help=text)
+            for flag, value in option.constants.items():
+                about = f"{option.name} = {value}" + (f": {text}" if not valued else "")
+                group.add_argument(flag, dest=f"{option.name}_{value}", action="store_true", help=about)
+    if extra_args_provider is not None:
+        extra_args_provider(parser)
+    return parser.format_help()
+
+
+def _extra_parser(provider: ExtraArgs | None) -> tuple[argparse.ArgumentParser, list[str]]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    if provider is not None:
+        provider(parser)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    ours = {flag for _, option in all_options() for flag in option.flags}
+    taken = sorted(ours & set(flags))
+    raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in taken])
+    return parser, flags
+
+
+def _extra_values(parser: argparse.ArgumentParser, found: Scan) -> dict[str, Any]:
+    try:
+        return vars(parser.parse_args(found.rest))
+    except (ValueError, argparse.ArgumentError) as error:
+        found.problems.append(f"flags of extra_args_provider: {error}")
+        return {}
+
+
+def _checked_defaults(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
+    options = {option.name: option for _, option in all_options()}
+    checked = {}
+    for name, value in defaults.items():
+        if name not in options:
+            found.problems.append(unknown("name in the defaults of pretrain():", name, options))
+        elif problem := options[name].problem(value, f"the default of {name}"):
+            found.problems.append(problem)
+        else:
+            checked[name] = value
+    return checked
+
+
+def _read_json(found: Scan) -> dict[str, Any]:
+    path = found.values.get("deepspeed_config")
+    if path is None:
+        return {}
+    json, problems = deepspeed.read_collecting(path)
+    found.problems += problems
+    return json
+
+
+def _add_local_rank(values: dict[str, Any], env: Mapping[str, str], found: Scan) -> None:
+    given, launched = values.get("local_rank"), env.get("LOCAL_RANK", "")
+    if not launched.isdigit():
+        return
+    if given is not None and given != int(launched):
+        found.problems.append(
+            f"--local_rank must agree with LOCAL_RANK, got {given} and {launched}. Leave the flag out"
+        )
+    values["local_rank"] = int(launched)
+
+
+def _with_notes(config: Config, said: list[str]) -> Config:
+    repeated = [f"{flag} was given more than once; the last value holds" for flag in config.repeated]
+    return replace(config, notes=tuple(said + repeated + notes_of(config)))

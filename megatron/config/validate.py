@@ -1,0 +1,160 @@
+"""Checks that need more than one section; every problem is collected, then all are raised at once.
+
+A message says what must hold, what was got, and what to do. Nothing is an ``assert``: ``python -O`` changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.config.config import SECTIONS, Config
+from megatron.config.option import is_derived, options_of
+from megatron.errors import ConfigError
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Raise ConfigError with every problem of ``config`` on ``world_size`` ranks, or return."""
+    raise_all(find_problems(config, world_size))
+
+
+def raise_all(problems: list[str]) -> None:
+    """Raise one ConfigError with a numbered list, or return when the list is empty."""
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        raise ConfigError(unique[0])
+    if unique:
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(unique, 1))
+        raise ConfigError(f"{len(unique)} problems in the configuration:\n{lines}")
+
+
+def find_problems(config: Config, world_size: int) -> list[str]:
+    """Return every problem that can be seen without a device, data or tokenizer."""
+    ranges = list(_range_problems(config))
+    if ranges:
+        return ranges
+    sections = [getattr(config, name) for name in SECTIONS]
+    own = [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
+    return [*own, *_world_problems(config, world_size), *_cut_problems(config), *_cross_problems(config)]
+
+
+def _range_problems(config: Config) -> Iterator[str]:
+    for name, section in SECTIONS.items():
+        for option in options_of(section):
+            value = getattr(getattr(config, name), option.name)
+            problem = option.problem(value, option.flag or option.name)
+            if problem and not is_derived(option, value):
+                yield problem
+
+
+def _world_problems(config: Config, world_size: int) -> Iterator[str]:
+    t, p = config.parallel.model_parallel_size, config.parallel.num_stages
+    got = f"got world_size={world_size}, --model-parallel-size {t}, --pipe-parallel-size {p} ({t} x {p} = {t * p})"
+    if t > world_size:
+        yield f"--model-parallel-size must not exceed the world size, {got}. Start {t * p} processes, or lower it"
+    elif world_size % (t * p):
+        below = world_size // (t * p) * t * p
+        works = " or ".join(str(n) for n in (below, below + t * p) if n)
+        yield f"world size must be a multiple of tensor x pipe, {got}. Start {works} processes, or lower one of the two"
+    if config.parallel.has_pipeline and p > config.model.num_layers:
+        layers = config.model.num_layers
+        allowed = f"0 to {layers}" if layers > 1 else "0 or 1"
+        yield (
+            f"every pipeline stage must hold a layer, got --num-layers {layers} on --pipe-parallel-size {p}. "
+            f"Use --pipe-parallel-size {allowed}, or --num-layers {p} or more"
+        )
+
+
+def _cut_problems(config: Config) -> Iterator[str]:
+    model, t = config.model, config.parallel.model_parallel_size
+    h, a = model.hidden_size, model.num_attention_heads
+    if h % a and "kv_hidden_size" not in config.given and model.kv_hidden_size == h // a:
+        works = [n for n in range(1, min(h, 4 * a) + 1) if h % n == 0]
+        yield (
+            f"--hidden-size must be a multiple of --num-attention-heads, got {h} and {a} ({h} / {a} = {h / a:g}). "
+            f"Use one of {works} heads, or set --kv-hidden-size, the size of one head"
+        )
+    cut = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--hidden-size": model.hidden_size,
+        "--ff-hidden-size": model.ff_hidden_size,
+        "--num-attention-heads x --kv-hidden-size": model.attention_size,
+    }
+    for name, size in cut.items():
+        if size % t:
+            works = [n for n in range(1, min(size, 64) + 1) if all(other % n == 0 for other in cut.values())]
+            yield (
+                f"{name} must be a multiple of --model-parallel-size, got {size} and {t} ({size} / {t} = "
+                f"{size / t:g}). For these sizes --model-parallel-size may be one of {works}"
+            )
+
+
+def _cross_problems(config: Config) -> Iterator[str]:
+    batch, model, precision = config.batch, config.model, config.precision
+    if batch.seq_length > model.max_position_embeddings:
+        yield (
+            f"--seq-length must not exceed --max-position-embeddings, got {batch.seq_length} and "
+            f"{model.max_position_embeddings}. Raise --max-position-embeddings, or shorten the sequence"
+        )
+    scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_scale")
+    named = [f"--{name.replace('_', '-')}" for name in scaling if name in config.given]
+    if named and precision.dtype not in (None, "fp16"):
+        yield f"{', '.join(named)} acts on fp16 only, got --{precision.dtype}. Leave it out, or use --fp16"
+    if "wsd_decay_fraction" in config.given and config.optimizer.lr_decay_style != "wsd":
+        yield (
+            "--wsd-decay-fraction acts with --lr-decay-style wsd only, got --lr-decay-style "
+            f"{config.optimizer.lr_decay_style}. Leave it out, or change the style"
+        )
+    if "checkpoint_num_layers" in config.given and not config.parallel.checkpoint_activations:
+        yield "--checkpoint-num-layers acts with --checkpoint-activations only. Add that flag, or leave this one out"
+    if config.parallel.device == "cpu":
+        yield from _cpu_problems(config)
+
+
+def device_problems(config: Config, has_gpu: bool, has_bf16: bool = True) -> list[str]:
+    """Return what the devices of this machine cannot do."""
+    if config.parallel.device == "cuda" and not has_gpu:
+        return ["--device cuda needs a CUDA device that torch can use, got none. Use --device cpu"]
+    if not has_gpu or config.parallel.device == "cpu":
+        return list(_cpu_problems(config))
+    if config.precision.dtype == "bf16" and not has_bf16:
+        return [
+            "--bf16 needs a GPU with bf16 arithmetic (compute capability 8.0 or more), got an older one. Use --fp16"
+        ]
+    return []
+
+
+def _cpu_problems(config: Config) -> Iterator[str]:
+    if config.precision.dtype == "fp16":
+        yield (
+            "fp16 needs a GPU, got a CPU: CPUs have no fast fp16 arithmetic and many kernels lack it. "
+            "Use --bf16 (same memory, no loss scale) or --fp32"
+        )
+    if config.parallel.distributed_backend == "nccl":
+        yield "--distributed-backend nccl needs GPUs, got a CPU. Use gloo, or leave the flag out"
+
+
+def check_device(config: Config, has_gpu: bool, has_bf16: bool = True) -> None:
+    """Raise ConfigError with everything that the devices of this machine cannot do, or return."""
+    raise_all(device_problems(config, has_gpu, has_bf16))
+
+
+def resolve_dtype(config: Config, device_default: str) -> Config:
+    """Return ``config`` with its number format: the one that was said, else ``device_default``."""
+    dtype = config.precision.dtype or device_default
+    return replace(config, precision=replace(config.precision, dtype=dtype))
+
+
+def notes_of(config: Config) -> list[str]:
+    """Return what a user should know about a configuration that works."""
+    notes = []
+    p, m = config.parallel.num_stages, config.batch.gas
+    if config.parallel.has_pipeline and m < p:
+        bubble = (p - 1) / (m + p - 1)
+        notes.append(
+            f"warning: {m} micro-batches on {p} stages leave the stages idle {bubble:.0%} of the time; "
+            f"raise --gas to {4 * p} for {(p - 1) / (5 * p - 1):.0%}"
+        )
+    if config.batch.train_iters == 0:
+        notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
+    return notes
