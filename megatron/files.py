@@ -7,7 +7,9 @@ Everything that must survive a kill at any moment is written through these few f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+import zlib
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +30,60 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
         before_operation("fsync", path)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """Write ``chunks`` one after another, flush to the disk, and return (bytes, crc32) of what was written."""
+    size = crc = 0
+    before_operation("create", path)
+    with open(path, "wb") as file:
+        for chunk in chunks:
+            before_operation("write", path)
+            crc = zlib.crc32(chunk, crc)
+            size += file.write(chunk)
+        before_operation("fsync", path)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, crc
+
+
+def size_and_crc(path: Path, chunk_bytes: int = 1 << 22) -> tuple[int, int]:
+    """Read ``path`` through and return its (bytes, crc32)."""
+    size = crc = 0
+    buffer = memoryview(bytearray(chunk_bytes))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+            size += count
+    return size, crc
+
+
+def make_folder(folder: Path) -> None:
+    """Create ``folder`` and what lies above it; one that exists is left as it is."""
+    before_operation("make_folder", folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete ``folder`` with all it holds, one name at a time: a kill leaves a smaller folder behind."""
+    for child in sorted(folder.iterdir()):
+        if child.is_dir() and not child.is_symlink():
+            remove_tree(child)
+        else:
+            remove_file(child)
+    before_operation("remove_folder", folder)
+    folder.rmdir()
+
+
+def remove_file(path: Path) -> None:
+    """Delete the file ``path``."""
+    before_operation("remove", path)
+    path.unlink()
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes may still be written on the file system of ``folder``."""
+    return shutil.disk_usage(folder).free
 
 
 def rename(source: Path, target: Path) -> None:

@@ -1,0 +1,19 @@
+"""Checkpoints of named global tensors, without the layout that saved them."""
+
+from megatron.checkpoint.compare import compare_model_config
+from megatron.checkpoint.folders import check_writable
+from megatron.checkpoint.loading import Checkpoint, open_checkpoint, open_latest
+from megatron.checkpoint.naming import named_parameters
+from megatron.checkpoint.records import TensorRecord
+from megatron.checkpoint.saving import save
+
+__all__ = [
+    "Checkpoint",
+    "TensorRecord",
+    "check_writable",
+    "compare_model_config",
+    "named_parameters",
+    "open_checkpoint",
+    "open_latest",
+    "save",
+]

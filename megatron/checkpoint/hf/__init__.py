@@ -1,0 +1,1 @@
+"""Maps between our logical names and Hugging Face's; no import of ``transformers``."""

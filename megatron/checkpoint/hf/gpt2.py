@@ -1,0 +1,166 @@
+"""GPT-2 weights from Hugging Face's ``GPT2LMHeadModel`` and back, bit for bit.
+
+| ours | theirs | change |
+|---|---|---|
+| embedding.word.weight [v, h] | transformer.wte.weight | |
+| embedding.position.weight [s, h] | transformer.wpe.weight | |
+| layers.{i}.input_norm.* | transformer.h.{i}.ln_1.* | |
+| layers.{i}.attention.query_key_value.* | transformer.h.{i}.attn.c_attn.* | transposed; [q, k, v] -> q, k, v per head |
+| layers.{i}.attention.dense.* | transformer.h.{i}.attn.c_proj.* | transposed |
+| layers.{i}.post_attention_norm.* | transformer.h.{i}.ln_2.* | |
+| layers.{i}.mlp.up.* | transformer.h.{i}.mlp.c_fc.* | transposed |
+| layers.{i}.mlp.down.* | transformer.h.{i}.mlp.c_proj.* | transposed |
+| final_norm.* | transformer.ln_f.* | |
+| head.weight (only when untied) | lm_head.weight | |
+
+Their ``Conv1D`` keeps weights as [in, out], ours are [out, in]. The hub's GPT-2 files leave out ``transformer.``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from megatron.errors import CheckpointError
+
+_TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
+_LAYER = {
+    "input_norm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.dense": "attn.c_proj",
+    "post_attention_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_TOP_OF_THEIRS = {theirs: ours for ours, theirs in _TOP.items()}
+_LAYER_OF_THEIRS = {theirs: ours for ours, theirs in _LAYER.items()}
+_CONV1D = {"attention.query_key_value", "attention.dense", "mlp.up", "mlp.down"}
+_THEIR_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+_ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
+_WORD, _HEAD, _THEIR_HEAD = "embedding.word.weight", "head.weight", "lm_head.weight"
+
+
+def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
+    """Return our logical names and weights of ``GPT2LMHeadModel.state_dict()``; the input is not shared.
+
+    ``head.weight`` is there when ``lm_head.weight`` holds other values than the word embedding.
+
+    Raises:
+        CheckpointError: listing the names that no GPT-2 has.
+    """
+    ours, unknown = {}, []
+    for their_name, tensor in hf_state.items():
+        if _THEIR_MASKS.fullmatch(their_name):
+            continue
+        name = _our_name(their_name)
+        if name is None:
+            unknown.append(their_name)
+            continue
+        ours[name] = _change(name, tensor.detach(), num_heads, to_ours=True).clone(
+            memory_format=torch.contiguous_format
+        )
+    if unknown:
+        raise CheckpointError(f"these names are not of a GPT2LMHeadModel: {', '.join(unknown)}")
+    if _HEAD in ours and _WORD in ours and torch.equal(ours[_HEAD], ours[_WORD]):
+        del ours[_HEAD]
+    return ours
+
+
+def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
+    """Return the state dict of ``GPT2LMHeadModel`` with our weights; a tied head is the word embedding itself.
+
+    Raises:
+        CheckpointError: listing the names that are not ours.
+    """
+    theirs, unknown = {}, []
+    for name, tensor in ours.items():
+        their_name = _their_name(name)
+        if their_name is None:
+            unknown.append(name)
+            continue
+        theirs[their_name] = _change(name, tensor.detach(), num_heads, to_ours=False).contiguous()
+    if unknown:
+        raise CheckpointError(f"these names are not of our GPT-2: {', '.join(unknown)}")
+    if _HEAD not in ours and _WORD in ours:
+        theirs[_THEIR_HEAD] = theirs["transformer.wte.weight"]
+    return theirs
+
+
+def model_fields(hf_config: Any) -> dict[str, Any]:
+    """Return the fields of our model configuration that a ``GPT2Config`` (or its dict) fixes.
+
+    Raises:
+        CheckpointError: listing the settings that our GPT-2 does not have.
+    """
+    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+    activation = given.get("activation_function", "gelu_new")
+    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+    problems = [f"{key} {given[key]}" for key, only in fixed.items() if given.get(key, only) != only]
+    if activation not in _ACTIVATIONS:
+        problems.append(f"activation_function {activation!r} (known: {', '.join(_ACTIVATIONS)})")
+    if problems:
+        raise CheckpointError(f"our GPT-2 has no counterpart of these settings: {'; '.join(problems)}")
+    return {
+        "num_layers": given["n_layer"],
+        "hidden_size": given["n_embd"],
+        "num_attention_heads": given["n_head"],
+        "ff_hidden_size": given.get("n_inner") or 4 * given["n_embd"],
+        "activation": _ACTIVATIONS[activation],
+        "hidden_bias": True,
+        "layernorm_epsilon": given.get("layer_norm_epsilon", 1e-5),
+        "max_position_embeddings": given["n_positions"],
+        "vocab_size": given["vocab_size"],
+        "untie_embeddings": not given.get("tie_word_embeddings", True),
+    }
+
+
+def _our_name(theirs: str) -> str | None:
+    """Return our name of ``theirs``, None when there is none."""
+    if theirs == _THEIR_HEAD:
+        return _HEAD
+    stem, _, kind = theirs.removeprefix("transformer.").rpartition(".")
+    if stem in _TOP_OF_THEIRS:
+        return f"{_TOP_OF_THEIRS[stem]}.{kind}"
+    found = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
+    if found and found[2] in _LAYER_OF_THEIRS:
+        return f"layers.{found[1]}.{_LAYER_OF_THEIRS[found[2]]}.{kind}"
+    return None
+
+
+def _their_name(ours: str) -> str | None:
+    """Return their name of ``ours``, None when there is none."""
+    if ours == _HEAD:
+        return _THEIR_HEAD
+    stem, _, kind = ours.rpartition(".")
+    if stem in _TOP:
+        return f"transformer.{_TOP[stem]}.{kind}"
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)", stem)
+    if found and found[2] in _LAYER:
+        return f"transformer.h.{found[1]}.{_LAYER[found[2]]}.{kind}"
+    return None
+
+
+def _change(name: str, tensor: torch.Tensor, num_heads: int, *, to_ours: bool) -> torch.Tensor:
+    """Return ``tensor`` of our name ``name`` in our arrangement, or in theirs."""
+    layer_part = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
+    is_conv1d = layer_part in _CONV1D and tensor.dim() == 2
+    if to_ours and is_conv1d:
+        tensor = tensor.t()
+    if layer_part == "attention.query_key_value":
+        tensor = _swap_heads(tensor, 3, num_heads) if to_ours else _swap_heads(tensor, num_heads, 3)
+    if not to_ours and is_conv1d:
+        tensor = tensor.t()
+    return tensor
+
+
+def _swap_heads(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Return the rows [outer, inner, d] of ``tensor`` in the order [inner, outer, d]."""
+    rows = tensor.shape[0]
+    if rows % (outer * inner):
+        raise CheckpointError(
+            f"query, key and value have {rows} rows, which is not a multiple of {outer} x {inner} heads"
+        )
+    blocks = tensor.reshape(outer, inner, rows // (outer * inner), *tensor.shape[1:])
+    return blocks.transpose(0, 1).reshape(tensor.shape)

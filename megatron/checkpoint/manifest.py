@@ -1,0 +1,151 @@
+"""``manifest.json``: what a checkpoint folder holds. A folder without a whole one is not a checkpoint.
+
+    {"crc32": "1c291ca3",
+     "format_version": 1, "sequence": 4, "step": 20,
+     "state": {...}, "files": {"rank-00000.safetensors": [size, crc32]}, "index": {name: {...}}}
+
+The checksum covers every byte after its own line. ``sequence`` counts the saves into a folder: the newest checkpoint
+is the last one saved, also when a run went back to an earlier step and saved a lower one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.records import DTYPES, tiling_problem
+from megatron.errors import CheckpointError
+from megatron.mpu.shard import Shard
+
+NAME = "manifest.json"
+FORMAT_VERSION = 1
+_FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
+_SECOND_LINE = re.compile(rb'\n"format_version": \d+, "sequence": (\d+), "step": \d+,')
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint that a later version of this program wrote."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a global tensor: where it lies in the tensor, and in which file under which key."""
+
+    file: str
+    key: str
+    shard: Shard
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named global tensor: its element type (as safetensors names it), shape and pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What was written: the loader compares."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of one ``manifest.json``."""
+
+    sequence: int
+    step: int
+    state: dict[str, Any]
+    files: dict[str, FileFacts]
+    index: dict[str, Entry]
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """Return the file's content."""
+    lines = [
+        f'"format_version": {FORMAT_VERSION}, "sequence": {manifest.sequence}, "step": {manifest.step}',
+        f'"state": {json.dumps(manifest.state)}',
+        f'"files": {json.dumps({name: [f.size, f"{f.crc32:08x}"] for name, f in manifest.files.items()})}',
+        f'"index": {{\n{_index_lines(manifest.index)}\n}}}}\n',
+    ]
+    body = ",\n".join(lines).encode()
+    return b'{"crc32": "%08x",\n' % zlib.crc32(body) + body
+
+
+def _index_lines(index: dict[str, Entry]) -> str:
+    return ",\n".join(f" {json.dumps(name)}: {json.dumps(_entry_fields(entry))}" for name, entry in index.items())
+
+
+def _entry_fields(entry: Entry) -> dict[str, Any]:
+    pieces = [
+        {"file": p.file, "key": p.key, "partition_dim": p.shard.partition_dim, "start": p.shard.start,
+         "length": p.shard.length}
+        for p in entry.pieces
+    ]  # fmt: skip
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "pieces": pieces}
+
+
+def from_bytes(content: bytes, path: Path) -> Manifest:
+    """Return the manifest in ``content``; ``path`` is for messages.
+
+    Raises:
+        NewerFormatError: a later version wrote it.
+        CheckpointError: it is not whole, was altered, or describes what cannot be.
+    """
+    first = _FIRST_LINE.match(content)
+    if first is None or first[1] != b"%08x" % zlib.crc32(content[first.end() :]):
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit ({len(content)} bytes)")
+    try:
+        fields = json.loads(content)
+        version = fields["format_version"]
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(
+                f"{path} has the format version {version}; this program reads up to {FORMAT_VERSION}. "
+                "Install the version that wrote it, or a later one."
+            )
+        return Manifest(
+            sequence=int(fields["sequence"]),
+            step=int(fields["step"]),
+            state=fields["state"],
+            files={_plain(name): FileFacts(int(size), int(crc, 16)) for name, (size, crc) in fields["files"].items()},
+            index={name: _entry(name, entry) for name, entry in fields["index"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} does not describe a checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _plain(name: str) -> str:
+    """Return ``name`` when it is a file name inside the checkpoint's own folder."""
+    if Path(name).name != name or name == NAME:
+        raise ValueError(f"a shard must be a plain file name, got {name!r}")
+    return name
+
+
+def _entry(name: str, fields: dict[str, Any]) -> Entry:
+    shape = tuple(fields["shape"])
+    pieces = tuple(
+        Piece(_plain(p["file"]), p["key"], Shard(shape, p["partition_dim"], p["start"], p["length"]))
+        for p in fields["pieces"]
+    )
+    problem = tiling_problem(shape, [piece.shard for piece in pieces])
+    if problem or fields["dtype"] not in DTYPES:
+        raise ValueError(f"{name}: {problem or fields['dtype']}")
+    return Entry(fields["dtype"], shape, pieces)
+
+
+def peek_sequence(folder: Path) -> int | None:
+    """Return the sequence number in the head of ``folder``'s manifest, unverified; None where there is none."""
+    try:
+        with open(folder / NAME, "rb") as file:
+            found = _SECOND_LINE.search(file.read(256))
+    except OSError:
+        return None
+    return int(found[1]) if found else None

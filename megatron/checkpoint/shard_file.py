@@ -1,0 +1,74 @@
+"""One rank's tensors in one safetensors file, written as a stream: one tensor at a time leaves the device.
+
+The format: 8 bytes, little-endian length of the header; the header, JSON padded with spaces to a multiple of 8;
+then the tensors' bytes without gaps. A reader that knows safetensors reads the file; it cannot carry code.
+
+Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron import files
+from megatron.checkpoint.records import DTYPE_NAMES
+from megatron.errors import CheckpointError
+
+CHUNK_BYTES = 1 << 22  # a chunk stays in the cache between its checksum and its write
+
+
+def header(tensors: dict[str, torch.Tensor]) -> bytes:
+    """Return the first bytes of the file that holds ``tensors`` in this order."""
+    fields: dict[str, Any] = {}
+    offset = 0
+    for key, tensor in tensors.items():
+        stop = offset + tensor.numel() * tensor.element_size()
+        shape = list(tensor.shape)
+        fields[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def num_bytes(tensors: dict[str, torch.Tensor]) -> int:
+    """Return the size of the file that would hold ``tensors``."""
+    return len(header(tensors)) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Write ``tensors`` to ``path``, flush, and return (bytes, crc32)."""
+    return files.write_chunks(path, _chunks(tensors))
+
+
+def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    yield header(tensors)
+    for tensor in tensors.values():
+        on_host = tensor.detach().cpu().contiguous().flatten()
+        content = on_host.view(torch.uint8).numpy().data
+        for start in range(0, len(content), CHUNK_BYTES):
+            yield content[start : start + CHUNK_BYTES]
+
+
+class ShardFile:
+    """An open safetensors file; slices come from the memory map, so only what is asked for is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+
+    def read(self, key: str, cuts: tuple[slice, ...]) -> torch.Tensor:
+        """Return ``tensor[cuts]`` of the tensor ``key``; no cuts: the tensor of no dimensions."""
+        try:
+            return self._file.get_slice(key)[cuts] if cuts else self._file.get_tensor(key)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._path}: {key} cannot be read: {error}") from error
