@@ -1,0 +1,8 @@
+"""Parameter groups, learning-rate schedules, and the optimizer step in any precision."""
+
+from megatron.optim.mixed_precision import MixedPrecisionOptimizer
+from megatron.optim.param_groups import build_optimizer
+from megatron.optim.scaler import LossScaler
+from megatron.optim.schedules import LearningRate
+
+__all__ = ["LearningRate", "LossScaler", "MixedPrecisionOptimizer", "build_optimizer"]

@@ -1,0 +1,153 @@
+"""One optimizer step in fp32, fp64, bf16 or fp16: master weights, overflow, norm, clipping, update.
+
+Both engines call ``step()`` with gradients that are reduced over the data-parallel replicas already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from megatron.errors import NumericsError
+from megatron.mpu.grads import clip_coefficient, counts_here, global_norm
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import set_shard, shard_of
+from megatron.optim.scaler import LossScaler
+
+
+class MixedPrecisionOptimizer(torch.optim.Optimizer):
+    """Wraps a torch optimizer that updates fp32 (or fp64) masters of the model's parameters.
+
+    A parameter of 16 bits has a master of 32: its gradient of each micro-batch is added to the master's in fp32 and
+    freed at once, and the updated master is rounded back into it. Other parameters are their own masters.
+
+    Args:
+        groups: parameter groups as torch's optimizers take them, over the model's own parameters.
+        build: makes the inner optimizer from the groups of masters.
+        dtype: type of the model's parameters from now on.
+        clip_grad: largest gradient norm; 0 turns clipping off.
+        model, tensor: groups of one replica and of its tensor-parallel ranks.
+
+    Attributes:
+        overflow: the last step was skipped because fp16 gradients overflowed.
+        _global_grad_norm: norm of the last step's gradients before clipping, without loss scale.
+    """
+
+    clips_gradients = True
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        *,
+        dtype: torch.dtype = torch.float32,
+        clip_grad: float = 0.0,
+        scaler: LossScaler | None = None,
+        model: Group = SINGLE,
+        tensor: Group = SINGLE,
+    ) -> None:
+        self.clip_grad = clip_grad
+        self.scaler = scaler or LossScaler()
+        self.model_group, self.tensor_group = model, tensor
+        self.overflow = False
+        self._global_grad_norm = 0.0
+        self._masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
+        self.inner = build(masters)
+        super().__init__(self.inner.param_groups, {})
+        self.inner.param_groups = self.param_groups  # one list, so that a changed learning rate reaches both
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss, for the backward pass of the next micro-batch."""
+        return self.scaler.scale
+
+    def master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """Return the tensor that the inner optimizer updates for ``parameter``."""
+        return self._masters[parameter]
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the gradient accumulated for ``parameter``, zeros if no micro-batch has reached it yet."""
+        master = self._masters.get(parameter)
+        if master is None:
+            return parameter.grad
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return master.grad
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters, or skip when fp16 gradients have overflowed. Collective over the replica.
+
+        Raises:
+            NumericsError: the norm is not finite in a precision that has no loss scaling to blame.
+        """
+        norm = self._norm() / self.loss_scale
+        self._global_grad_norm = norm
+        self.overflow = not math.isfinite(norm)
+        if self.overflow:
+            if not self.scaler.is_dynamic:
+                raise NumericsError(
+                    f"the gradient norm must be finite, got {norm}. The weights are as before this step. "
+                    "Lower --lr, or look at the batch."
+                )
+        else:
+            self._scale_gradients(clip_coefficient(norm, self.clip_grad) / self.loss_scale)
+            self.inner.step()
+            self.copy_masters_to_parameters()
+        self.scaler.update(self.overflow)
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, of masters and parameters."""
+        for parameter, master in self._masters.items():
+            parameter.grad = None
+            master.grad = None
+
+    @torch.no_grad()
+    def copy_masters_to_parameters(self) -> None:
+        """Round every 16-bit parameter's master into it."""
+        pairs = [(p, m) for p, m in self._masters.items() if p is not m]
+        if pairs:
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    def gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return (parameter, gradient) pairs in the order of the groups."""
+        for parameter in self._masters:
+            gradient = self.gradient_of(parameter)
+            if gradient is not None:
+                yield parameter, gradient
+
+    def _adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+        if dtype in (torch.float32, torch.float64):
+            parameter.data = parameter.data.to(dtype)
+            self._masters[parameter] = parameter
+            return parameter
+        master = torch.nn.Parameter(parameter.detach().float().clone())
+        set_shard(master, shard_of(parameter))
+        parameter.data = parameter.data.to(dtype)
+        parameter.register_post_accumulate_grad_hook(self._add_to_master)
+        self._masters[parameter] = master
+        return master
+
+    def _add_to_master(self, parameter: torch.Tensor) -> None:
+        master = self._masters[parameter]  # type: ignore[index]
+        if parameter.grad is None:
+            return
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def _norm(self) -> float:
+        counted = [g for p, g in self.gradients() if counts_here(p, self.tensor_group.rank)]
+        device = next(iter(self._masters)).device if self._masters else None
+        return global_norm(counted, model=self.model_group, device=device).item()
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_([gradient for _, gradient in self.gradients()], factor)

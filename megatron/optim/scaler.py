@@ -1,0 +1,55 @@
+"""The factor that keeps fp16 gradients above underflow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class LossScaler:
+    """Doubles after ``window`` good steps, halves when gradients overflow ``hysteresis`` times without a good window.
+
+    Args:
+        scale: the factor now; a power of two.
+        is_dynamic: False keeps ``scale`` for ever.
+        floor: the smallest factor; an overflow there changes nothing.
+
+    Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2.
+    """
+
+    scale: float = 1.0
+    is_dynamic: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    floor: float = 1.0
+    good_steps: int = 0
+    overflows_left: int = 0
+
+    def __post_init__(self) -> None:
+        self.overflows_left = self.overflows_left or self.hysteresis
+
+    def update(self, has_overflow: bool) -> None:
+        """Take note of one step."""
+        if not self.is_dynamic:
+            return
+        if has_overflow:
+            self.good_steps = 0
+            self.overflows_left -= 1
+            if self.overflows_left <= 0:
+                self.scale = max(self.scale / 2.0, self.floor)
+                self.overflows_left = self.hysteresis
+            return
+        self.good_steps += 1
+        if self.good_steps % self.window == 0:
+            self.scale *= 2.0
+            self.overflows_left = self.hysteresis
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Go on from ``state``."""
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])
+        self.overflows_left = int(state["overflows_left"])

@@ -1,0 +1,14 @@
+"""Our grid in the form that DeepSpeed's PipelineModule takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.mpu.topology import Topology
+
+
+def pipe_topology(topology: Topology) -> Any:
+    """Return DeepSpeed's topology with the same sizes and the same order of ranks as ours."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    return PipeModelDataParallelTopology(num_pp=topology.pipe, num_mp=topology.tensor, num_dp=topology.data)

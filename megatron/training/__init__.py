@@ -1,0 +1,23 @@
+"""The training loop and what it stands on: ``pretrain`` and the names that ported scripts expect.
+
+Names resolve on first use, so that importing a submodule that needs no torch stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "pretrain": "pretrain",
+    "get_args": "arguments",
+    "get_config": "arguments",
+    "get_tokenizer": "arguments",
+    "get_grid": "arguments",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'megatron.training' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatron.training.{_HOME[name]}"), name)

@@ -1,0 +1,63 @@
+"""What a script asks for by name while ``pretrain`` runs: arguments, configuration, tokenizer, grid.
+
+Only scripts and this package read these; everything below takes what it needs as an argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config import Config
+
+
+@dataclass
+class _Current:
+    config: Config | None = None
+    tokenizer: Any = None
+    streams: Any = None
+    args: argparse.Namespace | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+_current = _Current()
+
+
+def set_current(config: Config, tokenizer: Any, streams: Any) -> None:
+    """Make these what scripts are told until the next call."""
+    _current.config, _current.tokenizer, _current.streams = config, tokenizer, streams
+    _current.args = config.namespace()
+
+
+def get_args() -> argparse.Namespace:
+    """Return all flags with the flat names that Megatron and CPM scripts use."""
+    return _needed(_current.args, "arguments")
+
+
+def get_config() -> Config:
+    """Return the configuration by concern."""
+    return _needed(_current.config, "configuration")
+
+
+def get_tokenizer() -> Any:
+    """Return the tokenizer."""
+    return _needed(_current.tokenizer, "tokenizer")
+
+
+def get_grid() -> Any:
+    """Return the grid of ranks."""
+    from megatron.mpu.initialize import get_grid as grid
+
+    return grid()
+
+
+def get_streams() -> Any:
+    """Return this rank's source of dropout masks."""
+    return _needed(_current.streams, "dropout streams")
+
+
+def _needed(value: Any, what: str) -> Any:
+    if value is None:
+        raise RuntimeError(f"the {what} are not there yet: they exist while pretrain() runs")
+    return value

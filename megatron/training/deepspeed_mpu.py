@@ -1,0 +1,55 @@
+"""Our grid as the ``mpu`` object that DeepSpeed's engine asks for its groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.mpu.groups import Grid, Group
+
+
+class DeepSpeedMpu:
+    """The methods that ``deepspeed.initialize(mpu=...)`` calls.
+
+    DeepSpeed takes a missing handle for the whole world, so a group of one gets a real process group here. Collective.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._data = _handle(grid, "data")
+        self._tensor = _handle(grid, "tensor")
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return self._grid.data.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._grid.data.size
+
+    def get_model_parallel_group(self) -> Any:
+        return self._tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return self._grid.tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._grid.tensor.size
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+
+def _handle(grid: Grid, axis: str) -> Any:
+    group: Group = getattr(grid, axis)
+    if group.handle is not None:
+        return group.handle
+    own = None
+    for rank in range(grid.topology.world_size):
+        handle = dist.new_group([rank])
+        if rank == grid.rank:
+            own = handle
+    return own

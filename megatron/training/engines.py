@@ -1,0 +1,201 @@
+"""One optimizer step and one evaluation, on either engine: DeepSpeed's without a pipeline, ours with one.
+
+Both leave the same thing behind: gradients that are the mean over the valid tokens of the global batch (or over
+micro-batches, for a loss that is a plain scalar), summed over the replicas, then one ``optimizer.step()``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron.errors import NumericsError
+from megatron.mpu.groups import Grid
+from megatron.mpu.mappings import all_reduce
+from megatron.mpu.random import DropoutStreams, Position
+from megatron.optim import MixedPrecisionOptimizer
+
+DataIterator = Iterator[Any] | None
+ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    is_skipped: bool
+    losses: dict[str, float] = field(default_factory=dict)
+
+
+class StepEngine(Protocol):
+    """What the loop needs of an engine."""
+
+    module: torch.nn.Module
+    optimizer: MixedPrecisionOptimizer
+
+    def train_step(self, data: DataIterator, step: int) -> StepResult: ...
+
+    def evaluate_batch(self, data: DataIterator) -> float: ...
+
+
+def split_loss(loss: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (sum, weight) of a loss: a pair as it is, a scalar with weight 1."""
+    if isinstance(loss, tuple | list):
+        if len(loss) != 2:
+            raise ValueError(f"a loss must be a scalar or the pair (sum, count), got {len(loss)} values")
+        return loss[0], loss[1]
+    if loss.dim() and loss.numel() != 1:
+        raise ValueError(f"a loss must be a scalar or the pair (sum, count), got a tensor of shape {tuple(loss.shape)}")
+    return loss, torch.ones((), dtype=loss.dtype, device=loss.device)
+
+
+def nominal_weight(tokens_per_step: int) -> float:
+    """Return the power of two nearest to the tokens of a step.
+
+    Gradients are accumulated divided by it, which keeps fp16 in range and changes no other bit.
+    """
+    return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
+
+
+class SingleStageEngine:
+    """DeepSpeed's engine: forward and backward of each micro-batch in turn; reduction, norm and clipping are ours."""
+
+    def __init__(
+        self,
+        engine: Any,
+        forward_step: ForwardStep,
+        *,
+        grid: Grid,
+        streams: DropoutStreams,
+        num_micro_batches: int,
+        nominal: float,
+    ) -> None:
+        self.engine = engine
+        self.module: torch.nn.Module = engine.module
+        self.optimizer: MixedPrecisionOptimizer = engine.optimizer
+        self.forward_step = forward_step
+        self.grid, self.streams = grid, streams
+        self.num_micro_batches, self.nominal = num_micro_batches, nominal
+        engine.enable_backward_allreduce = False
+
+    def train_step(self, data: DataIterator, step: int) -> StepResult:
+        """Run all micro-batches of step number ``step`` and update the weights. Collective."""
+        self.engine.train()
+        totals: torch.Tensor | None = None
+        reported: dict[str, torch.Tensor] = {}
+        self.engine.set_gradient_accumulation_boundary(False)
+        for micro_batch in range(self.num_micro_batches):
+            self.streams.position = Position(step, micro_batch)
+            loss, report = self.forward_step(data, self.engine)
+            loss_sum, weight = split_loss(loss)
+            self.engine.backward(loss_sum * (self.optimizer.loss_scale / self.nominal), scale_wrt_gas=False)
+            both = torch.stack([loss_sum.detach(), weight.detach().to(loss_sum.dtype)])
+            totals = both if totals is None else totals + both
+            _add_report(reported, report, loss)
+        if totals is None:
+            raise RuntimeError("a step needs at least one micro-batch")
+        all_reduce(totals, self.grid.data)
+        loss_value, weight_value = totals.tolist()
+        self._reduce_gradients(self.nominal / weight_value if weight_value else 0.0)
+        return self._update(loss_value / weight_value if weight_value else 0.0, self._means(reported))
+
+    @torch.no_grad()
+    def evaluate_batch(self, data: DataIterator) -> float:
+        """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
+        self.engine.eval()
+        totals: torch.Tensor | None = None
+        for _ in range(self.num_micro_batches):
+            loss, _ = self.forward_step(data, self.engine)
+            loss_sum, weight = split_loss(loss)
+            both = torch.stack([loss_sum, weight.to(loss_sum.dtype)])
+            totals = both if totals is None else totals + both
+        self.engine.train()
+        if totals is None:
+            raise RuntimeError("an evaluation needs at least one micro-batch")
+        all_reduce(totals, self.grid.data)
+        return (totals[0] / totals[1]).item() if totals[1] else 0.0
+
+    def _reduce_gradients(self, scale: float) -> None:
+        from tds.gradients import reduce_gradients
+
+        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, scale)
+
+    def _update(self, loss: float, losses: dict[str, float]) -> StepResult:
+        scale = self.optimizer.loss_scale
+        raise_unless_finite(loss, self.optimizer)
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()
+        return StepResult(
+            loss=loss,
+            grad_norm=self.optimizer._global_grad_norm,
+            loss_scale=scale,
+            is_skipped=self.optimizer.overflow,
+            losses=losses,
+        )
+
+    def _means(self, reported: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Average named losses over micro-batches and replicas."""
+        if not reported:
+            return {}
+        values = torch.stack([value.double() for value in reported.values()])
+        all_reduce(values, self.grid.data)
+        count = self.num_micro_batches * self.grid.data.size
+        return dict(zip(reported, (values / count).tolist(), strict=True))
+
+
+class PipelineEngine:
+    """``tds``: the same step with the model's layers on several stages."""
+
+    def __init__(
+        self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, nominal: float
+    ) -> None:
+        self.engine = engine
+        self.module: torch.nn.Module = engine.module
+        self.optimizer: MixedPrecisionOptimizer = engine.optimizer
+        self.streams = streams
+        self.num_micro_batches = num_micro_batches
+        self._step = 0
+        engine.nominal_weight = nominal
+        engine.on_micro_batch = self._start_micro_batch
+
+    def train_step(self, data: DataIterator, step: int) -> StepResult:
+        """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
+        self._step = step
+        scale = self.optimizer.loss_scale
+        loss = float(self.engine.train_batch(data))
+        raise_unless_finite(loss, self.optimizer)
+        return StepResult(
+            loss=loss,
+            grad_norm=self.optimizer._global_grad_norm,
+            loss_scale=scale,
+            is_skipped=self.optimizer.overflow,
+        )
+
+    @torch.no_grad()
+    def evaluate_batch(self, data: DataIterator) -> float:
+        """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
+        return float(self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches))
+
+    def _start_micro_batch(self, micro_batch: int) -> None:
+        self.streams.position = Position(self._step, micro_batch)
+
+
+def raise_unless_finite(loss: float, optimizer: MixedPrecisionOptimizer) -> None:
+    """Raise NumericsError for a loss that is not finite where no loss scale can be at fault."""
+    if not math.isfinite(loss) and not optimizer.scaler.is_dynamic:
+        raise NumericsError(f"the loss must be finite, got {loss}. Lower --lr, or look at the batch.")
+
+
+def _add_report(reported: dict[str, torch.Tensor], report: dict[str, Any], loss: Any) -> None:
+    """Add named losses of one micro-batch; the loss itself is reported apart."""
+    for name, value in report.items():
+        if value is loss or not isinstance(value, torch.Tensor) or value.numel() != 1:
+            continue
+        reported[name] = reported.get(name, torch.zeros((), device=value.device)) + value.detach()

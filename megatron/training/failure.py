@@ -1,0 +1,100 @@
+"""How a process ends: one line that says which rank failed and why, and the job's exit code.
+
+The launcher names a file in MEGATRON_FAILURE_FILE. Once a rank has died it writes there who, then sends SIGTERM:
+that means leave, not save.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.errors import EXIT_CODES, PeerError, exit_code
+
+_PEER_SIGNS = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "socket",
+    "nccl",
+    "read error",
+    "write error",
+    "application timeout",
+)
+
+
+def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
+    """Call ``main``; when it raises, say so in one line and end the process with the error's exit code.
+
+    Args:
+        who: returns this rank's name for the message, such as "rank 3 (stage 1, tensor 1, data 0)".
+    """
+    try:
+        main()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        leave(error, who())
+
+
+def leave(error: BaseException, who: str) -> NoReturn:
+    """Say what happened and end this process at once, without waiting for peers that may never answer."""
+    failure = as_peer_error(error)
+    code = exit_code(failure)
+    if is_same_everywhere(failure):
+        if os.environ.get("RANK", "0") == "0":
+            print_line(str(failure))
+    elif isinstance(failure, PeerError):
+        print_line(f"{who}: leaving, {failure}")
+    else:
+        print_line(f"{who} failed: {type(error).__name__}: {error}")
+        if type(failure) not in EXIT_CODES:
+            traceback.print_exception(error, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def is_same_everywhere(error: BaseException) -> bool:
+    """Return whether every rank raises this error alike, so that one of them is enough to say it."""
+    return exit_code(error) in (2, 75) and not getattr(error, "is_of_this_rank", False)
+
+
+def as_peer_error(error: BaseException) -> BaseException:
+    """Return a PeerError for what a process group raises when another rank is gone, else ``error`` itself."""
+    import torch.distributed as dist
+
+    kinds = tuple(
+        kind for kind in (getattr(dist, name, None) for name in ("DistError", "DistNetworkError")) if kind is not None
+    )
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).lower()
+        if isinstance(cause, kinds) or (type(cause) is RuntimeError and any(sign in text for sign in _PEER_SIGNS)):
+            return PeerError(told_by_launcher() or f"another rank is gone or did not answer ({error})")
+        cause = cause.__cause__
+    return error
+
+
+def told_by_launcher() -> str | None:
+    """Return what the launcher has written of a dead peer, or None while all live."""
+    place = os.environ.get("MEGATRON_FAILURE_FILE")
+    if not place:
+        return None
+    try:
+        return Path(place).read_text().strip() or None
+    except OSError:
+        return None
+
+
+def print_line(text: str) -> None:
+    """Write one line to standard error in one call, so that lines of several ranks do not mix."""
+    sys.stderr.write(text.rstrip("\n") + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,228 @@
+"""Everything that a run needs to go on exactly: counters, weights, optimizer, loss scale, random states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import device, log
+from megatron.checkpoint import (
+    Checkpoint,
+    TensorRecord,
+    compare_model_config,
+    named_parameters,
+    open_checkpoint,
+    open_latest,
+    save,
+)
+from megatron.config import Config
+from megatron.errors import CheckpointError
+from megatron.mpu.grads import counts_here
+from megatron.mpu.shard import Shard, shard_of
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.world import World
+
+CHECKPOINTS = "checkpoints"  # folder of checkpoints in a run folder
+
+
+@dataclass
+class Progress:
+    """How far the run is. ``updates`` leaves out steps that fp16 overflow skipped; the learning rate follows it."""
+
+    step: int = 0
+    updates: int = 0
+    samples_consumed: int = 0
+
+    @property
+    def skipped(self) -> int:
+        return self.step - self.updates
+
+
+def save_state(
+    folder: Path,
+    progress: Progress,
+    *,
+    config: Config,
+    module: torch.nn.Module,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    fingerprint: str | None,
+    loaded: Path | None = None,
+) -> Path:
+    """Write a checkpoint into ``folder / checkpoints`` and return its path. Collective."""
+    records = list(_weight_records(module, optimizer, world))
+    if not config.checkpoint.no_save_optim:
+        records += _optimizer_records(module, optimizer, world)
+    records += _rng_records(world)
+    state = {
+        "progress": asdict(progress),
+        "scaler": optimizer.scaler.state(),
+        "optimizer_steps": _optimizer_steps(optimizer),
+        "model": model_identity(config),
+        "config": config.to_dict(),
+        "layout": asdict(world.grid.topology),
+        "data_fingerprint": fingerprint,
+        "torch": torch.__version__,
+    }
+    keep_last = config.checkpoint.keep_last
+    return save(
+        folder / CHECKPOINTS, progress.step, records, state, world.grid.world, keep_last=keep_last, loaded=loaded
+    )
+
+
+def open_for(source: Path, world: World) -> Checkpoint:
+    """Return the checkpoint that ``source`` means: a run folder, its checkpoints folder, or one checkpoint. Collective.
+
+    Raises:
+        CheckpointError: there is none there, or none that verifies.
+    """
+    inner = source / CHECKPOINTS
+    place = inner if inner.is_dir() else source
+    if (place / "manifest.json").exists():
+        return open_checkpoint(place, world.grid.world)
+    return open_latest(place, world.grid.world)
+
+
+def restore(
+    checkpoint: Checkpoint,
+    *,
+    config: Config,
+    module: torch.nn.Module,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    fingerprint: str | None,
+) -> Progress:
+    """Put the state of ``checkpoint`` into model and optimizer; return where to go on. Collective.
+
+    Raises:
+        CheckpointError: it is of another model or other data; nothing has been changed then.
+    """
+    flags = config.checkpoint
+    compare_model_config(checkpoint.state["model"], model_identity(config))
+    is_whole = not flags.finetune and not flags.eval_only
+    if is_whole:
+        _check_data(checkpoint, fingerprint)
+    wants_optimizer = is_whole and not flags.no_load_optim
+    records = list(_weight_records(module, optimizer, world))
+    if wants_optimizer:
+        _make_moments(optimizer)
+        records += _optimizer_records(module, optimizer, world)
+        _check_has_moments(checkpoint)
+    checkpoint.load(records)
+    optimizer.copy_masters_to_parameters()
+    if wants_optimizer:
+        optimizer.scaler.load(checkpoint.state["scaler"])
+        _set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
+    if is_whole and not flags.no_load_rng:
+        _restore_rng(checkpoint, world)
+    return Progress(**checkpoint.state["progress"]) if is_whole else Progress()
+
+
+def model_identity(config: Config) -> dict[str, Any]:
+    """Return what two models must share for one's weights to fit the other."""
+    names = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "kv_hidden_size",
+        "ff_hidden_size",
+        "hidden_bias",
+        "max_position_embeddings",
+        "vocab_size",
+        "untie_embeddings",
+        "activation",
+    )
+    return {name: getattr(config.model, name) for name in names}
+
+
+def _weight_records(
+    module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, world: World
+) -> Iterator[TensorRecord]:
+    for name, parameter in named_parameters(module):
+        master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
+        yield TensorRecord(f"weights/{name}", master.detach(), shard_of(parameter), _is_owner(parameter, world))
+
+
+def _optimizer_records(
+    module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, world: World
+) -> Iterator[TensorRecord]:
+    for name, parameter in named_parameters(module):
+        if not parameter.requires_grad:
+            continue
+        state = optimizer.inner.state.get(optimizer.master_of(parameter), {})
+        for key, value in sorted(state.items()):
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+                yield TensorRecord(f"optimizer/{key}/{name}", value, shard_of(parameter), _is_owner(parameter, world))
+
+
+def _rng_records(world: World) -> Iterator[TensorRecord]:
+    for kind, state in device.rng_states(world.kind).items():
+        yield TensorRecord(f"rng/{kind}/{world.rank:05d}", state, Shard(tuple(state.shape)), True)
+
+
+def _is_owner(parameter: torch.Tensor, world: World) -> bool:
+    return world.grid.data.rank == 0 and counts_here(parameter, world.grid.tensor.rank)
+
+
+def _optimizer_steps(optimizer: MixedPrecisionOptimizer) -> int:
+    """Return how many updates the inner optimizer has made: Adam's bias correction depends on it."""
+    for state in optimizer.inner.state.values():
+        if "step" in state:
+            return int(state["step"])
+    return 0
+
+
+def _set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
+    for state in optimizer.inner.state.values():
+        if "step" in state:
+            state["step"] = torch.full_like(state["step"], float(steps))
+
+
+def _make_moments(optimizer: MixedPrecisionOptimizer) -> None:
+    """Let the inner optimizer create its state, all zeros, without moving a weight."""
+    groups = optimizer.param_groups
+    kept = [(group["lr"], group["weight_decay"]) for group in groups]
+    for group in groups:
+        group["lr"], group["weight_decay"] = 0.0, 0.0
+        for master in group["params"]:
+            master.grad = torch.zeros_like(master)
+    optimizer.inner.step()
+    optimizer.zero_grad()
+    for group, (lr, weight_decay) in zip(groups, kept, strict=True):
+        group["lr"], group["weight_decay"] = lr, weight_decay
+
+
+def _check_has_moments(checkpoint: Checkpoint) -> None:
+    if not any(name.startswith("optimizer/") for name in checkpoint.names()) and checkpoint.state["optimizer_steps"]:
+        raise CheckpointError(
+            f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "
+            "Add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights."
+        )
+
+
+def _check_data(checkpoint: Checkpoint, fingerprint: str | None) -> None:
+    saved = checkpoint.state.get("data_fingerprint")
+    if saved and fingerprint and saved != fingerprint:
+        raise CheckpointError(
+            f"the data must be those of the checkpoint, got fingerprint {fingerprint} now and {saved} in "
+            f"{checkpoint.path}: samples would be repeated or lost. Give the same --data-path, --split, --seq-length "
+            "and --seed, or --finetune to start anew from the weights."
+        )
+
+
+def _restore_rng(checkpoint: Checkpoint, world: World) -> None:
+    saved_layout = checkpoint.state["layout"]
+    if saved_layout != asdict(world.grid.topology):
+        if world.rank == 0:
+            log.info(f"saved as {saved_layout}, now {asdict(world.grid.topology)}: generators start from --seed")
+        return
+    states = device.rng_states(world.kind)
+    for kind, state in states.items():
+        name = f"rng/{kind}/{world.rank:05d}"
+        if name in checkpoint.names():
+            states[kind] = checkpoint.read(name, Shard(tuple(state.shape)))
+    device.set_rng_states(states)

@@ -1,0 +1,126 @@
+"""From a started process to a grid of ranks that is known to work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron import device
+from megatron.config import Config
+from megatron.errors import ConfigError, PeerError
+from megatron.mpu.groups import Grid, Group
+from megatron.mpu.initialize import initialize_model_parallel
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's device and grid."""
+
+    kind: str
+    device: torch.device
+    grid: Grid
+    local_rank: int
+
+    @property
+    def rank(self) -> int:
+        return self.grid.rank
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank opens the corpus: the first tensor rank of the first and the last stage."""
+        return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, self.grid.pipe.size - 1)
+
+    @property
+    def name(self) -> str:
+        """This rank in words, for messages."""
+        place = self.grid.topology.coordinate(self.rank)
+        return f"rank {self.rank} (stage {place.pipe}, tensor {place.tensor}, data {place.data})"
+
+
+def start(config: Config) -> World:
+    """Form the process groups, choose the device, and check that all ranks run the same thing. Collective.
+
+    Raises:
+        ConfigError: the device or backend cannot be used, or ranks differ in code, versions or arguments.
+        PeerError: not all ranks came.
+    """
+    try:
+        kind = device.choose(config.parallel.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+    place = device.bind(kind, local_rank)
+    timeout = timedelta(seconds=config.parallel.distributed_timeout_s)
+    _init_process_group(config.parallel.distributed_backend or device.backend(kind), kind, timeout)
+    parallel = config.parallel
+    grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place)
+    world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
+    _touch_every_group(grid, place)
+    _compare_ranks(config, grid)
+    device.seed(config.run.seed)
+    return world
+
+
+def stop() -> None:
+    """Leave the process groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _init_process_group(backend: str, kind: str, timeout: timedelta) -> None:
+    if dist.is_initialized():
+        return
+    if backend == "nccl" and kind != "cuda":
+        raise ConfigError("--distributed-backend nccl needs CUDA devices, found none. Use gloo.")
+    if "RANK" not in os.environ:  # started by hand, alone
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    try:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PeerError(
+            f"all {os.environ.get('WORLD_SIZE')} ranks must meet at {where} within {timeout.total_seconds():.0f} s, "
+            f"got: {error}. Is rank 0 up? Check MASTER_ADDR, MASTER_PORT and NNODES."
+        ) from error
+
+
+def _touch_every_group(grid: Grid, place: torch.device) -> None:
+    """Send one number through each group: what cannot communicate fails here, with a name, and not in the first step."""
+    for name in ("tensor", "pipe", "data", "world"):
+        group: Group = getattr(grid, name)
+        if group.size == 1:
+            continue
+        value = torch.ones(1, device=place)
+        dist.all_reduce(value, group=group.handle)
+        if value.item() != group.size:
+            raise PeerError(f"the {name} group must have {group.size} ranks, heard from {value.item():.0f}")
+
+
+def _compare_ranks(config: Config, grid: Grid) -> None:
+    """Raise if ranks differ in what must be the same: arguments, JSON, versions (rows I05 and I06 of a fault list)."""
+    if grid.world.size == 1:
+        return
+    mine = {
+        "arguments": hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode()).hexdigest()[:12],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    everyone: list[Any] = [None] * grid.world.size
+    dist.all_gather_object(everyone, mine, group=grid.world.handle)
+    for key, value in everyone[0].items():
+        others = {rank: told[key] for rank, told in enumerate(everyone) if told[key] != value}
+        if others:
+            raise ConfigError(
+                f"all ranks must have the same {key}, got {value} on rank 0 and {others}. "
+                "Start every node with the same command, files and versions."
+            )
