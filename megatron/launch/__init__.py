@@ -1,0 +1,14 @@
+"""Start the ranks of one node, watch them, and end with the exit code of the rank that caused the end.
+
+| file | holds |
+|---|---|
+| options | the launcher's flags |
+| machine | GPUs without importing torch; what unset variables of the run scripts become |
+| rendezvous | the port, and how several nodes become one job |
+| ranks | starting, signalling and reaping the processes |
+| verdict | which rank is the culprit, and the job's exit code |
+| agent | torch's elastic agent, told how to do these things |
+
+``python -m megatron.launch --help`` says how to use it. Plain ``torchrun`` can start the same scripts; it ends with
+code 1 whatever happened, and gives the ranks up to 30 s after one of them died.
+"""

@@ -1,0 +1,85 @@
+"""``python -m megatron.launch [flags] script.py [its flags]``: see the package's docstring."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron import log
+from megatron.errors import ConfigError, PeerError
+from megatron.launch import machine
+from megatron.launch.options import Options, parse
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the job and return its exit code."""
+    try:
+        return _launch(parse(argv))
+    except (ConfigError, PeerError) as error:
+        log.error(f"error: {error}")
+        return 2 if isinstance(error, ConfigError) else 4
+    except KeyboardInterrupt:
+        return 130
+
+
+def _launch(options: Options) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(options.nproc_per_node)))
+    # Below, and not at the top: torch reads OMP_NUM_THREADS when imported, and wrong flags should be told at once.
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from megatron.launch.agent import LaunchAgent, Signals
+    from megatron.launch.rendezvous import NodeRendezvous
+
+    signals = Signals()
+    listener = _open_port(options) if options.node_rank == 0 else None
+    for name in options.preload:
+        importlib.import_module(name)
+    rendezvous = NodeRendezvous(
+        host=options.master_addr,
+        port=listener.getsockname()[1] if listener else options.master_port,
+        node_rank=options.node_rank,
+        num_nodes=options.nnodes,
+        listener=listener,
+        timeout_s=options.init_timeout_s,
+        check_stop=signals.raise_if_seen,
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=options.nproc_per_node,
+        rdzv_handler=rendezvous,
+        entrypoint=options.script,
+        max_restarts=options.max_restarts,
+        monitor_interval=0.001,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))  # TemporaryDirectory would go at the exit of a forked rank
+    try:
+        agent = LaunchAgent(spec, options, rendezvous, signals, folder)
+        agent.run()
+        return agent.job_code
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_port(options: Options) -> socket.socket:
+    from megatron.launch.rendezvous import listen
+
+    try:
+        listener = listen(options.master_addr, options.master_port, options.nnodes)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_PORT must be free on node 0, got {options.master_addr}:{options.master_port}: {error.strerror}. "
+            "Choose another one, the same on every node."
+        ) from error
+    if listener.getsockname()[1] != options.master_port:
+        log.warning(f"port {options.master_port} is in use; taking {listener.getsockname()[1]}")
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""What this machine offers, without importing torch, and what unset variables of the run scripts become.
+
+``python -m megatron.launch.machine`` prints shell assignments for GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR,
+MASTER_PORT, pp_size and mp_size; a value that the user set is never changed.
+
+| usable GPUs | GPUS_PER_NODE | pp_size x mp_size |
+|---|---|---|
+| none | 4 processes on the CPU | 2 x 2 |
+| 1 | 1 | 1 x 1 |
+| 2, 3 | 2 | 2 x 1 |
+| 4 and more | the largest multiple of 4 | 2 x 2 |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron import log
+from megatron.errors import ConfigError
+
+CPU_PROCESSES = 4
+NAMES = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "pp_size", "mp_size")
+
+
+def count_gpus(env: Mapping[str, str] = os.environ) -> int:
+    """Return how many GPUs a rank started with ``env`` could use; 0 means training on the CPU.
+
+    MEGATRON_NUM_GPUS overrides the count, for machines whose driver does not tell.
+    """
+    if env.get("DS_ACCELERATOR") == "cpu":
+        return 0
+    if env.get("MEGATRON_NUM_GPUS"):
+        return int(env["MEGATRON_NUM_GPUS"])
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (not visible.strip() or visible.strip().startswith("-1")):
+        return 0
+    present = _nvidia_gpus()
+    if not present or not _torch_has_cuda():
+        return 0
+    return min(present, len(visible.split(","))) if visible is not None else present
+
+
+def _nvidia_gpus() -> int:
+    tool = shutil.which("nvidia-smi")
+    if tool:
+        try:
+            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+            return len(re.findall(r"^GPU ", listed, re.M))
+        except (OSError, subprocess.SubprocessError):
+            pass
+    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+def _torch_has_cuda() -> bool:
+    """Read torch's version file instead of importing torch, which takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    version = Path(next(iter(spec.submodule_search_locations))) / "version.py"
+    return bool(re.search(r"^cuda\b.*=\s*['\"]\d", version.read_text(), re.M)) if version.is_file() else False
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """Return the OpenMP threads of a rank, so that the ranks of a node share its cores."""
+    return max(1, num_cores() // num_ranks)
+
+
+def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """Return a value for each of ``NAMES``: the user's, else SLURM's, else what suits the machine.
+
+    Raises:
+        ConfigError: a value is no number, or the devices do not fit pp_size x mp_size.
+    """
+    values = {name: env[name] for name in NAMES if env.get(name)}
+    for name, value in from_slurm(env).items():
+        values.setdefault(name, value)
+    for name, value in (("NNODES", "1"), ("NODE_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        values.setdefault(name, value)
+    numbers = {name: _number(name, value) for name, value in values.items() if name != "MASTER_ADDR"}
+    if numbers["NNODES"] > 1 and "MASTER_ADDR" not in env and "SLURM_JOB_ID" not in env:
+        raise ConfigError(
+            f"NNODES={numbers['NNODES']} needs MASTER_ADDR, the name of node 0 as the other nodes reach it. "
+            "Set MASTER_ADDR to the same host on every node (127.0.0.1 if all are on this machine)."
+        )
+    numbers |= _layout(numbers, gpus)
+    return {name: values.get(name, str(numbers.get(name))) for name in NAMES}
+
+
+def _layout(numbers: Mapping[str, int], gpus: int) -> dict[str, int]:
+    """Return GPUS_PER_NODE, pp_size and mp_size that fit together and hold what the user set."""
+    nodes = numbers["NNODES"]
+    devices = numbers.get("GPUS_PER_NODE") or gpus or CPU_PROCESSES
+    if gpus and devices > gpus:
+        raise ConfigError(
+            f"GPUS_PER_NODE must not exceed the GPUs of this node, got GPUS_PER_NODE={devices} and {gpus} GPU(s). "
+            "Lower it, or train on the CPU with DS_ACCELERATOR=cpu."
+        )
+    pipe, tensor = _default_split(numbers, devices)
+    product = max(pipe, 1) * tensor
+    if "GPUS_PER_NODE" in numbers:
+        per_node = devices
+    elif not gpus:
+        per_node = _fitting(max(devices, -(-product // nodes)), nodes, product, upwards=product > devices * nodes)
+    else:
+        per_node = _fitting(devices, nodes, product, upwards=False)
+    if per_node == 0 or per_node * nodes % product:
+        raise ConfigError(
+            "GPUS_PER_NODE x NNODES must be a multiple of pp_size x mp_size, got "
+            f"GPUS_PER_NODE={per_node or devices}, NNODES={nodes}, pp_size={pipe}, mp_size={tensor} "
+            f"({per_node or devices} x {nodes} = {(per_node or devices) * nodes} devices, {max(pipe, 1)} x {tensor} = "
+            f"{product} wanted). Lower pp_size or mp_size, or give more devices."
+        )
+    return {"GPUS_PER_NODE": per_node, "pp_size": pipe, "mp_size": tensor}
+
+
+def _default_split(numbers: Mapping[str, int], devices: int) -> tuple[int, int]:
+    """Return (pp_size, mp_size): what the user set, else the table's row for this many devices on a node."""
+    chosen = "GPUS_PER_NODE" in numbers
+    pipe, tensor = numbers.get("pp_size"), numbers.get("mp_size")
+    if pipe is None and tensor is None:
+        if devices >= 4 and not (chosen and devices % 4):
+            return 2, 2
+        return (2, 1) if devices >= 2 and not (chosen and devices % 2) else (1, 1)
+    given = max(pipe if pipe is not None else tensor or 1, 1)
+    left = devices * numbers["NNODES"] // given
+    other = 2 if left >= 2 and devices * numbers["NNODES"] % (2 * given) == 0 else 1
+    return (pipe if pipe is not None else other), (tensor if tensor is not None else other)
+
+
+def _fitting(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
+    """Return the number of devices a node, at most ``devices`` (or just above it), that ``product`` divides; 0 if none."""
+    counts = range(devices, devices + product + 1) if upwards else range(devices, 0, -1)
+    return next((count for count in counts if count * nodes % product == 0), 0)
+
+
+def _number(name: str, value: str) -> int:
+    least = 0 if name in ("NODE_RANK", "pp_size") else 1
+    if not re.fullmatch(r"\d+", value) or int(value) < least:
+        raise ConfigError(f"{name} must be a whole number, at least {least}, got {name}={value!r}.")
+    return int(value)
+
+
+def from_slurm(env: Mapping[str, str]) -> dict[str, str]:
+    """Return NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT as SLURM tells them; empty outside SLURM.
+
+    Raises:
+        ConfigError: SLURM started this script more than once on a node.
+    """
+    if "SLURM_JOB_ID" not in env:
+        return {}
+    is_step = "SLURM_STEP_ID" in env
+    nodes = (is_step and env.get("SLURM_STEP_NUM_NODES")) or env.get("SLURM_NNODES") or env.get("SLURM_JOB_NUM_NODES")
+    tasks = env.get("SLURM_STEP_NUM_TASKS") if is_step else None
+    if nodes and tasks and int(tasks) > int(nodes):
+        raise ConfigError(
+            f"SLURM must start the script once per node, got {tasks} tasks on {nodes} node(s). "
+            "Start it with `srun --ntasks-per-node=1 bash run_gpt2.sh`; it starts the ranks itself."
+        )
+    hosts = (is_step and env.get("SLURM_STEP_NODELIST")) or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    found = {
+        "NNODES": nodes,
+        "NODE_RANK": env.get("SLURM_NODEID"),
+        "MASTER_ADDR": first_host(hosts) if hosts else None,
+        "MASTER_PORT": str(20000 + int(re.sub(r"\D", "", env["SLURM_JOB_ID"]) or 0) % 20000),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a list such as ``gpu[003-010,20],login1``."""
+    tool = shutil.which("scontrol")
+    if tool:
+        shown = subprocess.run([tool, "show", "hostnames", nodelist], capture_output=True, text=True, check=False)
+        if shown.returncode == 0 and shown.stdout.split():
+            return shown.stdout.split()[0]
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group(0) if first else nodelist)
+
+
+def main() -> int:
+    """Print the assignments for ``eval`` in a run script."""
+    try:
+        gpus = count_gpus()
+        values = resolve(os.environ, gpus)
+    except ConfigError as error:
+        log.error(f"error: {error}")
+        return 2
+    lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+    if gpus == 0:
+        lines += ["export DS_ACCELERATOR=cpu", "export CUDA_VISIBLE_DEVICES="]
+        if _nvidia_gpus() and os.environ.get("DS_ACCELERATOR") != "cpu":
+            log.warning("this machine has a GPU that cannot be used (CPU build of torch, or CUDA_VISIBLE_DEVICES)")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

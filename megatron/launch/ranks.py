@@ -1,0 +1,152 @@
+"""Starting, signalling and reaping the processes of one node.
+
+Each rank leads its own session and process group: a Ctrl-C in the terminal reaches the launcher alone, which forwards
+it once, and what a rank has started (data workers) is ended with it. A rank dies with the launcher (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class RankProcess:
+    """One rank that has been started: its numbers, and how it ended."""
+
+    def __init__(self, rank: int, local_rank: int, pid: int) -> None:
+        self.rank, self.local_rank, self.pid = rank, local_rank, pid
+        self.status: int | None = None
+        self.ended_at = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        return self.status is None
+
+    def reap(self) -> bool:
+        """Whether it has ended just now; what it had started is ended with it."""
+        if not self.is_alive or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        self.ended_at = time.time()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # before waitpid: until then nobody else can have this number
+        self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return True
+
+    def terminate(self) -> None:
+        """Ask it to leave; only the rank itself, since its data workers must live while it saves."""
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and what it has started, at once."""
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def start(script: str, arguments: Sequence[str], env: Mapping[str, str], *, in_fork: bool) -> int:
+    """Start one rank and return its process id.
+
+    Args:
+        in_fork: run the script in a fork of this process, with the modules that are imported already; else in a
+            fresh Python.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _become_rank(launcher)
+        if in_fork:
+            os.environ.clear()
+            os.environ.update(env)
+            _close_inherited()
+            _run_and_leave(script, arguments)
+        os.execve(sys.executable, [sys.executable, *_python_flags(), script, *arguments], dict(env))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _become_rank(launcher: int) -> None:
+    os.setsid()
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it died before the line above
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _python_flags() -> list[str]:
+    """Return the flags of this Python that change how a script runs."""
+    return (["-O"] * sys.flags.optimize) + (["-B"] if sys.flags.dont_write_bytecode else [])
+
+
+def _close_inherited() -> None:
+    """Close the launcher's sockets, which a fresh Python would not have."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        if int(name) > 2:
+            with suppress(OSError):
+                os.close(int(name))
+
+
+def _run_and_leave(script: str, arguments: Sequence[str]) -> None:
+    """Run ``script`` as ``__main__`` and end this process as Python would."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    code = 1
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = _code_of(stop)
+    except BaseException as error:
+        sys.excepthook(type(error), error, _below_launcher(error.__traceback__, script))
+    finally:
+        with suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        with suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def _code_of(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def _below_launcher(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """Return the part of a traceback that begins in the script."""
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename != script:
+        part = part.tb_next
+    return part or trace

@@ -1,0 +1,250 @@
+"""The port of a job, and how the launchers of several nodes become one job and tell each other how it ended.
+
+Node 0 holds the store; the ranks use the same one (``TORCHELASTIC_USE_AGENT_STORE``), so no second port is needed and
+nobody can take it in between.
+
+| key | written by | holds |
+|---|---|---|
+| ``node/R`` | node R | how many launchers said to be node R |
+| ``run`` | node 0, when all have come | the run's id |
+| ``failed`` | the first node that lost a rank | that it happened |
+| ``verdict/R`` | node R | its culprit, as JSON |
+| ``left``, ``gone`` | every node | how many have no rank left, and how many have read the rest |
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from megatron.errors import PeerError
+from megatron.launch.verdict import Exit
+
+POLL_S = 0.05
+STORE_TIMEOUT_S = 10.0
+
+
+class NodeRendezvous(RendezvousHandler):
+    """Joins ``num_nodes`` launchers over the store of node 0; ``listener`` is node 0's open socket."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        node_rank: int,
+        num_nodes: int,
+        listener: socket.socket | None,
+        timeout_s: float,
+        check_stop: Callable[[], None],
+    ) -> None:
+        self.host, self.port = host, port
+        self.node_rank, self.num_nodes = node_rank, num_nodes
+        self.run_id = ""
+        self._listener = listener
+        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._check_stop = check_stop
+        self._store: Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the store, this node's number and the number of nodes, when all nodes have come.
+
+        Raises:
+            PeerError: node 0 cannot be reached, or a node did not come in time.
+        """
+        if self._store is None:
+            self._store = self._open_store()
+            self._meet(self._store)
+        info = RendezvousStoreInfo(self.host, self.port)
+        return RendezvousInfo(PrefixStore("agents", self._store), self.node_rank, self.num_nodes, info)
+
+    def _open_store(self) -> Store:
+        self._await_node_0()
+        listening = {"master_listen_fd": os.dup(self._listener.fileno())} if self._listener else {}
+        try:
+            store = TCPStore(
+                self.host, self.port, is_master=self._listener is not None, wait_for_workers=False,
+                timeout=timedelta(seconds=max(1.0, self._left())), **listening,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise PeerError(self._unreachable(f"what listens there does not answer: {_first_line(error)}")) from error
+        if self._listener:
+            self._listener.close()
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        return store
+
+    def _await_node_0(self) -> None:
+        """Return when the port answers; node 0 itself listens already, so it tries once."""
+        while True:
+            self._check_stop()
+            try:
+                socket.create_connection((self.host, self.port), timeout=min(5.0, max(0.1, self._left()))).close()
+                return
+            except OSError as error:
+                if self._listener:
+                    raise PeerError(
+                        f"MASTER_ADDR must name this machine on node 0, got {self.host}, and {self.host}:{self.port} "
+                        f"cannot be reached from here ({error.strerror or error}). Set MASTER_ADDR to this machine's name."
+                    ) from error
+                if self._left() <= 0:
+                    raise PeerError(self._unreachable(error.strerror or str(error))) from error
+            time.sleep(POLL_S)
+
+    def _meet(self, store: Store) -> None:
+        if store.add(f"node/{self.node_rank}", 1) > 1:
+            raise PeerError(
+                f"each node needs its own NODE_RANK, got NODE_RANK={self.node_rank} twice at {self.host}:{self.port}. "
+                f"Number the nodes from 0 to {self.num_nodes - 1}."
+            )
+        if self.node_rank == 0:
+            self._wait(lambda: not self._missing(store), self._tell_missing)
+            store.set("run", uuid.uuid4().hex[:12])
+        else:
+            self._wait(lambda: store.check(["run"]), self._tell_missing)
+        self.run_id = store.get("run").decode()
+
+    def _missing(self, store: Store) -> list[int]:
+        return [node for node in range(self.num_nodes) if not store.check([f"node/{node}"])]
+
+    def _tell_missing(self, store: Store) -> str:
+        missing = self._missing(store)
+        return (
+            f"{self.num_nodes - len(missing)} of {self.num_nodes} nodes after {self._timeout_s:g} s at "
+            f"{self.host}:{self.port}; missing: NODE_RANK {', '.join(map(str, missing))}. Start them with the same "
+            "MASTER_ADDR, MASTER_PORT and NNODES, or wait longer with --init-timeout."
+        )
+
+    def _wait(self, is_done: Callable[[], bool], explain: Callable[[Store], str]) -> None:
+        try:
+            while not is_done():
+                self._check_stop()
+                if self._left() <= 0 and self._store is not None:
+                    raise PeerError(explain(self._store))
+                time.sleep(POLL_S)
+        except RuntimeError as error:
+            if isinstance(error, PeerError):
+                raise
+            raise PeerError(self._unreachable("it left while the nodes were meeting")) from error
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _unreachable(self, why: str) -> str:
+        return (
+            f"cannot reach {self.host}:{self.port} after {self._timeout_s:g} s ({why}): is node 0 up? "
+            "Start it with the same MASTER_ADDR, MASTER_PORT and NNODES, or wait longer with --init-timeout."
+        )
+
+    def get_backend(self) -> str:
+        return "megatron"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self.run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Board:
+    """What the launchers of one job tell each other about its end; with one node there is nobody to tell."""
+
+    def __init__(self, store: Store, node_rank: int, num_nodes: int) -> None:
+        self._store, self._node_rank, self._num_nodes = store, node_rank, num_nodes
+
+    def is_failed(self) -> bool:
+        """Whether a node has lost a rank, or node 0 is gone."""
+        return self._num_nodes > 1 and self._ask(lambda: self._store.check(["failed"]), True)
+
+    def all_left(self) -> bool:
+        """Whether no node has a rank left."""
+        return self._num_nodes == 1 or self._ask(lambda: self._store.add("left", 0) >= self._num_nodes, True)
+
+    def tell_left(self) -> None:
+        """Say that this node has no rank left."""
+        if self._num_nodes > 1:
+            self._ask(lambda: self._store.add("left", 1), 0)
+
+    def tell_failed(self, verdict: Exit | None) -> None:
+        """Say which rank of this node ended the job, if one did."""
+        if self._num_nodes > 1:
+            if verdict is not None:
+                self._ask(lambda: self._store.set(f"verdict/{self._node_rank}", json.dumps(asdict(verdict))), None)
+            self._ask(lambda: self._store.set("failed", "1"), None)
+
+    def verdicts(self) -> list[Exit]:
+        """Return the culprits that the nodes have named so far."""
+        found = []
+        for node in range(self._num_nodes if self._num_nodes > 1 else 0):
+            key = f"verdict/{node}"
+            if self._ask(lambda key=key: self._store.check([key]), False):
+                found.append(Exit(**json.loads(self._store.get(key))))
+        return found
+
+    def leave(self, timeout_s: float) -> None:
+        """Let node 0, whose store this is, be the last to go."""
+        if self._num_nodes == 1:
+            return
+        self._ask(lambda: self._store.add("gone", 1), 0)
+        end = time.monotonic() + timeout_s
+        while self._node_rank == 0 and time.monotonic() < end:
+            if self._ask(lambda: self._store.add("gone", 0) >= self._num_nodes, True):
+                return
+            time.sleep(POLL_S)
+
+    @staticmethod
+    def _ask(question: Callable[[], object], without_store: object) -> bool:
+        try:
+            return bool(question())
+        except RuntimeError:  # node 0 is gone, and the store with it
+            return bool(without_store)
+
+
+def listen(host: str, port: int, num_nodes: int) -> socket.socket:
+    """Open node 0's port: ``port``, or with one node the next free one.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+    is_local = num_nodes == 1 and host in ("127.0.0.1", "localhost")
+    last = min(port + 200, 65535) if num_nodes == 1 else port
+    for candidate in range(port, last + 1):
+        try:
+            return _listener("127.0.0.1" if is_local else "", candidate)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or candidate == last:
+                raise
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    if not address and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server((address, port), backlog=1024)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
