@@ -17,7 +17,12 @@ class DataConfig:
     data_path: str | None = option(None, "token files: the path without .bin and .idx")
     split: str = option("949,50,1", "shares of documents for training, validation and test")
     data_impl: str = option("mmap", "kind of token file", choices=("mmap",))
-    tokenizer_type: str | None = option(None, "kind of tokenizer", shown_default="by the files that are given")
+    tokenizer_type: str | None = option(
+        None,
+        "kind of tokenizer",
+        choices=("TokenizersJSON", "GPT2BPETokenizer", "SentencePiece"),
+        shown_default="by the files that are given",
+    )
     vocab_file: str | None = option(None, "vocabulary of the tokenizer")
     merge_file: str | None = option(None, "merges of a GPT-2 BPE tokenizer")
     tokenizer_path: str | None = option(

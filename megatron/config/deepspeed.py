@@ -109,11 +109,11 @@ def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str
 
 
 def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
-    stage = section.get("stage", 0)
+    stage, place = section.get("stage", 0), text.where("zero_optimization", "stage")
     if isinstance(stage, int) and stage > 0:
         yield (
-            f"{text.where('zero_optimization', 'stage')}: zero_optimization.stage must be 0 in this version, "
-            f"got {stage}: gradients and optimizer states are kept whole by our own optimizer, in pipelines and without. "
+            f"{place}: zero_optimization.stage must be 0 in this version, got {stage}: gradients and "
+            "optimizer states are kept whole by our own optimizer, in pipelines and without. "
             "Set stage 0, or cut the memory with --model-parallel-size or --pipe-parallel-size"
         )
 

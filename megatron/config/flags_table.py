@@ -16,6 +16,8 @@ ALREADY_SO = {
     "--attention-softmax-in-fp32": "scaled_dot_product_attention keeps the softmax of 16-bit inputs in fp32",
     "--apply-query-key-layer-scaling": "it keeps fp16 scores small and changes no result; "
     "scaled_dot_product_attention keeps scores in fp32",
+    "--fp32-allreduce": "gradients of 16-bit weights are summed over micro-batches and replicas in fp32",
+    "--accumulate-allreduce-grads-in-fp32": "gradients of 16-bit weights are summed in fp32",
     "--use-cpu-initialization": "initial values come from a counter, the same on every device and in every layout",
     "--use-flash-attn": "scaled_dot_product_attention takes the fastest kernel that the device has",
     "--exit-signal-handler": "SIGTERM and Ctrl-C save a checkpoint and leave with code 75",
@@ -32,14 +34,12 @@ _BERT = "BERT is not trained by this script; nothing in GPT-2 reads it"
 _AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
 _T5 = "it is for encoder-decoder models; GPT-2 takes --seq-length"
 _RECOMPUTE = "recompute is our own, with the random states of the first pass; use --checkpoint-activations"
-_FP32_GRADIENTS = "gradients of 16-bit weights travel in the format in which they are summed; leave it out"
 _ZERO = "ZeRO belongs in the JSON, and this version takes stage 0 only; leave it out"
 _SOFTMAX = "scaled_dot_product_attention has no separate mask and softmax; leave it out"
 
 CPM_REFUSED = {
     "--num-unique-layers": "layers do not share weights; leave it out",
     "--param-sharing-style": "layers do not share weights; leave it out",
-    "--apply-residual-connection-post-layernorm": "the residual stream joins before the norm, as in GPT-2; leave it out",
     "--onnx-safe": "there is no ONNX export; leave it out",
     "--distribute-checkpointed-activations": _RECOMPUTE,
     "--bias-gelu-fusion": "there are no hand-written kernels: the bias is added by the matrix product; leave it out",
@@ -48,7 +48,6 @@ CPM_REFUSED = {
     "--cpu_torch_adam": "there is no offload; --device cpu trains on the CPU with torch's AdamW",
     "--use-checkpoint-lr-scheduler": "the learning rate follows the step and the flags; repeat the first flags",
     "--no-save-rng": "random states take a few kilobytes and are always saved; --no-load-rng leaves them out",
-    "--fp32-allreduce": _FP32_GRADIENTS,
     "--fp16-lm-cross-entropy": "the loss is always computed in fp32, for its sum would overflow; leave it out",
     "--lazy-mpu-init": "process groups are made at the start; leave it out",
     "--enc-seq-length": _T5,
@@ -104,7 +103,6 @@ MEGATRON_REFUSED = {
     "--use-distributed-optimizer": _ZERO,
     "--overlap-grad-reduce": "replicas add their gradients once after the last micro-batch; leave it out",
     "--overlap-param-gather": _ZERO,
-    "--accumulate-allreduce-grads-in-fp32": _FP32_GRADIENTS,
     "--sequence-parallel": "activations between the cut layers are whole on every tensor rank; leave it out",
     "--context-parallel-size": "sequences are not cut; leave it out",
     "--num-layers-per-virtual-pipeline-stage": "a stage holds one chunk in this version; leave it out",

@@ -52,6 +52,9 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = option(
         1, "pad the vocabulary to a multiple of this and of --model-parallel-size; padded rows are masked", minimum=1
     )
+    apply_residual_connection_post_layernorm: bool = option(
+        False, "add to the normalised input of a layer's parts instead of the input itself"
+    )
     vocab_size: int | None = option(
         None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"
     )

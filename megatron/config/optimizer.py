@@ -29,7 +29,10 @@ class OptimizerConfig:
         aliases=("--lr-warmup-fraction",),
     )
     wsd_decay_fraction: float = option(
-        0.1, "with --lr-decay-style wsd: last fraction of --lr-decay-iters, which decays", above=0, maximum=1
+        0.1,
+        "with --lr-decay-style wsd: fraction of the steps after the warm-up that decays, at their end",
+        above=0,
+        maximum=1,
     )
     weight_decay: float = option(0.01, "decoupled weight decay; biases and norms have none", minimum=0)
     adam_beta1: float = option(0.9, "decay of the mean of gradients", minimum=0, below=1)
@@ -41,8 +44,5 @@ class OptimizerConfig:
         """Yield what cannot be, looking at the optimizer alone."""
         if self.min_lr > self.lr:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
-        if self.lr_decay_style == "wsd" and self.warmup + self.wsd_decay_fraction > 1:
-            yield (
-                f"--warmup and --wsd-decay-fraction together must not exceed 1, got {self.warmup:g} + "
-                f"{self.wsd_decay_fraction:g} = {self.warmup + self.wsd_decay_fraction:g}. Lower one of them"
-            )
+        if self.lr_decay_style == "exponential" and self.min_lr == 0:
+            yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"

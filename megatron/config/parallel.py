@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from megatron.config.option import option
 
-TIMEOUT_S = {"cpu": 60, "cuda": 600}
-"""A rank that does not answer for this long ends the job; GPUs get longer for the first kernels and big gathers."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -33,9 +30,7 @@ class ParallelConfig:
     distributed_backend: str | None = option(
         None, "backend of torch.distributed", choices=("nccl", "gloo"), shown_default="nccl on GPUs, gloo on CPU"
     )
-    distributed_timeout_s: int = option(
-        0, "seconds without an answer after which a rank gives up", minimum=1, shown_default="60 on CPU, 600 on GPUs"
-    )
+    distributed_timeout_s: int = option(120, "seconds without an answer after which a rank gives up", minimum=1)
 
     @property
     def num_stages(self) -> int:
@@ -49,10 +44,6 @@ class ParallelConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Return d: what the tensor and pipe axes leave of ``world_size`` ranks."""
         return world_size // (self.model_parallel_size * self.num_stages)
-
-    def timeout_s(self, kind: str) -> int:
-        """Return the time-out of process groups on this kind of device."""
-        return self.distributed_timeout_s or TIMEOUT_S[kind]
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the layout alone."""

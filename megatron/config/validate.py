@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
+from megatron.cost import bubble
 from megatron.errors import ConfigError
 
 
@@ -150,10 +151,9 @@ def notes_of(config: Config) -> list[str]:
     notes = []
     p, m = config.parallel.num_stages, config.batch.gas
     if config.parallel.has_pipeline and m < p:
-        bubble = (p - 1) / (m + p - 1)
         notes.append(
-            f"warning: {m} micro-batches on {p} stages leave the stages idle {bubble:.0%} of the time; "
-            f"raise --gas to {4 * p} for {(p - 1) / (5 * p - 1):.0%}"
+            f"warning: {m} micro-batches on {p} stages leave the stages idle {bubble(p, m):.0%} of the time; "
+            f"raise --gas to {4 * p} for {bubble(p, 4 * p):.0%}"
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
