@@ -55,7 +55,13 @@ class Tokenizer(ABC):
     def _encode_escaped(self, text: str) -> list[int]:
         """Cut inside each spelling of the control token, so that the library cannot see it as one."""
         name = self.eod_name
-        pieces = text.replace(name, name[0] + "\x00" + name[1:]).split("\x00") if name in text else [text]
+        if name is None or name not in text:
+            return self._encode_batch([text])[0]
+        parts = text.split(name)
+        pieces = [
+            (name[1:] if place else "") + part + (name[0] if place < len(parts) - 1 else "")
+            for place, part in enumerate(parts)
+        ]
         return [token for ids in self._encode_batch(pieces) for token in ids]
 
     @cached_property
@@ -79,8 +85,8 @@ class Tokenizer(ABC):
         if token is None:
             raise DataError(
                 f"the vocabulary must have an end-of-document token, one of {', '.join(EOD_NAMES)}; "
-                f"{', '.join(map(str, self.paths))} has none. Take another tokenizer (tools/train_tokenizer.py adds one), "
-                "or leave out what needs it (preprocessing: --no-append-eod)."
+                f"{', '.join(map(str, self.paths))} has none. Take another tokenizer (tools/train_tokenizer.py adds "
+                "one), or leave out what needs it (preprocessing: --no-append-eod)."
             )
         return token
 
