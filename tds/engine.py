@@ -1,0 +1,177 @@
+"""The pipeline engine: DeepSpeed's interface on schedules as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineError
+
+from tds import evaluation, setup, train_step
+from tds.batches import BatchSource
+from tds.loss import LossMeter
+from tds.schedule import forward_only
+from tds.stage import Call
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a ``PipelineModule``: ``train_batch`` runs a schedule of forwards and backwards and one step.
+
+    ``tds.initialize`` makes it. Attributes that a program may set:
+
+        nominal_weight    power of two by which losses given as (sum, count) are divided in the backward; about the
+                          number of tokens of a micro-batch keeps 16-bit gradients in range
+        on_micro_batch    called with the micro-batch's index ahead of each forward in training
+    """
+
+    def __init__(self, has_bool_tensors: bool = False, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.enable_backward_allreduce = False
+        self.grid = self.module._grid
+        self.global_rank = self.grid.get_global_rank()
+        self.num_stages = self.grid.pipe_parallel_size
+        self.stage_id = self.grid.get_stage_id()
+        self.micro_batch_size = self.train_micro_batch_size_per_gpu()
+        self.micro_batches = self.gradient_accumulation_steps()
+        self.nominal_weight = 1.0
+        self.on_micro_batch: Callable[[int], None] | None = None
+        self.agg_train_loss: torch.Tensor | None = None
+        self.data_iterator: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
+        self._force_grad_boundary = False
+        setup.refuse_unsupported(self)
+        setup.configure_recompute(self)
+        self._order = setup.chosen_order(self)
+        self._gradients = setup.make_gradients(self)
+        self._stage = setup.make_stage(self)
+        if self.training_data:
+            self.set_dataloader(setup.make_dataloader(self))
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train on one global batch and return its mean loss, the same on every rank. Collective.
+
+        Args:
+            data_iter: gives ``gradient_accumulation_steps`` micro-batches on the ranks of the first and last stage
+                that read data; None elsewhere, or to go on with the last one.
+
+        Raises:
+            RuntimeError: gradients are switched off, a peer is gone, or there is no data.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch needs gradients, which are switched off here; use eval_batch under no_grad")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.module.train()
+        call = self._training_call()
+        self._stage.run(self._order(self.num_stages, self.micro_batches, self.stage_id), call)
+        self.micro_steps += self.micro_batches
+        self.agg_train_loss = train_step.finish(self, call.meter, self._gradients)
+        return self.agg_train_loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Return the mean loss over one global batch without training on it. Collective.
+
+        Random numbers and the state of training are as before afterwards.
+
+        Args:
+            return_logits: return (loss, output of the last micro-batch); the output is None but on the last stage.
+            compute_loss: False: return the model's outputs instead of losses.
+            reduce_output: "avg", or None for a list with one entry for each micro-batch.
+            bcast_loss: give the loss to every stage; else only the last stage has it, the others None.
+            num_micro_batches: read this many instead of ``gradient_accumulation_steps``.
+        """
+        number = self.micro_batches if num_micro_batches is None else num_micro_batches
+        call = self._evaluation_call(data_iter, number, compute_loss)
+        with evaluation.untouched(self.module, self.device), torch.no_grad():
+            self.module.eval()
+            self._stage.run(forward_only(self.num_stages, number, self.stage_id), call)
+            result = evaluation.result(self, call, compute_loss, reduce_output, bcast_loss)
+        return (result, call.last_output) if return_logits else result
+
+    def _training_call(self) -> Call:
+        return Call(
+            source=BatchSource(self.data_iterator, self.batch_fn, self.stage_id),
+            is_training=True,
+            meter=LossMeter(self.micro_batches, self.nominal_weight, self.device),
+            loss_fn=self.module.loss_fn,
+            gradients=self._gradients,
+            loss_scale=1.0 if self._gradients is None else self._gradients.loss_scale(),
+            on_micro_batch=self.on_micro_batch,
+            inputs_need_grad=setup.recomputes_reentrantly(self.module),
+        )
+
+    def _evaluation_call(self, data_iter: Iterator[Any] | None, number: int, compute_loss: bool) -> Call:
+        iterator = data_iter if self._reads_data() else None
+        return Call(
+            source=BatchSource(iterator, self.batch_fn, self.stage_id),
+            is_training=False,
+            meter=LossMeter(number, self.nominal_weight, self.device),
+            loss_fn=self.module.loss_fn,
+            collects_losses=compute_loss,
+        )
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Read training data from ``iterator`` from now on."""
+        if self._reads_data():
+            self.training_dataloader = None
+            self.data_iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Read training data from ``loader`` from now on."""
+        if self._reads_data():
+            self.training_dataloader = loader
+            self.data_iterator = iter(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Make (inputs, labels) from what the iterator gives by ``fn``; called with None where nothing is read."""
+        self.batch_fn = fn
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch size by another number of micro-batches; raises ValueError if it does not divide."""
+        super().set_train_batch_size(train_batch_size)
+        self.micro_batches = self.gradient_accumulation_steps()
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: each call announces its shapes anew. Kept for programs that call it."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True while the optimizer's step runs."""
+        return self._force_grad_boundary
+
+    def is_first_stage(self) -> bool:
+        """True on the stage that reads the inputs."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """True on the stage that has the loss."""
+        return self.stage_id == self.num_stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Return this rank's stage."""
+        return self.stage_id
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over all stages and slices; DeepSpeed's step calls this where nobody else clips."""
+        train_step.clip_gradients(self, self._gradients)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise PipelineError("a pipeline engine has no forward(): use train_batch(data_iter) or eval_batch(data_iter)")
+
+    def backward(self, *_: Any, **__: Any) -> Any:
+        raise PipelineError("a pipeline engine has no backward(): train_batch(data_iter) runs it")
+
+    def step(self, *_: Any, **__: Any) -> Any:
+        raise PipelineError("a pipeline engine has no step(): train_batch(data_iter) takes it")
+
+    def _reads_data(self) -> bool:
+        return self.is_first_stage() or self.is_last_stage()

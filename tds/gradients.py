@@ -1,0 +1,91 @@
+"""Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BUCKET_BYTES = 32 * 2**20
+
+
+def reduce_gradients(
+    gradients: Sequence[torch.Tensor],
+    group: Any,
+    scale: float | torch.Tensor = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Replace each gradient by the sum over ``group`` times ``scale``. Collective.
+
+    Args:
+        gradients: the same shapes and dtypes in the same order on every rank.
+        group: a process group, or None for no sum at all (one replica).
+        bucket_bytes: gradients of one dtype travel together up to this size.
+    """
+    with torch.no_grad():
+        if group is None or dist.get_world_size(group) == 1:
+            _multiply(list(gradients), scale)
+            return
+        pending = []
+        for bucket in buckets(gradients, bucket_bytes):
+            flat = bucket[0] if _is_whole(bucket) else torch.cat([g.reshape(-1) for g in bucket])
+            pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+        for bucket, flat, work in pending:
+            work.wait()
+            _multiply([flat], scale)
+            _copy_back(bucket, flat)
+
+
+def buckets(gradients: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yield the gradients in groups of one dtype, each of at most ``bucket_bytes`` or a single gradient."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.is_sparse:
+            raise ValueError("sparse gradients cannot be reduced, got one; build the embedding with sparse=False")
+        if gradient.numel():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for same in by_dtype.values():
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for gradient in same:
+            num_bytes = gradient.numel() * gradient.element_size()
+            if bucket and size + num_bytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(gradient)
+            size += num_bytes
+        yield bucket
+
+
+def _is_whole(bucket: list[torch.Tensor]) -> bool:
+    return len(bucket) == 1 and bucket[0].is_contiguous()
+
+
+def _copy_back(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
+    if bucket[0] is flat:
+        return
+    start = 0
+    for gradient in bucket:
+        gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+        start += gradient.numel()
+
+
+def _multiply(gradients: list[torch.Tensor], scale: float | torch.Tensor) -> None:
+    if isinstance(scale, (int, float)) and scale == 1.0:
+        return
+    for gradient in gradients:
+        gradient.mul_(scale)
+
+
+def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any) -> None:
+    """Add up the gradients of each tied weight over the stages that hold a copy. Collective over each tied group.
+
+    Args:
+        weights: (parameter, group) in the same order on every rank, as ``get_tied_weights_and_groups`` gives them.
+    """
+    for weight, group in weights:
+        if weight.requires_grad and dist.get_world_size(group) > 1:
+            gradient = gradient_of(weight)
+            dist.all_reduce(gradient, group=group)

@@ -1,0 +1,110 @@
+"""What the engine builds once: its stage, its schedule, its view of the optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.dataloader import RepeatingLoader
+
+from tds.boundary import declared_boundary
+from tds.exchange import Exchange, Links
+from tds.optimizers import Gradients, gradients_of
+from tds.schedule import Kind, schedule_named
+from tds.schedule.orders import Order
+from tds.stage import Stage
+from tds.wire import Slice
+
+if TYPE_CHECKING:
+    from tds.engine import PipelineEngine
+
+
+def refuse_unsupported(engine: PipelineEngine) -> None:
+    """Raise for what would train wrongly in silence."""
+    if engine.has_moe_layers:
+        raise NotImplementedError("the pipeline engine of tds does not train DeepSpeed's MoE layers; use DeepSpeed's")
+    if engine.zero_optimization_stage() >= 2:
+        raise ValueError(
+            f"ZeRO stages 2 and 3 cut gradients that a pipeline still adds to, got zero_optimization.stage="
+            f"{engine.zero_optimization_stage()}; use 0 or 1"
+        )
+    if engine.module.dynamic_shape:
+        raise NotImplementedError(
+            "dynamic_shape=True is not supported; shapes may change between calls without it, not within one"
+        )
+
+
+def chosen_order(engine: PipelineEngine) -> Order:
+    """Return the schedule that the JSON's "pipeline" section asks for; 1F1B by default."""
+    section = engine._config.pipeline
+    chunks = section.get("chunks", 1)
+    if chunks != 1:
+        raise ValueError(f'"pipeline": {{"chunks": ...}} must be 1 with these schedules, got {chunks!r}')
+    return schedule_named(section.get("schedule", "1f1b"))
+
+
+def configure_recompute(engine: PipelineEngine) -> None:
+    """Take over the JSON's recompute settings, as DeepSpeed's engine does."""
+    section, module = engine._config.pipeline, engine.module
+    if section.get("use_reentrant") is False:
+        module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+    if section.get("activation_checkpoint_interval", 0) > 0:
+        module.activation_checkpoint_interval = section["activation_checkpoint_interval"]
+    if module.activation_checkpoint_interval > 0:
+        module._precompute_checkpointable_values()
+
+
+def recomputes_reentrantly(module: Any) -> bool:
+    """True if recompute needs the first stage's float inputs to require a gradient."""
+    is_on = module.activation_checkpoint_interval > 0
+    return is_on and module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint
+
+
+def make_gradients(engine: PipelineEngine) -> Gradients | None:
+    """Return where gradients lie; None for an engine that only evaluates."""
+    if engine.optimizer is None:
+        return None
+    return gradients_of(engine.optimizer, engine.zero_optimization_stage())
+
+
+def make_stage(engine: PipelineEngine) -> Stage:
+    """Return this rank's stage with its messages. Collective on NCCL, which needs groups of its own."""
+    grid = engine.grid
+    cut = Slice()
+    if grid.model_parallel_size > 1:
+        group = grid.get_slice_parallel_group()
+        cut = Slice(grid.get_slice_parallel_rank(), grid.model_parallel_size, group)
+    links = Links(
+        stage=engine.stage_id,
+        ranks=[grid.stage_to_global(stage) for stage in range(engine.num_stages)],
+        groups=_message_groups(grid),
+        cut=cut,
+        device=torch.device(engine.device),
+    )
+    return Stage(engine.module, Exchange(links, declared_boundary(engine.module)), links.device)
+
+
+def _message_groups(grid: Any) -> dict[Kind, Any]:
+    own = grid.get_pipe_parallel_group()
+    groups = dict.fromkeys(Kind, own)
+    if dist.get_backend(own) != "nccl":
+        return groups
+    for ranks in grid.pipe_groups:
+        for kind in Kind:
+            made = dist.new_group(ranks, backend="gloo" if kind is Kind.HEADER else "nccl")
+            if grid.get_global_rank() in ranks:
+                groups[kind] = made
+    return groups
+
+
+def make_dataloader(engine: PipelineEngine) -> RepeatingLoader:
+    """Return a loader over ``training_data`` that gives each replica its part and starts anew at the end."""
+    sampler = torch.utils.data.distributed.DistributedSampler(
+        engine.training_data,
+        num_replicas=engine.grid.data_parallel_size,
+        rank=engine.grid.get_data_parallel_rank(),
+        shuffle=False,
+    )
+    return RepeatingLoader(engine.deepspeed_io(engine.training_data, data_sampler=sampler))

@@ -1,0 +1,72 @@
+"""What follows the last backward: the loss of all replicas, the sums of gradients, the optimizer's step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tds.gradients import reduce_gradients, sum_tied
+from tds.loss import LossMeter, agree_on_loss
+from tds.norm import clip, global_norm, is_counted
+from tds.optimizers import Gradients, clips_itself
+
+if TYPE_CHECKING:
+    from tds.engine import PipelineEngine
+
+
+def finish(engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None) -> torch.Tensor:
+    """Reduce, step, and return the mean loss of the global batch. Collective."""
+    if gradients is None:
+        raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
+    loss, factor = mean_loss(engine, meter)
+    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)
+    data_group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
+    reduce_gradients([gradients.of(p) for p in trained(engine)], data_group, float(factor))
+    engine._force_grad_boundary = True
+    engine._take_model_step(None)
+    engine._force_grad_boundary = False
+    gradients.after_step()
+    _write_monitor(engine, loss)
+    return loss
+
+
+def mean_loss(engine: PipelineEngine, meter: LossMeter) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (mean loss, factor for the gradients), the same on every rank. Collective."""
+    grid = engine.grid
+    return agree_on_loss(
+        meter.local_numbers() if engine.is_last_stage() else None,
+        data_group=grid.get_data_parallel_group(),
+        data_size=grid.data_parallel_size,
+        pipe_group=grid.get_pipe_parallel_group(),
+        pipe_size=grid.pipe_parallel_size,
+        last_rank=grid.stage_to_global(engine.num_stages - 1),
+        device=engine.device,
+    )
+
+
+def trained(engine: PipelineEngine) -> list[torch.nn.Parameter]:
+    """Return this stage's parameters that have gradients, in the order of the module."""
+    return [p for p in engine.module.parameters() if p.requires_grad]
+
+
+@torch.no_grad()
+def clip_gradients(engine: PipelineEngine, gradients: Gradients | None) -> None:
+    """Clip to the JSON's gradient_clipping and record the norm, unless the optimizer does so itself. Collective."""
+    if gradients is None or clips_itself(engine.optimizer):
+        return
+    parameters = trained(engine)
+    tensor_rank = engine.grid.get_slice_parallel_rank()
+    counted = [gradients.of(p) for p in parameters if is_counted(p, tensor_rank)]
+    norm = global_norm(counted, engine.grid.get_model_parallel_group(), engine.device)
+    clip([gradients.of(p) for p in parameters], norm, engine.gradient_clipping())
+    engine._global_grad_norm = float(norm)
+
+
+def _write_monitor(engine: PipelineEngine, loss: torch.Tensor) -> None:
+    """Tell DeepSpeed's monitors (TensorBoard, CSV, ...) loss and learning rate, under DeepSpeed's names."""
+    if engine.global_rank != 0 or not engine.monitor.enabled:
+        return
+    events = [("Train/Samples/train_loss", float(loss), engine.global_samples)]
+    events.append(("Train/Samples/lr", engine.get_lr()[0], engine.global_samples))
+    engine.monitor.write_events(events)

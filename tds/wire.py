@@ -1,0 +1,134 @@
+"""From tensors to bytes and back: one message holds all tensors that cross a boundary, whatever their dtypes.
+
+Layout of a message: each tensor's bytes at the next multiple of 64. A partitioned tensor travels as this rank's part
+of its flat elements, ``ceil(numel / t)`` of them, the last part filled up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tds.boundary import TensorSpec
+
+ALIGNMENT = 64
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+MAX_TENSORS = 32
+MAX_DIMS = 8
+FIELDS = 3 + MAX_DIMS
+HEADER_SIZE = 3 + MAX_TENSORS * FIELDS
+MAGIC = 0x746473
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The tensor (slice) group over which partitioned tensors are cut."""
+
+    rank: int = 0
+    size: int = 1
+    group: object = None
+
+
+class Layout:
+    """Where each tensor of a message lies in its bytes; computed once per boundary and call."""
+
+    def __init__(self, specs: Sequence[TensorSpec], cut: Slice) -> None:
+        self.specs = tuple(specs)
+        self.cut = cut
+        self.offsets: list[int] = []
+        self.numels: list[int] = []
+        end = 0
+        for spec in self.specs:
+            numel = math.prod(spec.shape)
+            if self._is_cut(spec):
+                numel = -(-numel // cut.size)
+            self.offsets.append(end)
+            self.numels.append(numel)
+            end += -(-numel * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.num_bytes = max(end, 1)
+
+    def _is_cut(self, spec: TensorSpec) -> bool:
+        return spec.partitioned and self.cut.size > 1
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the message's bytes; a single tensor is not copied."""
+        pieces = [self._local_bytes(t, spec) for t, spec in zip(tensors, self.specs, strict=True)]
+        if len(pieces) == 1 and pieces[0].numel() == self.num_bytes:
+            return pieces[0]
+        message = self.new_buffer(tensors[0].device if tensors else torch.device("cpu"))
+        for piece, offset in zip(pieces, self.offsets, strict=True):
+            message[offset : offset + piece.numel()].copy_(piece)
+        return message
+
+    def new_buffer(self, device: torch.device) -> torch.Tensor:
+        """Return bytes to receive a message into."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of a message. Collective over the tensor group where a tensor is partitioned."""
+        tensors = []
+        for spec, offset, numel in zip(self.specs, self.offsets, self.numels, strict=True):
+            piece = message[offset : offset + numel * spec.dtype.itemsize]
+            if self._is_cut(spec):
+                piece = self._gather(piece, math.prod(spec.shape) * spec.dtype.itemsize)
+            # .data: tensors of one message share memory but must not share autograd's count of in-place changes.
+            tensors.append(piece.view(spec.dtype).view(spec.shape).data)
+        return tensors
+
+    def _local_bytes(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        flat = tensor.detach().contiguous().view(-1)
+        if self._is_cut(spec):
+            part = -(-flat.numel() // self.cut.size)
+            own = flat[self.cut.rank * part : (self.cut.rank + 1) * part]
+            if own.numel() < part:
+                own = torch.cat([own, own.new_zeros(part - own.numel())])
+            flat = own
+        return flat.view(torch.uint8)
+
+    def _gather(self, piece: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        whole = piece.new_empty(piece.numel() * self.cut.size)
+        if whole.numel():
+            dist.all_gather_into_tensor(whole, piece.contiguous(), group=self.cut.group)  # type: ignore[arg-type]
+        return whole[:num_bytes]
+
+
+def encode_header(specs: Sequence[TensorSpec], is_single: bool, *, stage: int) -> torch.Tensor:
+    """Return the fixed-size header that goes ahead of a call's first message.
+
+    Raises:
+        ValueError: more tensors or dimensions than a header holds, or a dtype that cannot travel.
+    """
+    if len(specs) > MAX_TENSORS:
+        raise ValueError(f"at most {MAX_TENSORS} tensors can cross a stage, got {len(specs)} from stage {stage}")
+    header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
+    header[:3] = torch.tensor([MAGIC, len(specs), int(is_single)])
+    for index, spec in enumerate(specs):
+        if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS:
+            raise ValueError(
+                f"a tensor that crosses a stage has at most {MAX_DIMS} dimensions and a plain dtype, got {spec} "
+                f"from stage {stage} output {index}"
+            )
+        flags = int(spec.needs_grad) | int(spec.partitioned) << 1
+        row = [DTYPES.index(spec.dtype), flags, len(spec.shape), *spec.shape]
+        start = 3 + index * FIELDS
+        header[start : start + len(row)] = torch.tensor(row)
+    return header
+
+
+def decode_header(header: torch.Tensor) -> tuple[tuple[TensorSpec, ...], bool]:
+    """Return (what each tensor is, whether the output is a bare tensor rather than a tuple)."""
+    values = header.tolist()
+    if values[0] != MAGIC:
+        raise RuntimeError(f"expected a header of tds, got {values[:3]}: the stages run different schedules")
+    specs = []
+    for index in range(values[1]):
+        dtype, flags, dims, *shape = values[3 + index * FIELDS : 3 + (index + 1) * FIELDS]
+        specs.append(TensorSpec(DTYPES[dtype], tuple(shape[:dims]), bool(flags & 1), bool(flags & 2)))
+    return tuple(specs), bool(values[2])
