@@ -5,6 +5,7 @@
 | ``step-00000020`` | a checkpoint; ``step-00000020-1`` the same step saved once more |
 | ``.tmp-...`` | a save that was killed; the next save removes it |
 | ``.deleted-...`` | a removal that was killed; the next save goes on with it |
+| ``.latest.tmp-...``, ``.probe-...`` | likewise of the hint, and of the check at the start |
 | ``latest`` | a hint for people; nothing relies on it |
 
 Anything else belongs to somebody else and is left alone.
@@ -24,7 +25,7 @@ from megatron.errors import CheckpointError, ConfigError
 
 LATEST = "latest"
 _CHECKPOINT = re.compile(r"step-\d{8,}(-\d+)?")
-_LEFTOVER = (".tmp-", ".deleted-")
+_LEFTOVER = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
 
 
 def newest_first(root: Path) -> list[Path]:
@@ -64,8 +65,8 @@ def remove(path: Path) -> None:
 def remove_leftovers(root: Path) -> None:
     """Delete what killed saves and removals left in ``root``."""
     for path in sorted(root.iterdir()):
-        if path.name.startswith(_LEFTOVER) and path.is_dir():
-            files.remove_tree(path)
+        if path.name.startswith(_LEFTOVER):
+            files.remove_tree(path) if path.is_dir() else files.remove_file(path)
 
 
 def remove_old(root: Path, keep_last: int, loaded: Path | None) -> None:

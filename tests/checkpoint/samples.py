@@ -1,0 +1,106 @@
+"""Small global tensors, cut over any number of tensor ranks as the layers do, for the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron import files
+from megatron.checkpoint import Checkpoint, TensorRecord
+from megatron.checkpoint.saving import save
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import Shard
+
+# name -> (global tensor, dimension along which tensor ranks cut it)
+CUTS = {
+    "embedding.word.weight": 0,
+    "layers.0.mlp.up.weight": 0,
+    "layers.0.mlp.down.weight": 1,
+    "layers.0.input_norm.weight": None,
+    "optimizer.exp_avg": 0,
+    "random.rank-0": None,
+    "loss_scale": None,
+    "mask": None,
+}
+
+
+def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return the global tensors; a vocabulary of 13 needs padding on 2 and 4 ranks."""
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        "embedding.word.weight": torch.randn(13, 4, generator=rng),
+        "layers.0.mlp.up.weight": torch.randn(8, 4, generator=rng).bfloat16(),
+        "layers.0.mlp.down.weight": torch.randn(4, 8, generator=rng, dtype=torch.float64),
+        "layers.0.input_norm.weight": torch.randn(4, generator=rng),
+        "optimizer.exp_avg": torch.randint(-9, 9, (8,), generator=rng),
+        "random.rank-0": torch.randint(0, 255, (40,), generator=rng, dtype=torch.uint8),
+        "loss_scale": torch.tensor(65536.0 + seed),
+        "mask": torch.tensor([True, False, bool(seed % 2)]),
+    }
+
+
+def shard_for(name: str, whole: torch.Tensor, rank: int, size: int) -> tuple[Shard, int]:
+    """Return rank ``rank``'s shard of ``size`` and how many padding rows its local tensor has."""
+    dim = CUTS[name]
+    if dim is None:
+        return Shard(tuple(whole.shape)), 0
+    each = -(-whole.shape[dim] // size)
+    start = min(rank * each, whole.shape[dim])
+    length = min(each, whole.shape[dim] - start)
+    return Shard(tuple(whole.shape), dim, start, length), each - length
+
+
+def records_for(rank: int, size: int, seed: int = 0) -> list[TensorRecord]:
+    """Return what tensor rank ``rank`` of ``size`` hands to ``save``."""
+    records = []
+    for name, whole in whole_tensors(seed).items():
+        shard, padding = shard_for(name, whole, rank, size)
+        local = shard.cut(whole)
+        if padding:
+            local = torch.cat([local, local.new_zeros(padding, *local.shape[1:])])
+        records.append(TensorRecord(name, local, shard, is_owner=shard.is_partitioned or rank == 0))
+    return records
+
+
+def save_alone(root: Path, step: int, seed: int | None = None, **settings: object) -> Path:
+    """Save the sample from this one process; by default the seed is the step."""
+    seed = step if seed is None else seed
+    return save(root, step, records_for(0, 1, seed), {"step": step, "seed": seed}, SINGLE, **settings)
+
+
+def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
+    """Every global tensor in ``checkpoint`` is bit for bit the sample of ``seed``."""
+    expected = whole_tensors(seed)
+    assert sorted(checkpoint.names()) == sorted(expected)
+    for name, whole in expected.items():
+        found = checkpoint.read(name, Shard(tuple(whole.shape)))
+        assert found.dtype == whole.dtype and torch.equal(found, whole), name
+
+
+def world_of(rank: int, size: int) -> Group:
+    """Return the world group of a rank that ``run_ranks`` forked."""
+    handle = torch.distributed.group.WORLD if size > 1 else None
+    return Group(ranks=tuple(range(size)), rank=rank, handle=handle)
+
+
+class FailAt:
+    """A ``files.before_operation`` that calls ``fault`` once, ahead of the ``k``-th operation, counted from 0."""
+
+    def __init__(self, k: int, fault: object, only: str | None = None) -> None:
+        self.k, self.fault, self.only = k, fault, only
+        self.names: list[str] = []
+
+    def __call__(self, operation: str, path: Path) -> None:
+        if self.only is not None and operation != self.only:
+            return
+        self.names.append(operation)
+        if len(self.names) == self.k + 1:
+            self.fault()
+
+    def __enter__(self) -> FailAt:
+        files.before_operation = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        files.before_operation = files._nothing

@@ -1,0 +1,190 @@
+"""What happens to files between a save and a load: each change is found, and an older checkpoint serves."""
+
+import random
+import shutil
+
+import pytest
+import torch
+
+from megatron.checkpoint import open_checkpoint, open_latest, save
+from megatron.errors import CheckpointError, exit_code
+from megatron.mpu.groups import SINGLE
+from tests.checkpoint.samples import assert_holds, records_for, save_alone, world_of
+from tests.harness import run_ranks
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    told = []
+    monkeypatch.setattr("megatron.log.warning", told.append)
+    return told
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A folder with the checkpoints of steps 10 and 20; the path of the latter's shard."""
+    save_alone(tmp_path, 10)
+    return save_alone(tmp_path, 20) / "rank-00000.safetensors"
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.999])
+def test_a_truncated_shard_is_named_with_both_sizes_and_the_older_checkpoint_serves(two, part, warnings):
+    whole = two.read_bytes()
+    kept = int(len(whole) * part)
+    two.write_bytes(whole[:kept])
+    assert_holds(open_latest(two.parent.parent, SINGLE), 10)
+    assert any(f"rank-00000.safetensors is truncated: {kept} of {len(whole)} bytes" in told for told in warnings)
+    assert any("going back to step-00000010" in told for told in warnings)
+
+
+def test_every_flipped_bit_is_found(two, warnings):
+    folder = two.parent
+    rng = random.Random(7)
+    for name in ("rank-00000.safetensors", "manifest.json"):
+        path = folder / name
+        whole = path.read_bytes()
+        for _ in range(500):
+            place, bit = rng.randrange(len(whole)), rng.randrange(8)
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            with pytest.raises(CheckpointError):
+                open_checkpoint(folder, SINGLE)
+        for bit in range(8):  # the line with the checksum itself
+            path.write_bytes(whole[:14] + bytes([whole[14] ^ 1 << bit]) + whole[15:])
+            assert open_latest(folder.parent, SINGLE).step == 10
+        path.write_bytes(whole)
+    assert_holds(open_checkpoint(folder, SINGLE), 20)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+def test_a_missing_file_is_named_and_the_older_checkpoint_serves(two, name, warnings):
+    (two.parent / name).unlink()
+    assert open_latest(two.parent.parent, SINGLE).step == 10
+    with pytest.raises(CheckpointError, match=f"{name}: No such file"):
+        open_checkpoint(two.parent, SINGLE)
+    if name != "manifest.json":
+        assert any("No such file" in told for told in warnings)
+
+
+def test_foreign_files_are_ignored_and_told_once(two, warnings):
+    root = two.parent.parent
+    for path in (
+        root / "step-00000020.bak",
+        root / "notes.txt",
+        two.parent / ".manifest.json.swp",
+        two.parent / "x.tmp",
+    ):
+        path.write_text("foreign")
+    (root / "step-x").mkdir()
+    assert_holds(open_latest(root, SINGLE), 20)
+    assert_holds(open_latest(root, SINGLE), 20)
+    assert [told for told in warnings if ".manifest.json.swp, x.tmp" in told] == warnings and len(warnings) == 1
+
+
+@pytest.mark.parametrize("hint", ["", "step-00000010\n", "step-00000999", "\x00\xff garbage", None])
+def test_latest_is_a_hint_only_and_the_next_save_mends_it(two, hint, warnings):
+    root = two.parent.parent
+    (root / "latest").unlink()
+    if hint is not None:
+        (root / "latest").write_text(hint)
+    assert_holds(open_latest(root, SINGLE), 20)
+    assert len(warnings) == 1 and "the newest complete checkpoint is step-00000020" in warnings[0]
+    save_alone(root, 30)
+    assert (root / "latest").read_text() == "step-00000030\n"
+
+
+def test_no_folder_an_empty_one_a_file_or_only_broken_ones_end_the_job_with_code_3(tmp_path, two, warnings):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path, told in [
+        (tmp_path / "typo", "typo is not there"),
+        (empty, f"no checkpoint found in {empty}"),
+        (two, "is a file"),
+    ]:
+        with pytest.raises(CheckpointError, match=told) as caught:
+            open_latest(path, SINGLE)
+        assert exit_code(caught.value) == 3
+    two.unlink()
+    shutil.rmtree(tmp_path / "step-00000010")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* verifies: .*rank-00000.safetensors: No such file"):
+        open_latest(tmp_path, SINGLE)
+
+
+def _open(rank, root):
+    from megatron import log
+
+    told = []
+    log.warning = told.append
+    return open_latest(root, world_of(rank, 2)).step, len(told)
+
+
+def _save(rank, root, step):
+    save(root, step, records_for(rank, 2, step), {}, world_of(rank, 2))
+
+
+def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path):
+    for step in (10, 20):
+        run_ranks(2, _save, tmp_path, step)
+    shard = tmp_path / "step-00000020" / "rank-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    assert run_ranks(2, _open, tmp_path) == [(10, 2), (10, 0)]
+
+
+def test_a_newer_format_is_refused_rather_than_passed_over(two):
+    import zlib
+
+    path = two.parent / "manifest.json"
+    body = path.read_bytes().split(b"\n", 1)[1].replace(b'"format_version": 1', b'"format_version": 2')
+    path.write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(body) + body)
+    with pytest.raises(CheckpointError, match="format version 2; this program reads up to 1"):
+        open_latest(two.parent.parent, SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"rank-00000.safetensors": [', b'"../x": ['),
+        (b'"file": "rank-00000.safetensors"', b'"file": "/etc/passwd"'),
+        (b'"length": 4', b'"length": 3'),
+        (b'"dtype": "BF16"', b'"dtype": "PICKLE"'),
+        (b'"index": {', b'"index": {"a": [], '),
+    ],
+)
+def test_a_manifest_that_describes_what_cannot_be_is_refused(tmp_path, old, new):
+    import zlib
+
+    path = save(tmp_path, 1, records_for(0, 1) + _halves(), {}, SINGLE) / "manifest.json"
+    body = path.read_bytes().split(b"\n", 1)[1]
+    assert old in body
+    body = body.replace(old, new)
+    path.write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(body) + body)
+    with pytest.raises(CheckpointError, match="does not describe a checkpoint"):
+        open_checkpoint(path.parent, SINGLE)
+
+
+def _halves():
+    from megatron.checkpoint import TensorRecord
+    from megatron.mpu.shard import Shard
+
+    return [TensorRecord("halves", torch.zeros(4), Shard((8,), 0, start, 4)) for start in (0, 4)]
+
+
+def test_a_pickle_in_place_of_a_shard_is_never_executed(two, tmp_path):
+    import pickle
+    import zlib
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "executed"), "w"))
+
+    content = pickle.dumps(Bomb())
+    two.write_bytes(content)
+    path = two.parent / "manifest.json"
+    body = path.read_bytes().split(b"\n", 1)[1]
+    line = body[body.index(b'"files"') : body.index(b'"index"')]
+    body = body.replace(
+        line, b'"files": {"rank-00000.safetensors": [%d, "%08x"]},\n' % (len(content), zlib.crc32(content))
+    )
+    path.write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(body) + body)
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        assert_holds(open_checkpoint(two.parent, SINGLE), 20)
+    assert not (tmp_path / "executed").exists()
