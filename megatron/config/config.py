@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -88,9 +89,11 @@ class Config:
         flat: dict[str, Any] = {}
         for name in SECTIONS:
             flat.update(dataclasses.asdict(getattr(self, name)))
+        for _, option in all_options():
+            flat.update({_attribute(alias): flat[option.name] for alias in option.aliases})
         flat.update(
             pipe_parallel_size=self.parallel.pipe_parallel_size if self.parallel.has_pipeline else 0,
-            micro_batch_size=self.batch.batch_size,
+            pipeline_model_parallel_size=self.parallel.num_stages,
             openai_gelu=self.model.activation == "gelu-tanh",
             deepspeed=True,
             **{dtype: self.precision.dtype == dtype for dtype in ("fp16", "bf16", "fp32", "fp64")},
@@ -117,11 +120,14 @@ class Config:
         return replace(self, model=replace(self.model, vocab_size=wanted or vocab_size))
 
 
-def all_options() -> Iterator[tuple[str, Option]]:
-    """Yield (section, option) for every flag of ours."""
-    for name, section in SECTIONS.items():
-        for item in options_of(section):
-            yield name, item
+@functools.cache
+def all_options() -> tuple[tuple[str, Option], ...]:
+    """Return (section, option) for every flag of ours."""
+    return tuple((name, item) for name, section in SECTIONS.items() for item in options_of(section))
+
+
+def _attribute(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,8 @@ class DataConfig:
             ("--merge-file", self.merge_file),
             ("--tokenizer-path", self.tokenizer_path),
         ):
-            if path is not None and not Path(path).exists():
-                yield f"{flag} must name a file that is there, got {path} (looked in {Path.cwd()}). Correct the path"
+            if path is not None and not os.access(path, os.R_OK):
+                yield f"{flag} must name a file that can be read, got {path} (looked in {Path.cwd()}). Correct the path"
 
     def _split_problems(self) -> Iterator[str]:
         try:

@@ -7,14 +7,15 @@ ours, so DeepSpeed's engine is given none of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any
 
 from megatron.config import deepspeed_keys as keys
 from megatron.config.batch_sizes import resolve_batch
 from megatron.config.config import Config, all_options
 from megatron.config.json_text import JsonText, read_json
+from megatron.config.option import LARGEST_INT
 from megatron.config.scan import Scan, unknown
 from megatron.config.validate import raise_all
 from megatron.errors import ConfigError
@@ -81,8 +82,8 @@ def _section_problems(
 def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterator[str]:
     if value == "auto" and key.kind not in (keys.OBJECT, keys.TEXT):
         return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    is_integer = isinstance(value, int) and is_number and abs(value) < 2**31
+    is_number = _is_number(value)
+    is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
     good = {
         keys.POSITIVE: is_integer and value >= 1,
         keys.INTEGER: is_integer and value >= 0,
@@ -90,10 +91,14 @@ def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterato
         keys.BOOLEAN: isinstance(value, bool),
         keys.TEXT: isinstance(value, str),
         keys.OBJECT: isinstance(value, dict),
-        "two numbers": isinstance(value, list) and len(value) == 2 and all(isinstance(v, float) for v in value),
+        "two numbers": isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
     if not good[key.kind]:
         yield f"{place}: {name} must be {key.kind}, got {value!r}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < inf
 
 
 def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
@@ -147,9 +152,9 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
     if fp16.get("enabled") is True and bf16.get("enabled") is True:
         problems.append("fp16 and bf16 exclude each other, got both enabled in the JSON. Disable one")
     elif fp16.get("enabled") is True:
-        stated["dtype"] = ("fp16.enabled true:", "fp16")
+        stated["dtype"] = ("fp16.enabled true, that is", "fp16")
     elif bf16.get("enabled") is True:
-        stated["dtype"] = ("bf16.enabled true:", "bf16")
+        stated["dtype"] = ("bf16.enabled true, that is", "bf16")
     if fp16.get("enabled") is not False:
         stated |= {k.field: (f"fp16.{n}", fp16[n]) for n, k in keys.FP16.items() if k.field and _is_stated(fp16.get(n))}
     section = json.get("optimizer", {})

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Key:
-    """Kind of the value, its range, and the field of our configuration that carries it ("" for none)."""
+    """Kind of the value, the field of our configuration that carries it ("" for none), and where it acts."""
 
-    kind: str  # positive integer, integer, number, boolean, text, object
+    kind: str
     field: str = ""
-    minimum: float = 0
-    aliases: tuple[str, ...] = ()
+    about: str = ""
 
 
 POSITIVE = "a positive integer"
@@ -53,22 +52,22 @@ SECTIONS = {"fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": 
 """Objects that are read here; none but zero_optimization is handed to DeepSpeed."""
 
 PASSED = {
-    "steps_per_print": Key(POSITIVE),
-    "wall_clock_breakdown": Key(BOOLEAN),
-    "memory_breakdown": Key(BOOLEAN),
-    "dump_state": Key(BOOLEAN),
-    "disable_python_gc": Key(BOOLEAN),
-    "log_level": Key(TEXT),
-    "zero_allow_untested_optimizer": Key(BOOLEAN),
-    "tensorboard": Key(OBJECT),
-    "wandb": Key(OBJECT),
-    "csv_monitor": Key(OBJECT),
-    "comet": Key(OBJECT),
-    "pipeline": Key(OBJECT),
-    "activation_checkpointing": Key(OBJECT),
-    "flops_profiler": Key(OBJECT),
-    "comms_logger": Key(OBJECT),
-    "timers": Key(OBJECT),
+    "steps_per_print": Key(POSITIVE, about='steps between DeepSpeed\'s own lines; "auto": --log-interval'),
+    "wall_clock_breakdown": Key(BOOLEAN, about="DeepSpeed's timers, seen with --verbose-deepspeed"),
+    "memory_breakdown": Key(BOOLEAN, about="DeepSpeed's memory lines, seen with --verbose-deepspeed"),
+    "dump_state": Key(BOOLEAN, about="DeepSpeed prints its configuration, seen with --verbose-deepspeed"),
+    "disable_python_gc": Key(BOOLEAN, about="DeepSpeed turns Python's garbage collection off"),
+    "log_level": Key(TEXT, about="level of DeepSpeed's log, seen with --verbose-deepspeed"),
+    "zero_allow_untested_optimizer": Key(BOOLEAN, about="lets DeepSpeed take an optimizer of ours with ZeRO"),
+    "tensorboard": Key(OBJECT, about="DeepSpeed's monitor"),
+    "wandb": Key(OBJECT, about="DeepSpeed's monitor"),
+    "csv_monitor": Key(OBJECT, about="DeepSpeed's monitor"),
+    "comet": Key(OBJECT, about="DeepSpeed's monitor"),
+    "pipeline": Key(OBJECT, about="pipeline engine only (--pipe-parallel-size 2 or more)"),
+    "activation_checkpointing": Key(OBJECT, about="models that call deepspeed.checkpointing themselves"),
+    "flops_profiler": Key(OBJECT, about="DeepSpeed's profiler, without a pipeline"),
+    "comms_logger": Key(OBJECT, about="DeepSpeed's record of its own communication"),
+    "timers": Key(OBJECT, about="DeepSpeed's timers"),
 }
 """Keys that are handed to DeepSpeed's engine as they are."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from megatron.config import deepspeed_keys as keys
 from megatron.config.config import all_options
 from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED
 from megatron.config.option import Option
@@ -24,6 +25,20 @@ KINDS = """
 * **already so**: accepted; what it asks for always holds, which the log says once.
 * **refused**: an error that says what to use instead.
 """
+
+JSON_HEAD = """
+A key acts with and without a pipeline unless its row says otherwise. Unknown keys and wrong kinds of values are errors
+with file, line and column; "auto" may stand for every number and switch, and means "as the flags say".
+"""
+
+SAID = {
+    "fp16.enabled": "as `--fp16`",
+    "bf16.enabled": "as `--bf16`",
+    "zero_optimization.stage": "0 only, in this version",
+    "optimizer.type": "AdamW, Adam (which DeepSpeed runs as AdamW) or SGD; as `--optimizer`",
+    "optimizer.params": "the rows below",
+    "optimizer.params.betas": "as `--adam-beta1` and `--adam-beta2`",
+}
 
 
 def classify(flag: str) -> tuple[str, str]:
@@ -63,6 +78,23 @@ def lines() -> Iterator[str]:
     yield from _rows(list(CPM_FLAGS))
     yield "\n## Other names of today's Megatron-LM\n"
     yield from _rows(sorted(flag for flag in _others() if flag not in CPM_FLAGS))
+    yield "\n## Keys of DeepSpeed's JSON\n" + JSON_HEAD
+    yield "| key | value | what happens |"
+    yield "|---|---|---|"
+    yield from _json_rows()
+
+
+def _json_rows() -> Iterator[str]:
+    flags = {option.name: option.flag or "/".join(option.constants) for _, option in all_options()}
+    inner = {f"{name}.{key}": value for name, section in keys.SECTIONS.items() for key, value in section.items()}
+    params = {f"optimizer.params.{name}": key for name, key in keys.OPTIMIZER_PARAMS.items()}
+    for name, key in {**keys.VALUES, **inner, **params}.items():
+        what = f"as `{flags[key.field]}`" if key.field else SAID.get(name, "")
+        yield f"| `{name}` | {key.kind} | {what} |"
+    for name, key in keys.PASSED.items():
+        yield f"| `{name}` | {key.kind} | handed to DeepSpeed: {key.about} |"
+    for name, reason in keys.REFUSED.items():
+        yield f"| `{name}` | | refused: {reason} |"
 
 
 def _others() -> Iterator[str]:

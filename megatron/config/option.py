@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,22 +97,24 @@ def option(default: Any, help: str, *, flag: str | None = None, shown_default: s
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def options_of(section: type) -> Iterator[Option]:
-    """Yield the options of a configuration dataclass in the order of its fields."""
-    for field in dataclasses.fields(section):
-        facts = dict(field.metadata)
-        if not facts:
-            continue
-        flag = facts.pop("flag")
-        shown = facts.pop("shown_default") or ("" if field.default in (None, "") else str(field.default))
-        yield Option(
-            name=field.name,
-            flag="--" + field.name.replace("_", "-") if flag is None else flag,
-            kind=str(field.type).split(" ")[0],
-            default=field.default,
-            shown_default=shown,
-            **facts,
-        )
+@functools.cache
+def options_of(section: type) -> tuple[Option, ...]:
+    """Return the options of a configuration dataclass in the order of its fields."""
+    return tuple(_option_of(field) for field in dataclasses.fields(section) if field.metadata)
+
+
+def _option_of(field: dataclasses.Field[Any]) -> Option:
+    facts = dict(field.metadata)
+    flag = facts.pop("flag")
+    shown = facts.pop("shown_default") or ("" if field.default in (None, False, "") else str(field.default))
+    return Option(
+        name=field.name,
+        flag="--" + field.name.replace("_", "-") if flag is None else flag,
+        kind=str(field.type).split(" ")[0],
+        default=field.default,
+        shown_default=shown,
+        **facts,
+    )
 
 
 def is_derived(option: Option, value: Any) -> bool:

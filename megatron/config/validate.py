@@ -75,11 +75,10 @@ def _cut_problems(config: Config) -> Iterator[str]:
             f"--hidden-size must be a multiple of --num-attention-heads, got {h} and {a} ({h} / {a} = {h / a:g}). "
             f"Use one of {works} heads, or set --kv-hidden-size, the size of one head"
         )
-    cut = {
+    cut = {  # heads are cut whole, so that any --kv-hidden-size fits when the heads do
         "--num-attention-heads": model.num_attention_heads,
         "--hidden-size": model.hidden_size,
         "--ff-hidden-size": model.ff_hidden_size,
-        "--num-attention-heads x --kv-hidden-size": model.attention_size,
     }
     for name, size in cut.items():
         if size % t:

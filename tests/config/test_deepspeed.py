@@ -1,0 +1,182 @@
+"""DeepSpeed's JSON: strict reading, one source for each value, and what the engine is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config import Config, engine_dict, parse
+from megatron.config.deepspeed import read
+from megatron.errors import ConfigError
+
+SHIPPED = Path(__file__).parents[2] / "ds_config_gpt2.json"
+
+
+def written(folder: Path, content: object) -> str:
+    path = folder / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def merged(folder: Path, content: object, line: str = "", world_size: int = 1, **others) -> Config:
+    flags = ["--deepspeed_config", written(folder, content), *line.split()]
+    return parse(flags, world_size=world_size, env={}, **others)
+
+
+def error_of(folder: Path, content: object, line: str = "", world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        merged(folder, content, line, world_size)
+    return str(caught.value)
+
+
+def test_the_shipped_file_leaves_every_size_and_precision_to_the_flags():
+    line = f"--deepspeed_config {SHIPPED} --batch-size 2 --gas 3 --clip-grad 0.5 --fp16 --loss-scale 64"
+    config = parse(line.split(), world_size=2, env={})
+    assert (config.batch.batch_size, config.batch.gas, config.optimizer.clip_grad) == (2, 3, 0.5)
+    assert (config.precision.dtype, config.precision.loss_scale) == ("fp16", 64)
+
+
+def test_a_value_given_in_the_json_only_is_used(tmp_path):
+    content = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "gradient_clipping": 0.25,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}},
+    }
+    config = merged(tmp_path, content)
+    assert (config.batch.batch_size, config.batch.gas, config.precision.dtype) == (2, 8, "bf16")
+    optimizer = config.optimizer
+    assert (optimizer.clip_grad, optimizer.lr, optimizer.weight_decay) == (0.25, 0.1, 0.3)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.8, 0.9, 1e-6)
+
+
+def test_fp16_settings_of_the_json_reach_the_loss_scaler(tmp_path):
+    section = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 7, "hysteresis": 3}
+    precision = merged(tmp_path, {"fp16": section | {"min_loss_scale": 2}}).precision
+    assert (precision.dtype, precision.is_dynamic, precision.initial_scale_power) == ("fp16", True, 8)
+    assert (precision.loss_scale_window, precision.hysteresis, precision.min_scale) == (7, 3, 2)
+
+
+def test_the_same_value_in_both_places_is_no_disagreement(tmp_path):
+    content = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 1}
+    config = merged(tmp_path, content, "--batch-size 3 --gas 4 --clip-grad 1.0", 2)
+    assert config.batch.global_batch_size(2) == 24
+
+
+def test_a_global_batch_alone_gives_the_accumulation_steps(tmp_path):
+    assert merged(tmp_path, {"train_batch_size": 24}, "--batch-size 3", 2).batch.gas == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "parts"),
+    [
+        ({"gradient_clipping": 0.5}, "--clip-grad 1", ["--clip-grad 1", "gradient_clipping 0.5", '"auto"']),
+        ({"train_micro_batch_size_per_gpu": 2}, "--batch-size 3", ["--batch-size 3", "per_gpu 2"]),
+        ({"gradient_accumulation_steps": 2}, "--gas 3", ["--gas 3", "gradient_accumulation_steps 2"]),
+        ({"fp16": {"enabled": True}}, "--bf16", ["--bf16", "fp16.enabled true, that is fp16"]),
+        ({"bf16": {"enabled": True}}, "--fp32", ["--fp32", "bf16.enabled true, that is bf16"]),
+        ({"fp16": {"enabled": False}}, "--fp16", ["--fp16", "fp16.enabled false"]),
+        ({"optimizer": {"params": {"lr": 0.1}}}, "--lr 0.2", ["--lr 0.2", "optimizer.params.lr 0.1"]),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", ["both enabled"]),
+    ],
+)
+def test_a_flag_and_the_json_that_differ_are_both_named(tmp_path, content, line, parts):
+    message = error_of(tmp_path, content, line)
+    for part in parts:
+        assert part in message
+
+
+def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_value(tmp_path):
+    line = "--batch-size 4 --gas 16 --model-parallel-size 2"
+    message = error_of(tmp_path, {"train_batch_size": 64}, line, 4)
+    assert "train_batch_size 64 != micro 4 x gas 16 x dp 2 = 128; dp = world 4 / (tp 2 x pp 1)" in message
+    assert "Set train_batch_size to 128" in message and "change --batch-size 4 or --gas 16" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", [":1:1:", "empty file"]),
+        ("  \n", [":1:1:", "empty file"]),
+        ("[1]", [":1:1:", "one JSON object", "got list"]),
+        ("{\n  'a': 1}", [":2:3:", "must be JSON"]),
+        ('{"gradient_clipping": 1,\n}', [":2:1:", "remove the trailing comma"]),
+        ('{\n  // note\n  "gradient_clipping": 1}', [":2:3:", "a comment is not JSON"]),
+        ('{"bf16": {"enabled": true},\n "fp16": {"enabled": false,\n  "enabled": true}}', [":3:3:", "'enabled' again"]),
+        ('{"gradient_clipping": NaN}', ["finite, got NaN"]),
+        ('{\n "gradient_cliping": 1}', [":2:2:", "unknown key gradient_cliping; did you mean gradient_clipping?"]),
+        ('{"qqqq": 1}', [":1:2:", "unknown key qqqq", "remove it"]),
+        ('{"fp16": {"enabled": true, "loss_scal": 1}}', ["did you mean loss_scale?", "in fp16"]),
+        ('{"fp16": {"auto_cast": true}}', ["unknown key auto_cast in fp16", "fp16 here takes"]),
+        ('{"fp16": true}', ["fp16 must be an object"]),
+        ('{"train_batch_size": "8"}', [":1:2:", "train_batch_size must be a positive integer, got '8'"]),
+        ('{"train_batch_size": 0}', ["positive integer, got 0"]),
+        ('{"train_batch_size": -4}', ["positive integer, got -4"]),
+        ('{"train_batch_size": true}', ["positive integer, got True"]),
+        ('{"train_batch_size": 1e30}', ["positive integer, got 1e+30"]),
+        ('{"train_batch_size": 9999999999999999999999}', ["positive integer, got 9999999999999999999999"]),
+        ('{"gradient_clipping": -1}', ["a number of at least 0, got -1"]),
+        ('{"gradient_clipping": 1e999}', ["a number of at least 0, got inf"]),
+        ('{"wall_clock_breakdown": 1}', ["true or false, got 1"]),
+        ('{"zero_optimization": {"stage": 2}}', [":1:24:", "stage must be 0 in this version, got 2", "Set stage 0"]),
+        ('{"zero_optimization": {"stage": 0, "overlap_comm": true}}', ["overlap_comm", "stage 0 reads no other key"]),
+        ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is refused", "--lr-decay-style"]),
+        ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "'Lamb'"]),
+        ('{"optimizer": {"params": {"betas": [0.9]}}}', ["optimizer.params.betas must be two numbers, got [0.9]"]),
+        ('{"optimizer": {"params": {"betas": [0.9, 2]}}}', ["betas[1] in the JSON must be", "got 2"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_with_its_place(tmp_path, text, parts):
+    message = error_of(tmp_path, text)
+    for part in parts:
+        assert part in message
+    if parts[0].startswith(":"):
+        assert f"config.json{parts[0]}" in message
+
+
+def test_all_problems_of_a_file_are_told_at_once(tmp_path):
+    message = error_of(tmp_path, {"scheduler": {}, "typo": 1, "train_batch_size": "8"}, "--lr 0")
+    assert message.startswith("4 problems")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--deepspeed_config must name a file .*nothing\.json: No such file"):
+        read(str(tmp_path / "nothing.json"))
+
+
+def test_bytes_that_are_not_utf8_are_told_and_a_byte_order_mark_is_accepted(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b'{\n"gradient_clipping": 1, "\xff": 1}')
+    with pytest.raises(ConfigError, match=r"config\.json:2:1: must be UTF-8, got byte 0xff"):
+        read(str(path))
+    path.write_bytes(b'\xef\xbb\xbf{"gradient_clipping": 2}')
+    assert read(str(path)) == {"gradient_clipping": 2}
+
+
+def test_the_engine_is_given_sizes_and_its_own_switches_but_no_precision_and_no_clipping(tmp_path):
+    content = {
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "steps_per_print": 7,
+        "tensorboard": {"enabled": False},
+        "pipeline": {"activation_checkpoint_interval": 1},
+        "wall_clock_breakdown": "auto",
+    }
+    config = merged(tmp_path, content, "--batch-size 2 --gas 3 --pipe-parallel-size 2", 4)
+    assert engine_dict(config, 4) == {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": 7,
+        "tensorboard": {"enabled": False},
+        "pipeline": {"activation_checkpoint_interval": 1},
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    assert config.to_dict()["deepspeed"] == content

@@ -1,0 +1,90 @@
+"""Every flag of CPM-Pretrain and today's Megatron-LM is honoured, an alias, already so, or refused; none is silent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import flags_doc, parse
+from megatron.config.config import all_options
+from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED
+from megatron.errors import ConfigError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "flags.md"
+OURS = {flag: option for _, option in all_options() for flag in option.flags}
+NEEDS = {
+    "--checkpoint-num-layers": ["--checkpoint-activations"],
+    "--max-position-embeddings": ["--seq-length", "5"],
+    "--recompute-num-layers": ["--checkpoint-activations"],
+    "--min-lr": ["--lr", "1"],
+    "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
+    "--num-attention-heads": ["--kv-hidden-size", "8"],
+    "--hidden-size": ["--kv-hidden-size", "8"],
+    "--pipe-parallel-size": ["--num-layers", "6"],
+    "--pipeline-model-parallel-size": ["--num-layers", "6"],
+    **{flag: ["--load", "x"] for flag in ("--finetune", "--no-load-optim", "--no-load-rng", "--eval-only")},
+}
+
+
+def some_value(option, folder: Path) -> str:
+    """Return a good value that is not the default."""
+    if option.choices:
+        return next((choice for choice in option.choices if choice != option.default), option.choices[0])
+    if option.name == "partition_method":
+        return "uniform"
+    if option.name in ("vocab_file", "merge_file", "tokenizer_path", "deepspeed_config"):
+        (folder / "file.json").write_text("{}")
+        return str(folder / "file.json")
+    if option.kind == "str":
+        return "9,0,1"
+    if option.name in ("pipe_parallel_size", "model_parallel_size", "global_batch_size"):
+        return "2"
+    return "6" if option.kind == "int" else "0.4"
+
+
+def test_no_flag_of_cpm_is_forgotten():
+    assert len(CPM_FLAGS) == len(set(CPM_FLAGS)) == 112
+    for flag in CPM_FLAGS:
+        assert flags_doc.classify(flag)[1]
+
+
+def test_a_flag_has_one_class():
+    classes = [set(OURS), set(ALREADY_SO), set(REFUSED)]
+    assert sum(map(len, classes)) == len(set.union(*classes))
+
+
+@pytest.mark.parametrize("flag", sorted(OURS))
+def test_an_honoured_flag_changes_its_field(flag, tmp_path):
+    option = OURS[flag]
+    takes_value = option.kind != "bool" and flag not in option.constants
+    words = [flag, some_value(option, tmp_path)] if takes_value else [flag]
+    world_size = 6 if option.name == "pipe_parallel_size" else 2
+    words += ["--batch-size", "3"] if option.name == "requested_global_batch_size" else []
+    words += ["--hidden-size", "16", "--num-attention-heads", "4"] if option.name == "model_parallel_size" else []
+    if option.name == "requested_global_batch_size":
+        world_size = 1
+    config = parse([*words, *NEEDS.get(flag, [])], world_size=world_size, env={})
+    before = getattr(parse([], world_size=1, env={}).namespace(), option.name)
+    after = getattr(config.namespace(), option.name)
+    assert after != before or option.name == "data_impl"
+    assert option.name in config.given
+
+
+def test_what_is_already_so_is_accepted_and_said():
+    config = parse(list(ALREADY_SO), world_size=1, env={})
+    assert len([note for note in config.notes if "already so" in note]) == len(ALREADY_SO)
+
+
+def test_every_refused_flag_ends_the_start_with_its_reason():
+    for flag, reason in REFUSED.items():
+        for words in ([flag], [flag, "3"], [f"{flag}=3"]):
+            with pytest.raises(ConfigError) as caught:
+                parse(words, world_size=1, env={})
+            assert str(caught.value) == f"{flag} is refused: {reason}"
+
+
+def test_the_document_is_what_the_table_says():
+    assert DOCUMENT.read_text(encoding="utf-8") == flags_doc.text(), (
+        "docs/flags.md is old: run python -m megatron.config.flags_doc > docs/flags.md"
+    )

@@ -1,0 +1,249 @@
+"""Command lines: values, sources, and all mistakes at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype, validate
+from megatron.errors import ConfigError, exit_code
+
+SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+
+
+def read(line: str, world_size: int = 1, **others) -> Config:
+    return parse(line.split(), world_size=world_size, env=others.pop("env", {}), **others)
+
+
+def error_of(line: str, world_size: int = 1, **others) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(line, world_size, **others)
+    assert exit_code(caught.value) == 2
+    return str(caught.value)
+
+
+def test_flags_reach_their_fields_and_missing_sizes_are_derived():
+    config = read(SMALL + " --kv-channels 8 --ffn-hidden-size=100 --hidden-bias --openai-gelu --lr 1e-3 --bf16")
+    assert (config.model.num_layers, config.model.kv_hidden_size, config.model.ff_hidden_size) == (4, 8, 100)
+    assert (config.model.hidden_bias, config.model.activation) == (True, "gelu-tanh")
+    assert (config.optimizer.lr, config.precision.dtype) == (1e-3, "bf16")
+    plain = read(SMALL)
+    assert (plain.model.kv_hidden_size, plain.model.ff_hidden_size) == (16, 256)
+    assert plain.model.max_position_embeddings == 32
+    assert plain.optimizer.lr_decay_iters == plain.batch.train_iters
+
+
+def test_a_config_can_be_made_without_a_command_line():
+    config = Config(model=ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2))
+    validate(config, 1)
+    assert config.model.kv_hidden_size == 16
+
+
+def test_data_parallel_size_and_global_batch_follow_from_the_world():
+    config = read(SMALL + " --model-parallel-size 2 --pipe-parallel-size 2 --batch-size 3 --gas 5", 8)
+    assert config.parallel.data_parallel_size(8) == 2
+    assert config.batch.global_batch_size(2) == 30
+
+
+def test_the_namespace_has_the_names_of_megatron_and_cpm():
+    for given, told in ((0, 0), (1, 0), (2, 2)):
+        args = read(SMALL + f" --pipe-parallel-size {given} --tensor-model-parallel-size 2 --fp16", 4).namespace()
+        assert args.pipe_parallel_size == told
+        assert (args.model_parallel_size, args.tensor_model_parallel_size, args.fp16, args.bf16) == (2, 2, True, False)
+        assert (args.micro_batch_size, args.ffn_hidden_size) == (args.batch_size, args.ff_hidden_size)
+
+
+def test_a_config_is_json_and_the_same_on_every_rank():
+    ranks = [read(SMALL + f" --local_rank={rank}", env={"LOCAL_RANK": str(rank)}) for rank in range(2)]
+    assert [config.run.local_rank for config in ranks] == [0, 1]
+    assert json.dumps(ranks[0].to_dict()) == json.dumps(ranks[1].to_dict())
+
+
+def test_local_rank_must_agree_with_the_launcher():
+    assert "got 1 and 0" in error_of("--local_rank 1", env={"LOCAL_RANK": "0"})
+
+
+def test_the_last_of_a_repeated_flag_holds_and_is_named():
+    config = read("--lr 1 --batch-size 2 --micro-batch-size 3 --lr 0.5")
+    assert (config.optimizer.lr, config.batch.batch_size) == (0.5, 3)
+    assert config.repeated == ("--micro-batch-size", "--lr")
+    assert any("--lr" in note and "last value holds" in note for note in config.notes)
+
+
+def test_what_always_holds_is_accepted_and_said():
+    config = read("--deepspeed --attention-softmax-in-fp32")
+    assert any(note.startswith("--attention-softmax-in-fp32: already so") for note in config.notes)
+
+
+def test_a_users_own_flags_and_defaults_pass_through():
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument_group("mine").add_argument("--my-size", type=int, default=3)
+        parser.add_argument("--my-names", nargs="+")
+        return parser
+
+    config = read(
+        "--my-names a b --lr 0.1 --my-size=7", extra_args_provider=add, defaults={"lr": 0.2, "tokenizer_type": None}
+    )
+    assert config.extra == {"my_size": 7, "my_names": ["a", "b"]}
+    assert config.namespace().my_size == 7
+    assert config.optimizer.lr == 0.1
+    assert read("", defaults={"lr": 0.2}).optimizer.lr == 0.2
+    assert "invalid int value: 'x'" in error_of("--my-size x", extra_args_provider=add)
+    assert "did you mean lr?" in error_of("", defaults={"lrr": 1})
+
+
+def test_a_users_flag_may_not_replace_ours():
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--lr")
+        return parser
+
+    assert "must not add a flag that exists, got --lr" in error_of("", extra_args_provider=add)
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--hiden-size 4", ["unknown flag --hiden-size", "did you mean --hidden-size?"]),
+        ("--num-lay 4", ["unknown flag --num-lay", "did you mean --num-layers?"]),
+        ("--zzz 4", ["unknown flag --zzz", "--help lists all flags"]),
+        ("--lr=", ["--lr needs a value", "got none"]),
+        ("--lr --fp32", ["--lr needs a value", "got none"]),
+        ("--lr", ["--lr needs a value", "got none"]),
+        ("--hidden-bias=true", ["--hidden-bias takes no value, got 'true'", "Write --hidden-bias alone"]),
+        ("--hidden-bias true", ["'true' on its own"]),
+        ("--num-layers 2.5", ["--num-layers must be an integer of at least 0, got '2.5'"]),
+        ("--batch-size 0", ["--batch-size must be a positive integer, got 0"]),
+        ("--gas -3", ["--gas must be a positive integer, got -3"]),
+        ("--gas 99999999999999", ["--gas must be a positive integer, got 99999999999999"]),
+        ("--kv-hidden-size 0", ["--kv-hidden-size must be a positive integer, got 0"]),
+        ("--lr nan", ["--lr must be a finite number of more than 0, got nan"]),
+        ("--lr 0", ["--lr must be a finite number of more than 0, got 0"]),
+        ("--lr -1", ["got -1"]),
+        ("--warmup 1.5", ["--warmup must be a finite number of at least 0 and at most 1, got 1.5"]),
+        ("--min-lr 1 --lr 0.5", ["--min-lr must not exceed --lr", "1 and --lr 0.5", "Lower --min-lr"]),
+        ("--lr-decay-style exponential", ["needs --min-lr above 0"]),
+        ("--lr-decay-style cosinus", ["one of constant, linear, cosine", "got 'cosinus'"]),
+        ("--fp16 --bf16", ["one number format", "--fp16 and --bf16"]),
+        ("--bf16 --loss-scale 8", ["--loss-scale acts on fp16 only, got --bf16"]),
+        ("--seq-length 64 --max-position-embeddings 32", ["64 and 32", "Raise --max-position-embeddings"]),
+        ("--device cpu --fp16", ["fp16 needs a GPU, got a CPU", "Use --bf16"]),
+        ("--device cpu --distributed-backend nccl", ["nccl needs GPUs", "Use gloo"]),
+        ("--split 1,2", ["--split must be three numbers", "'1,2'"]),
+        ("--split 0,0,0", ["--split must be three numbers"]),
+        ("--vocab-file /nowhere/v.json", ["--vocab-file must name a file", "/nowhere/v.json"]),
+        ("--load a --resume", ["--load or --resume", "--load a"]),
+        ("--finetune", ["--finetune needs a checkpoint", "Add --load"]),
+        ("--eval-only", ["--eval-only needs a checkpoint"]),
+        ("--partition-method type:(", ["needs a regular expression"]),
+        ("--partition-method profile", ["balanced, uniform, parameters or type:REGEX, got 'profile'"]),
+        ("--checkpoint-num-layers 2", ["with --checkpoint-activations only"]),
+        ("--mask-prob 0.1", ["--mask-prob is refused", "BERT"]),
+        ("--data-impl lazy", ["one of mmap, got 'lazy'"]),
+        ("--hidden-size 64 --num-attention-heads 5", ["64 and 5", "one of [1, 2, 4, 8, 16] heads"]),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_told_with_its_cure(line, parts):
+    message = error_of(line)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "parts"),
+    [
+        (
+            "--model-parallel-size 2 --pipe-parallel-size 2",
+            6,
+            ["world_size=6", "(2 x 2 = 4)", "Start 4 or 8 processes"],
+        ),
+        ("--model-parallel-size 2 --pipe-parallel-size 2", 2, ["(2 x 2 = 4)", "Start 4 processes"]),
+        ("--model-parallel-size 4", 2, ["must not exceed the world size", "world_size=2", "--model-parallel-size 4"]),
+        ("--pipe-parallel-size 5", 5, ["--num-layers 4 on --pipe-parallel-size 5", "0 to 4", "--num-layers 5"]),
+        (
+            "--model-parallel-size 3 --hidden-size 48",
+            3,
+            ["--num-attention-heads must be", "4 and 3", "one of [1, 2, 4]"],
+        ),
+        ("--model-parallel-size 4 --hidden-size 68 --ff-hidden-size 34", 4, ["34 and 4", "one of [1, 2]"]),
+        ("--model-parallel-size 4 --num-attention-heads 12 --hidden-size 66 --kv-hidden-size 4", 4, ["66 and 4"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_names_the_numbers_that_do(line, world_size, parts):
+    message = error_of(SMALL + " " + line, world_size)
+    for part in parts:
+        assert part in message
+
+
+def test_all_problems_are_told_at_once_and_numbered():
+    message = error_of("stray --hiden-size 4 --lr 0 --batch-size x --model-parallel-size 3 --mask-prob 1", 4)
+    assert message.startswith("9 problems in the configuration:\n  1. ")
+    for part in ("--hiden-size", "--lr", "--batch-size", "--mask-prob", "'stray'", "world_size=4", "4 and 3"):
+        assert part in message
+
+
+@pytest.mark.parametrize("line", ["--num-layers 0", "--num-layers 1", "--batch-size 1 --gas 1 --seq-length 1"])
+def test_the_smallest_sizes_work(line):
+    read(line)
+
+
+def test_no_training_step_is_allowed_and_said():
+    config = read("--train-iters 0")
+    assert config.optimizer.lr_decay_iters == 1
+    assert any("no training step" in note for note in config.notes)
+
+
+def test_fewer_micro_batches_than_stages_work_with_a_warning_of_the_bubble():
+    config = read(SMALL + " --pipe-parallel-size 4 --gas 1", 4)
+    assert any("idle 75% of the time" in note for note in config.notes)
+    assert not any("idle" in note for note in read(SMALL + " --pipe-parallel-size 4 --gas 4", 4).notes)
+
+
+def test_global_batch_gives_the_accumulation_or_must_agree():
+    assert read("--global-batch-size 24 --batch-size 3", 2).batch.gas == 4
+    assert "24 != micro 3 x gas 5 x dp 2 = 30" in error_of("--global-batch-size 24 --batch-size 3 --gas 5", 2)
+    assert "multiple of micro x dp, got 25" in error_of("--global-batch-size 25 --batch-size 3", 2)
+
+
+def test_a_problem_of_the_device_is_told_when_the_device_is_known():
+    assert "fp16 needs a GPU" in error_of("--fp16", has_gpu=False)
+    assert "--device cuda needs a CUDA device" in error_of("--device cuda", has_gpu=False)
+    config = read("--fp16")
+    check_device(config, has_gpu=True)
+    with pytest.raises(ConfigError, match="fp16 needs a GPU"):
+        check_device(config, has_gpu=False)
+    with pytest.raises(ConfigError, match="needs a GPU with bf16"):
+        check_device(read("--bf16"), has_gpu=True, has_bf16=False)
+
+
+def test_the_number_format_is_what_was_said_else_what_suits_the_device():
+    assert resolve_dtype(read("--fp64"), "bf16").precision.dtype == "fp64"
+    assert resolve_dtype(read(""), "bf16").precision.dtype == "bf16"
+
+
+def test_the_vocabulary_is_added_later_and_checked():
+    assert read("").with_vocab(100).model.vocab_size == 100
+    assert read("--vocab-size 128").with_vocab(100).model.vocab_size == 128
+    with pytest.raises(ConfigError, match="--vocab-size 64 and 100 tokens"):
+        read("--vocab-size 64").with_vocab(100)
+    config = read("--make-vocab-size-divisible-by 8").with_vocab(100)
+    assert [config.model.padded_vocab_size(t) for t in (1, 2, 4)] == [104, 112, 128]
+
+
+def test_help_lists_every_flag_and_nothing_heavy_is_imported_even_without_asserts():
+    program = (
+        "import sys\nfrom megatron.config import parse\nimport megatron.cost, megatron.mpu.topology\n"
+        "heavy = {'torch', 'deepspeed', 'numpy'} & set(sys.modules)\n"
+        "try:\n    parse(['--lr', '0', '--model-parallel-size', '3'], world_size=2, env={})\n"
+        "except ValueError as error:\n    sys.stderr.write(f'{error}|{sorted(heavy)}')\n"
+        "parse(['--help'], world_size=1)\n"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0
+    assert "--lr must be" in done.stderr and "must not exceed the world size" in done.stderr
+    assert done.stderr.endswith("|[]")
+    for word in ("--num-layers", "--tensor-model-parallel-size", "--openai-gelu", "--deepspeed_config", "parallel:"):
+        assert word in done.stdout
