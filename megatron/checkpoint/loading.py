@@ -85,6 +85,10 @@ class Checkpoint:
                 problems.append(f"{name}: not in the checkpoint")
             elif entry.shape != tuple(shard.global_shape):
                 problems.append(f"{name}: saved {list(entry.shape)}, now {list(shard.global_shape)}")
+            elif any(
+                not 0 <= start <= stop <= size for (start, stop), size in zip(spans(shard), entry.shape, strict=True)
+            ):
+                problems.append(f"{name}: {shard} reaches beyond the tensor")
         if problems:
             raise CheckpointError(
                 f"{self.path} does not fit this model ({len(problems)} tensors): " + "; ".join(problems)

@@ -42,8 +42,8 @@ def test_a_disk_that_fills_at_any_operation_before_the_commit_leaves_the_old_che
     assert outcomes[0] == 10 and outcomes[-1] == 20 and outcomes == sorted(outcomes)
 
 
-def _save_when_rank_1_is_full(rank, root):
-    with FailAt(1 if rank == 1 else 10**6, _disk_full, only="write"):
+def _save_when_one_is_full(rank, root, culprit):
+    with FailAt(1 if rank == culprit else 10**6, _disk_full, only="write"):
         try:
             save(root, 20, records_for(rank, 2, 20), {}, world_of(rank, 2))
         except CheckpointError as error:
@@ -51,10 +51,12 @@ def _save_when_rank_1_is_full(rank, root):
     return None
 
 
-def test_a_save_that_fails_on_one_rank_is_reported_by_all_with_that_rank_and_training_goes_on(tmp_path):
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_save_that_fails_on_one_rank_is_reported_by_all_with_that_rank_and_training_goes_on(tmp_path, culprit):
     save_alone(tmp_path, 10)
-    told = run_ranks(2, _save_when_rank_1_is_full, tmp_path)
-    assert told[0] == told[1] and "rank 1: [Errno 28] No space left on device" in told[0] and "rank 0:" not in told[0]
+    told = run_ranks(2, _save_when_one_is_full, tmp_path, culprit)
+    assert told[0] == told[1] and f"rank {culprit}: [Errno 28] No space left on device" in told[0]
+    assert f"rank {1 - culprit}:" not in told[0]
     assert "needed" in told[0] and "free" in told[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010"]
 

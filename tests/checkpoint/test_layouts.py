@@ -38,6 +38,14 @@ def test_any_tensor_size_reads_what_any_other_saved(tmp_path, saved_by):
         assert run_ranks(size, _load, tmp_path, size) == [(20, {"saved_by": saved_by})] * size
 
 
+def test_the_files_hold_each_value_once_and_no_padding(tmp_path):
+    from safetensors.torch import load_file
+
+    run_ranks(4, _save, tmp_path, 4)
+    written = [tensor for path in tmp_path.rglob("*.safetensors") for tensor in load_file(path).values()]
+    assert sum(t.numel() for t in written) == sum(whole.numel() for whole in whole_tensors().values())
+
+
 @given(
     shape=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     cut=st.tuples(st.sampled_from([None, 0, 1]), st.integers(0, 5), st.integers(0, 5)),
@@ -76,13 +84,15 @@ def test_every_missing_name_and_differing_shape_is_listed_and_nothing_is_copied(
         TensorRecord("embedding.word.weight", torch.zeros(12, 4), Shard((12, 4))),
         TensorRecord("layers.0.mlp.up.weight", torch.zeros(8, 2), Shard((8, 2))),
         TensorRecord("layers.9.mlp.up.weight", torch.zeros(8, 2), Shard((8, 2))),
+        TensorRecord("optimizer.exp_avg", torch.zeros(4), Shard((8,), 0, 6, 4)),
     ]
     with pytest.raises(CheckpointError) as caught:
         open_latest(tmp_path, SINGLE).load(records)
     told = str(caught.value)
     assert "embedding.word.weight: saved [13, 4], now [12, 4]" in told
     assert "layers.0.mlp.up.weight: saved [8, 4], now [8, 2]" in told
-    assert "layers.9.mlp.up.weight: not in the checkpoint" in told and "3 tensors" in told
+    assert "layers.9.mlp.up.weight: not in the checkpoint" in told and "4 tensors" in told
+    assert "optimizer.exp_avg: Shard(" in told and "reaches beyond the tensor" in told
     assert not records[0].tensor.any()
 
 
