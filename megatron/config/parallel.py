@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from megatron.config.option import option
 
 
+TIMEOUT_S = {"cpu": 60, "cuda": 600}
+"""A rank that does not answer for so long ends the job; GPUs get longer for first kernels and big gathers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the tensor and pipe axes, and the device that carries them."""
@@ -44,6 +48,10 @@ class ParallelConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Return d: what the tensor and pipe axes leave of ``world_size`` ranks."""
         return world_size // (self.model_parallel_size * self.num_stages)
+
+    def timeout_s(self, kind: str) -> int:
+        """Return the time-out of process groups on this kind of device, cpu or cuda."""
+        return self.distributed_timeout_s or TIMEOUT_S[kind]
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the layout alone."""

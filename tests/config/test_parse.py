@@ -49,6 +49,11 @@ def test_data_parallel_size_and_global_batch_follow_from_the_world():
     assert config.batch.global_batch_size(2) == 30
 
 
+def test_the_time_out_follows_the_device_until_it_is_set():
+    assert [read("").parallel.timeout_s(kind) for kind in ("cpu", "cuda")] == [60, 600]
+    assert read("--distributed-timeout-s 3").parallel.timeout_s("cpu") == 3
+
+
 def test_the_namespace_has_the_names_of_megatron_and_cpm():
     for given, told in ((0, 0), (1, 0), (2, 2)):
         args = read(SMALL + f" --pipe-parallel-size {given} --tensor-model-parallel-size 2 --fp16", 4).namespace()
