@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from megatron.config.option import option
 
-
 TIMEOUT_S = {"cpu": 60, "cuda": 600}
 """A rank that does not answer for so long ends the job; GPUs get longer for first kernels and big gathers."""
 
@@ -34,7 +33,9 @@ class ParallelConfig:
     distributed_backend: str | None = option(
         None, "backend of torch.distributed", choices=("nccl", "gloo"), shown_default="nccl on GPUs, gloo on CPU"
     )
-    distributed_timeout_s: int = option(120, "seconds without an answer after which a rank gives up", minimum=1)
+    distributed_timeout_s: int = option(
+        0, "seconds without an answer after which a rank gives up", minimum=1, shown_default="60 on CPU, 600 on GPUs"
+    )
 
     @property
     def num_stages(self) -> int:
