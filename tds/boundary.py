@@ -100,9 +100,18 @@ def _checked(records: tuple[Boundary, ...]) -> tuple[Boundary, ...]:
 
 
 def describe(
-    tensors: Sequence[torch.Tensor], declared: tuple[Boundary, ...] | None, *, stage: int, is_training: bool
+    tensors: Sequence[torch.Tensor],
+    declared: tuple[Boundary, ...] | None,
+    *,
+    stage: int,
+    is_training: bool,
+    marks_all: bool = False,
 ) -> tuple[TensorSpec, ...]:
     """Return what a stage's output is on the wire, once it matches the declaration.
+
+    Args:
+        marks_all: reentrant recompute is on, which lets every float of its output require a gradient; those that are
+            declared without one then go without.
 
     Raises:
         BoundaryError: naming the stage, the tensor, what was declared and what was got.
@@ -119,12 +128,12 @@ def describe(
             "Change the layer's output or _input_grad, _input_type and _input_pipe_partitioned."
         )
     return tuple(
-        _describe_one(tensor, record, f"stage {stage} output {index}", is_training)
+        _describe_one(tensor, record, f"stage {stage} output {index}", is_training, marks_all)
         for index, (tensor, record) in enumerate(zip(tensors, declared, strict=True))
     )
 
 
-def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_training: bool) -> TensorSpec:
+def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_training: bool, marks_all: bool) -> TensorSpec:
     got = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     kind = kind_of(tensor.dtype)
     if record.kind is not None and kind != record.kind:
@@ -137,7 +146,7 @@ def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_trainin
             f"{place}: declared with a gradient, got {got} that requires none. Detach nothing on its way (reentrant "
             "recompute of a layer whose input needs no gradient does that too), or set _input_grad to False."
         )
-    if is_training and tensor.requires_grad and not record.needs_grad:
+    if is_training and tensor.requires_grad and not record.needs_grad and not marks_all:
         raise BoundaryError(
             f"{place}: declared without a gradient, got {got} that requires one, which would be lost. "
             "Detach it in the layer, or set _input_grad to True."

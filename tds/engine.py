@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineError
 
-from tds import evaluation, setup, train_step
+from tds import assembly, evaluation, train_step
 from tds.batches import BatchSource
 from tds.loss import LossMeter
 from tds.schedule import forward_only
@@ -41,13 +41,13 @@ class PipelineEngine(DeepSpeedEngine):
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
         self._force_grad_boundary = False
-        setup.refuse_unsupported(self)
-        setup.configure_recompute(self)
-        self._order = setup.chosen_order(self)
-        self._gradients = setup.make_gradients(self)
-        self._stage = setup.make_stage(self)
+        assembly.refuse_unsupported(self)
+        assembly.configure_recompute(self)
+        self._order = assembly.chosen_order(self)
+        self._gradients = assembly.make_gradients(self)
+        self._stage = assembly.make_stage(self)
         if self.training_data:
-            self.set_dataloader(setup.make_dataloader(self))
+            self.set_dataloader(assembly.make_dataloader(self))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on one global batch and return its mean loss, the same on every rank. Collective.
@@ -107,7 +107,7 @@ class PipelineEngine(DeepSpeedEngine):
             gradients=self._gradients,
             loss_scale=1.0 if self._gradients is None else self._gradients.loss_scale(),
             on_micro_batch=self.on_micro_batch,
-            inputs_need_grad=setup.recomputes_reentrantly(self.module),
+            recomputes_reentrantly=assembly.recomputes_reentrantly(self.module),
         )
 
     def _evaluation_call(self, data_iter: Iterator[Any] | None, number: int, compute_loss: bool) -> Call:

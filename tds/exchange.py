@@ -64,6 +64,7 @@ class Exchange:
         self.links = links
         self.declared = declared
         self.num_chunks = num_chunks
+        self.marks_all = False
         self.window = links.num_stages + 1
         self._reset(is_training=False)
 
@@ -76,9 +77,10 @@ class Exchange:
         self._posted: dict[Channel, deque[tuple[Message, torch.Tensor, Any]]] = {}
         self._sending: dict[Channel, deque[tuple[Message, torch.Tensor, Any]]] = {}
 
-    def begin(self, actions: Sequence[Action], is_training: bool) -> None:
-        """Note what will come, and post the receives of the headers."""
+    def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool) -> None:
+        """Note what will come, and post the receives of the headers. ``marks_all`` as in ``describe``."""
         self._reset(is_training)
+        self.marks_all = marks_all
         for action in actions:
             message = received(action, self.links.stage, self.links.num_stages, self.num_chunks)
             if message is None:
@@ -94,7 +96,7 @@ class Exchange:
     def send_activations(self, message: Message, tensors: Sequence[torch.Tensor], is_single: bool) -> Crossing:
         """Send a stage's output; what does not match raises here, before the wire."""
         stage = self.links.stage
-        specs = describe(tensors, self.declared, stage=stage, is_training=self.is_training)
+        specs = describe(tensors, self.declared, stage=stage, is_training=self.is_training, marks_all=self.marks_all)
         crossing = self.outgoing.get(message.chunk)
         if crossing is None:
             crossing = Crossing.of(specs, is_single, self.links.cut)

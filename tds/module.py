@@ -22,6 +22,8 @@ class PipelineModule(_DeepSpeedModule):
         ValueError: bounds that do not hold each layer exactly once, or a stage without layers.
     """
 
+    parts: list[int]
+
     def __init__(self, layers: Any, *args: Any, **kwargs: Any) -> None:
         if dist.is_initialized() and not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -31,7 +33,6 @@ class PipelineModule(_DeepSpeedModule):
     def _partition_layers(self, method: Any = "uniform") -> None:
         if isinstance(method, str):
             super()._partition_layers(method=method)
-            self.parts = list(self.parts)
         else:
             self.parts = check_bounds(method, len(self._layer_specs), self.num_stages)
             self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])

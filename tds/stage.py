@@ -27,7 +27,7 @@ class Call:
     gradients: Gradients | None = None
     loss_scale: float = 1.0
     on_micro_batch: Callable[[int], None] | None = None
-    inputs_need_grad: bool = False
+    recomputes_reentrantly: bool = False
     collects_losses: bool = True
     outputs: list[Any] = field(default_factory=list)
     last_output: Any = None
@@ -63,7 +63,7 @@ class Stage:
     def run(self, actions: Sequence[Action], call: Call) -> None:
         """Do ``actions`` in order. Collective: the other stages do theirs."""
         self._in_flight.clear()
-        self.exchange.begin(actions, call.is_training)
+        self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
         for action in actions:
             self._methods[type(action)](action, call)
         self.exchange.finish()
@@ -77,11 +77,11 @@ class Stage:
         if incoming is None or outgoing is None:
             inputs, labels = call.source.next()
         if incoming is None:
-            inputs = stage_inputs(inputs, self.device, needs_grad=call.inputs_need_grad)
+            inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)
         else:
-            tensors, crossing = self.exchange.take_activations(incoming)
-            leaves = [t for t, spec in zip(tensors, crossing.specs, strict=True) if spec.needs_grad]
-            inputs = tensors[0] if crossing.is_single else tuple(tensors)
+            arrived, crossing = self.exchange.take_activations(incoming)
+            leaves = [t for t, spec in zip(arrived, crossing.specs, strict=True) if spec.needs_grad]
+            inputs = arrived[0] if crossing.is_single else tuple(arrived)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
         output = self.module(inputs)

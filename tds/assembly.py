@@ -101,7 +101,7 @@ def _message_groups(grid: Any) -> dict[Kind, Any]:
 
 def make_dataloader(engine: PipelineEngine) -> RepeatingLoader:
     """Return a loader over ``training_data`` that gives each replica its part and starts anew at the end."""
-    sampler = torch.utils.data.distributed.DistributedSampler(
+    sampler: Any = torch.utils.data.distributed.DistributedSampler(
         engine.training_data,
         num_replicas=engine.grid.data_parallel_size,
         rank=engine.grid.get_data_parallel_rank(),

@@ -1,0 +1,279 @@
+"""Toy pipelines, the same models in one process, and the comparison of the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import deepspeed
+import torch
+import torch._dynamo  # the first optimizer of a process imports it (1.5 s); here once for all forked ranks
+import torch.nn.functional as F
+from torch import nn
+
+import tds
+from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from tds.schedule import schedule_named
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _seeded(seed: int, module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return module
+
+
+class Dense(nn.Module):
+    """tanh(x W + b)."""
+
+    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = _seeded(seed, nn.Linear(wide, wide, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Words(nn.Module):
+    """An embedding that also serves as the head."""
+
+    def __init__(self, seed: int, size: int, wide: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = _seeded(seed, nn.Embedding(size, wide, dtype=dtype))
+        self.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
+
+
+def head(words: Words, x: torch.Tensor) -> torch.Tensor:
+    return x @ words.weight.t()
+
+
+class Spread(nn.Module):
+    """One tensor in; five out: float, bool, float, int64, float without gradient."""
+
+    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = _seeded(seed, nn.Linear(wide, 2 * wide, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        left, right = self.inner(x).chunk(2, dim=-1)
+        places = torch.arange(x.shape[-1], device=x.device)
+        return left, x > 0, right, places, x.detach() * 0.5
+
+
+class Mix(nn.Module):
+    """Five tensors in, five out; both floats with gradients are used and changed."""
+
+    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.left = _seeded(seed, nn.Linear(wide, wide, dtype=dtype))
+        self.right = _seeded(seed + 1, nn.Linear(wide, wide, dtype=dtype))
+
+    def forward(self, x: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        a, mask, b, places, factor = x
+        assert mask.dtype is torch.bool and places.dtype is torch.int64 and factor.dtype is a.dtype
+        a = torch.where(mask, torch.tanh(self.left(a)), a)
+        b = b + self.right(b * factor)[..., places]
+        return a, ~mask, b, places.flip(0), factor
+
+
+class Gather(nn.Module):
+    """Five tensors in, one out."""
+
+    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bias = _seeded(seed, nn.Linear(1, wide, dtype=dtype)).bias
+
+    def forward(self, x: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        a, mask, b, places, factor = x
+        return (a * mask + b * b)[..., places] + factor + self.bias
+
+
+@dataclass
+class Toy:
+    """A model, its data and how to train it."""
+
+    kind: str = "chain"
+    layers: int = 5
+    wide: int = 6
+    rows: int = 3
+    micro_batches: int = 4
+    dtype: torch.dtype = torch.float64
+    loss: str = "scalar"
+    clip: float = 1e9
+    options: dict[str, Any] = field(default_factory=dict)
+    pipeline: dict[str, Any] = field(default_factory=dict)
+
+    def specs(self) -> list[Any]:
+        wide, dtype = self.wide, self.dtype
+        if self.kind == "tied":
+            return [
+                TiedLayerSpec("words", Words, 7, 11, wide, dtype),
+                *[LayerSpec(Dense, 10 + i, wide, dtype) for i in range(self.layers - 2)],
+                TiedLayerSpec("words", Words, 7, 11, wide, dtype, forward_fn=head),
+            ]
+        if self.kind == "many":
+            middle = [LayerSpec(Mix, 10 * i + 30, wide, dtype) for i in range(self.layers - 2)]
+            return [LayerSpec(Spread, 20, wide, dtype), *middle, LayerSpec(Gather, 21, wide, dtype)]
+        return [LayerSpec(Dense, 10 + i, wide, dtype) for i in range(self.layers)]
+
+    def loss_fn(self, output: torch.Tensor, labels: Any) -> Any:
+        target, mask = labels
+        if self.kind == "tied":
+            each = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view_as(mask)
+        else:
+            each = ((output - target) ** 2).mean(-1)
+        if self.loss == "scalar":
+            return each.mean()
+        return (each * mask).sum(), mask.sum()
+
+    def batch(self, index: int, wide_rows: int | None = None) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(1000 + index)
+        rows = self.rows if wide_rows is None else wide_rows
+        mask = (torch.rand(rows, 4, generator=generator, dtype=torch.float64) < 0.2 + 0.15 * (index % 5)).to(self.dtype)
+        if self.kind == "tied":
+            ids = torch.randint(0, 11, (2, rows, 4), generator=generator)
+            return ids[0], (ids[1], mask)
+        x = torch.randn(2, rows, 4, self.wide, generator=generator, dtype=torch.float64).to(self.dtype)
+        return x[0], (x[1], mask)
+
+    def batches(self, replica: int = 0) -> list[tuple[Any, Any]]:
+        return [self.batch(replica * self.micro_batches + i) for i in range(self.micro_batches)]
+
+
+def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
+    """Train the toy in this process; return the mean loss and every gradient by its name in the pipeline module."""
+    torch.manual_seed(0)
+    shared: dict[str, nn.Module] = {}
+    steps: list[Any] = []
+    names: dict[str, nn.Parameter] = {}
+    for index, spec in enumerate(toy.specs()):
+        if isinstance(spec, TiedLayerSpec):
+            module = shared.setdefault(spec.key, shared.get(spec.key) or spec.build())
+            names |= {f"tied_modules.{spec.key}.{n}": p for n, p in module.named_parameters()}
+            steps.append(module if spec.forward_fn is None else lambda x, m=module, f=spec.forward_fn: f(m, x))
+        else:
+            module = spec.build()
+            names |= {f"{index}.{n}": p for n, p in module.named_parameters()}
+            steps.append(module)
+    total = torch.zeros((), dtype=toy.dtype)
+    weight = 0.0
+    for replica in range(replicas):
+        for x, labels in toy.batches(replica):
+            for step in steps:
+                x = step(x)
+            loss = toy.loss_fn(x, labels)
+            if isinstance(loss, tuple):
+                loss, count = loss
+                weight += float(count)
+            else:
+                loss = loss / toy.micro_batches
+                weight += 1 / toy.micro_batches
+            loss.backward()
+            total += loss.detach()
+    weight = weight if toy.loss == "pair" else float(replicas)
+    gradients = {n: p.grad / weight for n, p in names.items() if p.grad is not None}
+    return total / weight, gradients
+
+
+def make_engine(toy: Toy, num_stages: int, initialize: Any = tds.initialize, module: Any = None, **more: Any) -> Any:
+    """Build the toy's pipeline engine; the whole world takes part."""
+    tds.init_distributed("gloo", verbose=False)
+    _share_groups()
+    options = {"num_stages": num_stages, "partition_method": "uniform", **toy.options, **more}
+    if module is None:
+        module = PipelineModule(toy.specs(), loss_fn=toy.loss_fn, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    config = {
+        "train_micro_batch_size_per_gpu": toy.rows,
+        "gradient_accumulation_steps": toy.micro_batches,
+        "gradient_clipping": toy.clip,
+        "pipeline": toy.pipeline,
+    }
+    return initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any, toy: Toy, batches: list[Any] | None = None) -> tuple[torch.Tensor, Tensors, float | None]:
+    """Train on one global batch; return loss, the gradients that the optimizer saw, and their norm."""
+    seen: Tensors = {}
+
+    def keep(*_: Any) -> None:
+        seen.update({n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None})
+
+    handle = engine.optimizer.register_step_pre_hook(keep)
+    if batches is None:
+        batches = toy.batches(engine.grid.get_data_parallel_rank())
+    loss = engine.train_batch(iter(batches))
+    handle.remove()
+    return loss, seen, engine.get_global_grad_norm()
+
+
+def run_toys(rank: int, toys: list[Toy], num_stages: int, more: dict[str, Any] | None = None) -> list[Any]:
+    """Train each toy in turn on this rank; return what ``train`` returns for each.
+
+    Toys that differ only in loss, schedule or number of micro-batches share an engine, which is what takes time.
+    """
+    engines: dict[str, Any] = {}
+    results = []
+    for toy in toys:
+        fixed = {name: value for name, value in toy.pipeline.items() if name != "schedule"}
+        key = repr(replace(toy, micro_batches=1, loss="scalar", pipeline=fixed))
+        engine = engines.get(key)
+        if engine is None:
+            engine = engines[key] = make_engine(toy, num_stages, **(more or {}))
+        engine.set_train_batch_size(toy.rows * toy.micro_batches * engine.grid.data_parallel_size)
+        engine._order = schedule_named(toy.pipeline.get("schedule", "1f1b"))
+        engine.module.loss_fn = toy.loss_fn
+        results.append(train(engine, toy))
+    return results
+
+
+def _share_groups() -> None:
+    """Let the engines of one test share process groups, which cost more than the rest of an engine."""
+    make = deepspeed.comm.new_group
+    made: dict[tuple[int, ...], Any] = {}
+
+    def new_group(ranks: Any) -> Any:
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = make(list(key))
+        return made[key]
+
+    if getattr(make, "is_shared", False):
+        return
+    new_group.is_shared = True  # type: ignore[attr-defined]
+    deepspeed.comm.new_group = new_group
+
+
+def norm_of(gradients: Tensors) -> float:
+    return float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+
+
+def worst(got: Tensors, wanted: Tensors) -> float:
+    """Return the largest difference, relative to the norm of the wanted gradient."""
+    floor = 1e-6 * norm_of(wanted)
+    return max(float((got[n] - wanted[n]).norm() / max(float(wanted[n].norm()), floor)) for n in got)
+
+
+def check_equal(results: list[Any], toy: Toy, replicas: int = 1, tolerance: float | None = None) -> None:
+    """Compare every rank's results with one process; without ``tolerance`` to the bit, norm apart."""
+    loss, gradients = reference(toy, replicas)
+    seen: set[str] = set()
+    for got_loss, got, norm in results:
+        seen |= set(got)
+        if tolerance is None:
+            assert torch.equal(got_loss, loss), (toy, got_loss, loss)
+            for name, gradient in got.items():
+                assert torch.equal(gradient, gradients[name]), (toy, name, worst(got, gradients))
+        else:
+            assert abs(float(got_loss - loss)) <= tolerance, (toy, got_loss, loss)
+            assert worst(got, gradients) <= tolerance, (toy, worst(got, gradients))
+        if norm is not None:
+            wanted = norm_of(gradients)
+            assert abs(norm - wanted) <= (1e-12 if toy.dtype is torch.float64 else 1e-6) * wanted, (norm, wanted)
+    assert seen == set(gradients), seen ^ set(gradients)
