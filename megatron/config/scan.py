@@ -54,7 +54,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for a name that nobody knows, with the nearest one that is known."""
     names = list(known)
     longer = [other for other in names if other.startswith(name)] if len(name) > 3 else []
-    near = longer[:1] or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    near = longer[:1] or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags")
 
 

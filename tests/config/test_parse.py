@@ -114,6 +114,7 @@ def test_a_users_flag_may_not_replace_ours():
     [
         ("--hiden-size 4", ["unknown flag --hiden-size", "did you mean --hidden-size?"]),
         ("--num-lay 4", ["unknown flag --num-lay", "did you mean --num-layers?"]),
+        ("--LR 4", ["unknown flag --LR", "did you mean --lr?"]),
         ("--zzz 4", ["unknown flag --zzz", "--help lists all flags"]),
         ("--lr=", ["--lr needs a value", "got none"]),
         ("--lr --fp32", ["--lr needs a value", "got none"]),
