@@ -78,7 +78,6 @@ def job_of(args: argparse.Namespace) -> preprocess.Job:
 def main() -> int:
     """Run the job; return its exit code."""
     args = parse_args()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead of threads
     try:
         job = job_of(args)
         summary = preprocess.run(job)

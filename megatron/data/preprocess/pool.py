@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -52,6 +53,8 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[list[Record]], num_ahe
 
 def _start(encoder: Encoder) -> None:
     global _of_this_process
+    # The library's threads do not live on in a forked process: a child that used them would wait for ever.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _of_this_process = encoder, encoder.make_tokenizer()
 
 
