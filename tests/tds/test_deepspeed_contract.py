@@ -1,0 +1,103 @@
+"""Each private name of DeepSpeed that tds touches, so that a new version that moves one says so here."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import module as pipe_module
+from deepspeed.runtime.pipe import topology as pipe_topology
+from deepspeed.runtime.pipe.module import PipelineError
+
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine
+
+
+def _source(thing: Any) -> str:
+    return inspect.getsource(thing)
+
+
+def test_initialize_makes_the_engine_by_the_name_that_we_replace() -> None:
+    assert "PipelineEngine" in deepspeed.initialize.__code__.co_names
+    assert deepspeed.initialize.__globals__ is vars(deepspeed)
+
+
+def test_the_step_calls_clip_fp32_gradients_and_reads_what_we_say_it_reads() -> None:
+    source = _source(DeepSpeedEngine._take_model_step)
+    for name in ("clip_fp32_gradients", "_global_grad_norm", "overflow", "skipped_steps", "lr_scheduler.step",
+                 "global_steps", "global_samples", "zero_grad"):  # fmt: skip
+        assert name in source, name
+    assert list(inspect.signature(DeepSpeedEngine._take_model_step).parameters) == ["self", "lr_kwargs"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_partition_layers", "_set_bounds", "_precompute_checkpointable_values", "get_tied_weights_and_groups", "mpu"],
+)
+def test_pipeline_module_has(name: str) -> None:
+    assert callable(getattr(deepspeed.PipelineModule, name))
+
+
+def test_pipeline_module_calls_our_partition_with_the_users_method() -> None:
+    assert "self._partition_layers(method=partition_method)" in _source(deepspeed.PipelineModule.__init__)
+
+
+def test_the_prints_that_we_silence_are_the_builtin_ones() -> None:
+    for module in (pipe_module, pipe_topology):
+        assert "print(" in _source(module)
+        assert "print" not in vars(module) or vars(module)["print"] is print
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["get_pipe_parallel_group", "get_data_parallel_group", "get_slice_parallel_group", "get_slice_parallel_rank",
+     "get_model_parallel_group", "get_data_parallel_rank", "get_stage_id", "get_global_rank", "stage_to_global"],
+)  # fmt: skip
+def test_grid_has(name: str) -> None:
+    assert callable(getattr(pipe_topology.PipelineParallelGrid, name))
+
+
+def test_bf16_optimizer_keeps_its_fp32_gradients_where_we_read_them() -> None:
+    source = _source(BF16_Optimizer)
+    assert "self.fp32_groups_gradients.append" in source and "self.bf16_groups.append" in source
+    assert list(inspect.signature(BF16_Optimizer.update_hp_grads).parameters) == ["self", "clear_lp_grads"]
+    assert callable(BF16_Optimizer.clear_lp_grads)
+
+
+def test_checkpointing_and_errors_have_the_names_we_use() -> None:
+    assert callable(checkpointing.non_reentrant_checkpoint) and callable(checkpointing.reset)
+    assert issubclass(PipelineError, Exception)
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+
+
+def _engine_parts(rank: int) -> dict[str, bool]:
+    engine = make_engine(Toy("chain"), 1)
+    module, grid = engine.module, engine.grid
+    return {
+        "_config.pipeline": isinstance(engine._config.pipeline, dict),
+        "monitor": hasattr(engine.monitor, "enabled") and callable(engine.monitor.write_events),
+        "has_moe_layers": engine.has_moe_layers is False,
+        "enable_backward_allreduce": engine.enable_backward_allreduce is False,
+        "micro_steps": engine.micro_steps == 0 and engine.global_steps == 0,
+        "device": torch.device(engine.device).type == "cpu",
+        "get_lr": engine.get_lr() == [0.0],
+        "zero_optimization_stage": engine.zero_optimization_stage() == 0,
+        "deepspeed_io": callable(engine.deepspeed_io),
+        "module": all(hasattr(module, n) for n in ("_grid", "_layer_specs", "parts", "stage_id", "num_stages",
+                                                   "micro_offset", "dynamic_shape", "loss_fn", "forward_funcs",
+                                                   "activation_checkpoint_interval", "activation_checkpoint_func")),
+        "grid": all(hasattr(grid, n) for n in ("pipe_parallel_size", "data_parallel_size", "model_parallel_size",
+                                               "pipe_groups")),
+        "ds_pipe_replicated": all(p.ds_pipe_replicated is False for p in module.parameters()),
+    }  # fmt: skip
+
+
+def test_a_built_engine_has_the_parts_we_use() -> None:
+    parts = run_ranks(1, _engine_parts)[0]
+    assert all(parts.values()), parts

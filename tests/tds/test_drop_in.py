@@ -1,0 +1,89 @@
+"""``import tds as deepspeed`` leaves the rest of a program as it was."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import tds
+import tds.pipe
+from tds.compatibility import check_versions
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine
+
+OURS = {"PipelineEngine", "PipelineModule", "initialize", "pipe"}
+
+
+def test_every_public_name_is_deepspeeds_but_ours() -> None:
+    for name in dir(deepspeed):
+        if not name.startswith("_"):
+            assert (getattr(tds, name) is getattr(deepspeed, name)) == (name not in OURS), name
+
+
+def test_names_are_looked_up_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed, "made_up", 3, raising=False)
+    assert tds.made_up == 3
+    with pytest.raises(AttributeError):
+        _ = tds.no_such_name
+    assert tds.pipe.TiedLayerSpec is deepspeed.pipe.TiedLayerSpec
+    assert tds.pipe.PipelineModule is tds.PipelineModule
+    assert tds.pipe.DualPipeVModule is deepspeed.pipe.DualPipeVModule
+
+
+def test_initialize_has_deepspeeds_signature() -> None:
+    ours = inspect.signature(tds.initialize, follow_wrapped=False).parameters
+    theirs = inspect.signature(deepspeed.initialize).parameters
+    assert list(ours) == list(theirs)
+    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+
+
+@pytest.mark.parametrize("version", ["0.19.5", "0.20.0", "1.0", "0.18.9+cpu"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(ImportError, match=f"got {version}".replace("+", r"\+")):
+        check_versions(version)
+
+
+@pytest.mark.parametrize("version", ["0.19.6", "0.19.8", "0.19.12+cu12"])
+def test_versions_in_range_are_accepted(version: str) -> None:
+    check_versions(version)
+
+
+def _plain(rank: int) -> Any:
+    tds.init_distributed("gloo", verbose=False)
+    model = torch.nn.Linear(3, 3)
+    config = {"train_micro_batch_size_per_gpu": 1}
+    engine, *_ = tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
+    return type(engine) is deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine is not tds.PipelineEngine
+
+
+def test_a_plain_model_gets_deepspeeds_engine() -> None:
+    assert run_ranks(1, _plain) == [(True, True)]
+
+
+def _stays_quiet(rank: int, place: str) -> None:
+    with open(f"{place}/{rank}", "w") as screen, redirect_stdout(screen), redirect_stderr(screen):
+        make_engine(Toy("chain"), 2)
+
+
+def test_deepspeed_is_quiet_by_default(tmp_path: Path) -> None:
+    run_ranks(2, _stays_quiet, str(tmp_path))
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["", ""]
+
+
+def test_tds_imports_without_megatron_and_compiles_nothing() -> None:
+    code = (
+        "import sys, tds, deepspeed\n"
+        "assert not [m for m in sys.modules if m.split('.')[0] == 'megatron']\n"
+        "assert deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] is False\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,281 @@
+"""What a program sees of the engine: evaluation, data, counters, errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.pipe.module import PipelineError
+
+import tds
+from tds.boundary import BoundaryError
+from tds.pipe import PipelineModule
+from tests.harness import fork_ranks, run_ranks
+from tests.tds.toys import Toy, Words, check_equal, head, make_engine, norm_of, reference, train
+
+
+def _train_eval_train(rank: int, toy: Toy, evaluates: bool) -> list[Any]:
+    engine = make_engine(toy, 2)
+    torch.manual_seed(5)
+    results = [train(engine, toy)]
+    if evaluates:
+        for number in (1, 3):
+            engine.eval_batch(iter(toy.batches()), num_micro_batches=number)
+    results.append(train(engine, toy))
+    return [*results, torch.rand(3), engine.module.micro_offset, engine.global_steps, engine.global_samples]
+
+
+def test_evaluation_changes_nothing_in_training() -> None:
+    toy = Toy("many", options={"seed_layers": True})
+    plain, mixed = run_ranks(2, _train_eval_train, toy, False), run_ranks(2, _train_eval_train, toy, True)
+    for before, after in zip(plain, mixed, strict=True):
+        for one, two in zip(before[:2], after[:2], strict=True):
+            assert torch.equal(one[0], two[0])
+            assert all(torch.equal(one[1][name], two[1][name]) for name in one[1])
+        assert torch.equal(before[2], after[2])
+        assert before[3:] == after[3:]
+        assert after[4:] == [2, 2 * toy.rows * toy.micro_batches]
+
+
+def _evaluate(rank: int, toy: Toy) -> dict[str, Any]:
+    engine = make_engine(toy, 2)
+    data = toy.batches(engine.grid.get_data_parallel_rank())
+    loss, logits = engine.eval_batch(iter(data), return_logits=True)
+    return {
+        "loss": loss,
+        "logits": logits,
+        "only last": engine.eval_batch(iter(data), bcast_loss=False),
+        "each": engine.eval_batch(iter(data), reduce_output=None),
+        "outputs": engine.eval_batch(iter(data), compute_loss=False, reduce_output=None),
+        "is last": engine.is_last_stage(),
+    }
+
+
+def test_eval_batch_has_deepspeeds_arguments() -> None:
+    toy = Toy("many", loss="pair")
+    loss, _ = reference(toy, replicas=2)
+    for got in run_ranks(4, _evaluate, toy):
+        assert abs(float(got["loss"] - loss)) < 1e-14
+        if got["is last"]:
+            assert torch.equal(got["only last"], got["loss"])
+            assert len(got["each"]) == len(got["outputs"]) == toy.micro_batches
+            assert torch.equal(got["outputs"][-1], got["logits"])
+        else:
+            assert got["only last"] is got["each"] is got["outputs"] is got["logits"] is None
+
+
+def _change_shapes(rank: int, toy: Toy) -> list[Any]:
+    engine = make_engine(toy, 3)
+    seen: list[int] = []
+    engine.on_micro_batch = seen.append
+    results = []
+    for rows in (3, 5, 2):
+        engine.eval_batch(iter([toy.batch(0, rows + 1)] * toy.micro_batches))
+        results.append(train(engine, toy, [toy.batch(i, rows) for i in range(toy.micro_batches)]))
+        engine.reset_activation_shape()
+    return [results, seen]
+
+
+def test_shapes_may_change_between_calls_and_each_forward_is_announced() -> None:
+    toy = Toy("many")
+    ranks = run_ranks(3, _change_shapes, toy)
+    for index, rows in enumerate((3, 5, 2)):
+        sized = Toy("many", rows=rows)
+        check_equal([results[index] for results, _ in ranks], sized, tolerance=1e-12)
+    assert all(seen == [0, 1, 2, 3] * 3 for _, seen in ranks)
+
+
+def _change_within(rank: int, toy: Toy) -> None:
+    make_engine(toy, 2).train_batch(iter([toy.batch(i, 3 if i < 2 else 4) for i in range(4)]))
+
+
+def test_a_change_within_a_call_stops_the_sender_before_the_wire() -> None:
+    codes, _, reports = fork_ranks(2, _change_within, Toy("many"))
+    assert codes == [1, 1]
+    assert "BoundaryError" in reports[0] and "stage 0 output 0" in reports[0]
+    assert "[3, 4, 6], got float64[4, 4, 6] at micro-batch 2" in reports[0]
+    assert "stage 1 lost stage 0 (rank 0)" in reports[1]
+
+
+def _die(rank: int, toy: Toy) -> str:
+    engine = make_engine(toy, 2)
+
+    def dies(index: int) -> None:
+        if index == 2 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    engine.on_micro_batch = dies
+    try:
+        engine.train_batch(iter(toy.batches()))
+    except RuntimeError as error:
+        os.write(2, str(error).encode())
+        return str(error)
+    return "trained"
+
+
+def test_a_dead_peer_is_named_with_action_and_micro_batch() -> None:
+    codes, results, reports = fork_ranks(2, _die, Toy("chain"))
+    assert codes[1] == -signal.SIGKILL
+    told = (results[0] or "") + reports[0]
+    assert "stage 0 lost stage 1 (rank 1) while" in told and "micro-batch" in told
+
+
+def _without_reader(rank: int, toy: Toy) -> list[Any]:
+    engine = make_engine(toy, 3)
+    asked: list[Any] = []
+    data = iter(toy.batches())
+
+    def batch_fn(given: Any) -> Any:
+        asked.append(given)
+        return next(data)
+
+    engine.set_batch_fn(batch_fn)
+    loss = engine.train_batch(None)
+    return [loss, asked]
+
+
+def test_a_rank_without_an_iterator_calls_the_batch_function_with_none() -> None:
+    toy = Toy("chain")
+    loss, _ = reference(toy)
+    results = run_ranks(3, _without_reader, toy)
+    assert [len(asked) for _, asked in results] == [4, 0, 4]
+    assert all(float(got - loss) == 0 and not any(asked) for got, asked in results)
+
+
+def _training_data(rank: int, toy: Toy) -> torch.Tensor:
+    tds.init_distributed("gloo", verbose=False)
+    module = PipelineModule(toy.specs(), num_stages=2, loss_fn=lambda out, y: ((out - y) ** 2).mean())
+    data = [tuple(t[0] for t in (x, y)) for x, (y, _) in (toy.batch(i, 1) for i in range(5))]
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
+    engine, _, loader, _ = tds.initialize(
+        model=module, optimizer=torch.optim.SGD(module.parameters(), 0.1), training_data=data, config=config
+    )
+    return torch.stack([engine.train_batch() for _ in range(3)])
+
+
+def test_training_data_is_read_and_repeated() -> None:
+    first, second = run_ranks(2, _training_data, Toy("chain"))
+    assert torch.equal(first, second) and first[-1] < first[0]
+
+
+def _mistakes(rank: int) -> dict[str, str]:
+    told: dict[str, str] = {}
+    toy = Toy("chain", layers=4)
+
+    def note(name: str, kinds: Any, call: Any) -> None:
+        with pytest.raises(kinds) as raised:
+            call()
+        told[name] = str(raised.value)
+
+    engine = make_engine(toy, 2)
+    for name in ("forward", "backward", "step"):
+        note(name, PipelineError, getattr(engine, name))
+    note("data", RuntimeError, engine.train_batch) if engine.is_first_stage() else None
+    note("schedule", ValueError, lambda: make_engine(Toy(pipeline={"schedule": "zb-h1"}), 2))
+    note("bounds", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 2, 3]))
+    note("bounds twice", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 3, 2, 4]))
+    note("empty", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 0, 4]))
+    note("few", ValueError, lambda: make_engine(Toy(layers=1), 2))
+    module = PipelineModule(toy.specs(), num_stages=2)
+    note("mpu", ValueError, lambda: tds.initialize(model=module, mpu=object(), config={"train_batch_size": 1}))
+    module._input_grad = [True, True]
+    module._input_type = ["float"]
+    note("lists", BoundaryError, lambda: make_engine(toy, 2, module=module))
+    with torch.no_grad():
+        note("no_grad", RuntimeError, engine.train_batch)
+    note("divide", ValueError, lambda: engine.set_train_batch_size(toy.rows * 4 + 1))
+    return told
+
+
+def test_mistakes_are_told_with_what_to_do() -> None:
+    told = run_ranks(2, _mistakes)[0]
+    assert "train_batch(data_iter)" in told["forward"] and "train_batch" in told["step"]
+    assert "pass an iterator" in told["data"]
+    assert "'1f1b'" in told["schedule"] and "zb-h1" in told["schedule"]
+    assert "[0, 2, 3]" in told["bounds"] and "4 layers" in told["bounds"]
+    assert "none on stage 0" in told["empty"] and "1 layers, 2 stages" in told["few"]
+    assert "one length" in told["lists"] and "Leave it out" in told["mpu"]
+
+
+def _bad_loss(rank: int, toy: Toy) -> str:
+    engine = make_engine(toy, 1)
+    told = []
+    for loss_fn in (lambda o, y: o, lambda o, y: {"a": o}, lambda o, y: (o.sum(), 1, 2), lambda o, y: y[0].sum()):
+        engine.module.loss_fn = loss_fn
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
+            engine.train_batch(iter(toy.batches()))
+        told.append(str(raised.value))
+    return "\n".join(told)
+
+
+def test_a_loss_of_another_form_is_refused() -> None:
+    told = run_ranks(1, _bad_loss, Toy("chain"))[0].splitlines()
+    assert "one number, got a tensor of shape [3, 4, 6]" in told[0]
+    assert "pair (sum, count), got dict" in told[1] and "got a tuple of 3" in told[2]
+    assert "without a gradient" in told[3]
+
+
+def _skipped(rank: int, toy: Toy) -> list[Any]:
+    """An optimizer of our own with everything of the protocol, that overflows at its first step."""
+    tds.init_distributed("gloo", verbose=False)
+    module = PipelineModule(toy.specs(), num_stages=2, loss_fn=toy.loss_fn)
+
+    class Own(torch.optim.SGD):
+        loss_scale, overflow, _global_grad_norm, steps = 8.0, False, 2.5, 0
+
+        def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+            return parameter.grad
+
+        def step(self, closure: Any = None) -> None:
+            self.steps += 1
+            self.overflow = self.steps == 1
+            self.seen = norm_of({str(i): p.grad for i, p in enumerate(self.param_groups[0]["params"])})
+
+    optimizer = Own(module.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    config = {"train_micro_batch_size_per_gpu": toy.rows, "gradient_accumulation_steps": 4, "gradient_clipping": 1e-9}
+    engine = tds.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+    rates = []
+    for _ in range(2):
+        engine.train_batch(iter(toy.batches()))
+        rates.append(engine.get_lr()[0])
+    return [engine.skipped_steps, engine.global_steps, rates, engine.get_global_grad_norm(), optimizer.seen]
+
+
+def test_an_optimizer_that_scales_and_clips_itself_is_left_to_it() -> None:
+    toy = Toy("chain")
+    wanted = norm_of(reference(toy)[1])
+    results = run_ranks(2, _skipped, toy)
+    for skipped, steps, rates, norm, _ in results:
+        assert (skipped, steps, rates, norm) == (1, 2, [1.0, 0.5], 2.5)
+    assert sum(each[-1] ** 2 for each in results) ** 0.5 == pytest.approx(8 * wanted, rel=1e-12)
+
+
+def _unused(rank: int) -> list[Any]:
+    toy = Toy("chain", layers=2)
+
+    class Ignore(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(toy.wide, dtype=toy.dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight.expand(x.shape) * 2
+
+    tds.init_distributed("gloo", verbose=False)
+    module = PipelineModule([toy.specs()[0], Ignore()], num_stages=2, partition_method="uniform", loss_fn=toy.loss_fn)
+    _, gradients, _ = train(make_engine(toy, 2, module=module), toy)
+    return [float(g.abs().max()) for g in gradients.values()]
+
+
+def test_an_unused_input_sends_zeros_back() -> None:
+    first, last = run_ranks(2, _unused)
+    assert first == [0.0, 0.0] and last[0] > 0
+
+
+def test_toys_tie_one_table() -> None:
+    words = Words(1, 5, 3, torch.float64)
+    assert head(words, torch.ones(2, 3, dtype=torch.float64)).shape == (2, 5)
