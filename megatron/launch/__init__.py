@@ -4,7 +4,9 @@
 |---|---|
 | options | the launcher's flags |
 | machine | GPUs without importing torch; what unset variables of the run scripts become |
+| signals | SIGTERM, Ctrl-C and the end of ranks, as news to wait for |
 | rendezvous | the port, and how several nodes become one job |
+| board | what the nodes of a job tell each other about its end |
 | ranks | starting, signalling and reaping the processes |
 | verdict | which rank is the culprit, and the job's exit code |
 | agent | torch's elastic agent, told how to do these things |

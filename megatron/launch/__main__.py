@@ -33,8 +33,9 @@ def _launch(options: Options) -> int:
     # Below, and not at the top: torch reads OMP_NUM_THREADS when imported, and wrong flags should be told at once.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from megatron.launch.agent import LaunchAgent, Signals
+    from megatron.launch.agent import LaunchAgent
     from megatron.launch.rendezvous import NodeRendezvous
+    from megatron.launch.signals import Signals
 
     signals = Signals()
     listener = _open_port(options) if options.node_rank == 0 else None
@@ -57,7 +58,7 @@ def _launch(options: Options) -> int:
         max_restarts=options.max_restarts,
         monitor_interval=0.001,
     )
-    folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))  # TemporaryDirectory would go at the exit of a forked rank
+    folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))  # a TemporaryDirectory goes when a fork ends
     try:
         agent = LaunchAgent(spec, options, rendezvous, signals, folder)
         agent.run()

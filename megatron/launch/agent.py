@@ -10,21 +10,28 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, cast
 
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed import Store
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.events import Event, EventSource
 
 from megatron import log
 from megatron.launch import ranks
+from megatron.launch.board import Board
 from megatron.launch.machine import threads_per_rank
 from megatron.launch.options import Options
-from megatron.launch.rendezvous import Board, NodeRendezvous
+from megatron.launch.rendezvous import NodeRendezvous
+from megatron.launch.signals import Signals
 from megatron.launch.verdict import Exit, culprit
 
 QUIET_S = 0.2
@@ -34,34 +41,6 @@ QUIET_UNKNOWN_S = 0.35
 KILL_S = 0.75
 BOARD_S = 0.5
 MEET_S = 3.0
-
-
-class Signals:
-    """Collects SIGTERM, SIGINT and SIGHUP, and wakes the launcher when one comes or a rank ends."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self._reader, writer = os.pipe()
-        for end in (self._reader, writer):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
-                signal.signal(number, self._note)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-
-    def wait(self, timeout_s: float) -> None:
-        """Return at the next signal, at the latest after ``timeout_s``."""
-        if select.select([self._reader], [], [], timeout_s)[0]:
-            os.read(self._reader, 4096)
-
-    def raise_if_seen(self) -> None:
-        """End the launcher if it was asked to stop; for the time before the ranks exist."""
-        if self.seen:
-            raise SystemExit(128 + self.seen[0])
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.seen.append(number)
 
 
 class LaunchAgent(SimpleElasticAgent):
@@ -84,7 +63,7 @@ class LaunchAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failure_file.unlink(missing_ok=True)
         self._exits, self._told = [], False
-        self._board = Board(self._node_store(), self._node.node_rank, self._node.num_nodes)
+        self._board = Board(cast(Store, worker_group.store), self._node.node_rank, self._node.num_nodes)
         self._ranks = [
             ranks.RankProcess(
                 worker.global_rank,
@@ -99,9 +78,6 @@ class LaunchAgent(SimpleElasticAgent):
             for worker in worker_group.workers
         ]
         return {one.local_rank: one.pid for one in self._ranks}
-
-    def _node_store(self) -> Any:
-        return self._store
 
     def _environment(self, group: WorkerGroup, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
         spec = group.spec
@@ -229,9 +205,12 @@ class LaunchAgent(SimpleElasticAgent):
 
     def _write_failure(self, verdict: Exit | None) -> None:
         """Put the failure file in place in one step."""
-        told = {"rank": None, "pid": None, "status": None, "message": "the launcher ends the job: " + self._describe(None)}
-        if verdict is not None:
-            told = {"rank": verdict.rank, "pid": verdict.pid, "status": verdict.status, "message": f"a peer died: {verdict}"}
+        told: dict[str, int | str | None] = {"rank": None, "pid": None, "status": None}
+        if verdict is None:
+            told["message"] = f"the job ends: {self._describe(None)}"
+        else:
+            told |= {"rank": verdict.rank, "pid": verdict.pid, "status": verdict.status}
+            told["message"] = f"a peer died: {verdict}"
         temporary = self._failure_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(told) + "\n")
         temporary.replace(self._failure_file)

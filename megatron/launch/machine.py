@@ -1,7 +1,7 @@
 """What this machine offers, without importing torch, and what unset variables of the run scripts become.
 
 ``python -m megatron.launch.machine`` prints shell assignments for GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR,
-MASTER_PORT, pp_size and mp_size; a value that the user set is never changed.
+MASTER_PORT, pp_size and mp_size, where a value that the user set is never changed, and for LAUNCH_FLAGS.
 
 | usable GPUs | GPUS_PER_NODE | pp_size x mp_size |
 |---|---|---|
@@ -141,7 +141,7 @@ def _default_split(numbers: Mapping[str, int], devices: int) -> tuple[int, int]:
 
 
 def _fitting(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
-    """Return the number of devices a node, at most ``devices`` (or just above it), that ``product`` divides; 0 if none."""
+    """Return the devices of a node nearest to ``devices``, below or above, that ``product`` divides; 0 if none."""
     counts = range(devices, devices + product + 1) if upwards else range(devices, 0, -1)
     return next((count for count in counts if count * nodes % product == 0), 0)
 
@@ -199,8 +199,14 @@ def main() -> int:
         log.error(f"error: {error}")
         return 2
     lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
-    if gpus == 0:
-        lines += ["export DS_ACCELERATOR=cpu", "export CUDA_VISIBLE_DEVICES="]
+    if gpus:
+        lines += ["LAUNCH_FLAGS="]
+    else:
+        lines += [
+            "export DS_ACCELERATOR=cpu",
+            "export CUDA_VISIBLE_DEVICES=",
+            "LAUNCH_FLAGS='--preload torch,deepspeed'",
+        ]
         if _nvidia_gpus() and os.environ.get("DS_ACCELERATOR") != "cpu":
             log.warning("this machine has a GPU that cannot be used (CPU build of torch, or CUDA_VISIBLE_DEVICES)")
     sys.stdout.write("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""The port of a job, and how the launchers of several nodes become one job and tell each other how it ended.
+"""The port of a job, and how the launchers of several nodes become one job.
 
 Node 0 holds the store; the ranks use the same one (``TORCHELASTIC_USE_AGENT_STORE``), so no second port is needed and
 nobody can take it in between.
@@ -7,28 +7,22 @@ nobody can take it in between.
 |---|---|---|
 | ``node/R`` | node R | how many launchers said to be node R |
 | ``run`` | node 0, when all have come | the run's id |
-| ``failed`` | the first node that lost a rank | that it happened |
-| ``verdict/R`` | node R | its culprit, as JSON |
-| ``left``, ``gone`` | every node | how many have no rank left, and how many have read the rest |
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from megatron.errors import PeerError
-from megatron.launch.verdict import Exit
+from megatron.errors import ConfigError, PeerError
 
 POLL_S = 0.05
 STORE_TIMEOUT_S = 10.0
@@ -71,11 +65,11 @@ class NodeRendezvous(RendezvousHandler):
 
     def _open_store(self) -> Store:
         self._await_node_0()
-        listening = {"master_listen_fd": os.dup(self._listener.fileno())} if self._listener else {}
         try:
             store = TCPStore(
                 self.host, self.port, is_master=self._listener is not None, wait_for_workers=False,
-                timeout=timedelta(seconds=max(1.0, self._left())), **listening,
+                timeout=timedelta(seconds=max(1.0, self._left())),
+                master_listen_fd=os.dup(self._listener.fileno()) if self._listener else None,
             )  # fmt: skip
         except RuntimeError as error:
             raise PeerError(self._unreachable(f"what listens there does not answer: {_first_line(error)}")) from error
@@ -95,7 +89,7 @@ class NodeRendezvous(RendezvousHandler):
                 if self._listener:
                     raise PeerError(
                         f"MASTER_ADDR must name this machine on node 0, got {self.host}, and {self.host}:{self.port} "
-                        f"cannot be reached from here ({error.strerror or error}). Set MASTER_ADDR to this machine's name."
+                        f"cannot be reached here ({error.strerror or error}). Set MASTER_ADDR to this machine's name."
                     ) from error
                 if self._left() <= 0:
                     raise PeerError(self._unreachable(error.strerror or str(error))) from error
@@ -103,7 +97,7 @@ class NodeRendezvous(RendezvousHandler):
 
     def _meet(self, store: Store) -> None:
         if store.add(f"node/{self.node_rank}", 1) > 1:
-            raise PeerError(
+            raise ConfigError(
                 f"each node needs its own NODE_RANK, got NODE_RANK={self.node_rank} twice at {self.host}:{self.port}. "
                 f"Number the nodes from 0 to {self.num_nodes - 1}."
             )
@@ -167,60 +161,6 @@ class NodeRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-class Board:
-    """What the launchers of one job tell each other about its end; with one node there is nobody to tell."""
-
-    def __init__(self, store: Store, node_rank: int, num_nodes: int) -> None:
-        self._store, self._node_rank, self._num_nodes = store, node_rank, num_nodes
-
-    def is_failed(self) -> bool:
-        """Whether a node has lost a rank, or node 0 is gone."""
-        return self._num_nodes > 1 and self._ask(lambda: self._store.check(["failed"]), True)
-
-    def all_left(self) -> bool:
-        """Whether no node has a rank left."""
-        return self._num_nodes == 1 or self._ask(lambda: self._store.add("left", 0) >= self._num_nodes, True)
-
-    def tell_left(self) -> None:
-        """Say that this node has no rank left."""
-        if self._num_nodes > 1:
-            self._ask(lambda: self._store.add("left", 1), 0)
-
-    def tell_failed(self, verdict: Exit | None) -> None:
-        """Say which rank of this node ended the job, if one did."""
-        if self._num_nodes > 1:
-            if verdict is not None:
-                self._ask(lambda: self._store.set(f"verdict/{self._node_rank}", json.dumps(asdict(verdict))), None)
-            self._ask(lambda: self._store.set("failed", "1"), None)
-
-    def verdicts(self) -> list[Exit]:
-        """Return the culprits that the nodes have named so far."""
-        found = []
-        for node in range(self._num_nodes if self._num_nodes > 1 else 0):
-            key = f"verdict/{node}"
-            if self._ask(lambda key=key: self._store.check([key]), False):
-                found.append(Exit(**json.loads(self._store.get(key))))
-        return found
-
-    def leave(self, timeout_s: float) -> None:
-        """Let node 0, whose store this is, be the last to go."""
-        if self._num_nodes == 1:
-            return
-        self._ask(lambda: self._store.add("gone", 1), 0)
-        end = time.monotonic() + timeout_s
-        while self._node_rank == 0 and time.monotonic() < end:
-            if self._ask(lambda: self._store.add("gone", 0) >= self._num_nodes, True):
-                return
-            time.sleep(POLL_S)
-
-    @staticmethod
-    def _ask(question: Callable[[], object], without_store: object) -> bool:
-        try:
-            return bool(question())
-        except RuntimeError:  # node 0 is gone, and the store with it
-            return bool(without_store)
 
 
 def listen(host: str, port: int, num_nodes: int) -> socket.socket:

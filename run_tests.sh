@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Checks everything: lint, format, types, import floors, tests. `--all` adds the slow tests; other flags go to pytest.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit
+# shellcheck source=tools/setup.sh
+source tools/setup.sh test
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+failed=()
+part() {
+  local name=$1 start=$SECONDS
+  shift
+  "$@" || failed+=("$name")
+  echo "== $name: $((SECONDS - start)) s"
+}
+bin=$(dirname "$("$PYTHON" -c 'import sys; print(sys.executable)')")
+
+part "ruff check" "$PYTHON" -m ruff check .
+part "ruff format" "$PYTHON" -m ruff format --check .
+part mypy "$PYTHON" -m mypy
+part "import floors" "$bin/lint-imports"
+[ ${#failed[@]} -eq 0 ] || echo "== failed before the tests: ${failed[*]}"
+
+start=$SECONDS
+"$PYTHON" -m pytest "$@"      # its closing line stays the last one when all is well
+code=$?
+if [ ${#failed[@]} -ne 0 ]; then
+  echo "== failed beside pytest (code $code, $((SECONDS - start)) s): ${failed[*]}" >&2
+  [ "$code" -ne 0 ] || code=1
+fi
+exit "$code"

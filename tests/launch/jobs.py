@@ -1,0 +1,155 @@
+"""Starts the launcher for tests: forked from the test process, which has imported torch; its ranks are tiny scripts.
+
+Each rank follows its own plan, a list of words: ``sleep:S``, ``exit:CODE``, ``raise``, ``kill`` (SIGKILL to itself),
+``save`` (on SIGTERM leave with 75), ``leave`` (on SIGTERM say what the failure file holds and leave with 4),
+``stubborn`` (ignore SIGTERM), ``wait``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from megatron.launch.__main__ import main
+
+RANK_SCRIPT = """\
+import json, os, signal, sys, time
+rank = int(os.environ["RANK"])
+place = sys.argv[1]
+
+def save(number, frame):
+    time.sleep(0.1)
+    os._exit(75)
+
+def leave(number, frame):
+    with open(os.environ["MEGATRON_FAILURE_FILE"]) as file:
+        told = json.load(file)
+    os.write(2, f"rank {rank} leaves: {told['message']}\\n".encode())
+    os._exit(4)
+
+plan = json.loads(sys.argv[2])[rank]
+for word in plan:
+    if word in ("save", "leave"):
+        signal.signal(signal.SIGTERM, {"save": save, "leave": leave}[word])
+    elif word == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(f"{place}/{rank}.tmp", "w") as file:
+    json.dump({"pid": os.getpid(), "argv": sys.argv[3:], "env": dict(os.environ)}, file)
+os.rename(f"{place}/{rank}.tmp", f"{place}/{rank}.json")
+while len([name for name in os.listdir(place) if name.endswith(".json")]) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.005)
+for word in plan:
+    action, _, value = word.partition(":")
+    if action == "sleep":
+        time.sleep(float(value))
+    elif action == "exit":
+        sys.exit(int(value))
+    elif action == "raise":
+        raise RuntimeError("planted")
+    elif action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "wait":
+        time.sleep(60)
+"""
+
+
+class Job:
+    """One launcher and its ranks."""
+
+    def __init__(
+        self,
+        place: Path,
+        plans: list[list[str]],
+        *flags: str,
+        nproc: int | None = None,
+        ranks_place: Path | None = None,
+        script: Path | None = None,
+    ) -> None:
+        place.mkdir(exist_ok=True)
+        self.ranks_place = ranks_place or place
+        if script is None:
+            script = place / "script.py"
+            script.write_text(RANK_SCRIPT)
+        self._output = place / "output"
+        argv = ["--nproc-per-node", str(nproc or len(plans)), *flags]
+        if "--master-port" not in flags:
+            argv += ["--master-port", str(free_port())]
+        argv += [str(script), str(self.ranks_place), json.dumps(plans)]
+        self.started = time.monotonic()
+        self.pid = _fork(argv, self._output)
+        self.code: int | None = None
+
+    def ranks(self, number: int, deadline_s: float = 10.0) -> list[dict]:
+        """Return what each of the ranks wrote down, when all have begun."""
+        end = time.monotonic() + deadline_s
+        paths = [self.ranks_place / f"{rank}.json" for rank in range(number)]
+        while not all(path.exists() for path in paths):
+            if time.monotonic() > end:
+                raise TimeoutError(f"ranks did not begin: {self.output}")
+            time.sleep(0.01)
+        return [json.loads(path.read_text()) for path in paths]
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, deadline_s: float = 20.0) -> int:
+        """Return the launcher's exit code; end it when it does not come."""
+        end = time.monotonic() + deadline_s
+        while self.code is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise TimeoutError(f"the launcher did not end: {self.output}")
+            else:
+                time.sleep(0.005)
+        self.seconds = time.monotonic() - self.started
+        return self.code
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether this process runs (an orphan that nobody has reaped yet does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def free_port() -> int:
+    """Return a port that was free just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _fork(argv: list[str], output: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        code = main(argv)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

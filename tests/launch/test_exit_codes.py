@@ -1,0 +1,89 @@
+"""The job's exit code is the culprit's, and the culprit is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch.jobs import Job, is_alive
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("exit:2", 2), ("exit:3", 3), ("exit:5", 5), ("exit:75", 75), ("raise", 1), ("exit:9", 1)]
+)
+def test_job_ends_with_the_code_of_the_rank_that_failed(tmp_path, status, code):
+    job = Job(tmp_path, [["exit:75"], [status]] if code == 75 else [["leave", "wait"], [status]])
+    assert job.wait() == code
+    if code not in (75,):
+        assert "launch: ended by rank 1" in job.output
+    assert job.output.count("Traceback") == (1 if status == "raise" else 0)
+
+
+def test_all_ranks_with_0_is_success_even_if_one_takes_longer(tmp_path):
+    job = Job(tmp_path, [["sleep:0.5", "exit:0"], ["exit:0"]])
+    assert job.wait() == 0
+    assert "launch:" not in job.output
+
+
+def test_a_rank_that_leaves_early_with_0_fails_the_job(tmp_path):
+    job = Job(tmp_path, [["leave", "wait"], ["exit:0"]], "--exit-grace", "0.3")
+    assert job.wait() == 4
+    assert "rank 1" in job.output
+    assert "left early with 0" in job.output
+
+
+def test_a_peer_that_notices_an_early_leaver_is_not_the_culprit(tmp_path):
+    job = Job(tmp_path, [["sleep:0.3", "exit:4"], ["exit:0"]])
+    assert job.wait() == 4
+    assert "ended by rank 1" in job.output
+
+
+def test_lost_peers_do_not_hide_the_rank_that_caused_it(tmp_path):
+    job = Job(tmp_path, [["exit:4"], ["exit:4"], ["sleep:0.25", "exit:5"]])
+    assert job.wait() == 5
+    assert "ended by rank 2" in job.output
+
+
+def test_killed_rank_ends_the_others_within_a_second_and_is_named(tmp_path):
+    job = Job(tmp_path, [["leave", "wait"], ["stubborn", "wait"], ["sleep:0.2", "kill"]])
+    ranks = job.ranks(3)
+    assert job.wait(5) == 4
+    pid = ranks[2]["pid"]
+    assert f"rank 0 leaves: a peer died: rank 2 (pid {pid}) by SIGKILL" in job.output
+    assert f"launch: ended by rank 2 (pid {pid}) by SIGKILL; the job ends with code 4" in job.output
+    assert not any(is_alive(rank["pid"]) for rank in ranks)
+
+
+def test_ranks_get_the_variables_that_torch_expects(tmp_path):
+    job = Job(tmp_path, [["exit:0"], ["exit:0"]])
+    assert job.wait() == 0
+    first, second = (rank["env"] for rank in job.ranks(2))
+    assert [first["RANK"], second["RANK"]] == ["0", "1"]
+    assert second["LOCAL_RANK"] == "1"
+    assert first["WORLD_SIZE"] == first["LOCAL_WORLD_SIZE"] == "2"
+    assert first["GROUP_RANK"] == "0"
+    assert int(first["OMP_NUM_THREADS"]) >= 1
+    assert first["MEGATRON_RUN_ID"] == second["MEGATRON_RUN_ID"] != ""
+
+
+def test_restarts_follow_a_death_but_not_a_users_mistake(tmp_path):
+    died = Job(tmp_path / "died", [["exit:4"]], "--max-restarts", "2")
+    assert died.wait() == 4
+    assert died.output.count("ended by rank 0") == 3
+    mistake = Job(tmp_path / "mistake", [["exit:2"]], "--max-restarts", "2")
+    assert mistake.wait() == 2
+    assert mistake.output.count("ended by rank 0") == 1
+
+
+def test_forked_ranks_form_a_process_group_over_the_launchers_store(tmp_path):
+    script = tmp_path / "reduce.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total)\n"
+        "open(f'{__file__}.{dist.get_rank()}', 'w').write(str(total.item()))\n"
+        "dist.destroy_process_group()\n"
+    )
+    job = Job(tmp_path, [[], []], "--preload", "torch", script=script)
+    assert job.wait(30) == 0, job.output
+    assert [(tmp_path / f"reduce.py.{rank}").read_text() for rank in (0, 1)] == ["2.0", "2.0"]

@@ -1,0 +1,99 @@
+"""Unset variables follow the machine; what the user set is never changed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.launch.machine import first_host, from_slurm, resolve
+
+
+def layout(gpus: int, **env: str) -> tuple[int, int, int]:
+    found = resolve(env, gpus)
+    return int(found["GPUS_PER_NODE"]), int(found["pp_size"]), int(found["mp_size"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [(0, (4, 2, 2)), (1, (1, 1, 1)), (2, (2, 2, 1)), (3, (2, 2, 1)), (4, (4, 2, 2)), (7, (4, 2, 2)), (8, (8, 2, 2))],
+)
+def test_unset_variables_follow_the_number_of_gpus(gpus, expected):
+    assert layout(gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "env", "expected"),
+    [
+        (0, {"pp_size": "1", "mp_size": "1"}, (4, 1, 1)),
+        (0, {"pp_size": "4", "mp_size": "2"}, (8, 4, 2)),
+        (0, {"GPUS_PER_NODE": "1"}, (1, 1, 1)),
+        (0, {"GPUS_PER_NODE": "2"}, (2, 2, 1)),
+        (0, {"GPUS_PER_NODE": "3"}, (3, 1, 1)),
+        (0, {"pp_size": "0"}, (4, 0, 2)),
+        (8, {"mp_size": "4"}, (8, 2, 4)),
+        (8, {"pp_size": "3", "mp_size": "1"}, (6, 3, 1)),
+        (1, {"NNODES": "2", "MASTER_ADDR": "a", "pp_size": "2"}, (1, 2, 1)),
+    ],
+)
+def test_unset_variables_fit_those_that_are_set(gpus, env, expected):
+    assert layout(gpus, **env) == expected
+
+
+def test_values_of_the_user_are_kept_or_refused():
+    for gpus, per_node, pipe, tensor in itertools.product(
+        (0, 1, 2, 3, 8), ("", "1", "2", "6"), ("", "0", "3"), ("", "2")
+    ):
+        env = {"GPUS_PER_NODE": per_node, "pp_size": pipe, "mp_size": tensor}
+        try:
+            found = resolve(env, gpus)
+        except ConfigError:
+            continue
+        assert all(found[name] == value for name, value in env.items() if value)
+        assert int(found["GPUS_PER_NODE"]) % (max(int(found["pp_size"]), 1) * int(found["mp_size"])) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "env", "told"),
+    [
+        (1, {"GPUS_PER_NODE": "4"}, "GPUS_PER_NODE=4 and 1 GPU(s)"),
+        (2, {"pp_size": "2", "mp_size": "2"}, "4 wanted"),
+        (0, {"GPUS_PER_NODE": "3", "pp_size": "2", "mp_size": "1"}, "3 x 1 = 3 devices, 2 x 1 = 2 wanted"),
+        (0, {"NNODES": "two"}, "NNODES must be a whole number, at least 1, got NNODES='two'"),
+        (0, {"NNODES": "2"}, "needs MASTER_ADDR"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(gpus, env, told):
+    with pytest.raises(ConfigError) as caught:
+        resolve(env, gpus)
+    assert told in str(caught.value)
+
+
+SLURM = {"SLURM_JOB_ID": "123", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[003-010,20],x1"}
+
+
+def test_slurm_gives_the_nodes_and_the_user_overrides_it():
+    found = resolve(SLURM, 0)
+    assert [found[name] for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")] == [
+        "2",
+        "1",
+        "gpu003",
+        "20123",
+    ]
+    assert resolve(SLURM | {"NNODES": "1", "NODE_RANK": "0"}, 0)["NNODES"] == "1"
+
+
+def test_several_slurm_tasks_on_a_node_are_refused():
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
+    with pytest.raises(ConfigError, match="once per node"):
+        from_slurm(SLURM | step)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("a1", "a1"), ("a1,b2", "a1"), ("gpu[7,9]", "gpu7"), ("r[1-2]n[03-04],z", "r1n03"), ("n[001-4]-ib", "n001-ib")],
+)
+def test_first_host_of_a_nodelist(nodelist, host, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert first_host(nodelist) == host

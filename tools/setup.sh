@@ -1,0 +1,23 @@
+# shellcheck shell=bash
+# Sourced by the run scripts with "run" or "test": sets PYTHON to one that has every package, making .venv if need be.
+# A Python is looked for as $PYTHON, else python, python3, python3.14 ... python3.11; the first new enough is taken.
+
+find_python() {
+  local candidate
+  local names=(python python3 python3.14 python3.13 python3.12 python3.11)
+  if [ -n "${PYTHON:-}" ]; then names=("$PYTHON"); fi
+  for candidate in "${names[@]}"; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
+      printf '%s' "$candidate"
+      return 0
+    fi
+  done
+  echo "error: Python 3.11 or newer is needed, found $("${names[1]:-$PYTHON}" --version 2>&1 || true)." \
+    "Install it, or name one: PYTHON=/path/to/python3.11 bash $0" >&2
+  return 1
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=$(find_python) || exit 1
+PYTHON=$("$PYTHON" "$root/tools/set_up.py" "$1") || exit 1
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
