@@ -83,4 +83,7 @@ def _open_port(options: Options) -> socket.socket:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch down in order costs up to a second, and there is nothing left to do

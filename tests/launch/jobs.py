@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -139,6 +140,7 @@ def _fork(argv: list[str], output: Path) -> int:
         return pid
     code = 1
     try:
+        tempfile.tempdir = str(output.parent)  # a launcher that is killed leaves its folder behind
         descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
