@@ -119,7 +119,11 @@ def locked(folder: Path) -> Iterator[None]:
     """Let one process at a time work in ``folder``; the lock ends with its process."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info(f"waiting for another process that makes {folder}")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.data.batches import ReplicaBatches
     from megatron.data.build import build_train_valid_test
-    from megatron.data.gpt2_fields import gpt2_fields
+    from megatron.data.fields import gpt2_fields
     from megatron.data.gpt2_samples import GPT2Samples
     from megatron.data.split import split_documents
     from megatron.data.token_file import TokenFile
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "ReplicaBatches": "batches",
     "build_train_valid_test": "build",
-    "gpt2_fields": "gpt2_fields",
     "GPT2Samples": "gpt2_samples",
+    "gpt2_fields": "fields",
     "split_documents": "split",
     "TokenFile": "token_file",
     "TokenFileWriter": "token_writer",

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import socket
@@ -26,7 +27,9 @@ def replace_together(prefix: str, paths: list[Path]) -> None:
     """Put the temporary files of ``paths``, all written and flushed, in place as one change."""
     roll_forward(prefix)
     names = [[temporary_path(path).name, path.name] for path in paths]
-    files.replace_bytes(_journal(prefix), json.dumps(names).encode())
+    journal = _journal(prefix)
+    files.write_bytes(temporary_path(journal), json.dumps(names).encode())
+    files.rename(temporary_path(journal), journal)
     roll_forward(prefix)
 
 
@@ -58,17 +61,13 @@ def roll_forward(prefix: str) -> None:
 
 def remove_leftovers(prefix: str) -> None:
     """Delete temporary files of processes of this machine that are no more."""
-    base = Path(prefix)
     opening = f".{socket.gethostname()}-"
-    for path in base.parent.glob(f".{base.name}.*.tmp"):
-        number = path.name.removesuffix(".tmp").rpartition(opening)[2]
-        if (
-            opening in path.name
-            and number.isdigit()
-            and not Path(f"/proc/{number}").exists()
-            and Path("/proc").exists()
-        ):
-            path.unlink(missing_ok=True)
+    for suffix in (".bin", ".idx", ".meta.json", ".commit"):
+        target = Path(prefix + suffix)
+        for path in target.parent.glob(glob.escape(f".{target.name}{opening}") + "*.tmp"):
+            number = path.name.removesuffix(".tmp").rpartition("-")[2]
+            if Path("/proc/self").exists() and not Path(f"/proc/{number}").exists():
+                path.unlink(missing_ok=True)
 
 
 def _journal(prefix: str) -> Path:

@@ -58,5 +58,6 @@ def _kind(value: object) -> str:
 
 
 def _bad(record: Record, reason: str) -> BadRecord:
-    opening = record.data[:_SHOWN_BYTES].decode("utf-8", "backslashreplace").encode("unicode_escape").decode("ascii")
+    opening = record.data[:_SHOWN_BYTES].decode("utf-8", "backslashreplace")
+    opening = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in opening)
     return BadRecord(record.path, record.line, record.byte_offset, reason, opening)

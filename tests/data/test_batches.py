@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import GPT2Samples, ReplicaBatches
+from megatron.errors import DataError
+from tests.data.token_data import write
+
+
+class Numbered:
+    """Sample i is [i, i]."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(2, index, np.int64)
+
+
+def read(d: int, m: int, b: int, *, consumed: int = 0, limit: int | None = None, steps: int = 3) -> list[list[int]]:
+    """Return the samples of each global batch, all replicas together in their order."""
+    replicas = [
+        ReplicaBatches(
+            Numbered(),
+            micro_batch_size=b,
+            num_micro_batches=m,
+            data_rank=rank,
+            data_size=d,
+            samples_consumed=consumed,
+            limit=limit,
+        )
+        for rank in range(d)
+    ]
+    iterators = [iter(replica) for replica in replicas]
+    batches = []
+    for _ in range(steps):
+        parts = [[next(it)["text"] for _ in range(m)] for it in iterators]
+        batches.append([int(row[0]) for part in parts for micro in part for row in micro])
+    return batches
+
+
+@pytest.mark.parametrize("d, m, b", [(1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 2, 1)])
+def test_global_batches_are_the_same_in_every_layout(d: int, m: int, b: int) -> None:
+    assert read(d, m, b) == [list(range(8 * k, 8 * k + 8)) for k in range(3)]
+
+
+@pytest.mark.parametrize("d, m, b", [(2, 2, 2), (1, 2, 3), (3, 1, 5)])
+def test_resume_goes_on_where_it_stopped_in_any_layout(d: int, m: int, b: int) -> None:
+    before = [sample for batch in read(2, 2, 2) for sample in batch]
+    after = [sample for batch in read(d, m, b, consumed=len(before)) for sample in batch]
+    assert before + after == list(range(len(before) + len(after)))
+
+
+def test_limit_gives_whole_global_batches_only() -> None:
+    batches = ReplicaBatches(
+        Numbered(), micro_batch_size=2, num_micro_batches=2, data_rank=1, data_size=2, samples_consumed=8, limit=31
+    )
+    assert list(batches.indices()) == [[12, 13], [14, 15], [20, 21], [22, 23]]
+    assert len(list(batches)) == 4
+
+
+def test_reading_ahead_gives_the_same(tmp_path: Path) -> None:
+    samples = GPT2Samples(write(tmp_path / "a", [40, 50]), documents=(0, 2), seq_length=8, seed=1)
+    here, ahead = (
+        ReplicaBatches(
+            samples, micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=1, limit=16, num_workers=n
+        )
+        for n in (0, 2)
+    )
+    pairs = list(itertools.zip_longest(here, ahead))
+    assert len(pairs) == 8 and all(a["text"].equal(b["text"]) for a, b in pairs)
+    assert pairs[0][0]["text"].shape == (2, 9)
+
+
+class Failing(Numbered):
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 3:
+            raise DataError("sample 3 cannot be read: document 7, byte 12 of a.bin")
+        if index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "consumed, error, text",
+    [(0, DataError, "^sample 3 .* document 7"), (8, RuntimeError, "reads data died.*--num-workers 0")],
+)
+def test_a_reading_process_that_fails_or_dies_ends_the_reading_at_once(
+    consumed: int, error: type[Exception], text: str
+) -> None:
+    batches = ReplicaBatches(
+        Failing(),
+        micro_batch_size=1,
+        num_micro_batches=1,
+        data_rank=0,
+        data_size=1,
+        samples_consumed=consumed,
+        num_workers=1,
+    )
+    started = time.monotonic()
+    with pytest.raises(error, match=text):
+        list(batches)
+    assert time.monotonic() - started < 5

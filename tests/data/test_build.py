@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data import build_train_valid_test
+from megatron.errors import DataError
+from tests.data.token_data import write, write_megatron
+
+
+def build(prefix: Path, **changed: Any) -> tuple:
+    values = {
+        "data_path": str(prefix),
+        "split": "8,1,1",
+        "seq_length": 4,
+        "seed": 1,
+        "vocab_size": 200,
+        "tokenizer_identity": "t",
+    }
+    return build_train_valid_test(**{**values, **changed})  # type: ignore[arg-type]
+
+
+def test_three_data_sets_without_a_document_in_common(tmp_path: Path) -> None:
+    write(tmp_path / "a", [10] * 10)
+    parts = build(tmp_path / "a")
+    tokens = [{int(t) for i in range(s.samples_per_epoch) for t in s[i]} for s in parts]
+    assert [s.documents for s in parts] == [(0, 8), (8, 9), (9, 10)]
+    assert not (tokens[0] & tokens[1] or tokens[1] & tokens[2] or tokens[0] & tokens[2])
+
+
+def test_what_is_not_needed_may_be_empty(tmp_path: Path) -> None:
+    write(tmp_path / "a", [100])
+    train, valid, test = build(tmp_path / "a", split="1,0,0", needed=(True, False, False))
+    assert train.samples_per_epoch == 24 and valid is None and test is None
+
+
+@pytest.mark.parametrize(
+    "split, name", [("9998,1,1", "valid"), ("10,0,0", "valid"), ("0,5,5", "train"), ("9,1", "test")]
+)
+def test_a_needed_split_without_a_sample_is_named_with_its_numbers(tmp_path: Path, split: str, name: str) -> None:
+    write(tmp_path / "a", [10] * 10)
+    with pytest.raises(
+        DataError, match=rf"the {name} split .* 5 tokens, got 0 of 10 documents with 0 tokens \(--split {split}"
+    ):
+        build(tmp_path / "a", split=split)
+
+
+def test_a_split_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", [10] * 10)
+    with pytest.raises(DataError, match="valid split must have at least one sample of 11 tokens, got 1 of 10"):
+        build(tmp_path / "a", seq_length=10)
+
+
+def test_a_sequence_longer_than_all_data_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", [10] * 10)
+    with pytest.raises(DataError, match="all data together is 100 tokens.*--seq-length 100 needs 101"):
+        build(tmp_path / "a", seq_length=100)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
+    write(tmp_path / "a", [10] * 10)
+    with pytest.raises(DataError, match="0 ... 56 .* got 57 in document 5 at token 6, byte 112 of"):
+        build(tmp_path / "a", vocab_size=57)
+
+
+def test_files_without_a_sidecar_are_looked_through(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "a", [10] * 10, list(range(11)))
+    assert build(tmp_path / "a", vocab_size=100)[0].samples_per_epoch == 19
+    with pytest.raises(DataError, match="got 99 in document 9 at token 9"):
+        build(tmp_path / "a", vocab_size=99)
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", [10] * 10)
+    with pytest.raises(DataError, match="built with another tokenizer"):
+        build(tmp_path / "a", tokenizer_identity="u")
+
+
+def test_flags_that_need_an_end_of_document_refuse_files_without(tmp_path: Path) -> None:
+    flags = {"flags_needing_eod": ["--eod-mask-loss", "--reset-position-ids"], "eod_id": 0}
+    write(tmp_path / "a", [10] * 10)
+    write(tmp_path / "b", [10] * 10, eod_id=0)
+    write_megatron(tmp_path / "c", [10] * 10, list(range(11)))
+    assert build(tmp_path / "b", **flags)[0] is not None
+    for name in "ac":
+        with pytest.raises(DataError, match="--eod-mask-loss --reset-position-ids need documents that end"):
+            build(tmp_path / name, **flags)
+    with pytest.raises(DataError, match="the tokenizer has none"):
+        build(tmp_path / "b", flags_needing_eod=["--eod-mask-loss"], eod_id=None)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron import files
+from megatron.data import TokenFile
+from tests.data.token_data import write
+
+
+def _die_before(kth: int) -> None:
+    counter = itertools.count()
+
+    def die(operation: str, path: Path) -> None:
+        if next(counter) == kth:
+            os._exit(9)
+
+    files.before_operation = die
+
+
+def test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair(tmp_path: Path) -> None:
+    outcomes = []
+    for kth in range(100):
+        prefix = tmp_path / str(kth) / "a"
+        write(prefix, [3, 4])
+        child = os.fork()
+        if not child:
+            _die_before(kth)
+            write(prefix, [5])
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        outcomes.append(TokenFile(prefix).num_tokens)
+        write(prefix, [5])
+        assert sorted(path.name for path in prefix.parent.iterdir()) == ["a.bin", "a.idx", "a.meta.json"]
+        if code == 0:
+            break
+    assert code == 0 and set(outcomes) == {7, 5} and outcomes == sorted(outcomes, reverse=True)
+    assert len(outcomes) > 12
+
+
+def test_a_failing_rename_after_the_commit_is_finished_by_the_next_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a", [3, 4])
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == "rename" and path.name == "a.idx":
+            raise OSError("disk gone")
+
+    monkeypatch.setattr(files, "before_operation", fail)
+    with pytest.raises(OSError, match="disk gone"):
+        write(tmp_path / "a", [5])
+    monkeypatch.undo()
+    assert TokenFile(tmp_path / "a").num_tokens == 5

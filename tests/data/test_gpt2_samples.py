@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data import GPT2Samples
+from megatron.data.permutation import Permutation
+from megatron.errors import DataError
+from tests.data.token_data import write, write_megatron
+
+
+def reference(documents: list[list[int]], seq_length: int, seed: int, index: int) -> list[int]:
+    """The order of the samples, written out."""
+    num_samples = (sum(map(len, documents)) - 1) // seq_length
+    epoch, place = index // num_samples, index % num_samples
+    order = Permutation(len(documents), "documents", seed, epoch)
+    text = [token for k in range(len(documents)) for token in documents[order(k)]]
+    start = Permutation(num_samples, "samples", seed, epoch)(place) * seq_length
+    return text[start : start + seq_length + 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seq_length=st.integers(1, 9), seed=st.integers(0, 2**31))
+def test_samples_equal_the_reference(data: st.DataObject, seq_length: int, seed: int) -> None:
+    size = st.sampled_from([0, 1, 2, seq_length, seq_length + 1, 3 * seq_length])
+    sizes = data.draw(st.lists(size, min_size=3, max_size=12))
+    with tempfile.TemporaryDirectory() as folder:
+        write_megatron(Path(folder) / "a", sizes, list(range(len(sizes) + 1)))
+        _compare(Path(folder) / "a", sizes, seq_length, seed)
+
+
+def _compare(prefix: Path, sizes: list[int], seq_length: int, seed: int) -> None:
+    from megatron.data import TokenFile
+
+    file = TokenFile(prefix)
+    if sum(sizes[1:]) <= seq_length:
+        with pytest.raises(DataError, match=f"needs {seq_length + 1}"):
+            GPT2Samples(file, documents=(1, len(sizes)), seq_length=seq_length, seed=seed)
+        return
+    samples = GPT2Samples(file, documents=(1, len(sizes)), seq_length=seq_length, seed=seed)
+    documents = [file.read(document).tolist() for document in range(1, len(sizes))]
+    for index in [*range(2 * samples.samples_per_epoch + 1), 10**12]:
+        assert samples[index].dtype == np.int64
+        assert samples[index].tolist() == reference(documents, seq_length, seed, index)
+
+
+def test_an_epoch_holds_each_token_once_and_epochs_differ(tmp_path: Path) -> None:
+    samples = GPT2Samples(write(tmp_path / "a", [7, 30, 1, 25]), documents=(0, 4), seq_length=4, seed=3)
+    epochs = [[samples[e * 15 + i].tolist() for i in range(15)] for e in range(3)]
+    for epoch in epochs:
+        inputs = [token for sample in epoch for token in sample[:-1]]
+        assert len(set(inputs)) == len(inputs) == 60
+    assert epochs[0] != epochs[1] and sorted(map(tuple, epochs[0])) != sorted(map(tuple, epochs[1]))
+
+
+def test_starts_beyond_two_to_the_31_tokens_are_right() -> None:
+    """Sizes alone, no tokens: reads are recorded instead."""
+
+    class FakeFile:
+        prefix, sizes = "fake", np.full(6, 2**30, np.int32)
+
+        def read(self, document: int, offset: int, length: int) -> np.ndarray:
+            return (document * 2**30 + offset + np.arange(length)).astype(np.int64)
+
+    samples = GPT2Samples(FakeFile(), documents=(0, 6), seq_length=1024, seed=1)  # type: ignore[arg-type]
+    assert samples.samples_per_epoch == (6 * 2**30 - 1) // 1024
+    starts = [int(samples[index][0]) for index in range(200)]
+    assert max(starts) > 2**32 and all(start % 1024 == 0 for start in starts) and len(set(starts)) == 200
+
+
+def test_a_failed_read_names_sample_document_and_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "a", [40])
+    samples = GPT2Samples(file, documents=(0, 1), seq_length=4, seed=3)
+
+    def fail(*args: int) -> np.ndarray:
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(file, "read", fail)
+    with pytest.raises(DataError, match=r"sample 5 .* document 0, tokens \d+:\d+, byte \d+ of .*a.bin: OSError: Input"):
+        samples[5]
+
+
+def test_fingerprint_changes_with_all_that_changes_the_order(tmp_path: Path) -> None:
+    file, other = write(tmp_path / "a", [40, 40]), write(tmp_path / "b", [40, 41])
+    settings = {"documents": (0, 2), "seq_length": 4, "seed": 3}
+    changed = [{"documents": (0, 1)}, {"seq_length": 5}, {"seed": 4}]
+    prints = {GPT2Samples(file, **{**settings, **change}).fingerprint for change in changed}  # type: ignore[arg-type]
+    prints |= {GPT2Samples(f, **settings).fingerprint for f in (file, other)}  # type: ignore[arg-type]
+    assert len(prints) == 5
