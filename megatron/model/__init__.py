@@ -1,6 +1,17 @@
-"""Single-stage modules that take their groups as arguments and return tensors; they know nothing of DeepSpeed."""
+"""Single-stage modules that take their groups as arguments and return tensors; they know nothing of DeepSpeed.
 
-from megatron.model.gpt2 import GPT2Model
-from megatron.model.sizes import Sizes
+Names resolve on first use, so that scripts start without torch.
+"""
 
-__all__ = ["GPT2Model", "Sizes"]
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {"GPT2Model": "gpt2", "Sizes": "sizes", "Place": "sizes", "sizes_from": "sizes"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'megatron.model' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatron.model.{_HOME[name]}"), name)

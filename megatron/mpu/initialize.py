@@ -99,10 +99,14 @@ def is_pipeline_last_stage() -> bool:
 
 
 def broadcast_data(
-    keys: Iterable[str], data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype
+    keys: Iterable[str], data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype | str
 ) -> dict[str, torch.Tensor]:
     """Return ``data[key]`` for each key on all ranks of this process's tensor group, on its device. Collective.
 
     The form that scripts use; ``megatron.mpu.data.broadcast_data`` takes group and device as arguments.
+
+    Args:
+        dtype: torch's type, or its name such as "int64" in scripts that do not import torch themselves.
     """
-    return _broadcast_data(keys, data, dtype, get_grid().tensor, _device)
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return _broadcast_data(keys, data, kind, get_grid().tensor, _device)

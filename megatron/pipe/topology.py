@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from megatron.mpu.topology import Topology
 
 
-def pipe_topology(topology: Topology) -> Any:
+def pipe_topology(topology: Topology) -> PipeModelDataParallelTopology:
     """Return DeepSpeed's topology with the same sizes and the same order of ranks as ours."""
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
     return PipeModelDataParallelTopology(num_pp=topology.pipe, num_mp=topology.tensor, num_dp=topology.data)

@@ -1,6 +1,6 @@
 """The training loop and what it stands on: ``pretrain`` and the names that ported scripts expect.
 
-Names resolve on first use, so that importing a submodule that needs no torch stays quick.
+Names resolve on first use, so that --help and --dry-run need neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "pretrain": "pretrain",
+    "pretrain": "entry",
     "get_args": "arguments",
     "get_config": "arguments",
     "get_tokenizer": "arguments",
-    "get_grid": "arguments",
+    "get_streams": "arguments",
+    "start": "run",
 }
 
 

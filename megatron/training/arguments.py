@@ -1,4 +1,4 @@
-"""What a script asks for by name while ``pretrain`` runs: arguments, configuration, tokenizer, grid.
+"""What a script asks for by name while ``pretrain`` runs: arguments, configuration, tokenizer, dropout.
 
 Only scripts and this package read these; everything below takes what it needs as an argument.
 """
@@ -43,13 +43,6 @@ def get_config() -> Config:
 def get_tokenizer() -> Any:
     """Return the tokenizer."""
     return _needed(_current.tokenizer, "tokenizer")
-
-
-def get_grid() -> Any:
-    """Return the grid of ranks."""
-    from megatron.mpu.initialize import get_grid as grid
-
-    return grid()
 
 
 def get_streams() -> Any:

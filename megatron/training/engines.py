@@ -18,6 +18,7 @@ from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams, Position
 from megatron.optim import MixedPrecisionOptimizer
+from tds import reduce_gradients
 
 DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
@@ -123,8 +124,6 @@ class SingleStageEngine:
         return (totals[0] / totals[1]).item() if totals[1] else 0.0
 
     def _reduce_gradients(self, scale: float) -> None:
-        from tds.gradients import reduce_gradients
-
         reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, scale)
 
     def _update(self, loss: float, losses: dict[str, float]) -> StepResult:

@@ -55,7 +55,7 @@ def leave(error: BaseException, who: str) -> NoReturn:
         print_line(f"{who}: leaving, {failure}")
     else:
         print_line(f"{who} failed: {type(error).__name__}: {error}")
-        if type(failure) not in EXIT_CODES:
+        if type(failure) not in EXIT_CODES and is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -69,11 +69,8 @@ def is_same_everywhere(error: BaseException) -> bool:
 
 def as_peer_error(error: BaseException) -> BaseException:
     """Return a PeerError for what a process group raises when another rank is gone, else ``error`` itself."""
-    import torch.distributed as dist
-
-    kinds = tuple(
-        kind for kind in (getattr(dist, name, None) for name in ("DistError", "DistNetworkError")) if kind is not None
-    )
+    dist = sys.modules.get("torch.distributed")  # not imported yet: no group can have failed
+    kinds = (dist.DistError,) if dist is not None else ()
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause).lower()
@@ -81,6 +78,20 @@ def as_peer_error(error: BaseException) -> BaseException:
             return PeerError(told_by_launcher() or f"another rank is gone or did not answer ({error})")
         cause = cause.__cause__
     return error
+
+
+def is_first_to_tell() -> bool:
+    """Return whether no other rank of this node has shown its traceback: the same one from each says nothing new."""
+    place = os.environ.get("MEGATRON_FAILURE_FILE")
+    if not place:
+        return True
+    try:
+        os.close(os.open(f"{place}.traceback", os.O_CREAT | os.O_EXCL))
+        return True
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
 
 
 def told_by_launcher() -> str | None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import device
-from megatron.config import Config
+from megatron.config import Config, check_device
 from megatron.errors import ConfigError, PeerError
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
@@ -56,9 +56,10 @@ def start(config: Config) -> World:
         kind = device.choose(config.parallel.device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+    check_device(config, kind == "cuda", kind != "cuda" or device.default_precision(kind) == "bf16")
+    local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     place = device.bind(kind, local_rank)
-    timeout = timedelta(seconds=config.parallel.distributed_timeout_s)
+    timeout = timedelta(seconds=config.parallel.timeout_s(kind))
     _init_process_group(config.parallel.distributed_backend or device.backend(kind), kind, timeout)
     parallel = config.parallel
     grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place)

@@ -1,0 +1,100 @@
+"""From configuration and a user's functions to an engine that can step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tds
+from megatron import device
+from megatron.checkpoint import named_parameters
+from megatron.config import Config
+from megatron.config.deepspeed import engine_dict
+from megatron.model.init import initialize
+from megatron.mpu.random import DropoutStreams
+from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, build_optimizer
+from megatron.training.deepspeed_mpu import DeepSpeedMpu
+from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine, nominal_weight
+from megatron.training.world import World
+
+
+def build_engine(
+    config: Config,
+    world: World,
+    streams: DropoutStreams,
+    model_provider: Callable[[], torch.nn.Module],
+    forward_step: ForwardStep,
+) -> StepEngine:
+    """Build the model, fill its weights by name, and put it under the engine that the pipeline size asks for. Collective."""
+    module = model_provider()
+    std, num_layers = config.model.init_method_std, config.model.num_layers
+    initialize(named_parameters(module), seed=config.run.seed, std=std, num_layers=num_layers)
+    module.to(world.device)
+    optimizer = make_optimizer(config, module, world)
+    settings = engine_dict(config, world.grid.topology.world_size)
+    mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
+    if not config.run.verbose_deepspeed:
+        tds.quiet()
+    engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
+    data_size = world.grid.data.size
+    nominal = nominal_weight(config.batch.global_batch_size(data_size) * config.batch.seq_length)
+    if config.parallel.has_pipeline:
+        return PipelineEngine(engine, streams=streams, num_micro_batches=config.batch.gas, nominal=nominal)
+    return SingleStageEngine(
+        engine, forward_step, grid=world.grid, streams=streams, num_micro_batches=config.batch.gas, nominal=nominal
+    )
+
+
+def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> MixedPrecisionOptimizer:
+    """Return the optimizer over ``module``'s parameters, which take the run's precision from here on."""
+    settings, precision = config.optimizer, config.precision
+    return build_optimizer(
+        module.parameters(),
+        name=settings.optimizer,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        epsilon=settings.adam_eps,
+        dtype=device.DTYPES[_known(precision.dtype)],
+        clip_grad=settings.clip_grad,
+        scaler=make_scaler(config),
+        model=world.grid.model,
+        tensor=world.grid.tensor,
+    )
+
+
+def make_scaler(config: Config) -> LossScaler:
+    """Return the loss scale: dynamic or fixed for fp16, 1 for every other precision."""
+    precision = config.precision
+    if precision.dtype != "fp16":
+        return LossScaler()
+    if precision.loss_scale:
+        return LossScaler(scale=precision.loss_scale)
+    return LossScaler(
+        scale=2.0**precision.initial_scale_power,
+        is_dynamic=True,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        floor=precision.min_scale,
+    )
+
+
+def make_learning_rate(config: Config) -> LearningRate:
+    """Return the schedule of the configuration."""
+    settings = config.optimizer
+    return LearningRate(
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        style=settings.lr_decay_style,
+        decay_updates=settings.lr_decay_iters or max(config.batch.train_iters, 1),
+        warmup=settings.warmup,
+        wsd_decay_fraction=settings.wsd_decay_fraction,
+    )
+
+
+def _known(dtype: str | None) -> str:
+    if dtype is None:
+        raise RuntimeError("the precision is not resolved yet: call config.resolve_dtype first")
+    return dtype

@@ -1,0 +1,55 @@
+"""``pretrain``: what a script calls with its data sets, its model and its forward step.
+
+This module imports neither torch nor DeepSpeed, so that --help and --dry-run answer at once; ``training.start`` brings
+them in when the run begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron import training
+from megatron.config import parse
+from megatron.training.failure import guard
+from megatron.training.plan import dry_run
+
+
+def pretrain(
+    train_valid_test_datasets_provider: Callable[[list[int]], tuple[Any, Any, Any]],
+    model_provider: Callable[[], Any],
+    forward_step: Callable[[Any, Any], tuple[Any, dict[str, Any]]],
+    *,
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    name: str = "gpt2",
+) -> None:
+    """Train, from the command line to the test loss. Collective; a failure ends the process with the job's exit code.
+
+    Args:
+        train_valid_test_datasets_provider: given the samples that the three splits will be asked for, returns three
+            data sets (or None); a data set has an item for every index. Called only on ranks that read data.
+        model_provider: returns the model: a module, or with 2 and more stages a PipelineModule.
+        forward_step: given (data iterator or None, model), returns (loss, named losses). Not used with a pipeline.
+        extra_args_provider: adds flags of the script's own to an argparse parser.
+        args_defaults: flag names with values that hold where the user gives none.
+        name: of the run folder, ``runs/<name>-<time>``.
+    """
+    started = time.monotonic()
+    names = {"who": f"rank {os.environ.get('RANK', '0')}"}
+
+    def main() -> None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        defaults = dict(args_defaults or {})
+        config = parse(sys.argv[1:], world_size=world_size, extra_args_provider=extra_args_provider, defaults=defaults)
+        if config.run.dry_run:
+            dry_run(config, world_size)
+            return
+        providers = (train_valid_test_datasets_provider, model_provider, forward_step)
+        training.start(config, names, *providers, name, started)
+
+    guard(main, lambda: names["who"])

@@ -1,0 +1,161 @@
+"""The loop: step, report, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.errors import StopRequest
+from megatron.optim import LearningRate
+from megatron.training.data import RunData
+from megatron.training.engines import StepEngine, StepResult
+from megatron.training.metrics import MetricsWriter
+from megatron.training.report import Rates, progress_line, set_learning_rate
+from megatron.training.screen import Screen
+from megatron.training.state import Progress, save_state
+from megatron.training.stop import StopRequests
+from megatron.training.world import World
+
+
+@dataclass
+class Run:
+    """All parts of one run on this rank. ``screen``, ``metrics`` and ``rates`` are on rank 0 only."""
+
+    config: Config
+    world: World
+    engine: StepEngine
+    data: RunData
+    learning_rate: LearningRate
+    folder: Path
+    stop: StopRequests
+    progress: Progress = field(default_factory=Progress)
+    loaded: Path | None = None
+    saved: Path | None = None
+    saved_step: int = -1
+    last_loss: float | None = None
+    screen: Screen | None = None
+    metrics: MetricsWriter | None = None
+    rates: Rates | None = None
+    pause_s: float = 0.0
+
+
+def train(run: Run) -> None:
+    """Step until --train-iters. Collective.
+
+    Raises:
+        StopRequest: a signal or limit ended the run early; it is saved and can go on.
+    """
+    config = run.config
+    total = config.batch.train_iters
+    batches = run.data.batches("train", config, run.world, run.progress.samples_consumed)
+    while run.progress.step < total:
+        lr = run.learning_rate.at(run.progress.updates)
+        set_learning_rate(run.engine.optimizer, lr)
+        result = run.engine.train_step(batches, run.progress.step)
+        _advance(run, result)
+        _report(run, result, lr)
+        step = run.progress.step
+        with _Pause(run):
+            if config.batch.eval_interval and config.batch.eval_iters and step % config.batch.eval_interval == 0:
+                evaluate(run, "valid")
+            if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
+                save(run)
+        reason = run.stop.agreed(step, run.world.grid.world, run.world.device)
+        if reason is not None and step < total:
+            save(run)
+            raise StopRequest(
+                f"stopped after step {step} of {total}: {reason}. Everything is saved in {run.saved}. "
+                f"Go on with: --load {run.folder} --save {run.folder}"
+            )
+    save(run)
+
+
+def evaluate(run: Run, kind: str) -> float:
+    """Return the mean loss over --eval-iters global batches of the ``kind`` split, and say it. Collective."""
+    iterations = run.config.batch.eval_iters
+    batches = run.data.batches(kind, run.config, run.world)
+    loss = sum(run.engine.evaluate_batch(batches) for _ in range(iterations)) / iterations
+    values = {"loss": loss, "perplexity": perplexity(loss)}
+    if run.screen is not None:
+        name = {"valid": "validation", "test": "test"}[kind]
+        run.screen.line(f"step {run.progress.step} | {name} loss {loss:.4f} | perplexity {values['perplexity']:.2f}")
+    if run.metrics is not None:
+        run.metrics.write(kind, run.progress.step, values)
+    return loss
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of now, unless this step has one. Collective."""
+    if run.saved_step == run.progress.step:
+        return
+    run.saved = save_state(
+        run.folder,
+        run.progress,
+        config=run.config,
+        module=run.engine.module,
+        optimizer=run.engine.optimizer,
+        world=run.world,
+        fingerprint=run.data.fingerprint,
+        loaded=run.loaded,
+    )
+    run.saved_step = run.progress.step
+    if run.screen is not None:
+        run.screen.line(f"step {run.progress.step} | saved {run.saved}")
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the loss; infinite where that has no number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _advance(run: Run, result: StepResult) -> None:
+    progress = run.progress
+    progress.step += 1
+    progress.updates += 0 if result.is_skipped else 1
+    progress.samples_consumed += run.config.batch.global_batch_size(run.world.grid.data.size)
+    run.last_loss = result.loss
+
+
+def _report(run: Run, result: StepResult, lr: float) -> None:
+    if run.screen is None or run.rates is None:
+        return
+    run.rates.count_step()
+    run.screen.advance(run.progress.step, result.loss)
+    step, total = run.progress.step, run.config.batch.train_iters
+    if step % run.config.run.log_interval and step != total:
+        return
+    rates = run.rates.drain(run.pause_s)
+    run.pause_s = 0.0
+    run.screen.line(progress_line(run.progress, total, result, lr, rates))
+    if run.metrics is not None:
+        run.metrics.write("train", step, _values(run, result, lr, rates))
+
+
+def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "loss": result.loss,
+        **{name: value for name, value in result.losses.items() if name not in ("loss", "lm loss")},
+        "learning_rate": lr,
+        "grad_norm": result.grad_norm,
+        "loss_scale": result.loss_scale,
+        "samples": run.progress.samples_consumed,
+        "skipped": run.progress.skipped,
+        **rates,
+    }
+
+
+class _Pause:
+    """Time that is not training, left out of tokens/s."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.run.pause_s += time.perf_counter() - self.start

@@ -1,0 +1,90 @@
+"""Where numbers go: metrics.jsonl, TensorBoard events, loss.png. Rank 0 only."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+class MetricsWriter:
+    """Appends records to ``folder/metrics.jsonl`` and TensorBoard; draws the loss curve at the end.
+
+    Args:
+        tensorboard: folder of the event files.
+        first_step: records beyond this step are of an earlier attempt and are left out.
+    """
+
+    def __init__(self, folder: Path, tensorboard: Path, first_step: int = 0) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.picture = folder / "loss.png"
+        self._tensorboard_folder = tensorboard
+        self._events: Any = None
+        _drop_after(self.path, first_step)
+        self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Record ``values`` of ``step``; ``kind`` is train, valid or test."""
+        self._file.write(orjson.dumps({"kind": kind, "step": step, **values}) + b"\n")
+        self._file.flush()
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self._tensorboard_folder))
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush everything and draw the picture."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+        draw_losses(self.path, self.picture)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics file; a last line cut off by a kill is left out."""
+    records = []
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            try:
+                records.append(orjson.loads(line))
+            except orjson.JSONDecodeError:
+                continue
+    return records
+
+
+def draw_losses(metrics: Path, picture: Path) -> None:
+    """Draw training and validation loss over steps; nothing is drawn without records."""
+    records = read_metrics(metrics)
+    curves = {kind: [(r["step"], r["loss"]) for r in records if r["kind"] == kind] for kind in ("train", "valid")}
+    if not any(curves.values()):
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for kind, marker in (("train", None), ("valid", "o")):
+        points = [(step, loss) for step, loss in curves[kind] if loss is not None and math.isfinite(loss)]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=marker, label=kind)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
+def _drop_after(path: Path, last_step: int) -> None:
+    """Keep the records up to ``last_step``: what a killed attempt wrote beyond its checkpoint comes again."""
+    records = read_metrics(path)
+    kept = [record for record in records if record["step"] <= last_step]
+    if len(kept) != len(records):
+        path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in kept))

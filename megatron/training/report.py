@@ -1,0 +1,122 @@
+"""The start table, the progress line and the end summary, as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import cost, device
+from megatron.config import Config
+from megatron.mpu.groups import Grid
+from megatron.mpu.mappings import all_reduce
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.engines import StepResult
+from megatron.training.plan import plan_rows
+from megatron.training.screen import human_count, human_time
+from megatron.training.state import Progress
+from megatron.training.world import World
+
+MATMUL_SIZE = 1024
+MATMUL_SECONDS = 0.3
+
+
+class Rates:
+    """Speed since the last report: tokens/s, FLOP/s and the share of what the devices could do (MFU).
+
+    MFU counts the causal half of attention and no recomputation: ``6 N + 6 L a d s`` FLOPs per token.
+    """
+
+    def __init__(self, config: Config, tokens_per_step: int, peak_flops: float | None) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_step = tokens_per_step * cost.flops_per_token(config.model, config.batch.seq_length)
+        self.peak_flops = peak_flops
+        self._since, self._steps = time.perf_counter(), 0
+
+    def count_step(self) -> None:
+        """Take note of one finished step."""
+        self._steps += 1
+
+    def drain(self, pause_s: float = 0.0) -> dict[str, Any]:
+        """Return the rates since the last call.
+
+        Args:
+            pause_s: time in between that was not training (evaluation, saving).
+        """
+        now = time.perf_counter()
+        seconds = max(now - self._since - pause_s, 1e-9)
+        steps, self._steps, self._since = self._steps, 0, now
+        flops = self.flops_per_step * steps / seconds
+        return {
+            "step_s": seconds / max(steps, 1),
+            "tokens_per_s": self.tokens_per_step * steps / seconds,
+            "flops_per_s": flops,
+            "mfu": flops / self.peak_flops if self.peak_flops else None,
+        }
+
+
+def peak_of_all_ranks(world: World) -> float | None:
+    """Return the FLOP/s that all devices together could do: a table for GPUs, a short matrix product on CPU. Collective."""
+    if world.kind == "cuda":
+        peak = cost.peak_flops(device.name(world.kind))
+        return peak * world.grid.topology.world_size if peak else None
+    total = torch.tensor([_measured_product_rate()], dtype=torch.float64)
+    return all_reduce(total, world.grid.world).item()
+
+
+def _measured_product_rate() -> float:
+    a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
+    a @ a
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() - start < MATMUL_SECONDS:
+        a @ a
+        done += 1
+    return 2.0 * MATMUL_SIZE**3 * done / (time.perf_counter() - start)
+
+
+def start_rows(
+    config: Config, world: World, module: torch.nn.Module, folder: Path, samples: str, peak: float | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the table at the start."""
+    bounds = getattr(module, "parts", [0, config.model.num_layers + 3])
+    yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
+    yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "")
+    if samples:
+        yield "samples", samples
+    yield "run folder", str(folder)
+
+
+def progress_line(
+    progress: Progress, total: int, result: StepResult, lr: float, rates: dict[str, Any]
+) -> str:
+    """Return one line of numbers for this log interval."""
+    mfu = f" | MFU {100 * rates['mfu']:.1f} %" if rates["mfu"] else ""
+    left = human_time((total - progress.step) * rates["step_s"])
+    skipped = f" | skipped {progress.skipped}" if progress.skipped else ""
+    return (
+        f"step {progress.step:>{len(str(total))}}/{total} | loss {result.loss:.4f} | lr {lr:.3e} | "
+        f"grad norm {result.grad_norm:.3f} | loss scale {result.loss_scale:g} | {rates['tokens_per_s']:,.0f} tokens/s | "
+        f"{human_count(rates['flops_per_s'])}FLOP/s{mfu}{skipped} | left {left}"
+    )
+
+
+def end_rows(
+    folder: Path, progress: Progress, seconds: float, loss: float | None, checkpoint: Path | None, grid: Grid
+) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the summary at the end."""
+    yield "steps", f"{progress.step} ({progress.skipped} skipped), {progress.samples_consumed:,} samples"
+    if loss is not None:
+        yield "last training loss", f"{loss:.4f}"
+    yield "time", f"{human_time(seconds)} on {grid.topology.world_size} ranks"
+    yield "metrics", f"{folder / 'metrics.jsonl'}, {folder / 'tensorboard'}"
+    yield "picture", str(folder / "loss.png")
+    yield "checkpoint", str(checkpoint) if checkpoint else "none"
+
+
+def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
+    """Give all parameter groups the rate of the coming step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

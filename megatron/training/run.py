@@ -1,0 +1,133 @@
+"""One run of training on this rank, from the opened world to the test loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import device, log
+from megatron.config import Config, resolve_dtype
+from megatron.mpu.random import DropoutStreams
+from megatron.training import arguments, report, run_folder, world
+from megatron.training.assembly import build_engine, make_learning_rate
+from megatron.training.data import DatasetsProvider, open_data
+from megatron.training.engines import ForwardStep
+from megatron.training.loop import Run, evaluate, train
+from megatron.training.metrics import MetricsWriter
+from megatron.training.plan import with_tokenizer
+from megatron.training.screen import Screen
+from megatron.training.state import CHECKPOINTS, open_for, restore
+from megatron.training.stop import StopRequests
+from megatron.training.world import World
+
+
+def start(
+    config: Config,
+    names: dict[str, str],
+    datasets_provider: DatasetsProvider,
+    model_provider: Callable[[], torch.nn.Module],
+    forward_step: ForwardStep,
+    name: str,
+    started: float,
+) -> None:
+    """Form the world, train, and leave the world. Collective.
+
+    Args:
+        names: gets this rank's name under "who", for error messages.
+        started: ``time.monotonic()`` at the start of the process.
+    """
+    here = world.start(config)
+    names["who"] = here.name
+    log.configure(here.rank)
+    config = resolve_dtype(config, device.default_precision(here.kind))
+    run(config, here, datasets_provider, model_provider, forward_step, name, started)
+    world.stop()
+
+
+def run(
+    config: Config,
+    here: World,
+    datasets_provider: DatasetsProvider,
+    model_provider: Callable[[], torch.nn.Module],
+    forward_step: ForwardStep,
+    name: str,
+    started: float,
+) -> None:
+    """Train with a configuration and a world that exist already. Collective."""
+    tokenizer, config = with_tokenizer(config)
+    streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
+    arguments.set_current(config, tokenizer, streams)
+    stop = StopRequests(config.run.exit_interval or None, config.run.exit_duration_in_mins or None, started)
+    stop.listen()
+    folder = run_folder.choose(config, name, here)
+    data = open_data(datasets_provider, config, here)
+    engine = build_engine(config, here, streams, model_provider, forward_step)
+    this = Run(config, here, engine, data, make_learning_rate(config), folder, stop)
+    _load(this)
+    _open_reports(this)
+    try:
+        _work(this, time.monotonic())
+    finally:
+        stop.restore()
+        if this.screen is not None:
+            this.screen.close()
+        if this.metrics is not None:
+            this.metrics.close()
+
+
+def _work(this: Run, start: float) -> None:
+    if not this.config.checkpoint.eval_only:
+        train(this)
+    if this.config.batch.eval_iters:
+        evaluate(this, "test")
+    if this.screen is not None:
+        seconds = time.monotonic() - start
+        saved = this.saved or this.loaded
+        rows = report.end_rows(this.folder, this.progress, seconds, this.last_loss, saved, this.world.grid)
+        this.screen.close()
+        this.screen.table("Done", rows)
+
+
+def _load(this: Run) -> None:
+    flags = this.config.checkpoint
+    if not flags.load and not flags.resume:
+        return
+    source = Path(flags.load) if flags.load else this.folder
+    checkpoint = open_for(source, this.world)
+    this.progress = restore(
+        checkpoint,
+        config=this.config,
+        module=this.engine.module,
+        optimizer=this.engine.optimizer,
+        world=this.world,
+        fingerprint=this.data.fingerprint,
+    )
+    this.loaded = checkpoint.path
+    if checkpoint.path.parent == this.folder / CHECKPOINTS:
+        this.saved, this.saved_step = checkpoint.path, this.progress.step
+    log.info(f"loaded {checkpoint.path}: going on after step {this.progress.step}")
+
+
+def _open_reports(this: Run) -> None:
+    config, here = this.config, this.world
+    peak = report.peak_of_all_ranks(here)
+    if here.rank != 0:
+        return
+    run_folder.describe(this.folder, config, here)
+    for note in config.notes:
+        log.info(note)
+    this.screen = Screen(config.run.progress, config.batch.train_iters)
+    tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else this.folder / "tensorboard"
+    this.metrics = MetricsWriter(this.folder, tensorboard, this.progress.step)
+    tokens = config.batch.global_batch_size(here.grid.data.size) * config.batch.seq_length
+    this.rates = report.Rates(config, tokens, peak)
+    train_set = this.data.datasets.get("train")
+    per_epoch = getattr(train_set, "samples_per_epoch", None)
+    size = f"{per_epoch:,} an epoch" if per_epoch else ""
+    this.screen.table(
+        f"{this.folder.name}", report.start_rows(config, here, this.engine.module, this.folder, size, peak)
+    )

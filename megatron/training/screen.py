@@ -1,0 +1,86 @@
+"""What a person sees: a table at the start, progress while training, a summary at the end. Rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Screen:
+    """Writes to standard output: plain lines, with a progress bar below them where there is a terminal.
+
+    Args:
+        mode: auto, bar or plain.
+    """
+
+    def __init__(self, mode: str, total_steps: int) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        has_bar = mode == "bar" or (mode == "auto" and sys.stdout.isatty())
+        self._bar: Progress | None = None
+        self._total = total_steps
+        if has_bar:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[loss]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+        self._task: Any = None
+
+    def table(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
+        """Show two columns under a title."""
+        table = Table(title=title, show_header=False, title_justify="left")
+        table.add_column(no_wrap=True, style="bold")
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(name, value)
+        self.console.print(table, soft_wrap=False)
+
+    def line(self, text: str) -> None:
+        """Show one line, above the bar if there is one."""
+        self.console.print(text, markup=False)
+
+    def advance(self, step: int, loss: float) -> None:
+        """Move the bar to ``step``."""
+        if self._bar is None:
+            return
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=self._total, loss="")
+        self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None and self._task is not None:
+            self._bar.stop()
+            self._task = None
+
+
+def human_count(value: float) -> str:
+    """Return 33.6M for 33600000."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def human_bytes(value: float) -> str:
+    """Return 1.5 GiB for 1610612736."""
+    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:.0f} B"
+
+
+def human_time(seconds: float) -> str:
+    """Return 1:02:03, or 2:03 below an hour."""
+    minutes, second = divmod(round(max(seconds, 0)), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"

@@ -1,0 +1,76 @@
+"""Pretrain GPT-2. ``bash run_gpt2.sh`` starts it on all devices of a machine; ``--help`` lists the flags."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron import cost, data, model, mpu, pipe
+from megatron.training import get_args, get_config, get_streams, get_tokenizer, pretrain
+
+if TYPE_CHECKING:
+    import torch
+
+EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Return the samples of the three splits of --data-path; a split that nobody will ask for is None."""
+    args, tokenizer = get_args(), get_tokenizer()
+    return data.build_train_valid_test(
+        data_path=args.data_path,
+        split=args.split,
+        seq_length=args.seq_length,
+        seed=args.seed,
+        vocab_size=args.vocab_size,
+        needed=tuple(count > 0 for count in train_val_test_num_samples),
+        tokenizer_identity=tokenizer.identity,
+        eod_id=tokenizer.eod_id,
+        flags_needing_eod=["--" + flag.replace("_", "-") for flag in EOD_FLAGS if getattr(args, flag)],
+    )
+
+
+def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    """Return tokens, labels, loss mask, positions and documents of a micro-batch on every rank of the tensor group."""
+    args = get_args()
+    text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
+    flags = {name: getattr(args, name) for name in EOD_FLAGS}
+    return data.gpt2_fields(text, eod_id=get_tokenizer().eod_id, **flags)
+
+
+def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what the first stage takes, and what the loss on the last stage takes."""
+    fields = get_batch(batch)
+    documents = () if fields["segment_ids"] is None else (fields["segment_ids"],)
+    return (fields["tokens"], fields["position_ids"], *documents), (fields["labels"], fields["loss_mask"])
+
+
+def forward_step(data_iterator: Any, gpt2: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the loss of one micro-batch as the pair (sum, count)."""
+    fields = get_batch(None if data_iterator is None else next(data_iterator))
+    loss = gpt2(**fields)
+    return loss, {"lm loss": loss}
+
+
+def model_provider() -> torch.nn.Module:
+    """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
+    config, grid = get_config(), mpu.get_grid()
+    parallel = config.parallel
+    place = model.Place(grid.tensor, get_streams())
+    sizes = model.sizes_from(
+        config.model,
+        checkpoint_activations=parallel.checkpoint_activations,
+        checkpoint_num_layers=parallel.checkpoint_num_layers,
+    )
+    if not parallel.has_pipeline:
+        return model.GPT2Model(sizes, place)
+    partition: str | list[int] = parallel.partition_method
+    if partition == "balanced":
+        partition = cost.stage_bounds(sizes, config.batch.seq_length, grid.pipe.size)
+    documents = config.data.reset_attention_mask
+    stages = pipe.GPT2ModelPipe(sizes, place, grid.topology, partition=partition, has_segments=documents)
+    stages._megatron_batch_fn = get_batch_pipe
+    return stages
+
+
+if __name__ == "__main__":
+    pretrain(train_valid_test_datasets_provider, model_provider, forward_step)
