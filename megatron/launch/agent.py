@@ -3,12 +3,11 @@
 When a rank fails, the launcher writes the failure file, waits a moment in which the others notice by themselves, then
 sends SIGTERM, then SIGKILL: all are gone within a second. The failure file (environment variable
 MEGATRON_FAILURE_FILE of each rank) is there, whole, before that SIGTERM; a SIGTERM without it is a request to save and
-leave with 75. It is JSON with ``rank``, ``pid``, ``status`` (exit code, or minus the signal) and ``message``.
+leave with 75. It holds one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL".
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -52,7 +51,7 @@ class LaunchAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=0)
         self.job_code = 1
         self._options, self._node, self._signals = options, rendezvous, signals
-        self._failure_file = folder / "failure.json"
+        self._failure_file = folder / "failure"
         self._ranks: list[ranks.RankProcess] = []
         self._exits: list[Exit] = []
         self._told = False
@@ -61,7 +60,8 @@ class LaunchAgent(SimpleElasticAgent):
         self._next_look = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._failure_file.unlink(missing_ok=True)
+        for left_over in self._failure_file.parent.iterdir():  # of the start before this one
+            left_over.unlink()
         self._exits, self._told = [], False
         self._board = Board(cast(Store, worker_group.store), self._node.node_rank, self._node.num_nodes)
         self._ranks = [
@@ -205,14 +205,9 @@ class LaunchAgent(SimpleElasticAgent):
 
     def _write_failure(self, verdict: Exit | None) -> None:
         """Put the failure file in place in one step."""
-        told: dict[str, int | str | None] = {"rank": None, "pid": None, "status": None}
-        if verdict is None:
-            told["message"] = f"the job ends: {self._describe(None)}"
-        else:
-            told |= {"rank": verdict.rank, "pid": verdict.pid, "status": verdict.status}
-            told["message"] = f"a peer died: {verdict}"
+        told = f"a peer died: {verdict}" if verdict is not None else f"the job ends: {self._describe(None)}"
         temporary = self._failure_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(told) + "\n")
+        temporary.write_text(told + "\n")
         temporary.replace(self._failure_file)
 
     def _end_at_once(self) -> RunResult:

@@ -30,8 +30,7 @@ def save(number, frame):
 
 def leave(number, frame):
     with open(os.environ["MEGATRON_FAILURE_FILE"]) as file:
-        told = json.load(file)
-    os.write(2, f"rank {rank} leaves: {told['message']}\\n".encode())
+        os.write(2, f"rank {rank} leaves: {file.read()}".encode())
     os._exit(4)
 
 plan = json.loads(sys.argv[2])[rank]

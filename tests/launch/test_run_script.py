@@ -48,9 +48,9 @@ EFFECTS = {
 }
 
 
-@pytest.fixture
-def fake_python(tmp_path):
-    path = tmp_path / "python"
+@pytest.fixture(scope="module")
+def fake_python(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fake") / "python"
     path.write_text(FAKE_PYTHON.format(python=sys.executable))
     path.chmod(0o755)
     return path
@@ -69,12 +69,16 @@ def test_the_table_of_this_test_names_every_variable_of_the_script():
     assert set(re.findall(r"^(\w+)=\$\{\1:-", top, re.M)) == set(EFFECTS)
 
 
+@pytest.fixture(scope="module")
+def plain(fake_python):
+    return run(fake_python).stdout
+
+
 @pytest.mark.parametrize("name", EFFECTS)
-def test_variable_in_the_environment_has_an_effect(fake_python, name):
+def test_variable_in_the_environment_has_an_effect(fake_python, plain, name):
     value, effect = EFFECTS[name]
     extra = {"MASTER_ADDR": "host7"} if name == "NNODES" else {}
     extra |= {"NNODES": "2", "MASTER_ADDR": "host7"} if name == "NODE_RANK" else {}
-    plain = run(fake_python, **extra).stdout
     changed = run(fake_python, **extra, **{name: value})
     assert effect in changed.stdout, changed.stderr
     assert effect not in plain
@@ -95,8 +99,8 @@ def test_flags_of_the_user_come_last(fake_python):
     assert re.search(r"--train-iters \d+ .*--train-iters 50 --resume$", said, re.M)
 
 
-def test_sample_data_is_made_only_when_no_data_is_given(fake_python):
-    assert "made sample data" in run(fake_python).stdout
+def test_sample_data_is_made_only_when_no_data_is_given(fake_python, plain):
+    assert "made sample data" in plain
     assert "made sample data" not in run(fake_python, DATA_PATH="x").stdout
 
 

@@ -83,8 +83,6 @@ def test_an_interrupted_set_up_begins_anew(tool, monkeypatch):
 def test_a_second_set_up_waits_for_the_first(tool):
     holder = "import fcntl,sys,time; f=open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)"
     holder += "; time.sleep(0.4)"
-        "import fcntl,sys,time; f=open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(0.4)"
-    )
     first = subprocess.Popen([sys.executable, "-c", holder, str(tool.PROJECT)], stdout=subprocess.PIPE)
     first.stdout.readline()
     start = time.monotonic()
