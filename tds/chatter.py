@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from deepspeed.runtime import utils as _runtime_utils
 from deepspeed.runtime.pipe import module as _pipe_module
 from deepspeed.runtime.pipe import topology as _pipe_topology
 from deepspeed.utils import logger as _deepspeed_logger
 
+SPEAKERS = (_pipe_module, _pipe_topology, _runtime_utils)
 _is_quiet = os.environ.get("TDS_VERBOSE", "0") in ("", "0")
 
 
@@ -28,17 +30,16 @@ def quiet(on: bool = True) -> None:
 
 @contextmanager
 def without_prints() -> Iterator[None]:
-    """Drop the ``print`` lines of DeepSpeed's pipeline module while it is built; a user's own prints stay."""
+    """Drop the ``print`` lines of DeepSpeed's own modules meanwhile; a user's prints stay."""
     if not _is_quiet:
         yield
         return
-    modules = (_pipe_module, _pipe_topology)
-    for module in modules:
+    for module in SPEAKERS:
         module.print = _drop  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for module in modules:
+        for module in SPEAKERS:
             module.print = builtins.print  # type: ignore[attr-defined]
 
 

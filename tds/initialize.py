@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
+from tds.chatter import without_prints
 from tds.engine import PipelineEngine
 
 
@@ -37,7 +38,7 @@ def initialize(
         raise ValueError(
             f"mpu must be None for a pipeline model, which brings its own grid, got {type(mpu).__name__}. Leave it out."
         )
-    with _our_engine():
+    with _our_engine(), without_prints():
         return deepspeed.initialize(**given)
 
 

@@ -11,10 +11,10 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import topology as pipe_topology
 from deepspeed.runtime.pipe.module import PipelineError
 
+from tds.chatter import SPEAKERS
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -49,7 +49,7 @@ def test_pipeline_module_calls_our_partition_with_the_users_method() -> None:
 
 
 def test_the_prints_that_we_silence_are_the_builtin_ones() -> None:
-    for module in (pipe_module, pipe_topology):
+    for module in SPEAKERS:
         assert "print(" in _source(module)
         assert "print" not in vars(module) or vars(module)["print"] is print
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -231,6 +232,11 @@ def run_toys(rank: int, toys: list[Toy], num_stages: int, more: dict[str, Any] |
         engine.module.loss_fn = toy.loss_fn
         results.append(train(engine, toy))
     return results
+
+
+def preload_zero() -> None:
+    """Import here, once for all forked ranks, what ZeRO imports at its first use: torch's compiler, seconds."""
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def _share_groups() -> None:
