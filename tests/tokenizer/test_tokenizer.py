@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from megatron import tokenizer
+from megatron.errors import DataError
+from megatron.tokenizer import Tokenizer, train
+
+TEXTS = [
+    "The lamp stood in the window.\n\tTwo  spaces, and a tab.",
+    "窗前有一盏灯。灯亮着。",
+    "def f(x):\n    return x + 1\n",
+] * 20
+HARD = ["a<|endoftext|>b", "<|endoftext|>", "<|endoftext|><|endoftext|> x", "窗 café 🙂\r\n\n  end ", "nothing new"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    (folder / "tokenizer.json").write_bytes(train.train_bpe(TEXTS, 300))
+    (folder / "unigram.model").write_bytes(train.train_unigram(TEXTS, 300))
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    return folder
+
+
+@pytest.fixture(params=["json", "folder", "gpt2", "sentencepiece"])
+def any_tokenizer(request: pytest.FixtureRequest, folder: Path) -> Tokenizer:
+    return {
+        "json": lambda: tokenizer.build(tokenizer_path=folder / "tokenizer.json"),
+        "folder": lambda: tokenizer.build("TokenizersJSON", tokenizer_path=folder),
+        "gpt2": lambda: tokenizer.build(vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt"),
+        "sentencepiece": lambda: tokenizer.build(tokenizer_path=folder / "unigram.model"),
+    }[request.param]()
+
+
+def test_any_text_comes_back_and_none_becomes_the_control_token(any_tokenizer: Tokenizer) -> None:
+    for text, ids in zip(HARD + TEXTS[:3], any_tokenizer.encode_batch(HARD + TEXTS[:3]), strict=True):
+        assert any_tokenizer.encode(text) == ids and any_tokenizer.decode(ids) == text
+        assert any_tokenizer.eod_id not in ids and max(ids) < any_tokenizer.vocab_size
+    assert any_tokenizer.eod_name == "<|endoftext|>" and any_tokenizer.encode("") == []
+
+
+def test_gpt2_files_and_json_of_one_vocabulary_agree(folder: Path) -> None:
+    from_json = tokenizer.build(tokenizer_path=folder / "tokenizer.json")
+    from_files = tokenizer.build("GPT2BPETokenizer", vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt")
+    assert from_json.encode_batch(HARD + TEXTS) == from_files.encode_batch(HARD + TEXTS)
+    assert from_json.vocab_size == from_files.vocab_size == 300 and from_json.identity != from_files.identity
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_control_token_that_the_library_would_find_is_escaped(folder: Path, tmp_path: Path, special: bool) -> None:
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    add = library.add_special_tokens if special else library.add_tokens
+    add(["<eod>"])
+    library.save(str(tmp_path / "t.json"))
+    fields = json.loads((tmp_path / "t.json").read_text())
+    fields["added_tokens"] = [token for token in fields["added_tokens"] if token["content"] == "<eod>"]
+    fields["model"]["vocab"]["!end!"] = fields["model"]["vocab"].pop("<|endoftext|>")
+    (tmp_path / "t.json").write_text(json.dumps(fields))
+    built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
+    assert built.eod_name == "<eod>" and built.eod_id not in built.encode("a<eod>b<eod>")
+    assert built.decode(built.encode("a<eod>b<eod>")) == "a<eod>b<eod>"
+
+
+def test_a_vocabulary_without_an_end_of_document_token_says_so_when_it_is_needed(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    library.save(str(tmp_path / "t.json"))
+    built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
+    assert not built.has_eod and built.encode("aa") == [0, 0]
+    with pytest.raises(DataError, match="must have an end-of-document token.*t.json has none.*--no-append-eod"):
+        _ = built.eod_id
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({}, "a tokenizer is needed"),
+        ({"tokenizer_type": "WordPiece", "tokenizer_path": "x"}, "--tokenizer-type must be one of .* got WordPiece"),
+        ({"tokenizer_path": "gone.json"}, "gone.json does not exist"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, "needs --merge-file"),
+        ({"vocab_file": __file__, "merge_file": __file__}, "must be GPT-2's vocab.json and merges.txt"),
+        ({"tokenizer_path": __file__}, "must be a JSON file of the `tokenizers` library"),
+        ({"tokenizer_type": "SentencePiece", "tokenizer_path": __file__}, "must be a SentencePiece .model"),
+    ],
+)
+def test_flags_that_name_no_tokenizer_are_refused(arguments: dict[str, str], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        tokenizer.build(**arguments)
+
+
+def test_training_is_deterministic_and_refuses_too_small_sizes(folder: Path) -> None:
+    assert train.train_bpe(TEXTS, 300) == (folder / "tokenizer.json").read_bytes()
+    with pytest.raises(DataError, match="--vocab-size must be at least 257"):
+        train.train_bpe(TEXTS, 256)
+    with pytest.raises(DataError, match="--vocab-size 100000 cannot be trained"):
+        train.train_unigram(TEXTS, 100_000)
