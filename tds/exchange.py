@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tds.boundary import Boundary, TensorSpec, check_received, check_same, describe
+from tds.peers import waiting_together
 from tds.schedule import Action, Kind, Message, received
 from tds.wire import HEADER_SIZE, Layout, Slice, decode_header, encode_header
 
@@ -112,7 +113,7 @@ class Exchange:
     def take_activations(self, message: Message) -> tuple[list[torch.Tensor], Crossing]:
         """Return the tensors that the previous stage sent, as fresh leaves of the graph."""
         crossing = self._read_header(message)
-        tensors = crossing.activations.unpack(self._take(message))
+        tensors = self._unpack(crossing.activations, message)
         for tensor, spec in zip(tensors, crossing.specs, strict=True):
             if spec.needs_grad:
                 tensor.requires_grad_()
@@ -128,7 +129,7 @@ class Exchange:
         """Return the gradients of this stage's output."""
         layout = self.outgoing[message.chunk].gradients
         if layout.specs:
-            return layout.unpack(self._take(message))
+            return self._unpack(layout, message)
         self._expected[(message.kind, message.peer)].popleft()
         return []
 
@@ -148,6 +149,12 @@ class Exchange:
             check_received(specs, self.declared, stage=self.links.stage, is_training=self.is_training)
             crossing = self.incoming[message.chunk] = Crossing.of(specs, is_single, self.links.cut)
         return crossing
+
+    def _unpack(self, layout: Layout, message: Message) -> list[torch.Tensor]:
+        received_bytes = self._take(message)
+        doing = f"gathering the {message.kind.name.lower()} of micro-batch {message.micro_batch} over the tensor group"
+        with waiting_together(self.links.stage, doing):
+            return layout.unpack(received_bytes)
 
     def _take(self, message: Message) -> torch.Tensor:
         """Return the bytes of ``message``, and post the receives that follow on its channel."""

@@ -10,6 +10,7 @@ from tds.gradients import reduce_gradients, sum_tied
 from tds.loss import LossMeter, agree_on_loss
 from tds.norm import clip, global_norm, is_counted
 from tds.optimizers import Gradients, clips_itself
+from tds.peers import waiting_together
 
 if TYPE_CHECKING:
     from tds.engine import PipelineEngine
@@ -20,9 +21,10 @@ def finish(engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None
     if gradients is None:
         raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
     loss, factor = mean_loss(engine, meter)
-    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)
     data_group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
-    reduce_gradients([gradients.of(p) for p in trained(engine)], data_group, float(factor))
+    with waiting_together(engine.stage_id, "adding up the gradients of tied weights and replicas"):
+        sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)
+        reduce_gradients([gradients.of(p) for p in trained(engine)], data_group, float(factor))
     engine._force_grad_boundary = True
     engine._take_model_step(None)
     engine._force_grad_boundary = False
@@ -34,15 +36,16 @@ def finish(engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None
 def mean_loss(engine: PipelineEngine, meter: LossMeter) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (mean loss, factor for the gradients), the same on every rank. Collective."""
     grid = engine.grid
-    return agree_on_loss(
-        meter.local_numbers() if engine.is_last_stage() else None,
-        data_group=grid.get_data_parallel_group(),
-        data_size=grid.data_parallel_size,
-        pipe_group=grid.get_pipe_parallel_group(),
-        pipe_size=grid.pipe_parallel_size,
-        last_rank=grid.stage_to_global(engine.num_stages - 1),
-        device=engine.device,
-    )
+    with waiting_together(engine.stage_id, "agreeing on the loss"):
+        return agree_on_loss(
+            meter.local_numbers() if engine.is_last_stage() else None,
+            data_group=grid.get_data_parallel_group(),
+            data_size=grid.data_parallel_size,
+            pipe_group=grid.get_pipe_parallel_group(),
+            pipe_size=grid.pipe_parallel_size,
+            last_rank=grid.stage_to_global(engine.num_stages - 1),
+            device=engine.device,
+        )
 
 
 def trained(engine: PipelineEngine) -> list[torch.nn.Parameter]:
@@ -58,7 +61,8 @@ def clip_gradients(engine: PipelineEngine, gradients: Gradients | None) -> None:
     parameters = trained(engine)
     tensor_rank = engine.grid.get_slice_parallel_rank()
     counted = [gradients.of(p) for p in parameters if is_counted(p, tensor_rank)]
-    norm = global_norm(counted, engine.grid.get_model_parallel_group(), engine.device)
+    with waiting_together(engine.stage_id, "taking the norm of the gradients"):
+        norm = global_norm(counted, engine.grid.get_model_parallel_group(), engine.device)
     clip([gradients.of(p) for p in parameters], norm, engine.gradient_clipping())
     engine._global_grad_norm = float(norm)
 

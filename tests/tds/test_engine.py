@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineError
 
 import tds
+from tds import train_step
 from tds.boundary import BoundaryError
 from tds.pipe import PipelineModule
 from tests.harness import fork_ranks, run_ranks
@@ -121,6 +122,19 @@ def test_a_dead_peer_is_named_with_action_and_micro_batch() -> None:
     assert codes[1] == -signal.SIGKILL
     told = (results[0] or "") + reports[0]
     assert "stage 0 lost stage 1 (rank 1) while" in told and "micro-batch" in told
+
+
+def _die_between(rank: int, toy: Toy) -> None:
+    engine = make_engine(toy, 1)
+    if rank == 1:
+        train_step.reduce_gradients = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    engine.train_batch(iter(toy.batches()))
+
+
+def test_a_peer_that_dies_in_a_sum_is_told_too() -> None:
+    codes, _, reports = fork_ranks(2, _die_between, Toy("chain"))
+    assert codes == [1, -signal.SIGKILL]
+    assert "stage 0 lost a rank while adding up the gradients" in reports[0]
 
 
 def _without_reader(rank: int, toy: Toy) -> list[Any]:
