@@ -24,6 +24,7 @@ class PipelineEngine(DeepSpeedEngine):
         nominal_weight    power of two by which losses given as (sum, count) are divided in the backward; about the
                           number of tokens of a micro-batch keeps 16-bit gradients in range
         on_micro_batch    called with the micro-batch's index ahead of each forward in training
+        on_loss           called with the mean loss, the same on every rank, ahead of the optimizer's step; may raise
     """
 
     def __init__(self, has_bool_tensors: bool = False, *args: Any, **kwargs: Any) -> None:
@@ -37,6 +38,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
         self.on_micro_batch: Callable[[int], None] | None = None
+        self.on_loss: Callable[[torch.Tensor], None] | None = None
         self.agg_train_loss: torch.Tensor | None = None
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)

@@ -21,6 +21,8 @@ def finish(engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None
     if gradients is None:
         raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
     loss, factor = mean_loss(engine, meter)
+    if engine.on_loss is not None:
+        engine.on_loss(loss)
     data_group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
     with waiting_together(engine.stage_id, "adding up the gradients of tied weights and replicas"):
         sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)

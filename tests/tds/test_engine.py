@@ -18,56 +18,6 @@ from tests.harness import fork_ranks, run_ranks
 from tests.tds.toys import Toy, Words, check_equal, head, make_engine, norm_of, reference, train
 
 
-def _train_eval_train(rank: int, toy: Toy, evaluates: bool) -> list[Any]:
-    engine = make_engine(toy, 2)
-    torch.manual_seed(5)
-    results = [train(engine, toy)]
-    if evaluates:
-        for number in (1, 3):
-            engine.eval_batch(iter(toy.batches()), num_micro_batches=number)
-    results.append(train(engine, toy))
-    return [*results, torch.rand(3), engine.module.micro_offset, engine.global_steps, engine.global_samples]
-
-
-def test_evaluation_changes_nothing_in_training() -> None:
-    toy = Toy("many", options={"seed_layers": True})
-    plain, mixed = run_ranks(2, _train_eval_train, toy, False), run_ranks(2, _train_eval_train, toy, True)
-    for before, after in zip(plain, mixed, strict=True):
-        for one, two in zip(before[:2], after[:2], strict=True):
-            assert torch.equal(one[0], two[0])
-            assert all(torch.equal(one[1][name], two[1][name]) for name in one[1])
-        assert torch.equal(before[2], after[2])
-        assert before[3:] == after[3:]
-        assert after[4:] == [2, 2 * toy.rows * toy.micro_batches]
-
-
-def _evaluate(rank: int, toy: Toy) -> dict[str, Any]:
-    engine = make_engine(toy, 2)
-    data = toy.batches(engine.grid.get_data_parallel_rank())
-    loss, logits = engine.eval_batch(iter(data), return_logits=True)
-    return {
-        "loss": loss,
-        "logits": logits,
-        "only last": engine.eval_batch(iter(data), bcast_loss=False),
-        "each": engine.eval_batch(iter(data), reduce_output=None),
-        "outputs": engine.eval_batch(iter(data), compute_loss=False, reduce_output=None),
-        "is last": engine.is_last_stage(),
-    }
-
-
-def test_eval_batch_has_deepspeeds_arguments() -> None:
-    toy = Toy("many", loss="pair")
-    loss, _ = reference(toy, replicas=2)
-    for got in run_ranks(4, _evaluate, toy):
-        assert abs(float(got["loss"] - loss)) < 1e-14
-        if got["is last"]:
-            assert torch.equal(got["only last"], got["loss"])
-            assert len(got["each"]) == len(got["outputs"]) == toy.micro_batches
-            assert torch.equal(got["outputs"][-1], got["logits"])
-        else:
-            assert got["only last"] is got["each"] is got["outputs"] is got["logits"] is None
-
-
 def _change_shapes(rank: int, toy: Toy) -> list[Any]:
     engine = make_engine(toy, 3)
     seen: list[int] = []
@@ -135,6 +85,25 @@ def test_a_peer_that_dies_in_a_sum_is_told_too() -> None:
     codes, _, reports = fork_ranks(2, _die_between, Toy("chain"))
     assert codes == [1, -signal.SIGKILL]
     assert "stage 0 lost a rank while adding up the gradients" in reports[0]
+
+
+def _stop_at_loss(rank: int, toy: Toy) -> Any:
+    engine = make_engine(toy, 2)
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    engine.optimizer.param_groups[0]["lr"] = 1.0
+
+    def stop(loss: torch.Tensor) -> None:
+        raise ArithmeticError(float(loss).hex())
+
+    engine.on_loss = stop
+    with pytest.raises(ArithmeticError) as raised:
+        engine.train_batch(iter(toy.batches()))
+    return str(raised.value), all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+
+
+def test_on_loss_may_stop_every_rank_before_the_weights_change() -> None:
+    toy = Toy("chain")
+    assert run_ranks(2, _stop_at_loss, toy) == [(float(reference(toy)[0]).hex(), True)] * 2
 
 
 def _without_reader(rank: int, toy: Toy) -> list[Any]:
