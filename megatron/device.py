@@ -17,13 +17,16 @@ DTYPES = {
 def choose(requested: str = "auto") -> str:
     """Return the device type to use: ``requested``, or "cuda" where there is one, else "cpu".
 
+    DS_ACCELERATOR=cpu, which DeepSpeed reads too, makes "auto" mean the CPU.
+
     Raises:
         ValueError: "cuda" is requested and no CUDA device can be used.
     """
     if requested not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda, got {requested}")
     if requested == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        is_cpu_wanted = os.environ.get("DS_ACCELERATOR") == "cpu"
+        return "cuda" if torch.cuda.is_available() and not is_cpu_wanted else "cpu"
     if requested == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "--device cuda needs a CUDA device and a CUDA build of torch, found none. "

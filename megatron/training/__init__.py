@@ -14,6 +14,7 @@ _HOME = {
     "get_config": "arguments",
     "get_tokenizer": "arguments",
     "get_streams": "arguments",
+    "settle": "accelerator",
     "start": "run",
 }
 

@@ -17,6 +17,7 @@ from megatron import training
 from megatron.config import parse
 from megatron.training.failure import guard
 from megatron.training.plan import dry_run
+from megatron.training.stop import StopRequests
 
 
 def pretrain(
@@ -42,6 +43,8 @@ def pretrain(
     started = time.monotonic()
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
+    stop = StopRequests()
+
     def main() -> None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         defaults = dict(args_defaults or {})
@@ -50,6 +53,8 @@ def pretrain(
             dry_run(config, world_size)
             return
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
-        training.start(config, names, *providers, name, started)
+        training.settle(config)  # before DeepSpeed is imported
+        training.start(config, names, *providers, name, started, stop)
 
+    stop.listen()
     guard(main, lambda: names["who"])

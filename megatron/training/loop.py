@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron.config import Config
 from megatron.errors import StopRequest
+from megatron.mpu.mappings import all_reduce
 from megatron.optim import LearningRate
 from megatron.training.data import RunData
 from megatron.training.engines import StepEngine, StepResult
@@ -64,7 +68,7 @@ def train(run: Run) -> None:
                 evaluate(run, "valid")
             if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
                 save(run)
-        reason = run.stop.agreed(step, run.world.grid.world, run.world.device)
+        reason = agree_to_stop(run)
         if reason is not None and step < total:
             save(run)
             raise StopRequest(
@@ -72,6 +76,15 @@ def train(run: Run) -> None:
                 f"Go on with: --load {run.folder} --save {run.folder}"
             )
     save(run)
+
+
+def agree_to_stop(run: Run) -> str | None:
+    """Return why the run stops after this step, on all ranks or on none. Collective."""
+    reason = run.stop.reason(run.progress.step)
+    vote = torch.tensor([float(reason is not None)], device=run.world.device)
+    if all_reduce(vote, run.world.grid.world, dist.ReduceOp.MAX).item() == 0.0:
+        return None
+    return reason or "another rank was asked to stop"
 
 
 def evaluate(run: Run, kind: str) -> float:

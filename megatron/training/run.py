@@ -33,18 +33,21 @@ def start(
     forward_step: ForwardStep,
     name: str,
     started: float,
+    stop: StopRequests,
 ) -> None:
     """Form the world, train, and leave the world. Collective.
 
     Args:
         names: gets this rank's name under "who", for error messages.
         started: ``time.monotonic()`` at the start of the process.
+        stop: listens to signals already.
     """
     here = world.start(config)
     names["who"] = here.name
     log.configure(here.rank)
+    stop.limit(config.run.exit_interval, config.run.exit_duration_in_mins, started)
     config = resolve_dtype(config, device.default_precision(here.kind))
-    run(config, here, datasets_provider, model_provider, forward_step, name, started)
+    run(config, here, datasets_provider, model_provider, forward_step, name, stop)
     world.stop()
 
 
@@ -55,14 +58,12 @@ def run(
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
     name: str,
-    started: float,
+    stop: StopRequests,
 ) -> None:
     """Train with a configuration and a world that exist already. Collective."""
     tokenizer, config = with_tokenizer(config)
     streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
     arguments.set_current(config, tokenizer, streams)
-    stop = StopRequests(config.run.exit_interval or None, config.run.exit_duration_in_mins or None, started)
-    stop.listen()
     folder = run_folder.choose(config, name, here)
     data = open_data(datasets_provider, config, here)
     engine = build_engine(config, here, streams, model_provider, forward_step)
@@ -72,7 +73,6 @@ def run(
     try:
         _work(this, time.monotonic())
     finally:
-        stop.restore()
         if this.screen is not None:
             this.screen.close()
         if this.metrics is not None:

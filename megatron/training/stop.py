@@ -7,25 +7,27 @@ import signal
 import time
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
-from megatron.mpu.groups import Group
 from megatron.training.failure import print_line, told_by_launcher
 
 
-class StopRequests:
-    """Collects reasons to stop on any rank; ``agreed`` makes all ranks stop after the same step.
 
-    The first SIGTERM or SIGINT asks for a checkpoint at the next step; the second ends the process at once. A SIGTERM
-    that follows a peer's death means leave without saving.
+class StopRequests:
+    """Collects this rank's reasons to stop; ``loop.agree`` makes all ranks stop after the same step.
+
+    The first SIGTERM or SIGINT asks for a checkpoint at the next step; the second ends the process at once, or is left
+    to our launcher where there is one. A SIGTERM that follows a peer's death means leave without saving.
     """
 
-    def __init__(self, exit_interval: int | None, exit_minutes: float | None, started: float) -> None:
-        self.exit_interval = exit_interval
-        self.deadline = started + 60.0 * exit_minutes if exit_minutes else None
+    def __init__(self) -> None:
+        self.exit_interval = 0
+        self.deadline: float | None = None
         self.signal_name: str | None = None
         self._previous: dict[int, object] = {}
+
+    def limit(self, exit_interval: int, exit_minutes: float, started: float) -> None:
+        """Also stop at multiples of ``exit_interval`` steps and ``exit_minutes`` after ``started``; 0 is never."""
+        self.exit_interval = exit_interval
+        self.deadline = started + 60.0 * exit_minutes if exit_minutes else None
 
     def listen(self) -> None:
         """Take over SIGTERM and SIGINT of this process."""
@@ -38,18 +40,8 @@ class StopRequests:
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous.clear()
 
-    def agreed(self, step: int, world: Group, device: torch.device) -> str | None:
-        """Return why the run stops after ``step``, the same on all ranks, or None. Collective."""
-        reason = self._reason(step)
-        if world.size == 1:
-            return reason
-        votes = torch.tensor([float(reason is not None)], device=device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=world.handle)
-        if votes.item() == 0.0:
-            return None
-        return reason or "another rank was asked to stop"
-
-    def _reason(self, step: int) -> str | None:
+    def reason(self, step: int) -> str | None:
+        """Return why this rank would stop after ``step``, or None."""
         if self.signal_name:
             return f"received {self.signal_name}"
         if self.exit_interval and step % self.exit_interval == 0:
@@ -63,6 +55,6 @@ class StopRequests:
         if death:
             print_line(f"rank {os.environ.get('RANK', '0')}: leaving, {death}")
             os._exit(4)
-        if self.signal_name:
+        if self.signal_name and "MEGATRON_FAILURE_FILE" not in os.environ:
             os._exit(128 + number)
         self.signal_name = signal.Signals(number).name

@@ -18,6 +18,7 @@ from megatron.config import Config, check_device
 from megatron.errors import ConfigError, PeerError
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
+from megatron.training.accelerator import settle
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,7 @@ def start(config: Config) -> World:
         ConfigError: the device or backend cannot be used, or ranks differ in code, versions or arguments.
         PeerError: not all ranks came.
     """
-    try:
-        kind = device.choose(config.parallel.device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    kind = settle(config)
     check_device(config, kind == "cuda", kind != "cuda" or device.default_precision(kind) == "bf16")
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     place = device.bind(kind, local_rank)
@@ -71,8 +69,9 @@ def start(config: Config) -> World:
 
 
 def stop() -> None:
-    """Leave the process groups."""
+    """Leave the process groups together: no rank ends while another still works. Collective."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -1,0 +1,166 @@
+"""Run a few steps in any layout and keep what must be equal in all of them: losses, gradient norms, every gradient.
+
+Tests and ``tools/check_layout.py`` compare such traces with the one of a single process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.checkpoint import named_parameters
+from megatron.config import Config
+from megatron.mpu.random import DropoutStreams
+from megatron.mpu.shard import Shard, shard_of
+from megatron.training import arguments
+from megatron.training.assembly import build_engine, make_learning_rate
+from megatron.training.data import RunData
+from megatron.training.engines import ForwardStep, StepEngine
+from megatron.training.report import set_learning_rate
+from megatron.training.world import World
+
+EOD_ID = 0
+SMALLEST_SHARE = 1.0e-6  # of the global norm: gradients below it are zero by symmetry
+
+
+class RandomTokens:
+    """A data set of random tokens; item i is a function of (seed, i). About one token in eight ends a document."""
+
+    def __init__(self, vocab_size: int, seq_length: int, seed: int = 0) -> None:
+        self.vocab_size, self.seq_length, self.seed = vocab_size, seq_length, seed
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        generator = np.random.default_rng((self.seed, index))
+        tokens = generator.integers(1, self.vocab_size, self.seq_length + 1, dtype=np.int64)
+        tokens[generator.random(self.seq_length + 1) < 0.125] = EOD_ID
+        return tokens
+
+
+@dataclass
+class Trace:
+    """What one rank saw. ``gradients`` are of the first step, reduced, before clipping; parts of global tensors."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, tuple[Shard, torch.Tensor]] = field(default_factory=dict)
+    weights: dict[str, tuple[Shard, torch.Tensor]] = field(default_factory=dict)
+    eval_losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest differences over all steps, tensors and ranks; ``worst`` names the gradient that differs most."""
+
+    first_loss: float
+    loss: float
+    first_norm: float
+    norm: float
+    gradient: float
+    weight: float
+    worst: str
+
+
+def trace_steps(
+    config: Config,
+    here: World,
+    dataset: Any,
+    model_provider: Callable[[], torch.nn.Module],
+    forward_step: ForwardStep,
+    *,
+    steps: int,
+    eval_every: int = 0,
+) -> Trace:
+    """Train ``steps`` steps on ``dataset`` and return what this rank saw. Collective.
+
+    Args:
+        eval_every: also evaluate one global batch after so many steps; training must not notice.
+    """
+    streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
+    arguments.set_current(config, SimpleNamespace(eod_id=EOD_ID), streams)
+    engine = build_engine(config, here, streams, model_provider, forward_step)
+    data = RunData({"train": dataset, "valid": dataset} if here.reads_data else {}, None)
+    trace = Trace()
+    _capture_first_gradients(engine, trace)
+    batches = data.batches("train", config, here)
+    rate = make_learning_rate(config)
+    for step in range(steps):
+        set_learning_rate(engine.optimizer, rate.at(step))
+        result = engine.train_step(batches, step)
+        trace.losses.append(result.loss)
+        trace.grad_norms.append(result.grad_norm)
+        if eval_every and (step + 1) % eval_every == 0:
+            trace.eval_losses.append(engine.evaluate_batch(data.batches("valid", config, here)))
+    for name, parameter in named_parameters(engine.module):
+        shard = shard_of(parameter)
+        trace.weights[name] = (shard, shard.unpadded(engine.optimizer.master_of(parameter)).detach().clone())
+    return trace
+
+
+def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
+    """Return how far the traces of ``ranks`` are from that of one process.
+
+    Every part that any rank holds is compared with the same part of the reference, copies included.
+
+    Raises:
+        ValueError: the ranks together do not hold the same parameters as the reference.
+    """
+    names = {name for trace in ranks for name in trace.gradients}
+    if names != set(reference.gradients):
+        raise ValueError(f"the layouts hold different parameters: {sorted(names ^ set(reference.gradients))}")
+    floor = SMALLEST_SHARE * reference.grad_norms[0]
+    gradient, worst = max(_differences(reference.gradients, [t.gradients for t in ranks], floor), default=(0.0, ""))
+    weight, _ = max(_differences(reference.weights, [t.weights for t in ranks], 1e-12), default=(0.0, ""))
+    return Difference(
+        first_loss=max(abs(t.losses[0] - reference.losses[0]) for t in ranks),
+        loss=max(_largest(reference.losses, t.losses) for t in ranks),
+        first_norm=max(_relative(reference.grad_norms[:1], t.grad_norms[:1]) for t in ranks),
+        norm=max(_relative(reference.grad_norms, t.grad_norms) for t in ranks),
+        gradient=gradient,
+        weight=weight,
+        worst=worst,
+    )
+
+
+def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
+    """Keep a copy of the gradients that the first ``optimizer.step()`` receives."""
+    optimizer = engine.optimizer
+    step = optimizer.step
+
+    def capturing_step(closure: None = None) -> None:
+        if not trace.gradients:
+            for name, parameter in named_parameters(engine.module):
+                gradient, shard = optimizer.gradient_of(parameter), shard_of(parameter)
+                if gradient is not None:
+                    part = shard.unpadded(gradient) / optimizer.loss_scale
+                    trace.gradients[name] = (shard, part.detach().clone())
+        step()
+
+    optimizer.step = capturing_step  # type: ignore[method-assign]
+
+
+def _differences(
+    whole: Mapping[str, tuple[Shard, torch.Tensor]],
+    ranks: Sequence[Mapping[str, tuple[Shard, torch.Tensor]]],
+    floor: float,
+) -> list[tuple[float, str]]:
+    """Return (relative Frobenius difference, name) of every part that any rank holds."""
+    found = []
+    for parts in ranks:
+        for name, (shard, part) in parts.items():
+            wanted = shard.cut(whole[name][1])
+            scale = max(whole[name][1].norm().item(), floor)
+            found.append(((part - wanted).norm().item() / scale, name))
+    return found
+
+
+def _largest(a: Sequence[float], b: Sequence[float]) -> float:
+    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def _relative(a: Sequence[float], b: Sequence[float]) -> float:
+    return max((abs(x - y) / max(abs(x), 1e-300) for x, y in zip(a, b, strict=True)), default=0.0)

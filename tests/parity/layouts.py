@@ -1,0 +1,53 @@
+"""Traces of a small GPT-2 in any layout, for the parity tests."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pretrain_gpt2
+from megatron.config import parse
+from megatron.training import world
+from megatron.training.parity import RandomTokens, Trace, trace_steps
+from tests.harness import run_ranks
+
+VOCAB = 101  # a prime: padded for every tensor size
+SEQ = 16
+SIZES = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --hidden-bias "
+    f"--seq-length {SEQ} --vocab-size {VOCAB} --init-method-std 0.1 --attention-dropout 0 --hidden-dropout 0 "
+    "--data-path none --device cpu --train-iters 20 --lr 1e-3 --warmup 0.1 --clip-grad 0"
+).split()
+
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+"""(tensor, pipe, data) of every grid of 2 and 4 ranks."""
+
+
+def flags(tensor: int, pipe: int, *, micro: int, gas: int, extra: str = "") -> list[str]:
+    """Return the command line of a layout; ``extra`` comes last and wins."""
+    layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --batch-size {micro} --gas {gas}"
+    return [*SIZES, *layout.split(), *extra.split()]
+
+
+def trace_rank(rank: int, argv: list[str], world_size: int, steps: int, eval_every: int) -> Trace:
+    """What each rank runs."""
+    config = parse(argv, world_size=world_size).with_vocab(VOCAB)
+    here = world.start(config)
+    provider, forward = pretrain_gpt2.model_provider, pretrain_gpt2.forward_step
+    data = RandomTokens(VOCAB, SEQ, seed=7)
+    return trace_steps(config, here, data, provider, forward, steps=steps, eval_every=eval_every)
+
+
+@functools.cache
+def traces(
+    tensor: int, pipe: int, data: int, micro: int, gas: int, extra: str = "--fp64", steps: int = 3, eval_every: int = 0
+) -> list[Trace]:
+    """Return each rank's trace in this layout; equal calls run once in a session."""
+    size = tensor * pipe * data
+    argv = flags(tensor, pipe, micro=micro, gas=gas, extra=extra)
+    return run_ranks(size, trace_rank, argv, size, steps, eval_every, deadline_s=100.0)
+
+
+def serial(micro: int, gas: int, extra: str = "--fp64", **others: Any) -> Trace:
+    """Return the trace of one process."""
+    return traces(1, 1, 1, micro, gas, extra, **others)[0]
