@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule as _DeepSpeedModule
 
@@ -29,6 +30,10 @@ class PipelineModule(_DeepSpeedModule):
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         with without_prints():
             super().__init__(layers, *args, **kwargs)
+
+    def _synchronize_tied_weights(self) -> None:
+        with torch.no_grad():  # else autograd takes the broadcast for a step that it would have to differentiate
+            super()._synchronize_tied_weights()
 
     def _partition_layers(self, method: Any = "uniform") -> None:
         if isinstance(method, str):

@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 - torch's optimizers import it: once here rather than in every forked rank
 
 torch.set_num_threads(1)
 

@@ -163,13 +163,13 @@ class PipelineEngine:
         self._step = 0
         engine.nominal_weight = nominal
         engine.on_micro_batch = self._start_micro_batch
+        engine.on_loss = lambda loss: raise_unless_finite(float(loss), self.optimizer)
 
     def train_step(self, data: DataIterator, step: int) -> StepResult:
         """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
         self._step = step
         scale = self.optimizer.loss_scale
         loss = float(self.engine.train_batch(data))
-        raise_unless_finite(loss, self.optimizer)
         return StepResult(
             loss=loss,
             grad_norm=self.optimizer._global_grad_norm,

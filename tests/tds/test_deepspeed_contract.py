@@ -38,7 +38,14 @@ def test_the_step_calls_clip_fp32_gradients_and_reads_what_we_say_it_reads() -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["_partition_layers", "_set_bounds", "_precompute_checkpointable_values", "get_tied_weights_and_groups", "mpu"],
+    [
+        "_partition_layers",
+        "_set_bounds",
+        "_synchronize_tied_weights",
+        "_precompute_checkpointable_values",
+        "get_tied_weights_and_groups",
+        "mpu",
+    ],
 )
 def test_pipeline_module_has(name: str) -> None:
     assert callable(getattr(deepspeed.PipelineModule, name))
