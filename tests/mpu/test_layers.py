@@ -1,0 +1,93 @@
+"""Cut linear layers against torch's."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from megatron.mpu.groups import Group
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from tests.harness import run_ranks
+from tests.mpu.whole import fill, random, whole_world
+
+S, B, H, F = 5, 2, 6, 8
+A, BIAS_A, C, BIAS_C = random(1, F, H), random(2, F), random(3, H, F), random(4, H)
+X, UPSTREAM = random(5, S, B, H), random(6, S, B, H)
+
+
+def column_then_row(rank, size):
+    group = whole_world(rank, size)
+    up, down = ColumnParallelLinear(H, F, group=group).double(), RowParallelLinear(F, H, group=group).double()
+    # the same layer without the other half: its output joined
+    joined = ColumnParallelLinear(H, F, gather_output=True, group=group).double()
+    for layer, weight, bias in ((up, A, BIAS_A), (joined, A, BIAS_A), (down, C, BIAS_C)):
+        fill(layer.weight, weight)
+        fill(layer.bias, bias)
+    x = X.clone().requires_grad_()
+    y = down(torch.tanh(up(x)))
+    y.backward(UPSTREAM)
+    gradients = {
+        name: (p.shard, p.grad)
+        for layer in (up, down)
+        for name, p in ((f"{type(layer).__name__}.{n}", p) for n, p in layer.named_parameters())
+    }
+    return y.detach(), x.grad, gradients, joined(X).detach()
+
+
+@functools.cache
+def reference():
+    x = X.clone().requires_grad_()
+    a, bias_a, c, bias_c = (w.clone().requires_grad_() for w in (A, BIAS_A, C, BIAS_C))
+    hidden = torch.nn.functional.linear(x, a, bias_a)
+    y = torch.nn.functional.linear(torch.tanh(hidden), c, bias_c)
+    y.backward(UPSTREAM)
+    gradients = {
+        "ColumnParallelLinear.weight": a.grad, "ColumnParallelLinear.bias": bias_a.grad,
+        "RowParallelLinear.weight": c.grad, "RowParallelLinear.bias": bias_c.grad,
+    }  # fmt: skip
+    return y.detach(), x.grad, gradients, hidden.detach()
+
+
+def close(found, wanted):
+    return (found - wanted).abs().max() <= 1e-13 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_column_then_row_equals_two_linears(size):
+    y, x_grad, gradients, hidden = reference()
+    ranks = run_ranks(size, column_then_row, size) if size > 1 else [column_then_row(0, 1)]
+    for rank_y, rank_x_grad, rank_gradients, rank_hidden in ranks:
+        assert close(rank_y, y), "forward; a bias that each rank adds shows here"
+        assert close(rank_hidden, hidden), "gather_output"
+        assert close(rank_x_grad, x_grad), "input gradient"
+        assert sorted(rank_gradients) == sorted(gradients)
+        for name, (shard, gradient) in rank_gradients.items():
+            assert close(gradient, shard.cut(gradients[name])), name
+
+
+def test_shards_of_all_ranks_make_up_the_weight_once():
+    for size in (2, 4):
+        groups = [Group(tuple(range(size)), rank) for rank in range(size)]
+        up, down = (
+            [ColumnParallelLinear(H, F, group=g) for g in groups],
+            [RowParallelLinear(F, H, group=g) for g in groups],
+        )
+        assert torch.equal(torch.cat([layer.weight.shard.cut(A) for layer in up], dim=0), A)
+        assert torch.equal(torch.cat([layer.weight.shard.cut(C) for layer in down], dim=1), C)
+        assert torch.equal(torch.cat([layer.bias.shard.cut(BIAS_A) for layer in up]), BIAS_A)
+        assert all(not layer.bias.shard.is_partitioned and layer.weight.shard.is_partitioned for layer in down)
+
+
+def test_without_bias_there_is_none():
+    assert [n for n, _ in ColumnParallelLinear(H, F, bias=False).named_parameters()] == ["weight"]
+    assert [n for n, _ in RowParallelLinear(F, H, bias=False).named_parameters()] == ["weight"]
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    three = Group((0, 1, 2), 0)
+    with pytest.raises(ValueError, match="output_size must be a multiple of --model-parallel-size, got 8 and 3"):
+        ColumnParallelLinear(H, F, group=three)
+    with pytest.raises(ValueError, match="input_size must be a multiple of --model-parallel-size, got 8 and 3"):
+        RowParallelLinear(F, H, group=three)

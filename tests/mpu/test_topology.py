@@ -1,0 +1,75 @@
+"""The grid of ranks as arithmetic, against its definition and against DeepSpeed's."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.mpu.topology import AXES, Coordinate, Topology
+
+size = st.integers(1, 4)
+grids = st.builds(Topology, pipe=size, data=size, tensor=size)
+quick = settings(deadline=None, max_examples=30)
+
+
+@quick
+@given(grids)
+def test_rank_and_coordinate_are_inverse(grid):
+    ranks = range(grid.world_size)
+    assert [grid.rank(grid.coordinate(rank)) for rank in ranks] == list(ranks)
+    every = {Coordinate(p, d, t) for p in range(grid.pipe) for d in range(grid.data) for t in range(grid.tensor)}
+    assert {grid.coordinate(rank) for rank in ranks} == every
+
+
+@quick
+@given(grids)
+def test_groups_along_any_axes_partition_the_ranks(grid):
+    for count in range(len(AXES) + 1):
+        for axes in combinations(AXES, count):
+            groups = grid.groups(*axes)
+            assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+            for group in groups:
+                assert group == sorted(group)
+                for axis in set(AXES) - set(axes):
+                    assert len({getattr(grid.coordinate(rank), axis) for rank in group}) == 1
+                for axis in axes:
+                    assert {getattr(grid.coordinate(rank), axis) for rank in group} == set(range(getattr(grid, axis)))
+
+
+@quick
+@given(grids)
+def test_ranks_and_groups_are_those_of_deepspeed(grid):
+    theirs = PipeModelDataParallelTopology(num_pp=grid.pipe, num_mp=grid.tensor, num_dp=grid.data)
+    for rank in range(grid.world_size):
+        place = grid.coordinate(rank)
+        assert theirs.get_rank(pipe=place.pipe, data=place.data, model=place.tensor) == rank
+    for axis, name in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
+        if getattr(grid, axis) > 1:  # DeepSpeed lists no groups of one
+            assert sorted(grid.groups(axis)) == sorted(theirs.get_axis_comm_lists(name))
+
+
+def test_a_tensor_group_is_made_of_neighbours_and_pipe_runs_slowest():
+    grid = Topology(pipe=2, data=2, tensor=2)
+    assert grid.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.groups("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.groups("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.groups("pipe", "tensor") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_the_data_axis_takes_what_the_others_leave():
+    assert Topology.of_world(8, tensor=2, pipe=2) == Topology(pipe=2, data=2, tensor=2)
+
+
+def test_a_world_that_does_not_divide_is_refused_with_the_numbers():
+    told = r"world_size=6, --model-parallel-size 2, --pipe-parallel-size 2 \(2 x 2 = 4\). Start 8 processes"
+    with pytest.raises(ValueError, match=told):
+        Topology.of_world(6, tensor=2, pipe=2)
+
+
+def test_an_unknown_axis_is_refused():
+    with pytest.raises(ValueError, match=r"got \['model'\]"):
+        Topology(1, 1, 1).groups("model")

@@ -1,0 +1,25 @@
+"""The world as one group, for tests of a single axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.groups import SINGLE, Group
+
+
+def whole_world(rank: int, size: int) -> Group:
+    """Return the group of all ranks."""
+    return SINGLE if size == 1 else Group(tuple(range(size)), rank, dist.group.WORLD)
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    """Return normal numbers in fp64 that depend on ``seed`` alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Put this rank's part of the logical tensor ``whole`` into ``parameter``; padding is zero."""
+    with torch.no_grad():
+        parameter.zero_()
+        parameter.shard.unpadded(parameter).copy_(parameter.shard.cut(whole))

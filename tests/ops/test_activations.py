@@ -1,0 +1,28 @@
+"""Activation functions against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.ops.activations import activation
+
+X = torch.linspace(-4, 4, 33, dtype=torch.float64)
+
+
+def test_gelu_is_x_times_the_normal_distribution():
+    expected = X * 0.5 * (1 + torch.erf(X / math.sqrt(2)))
+    assert (activation("gelu")(X) - expected).abs().max() <= 1e-14
+
+
+def test_gelu_tanh_is_the_approximation_that_gpt2_was_trained_with():
+    expected = 0.5 * X * (1 + torch.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3)))
+    assert (activation("gelu-tanh")(X) - expected).abs().max() <= 1e-14
+    assert (activation("gelu-tanh")(X) - activation("gelu")(X)).abs().max() > 1e-5
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="--activation must be one of gelu, gelu-tanh, got swish"):
+        activation("swish")

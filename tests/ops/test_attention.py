@@ -1,0 +1,73 @@
+"""Attention against its formula, and the masks of documents."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.ops.attention import attention, document_mask
+from tests.mpu.whole import random
+
+B, A, S, D = 2, 3, 6, 4
+Q, K, V = (random(seed, B, A, S, D) for seed in (1, 2, 3))
+ROOT = 1 / math.sqrt(D)
+CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def formula(mask, scale=ROOT):
+    scores = (Q @ K.transpose(-1, -2)) * scale
+    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) @ V
+
+
+def gradients(output_of):
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    y = output_of(*leaves)
+    y.backward(random(4, B, A, S, D))
+    return [y.detach(), *(x.grad for x in leaves)]
+
+
+def test_causal_equals_the_explicit_mask_forward_and_backward():
+    causal = gradients(lambda q, k, v: attention(q, k, v))
+    explicit = gradients(lambda q, k, v: attention(q, k, v, mask=CAUSAL.expand(B, 1, S, S)))
+    assert all((a - b).abs().max() <= 1e-14 for a, b in zip(causal, explicit, strict=True))
+    assert (causal[0] - formula(CAUSAL)).abs().max() <= 1e-14
+
+
+def test_scale_is_one_over_the_root_of_the_head_size_unless_given():
+    assert (attention(Q, K, V, scale=0.3) - formula(CAUSAL, 0.3)).abs().max() <= 1e-14
+
+
+def test_no_position_sees_a_later_one():
+    changed = K.clone()
+    changed[:, :, 4] += 1.0
+    assert torch.equal(attention(Q, changed, V)[:, :, :4], attention(Q, K, V)[:, :, :4])
+
+
+def test_a_document_mask_is_causal_within_documents():
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+    mask = document_mask(ids)
+    assert mask.shape == (2, 1, S, S) and mask.dtype == torch.bool
+    for b in range(2):
+        for i in range(S):
+            for j in range(S):
+                assert mask[b, 0, i, j] == (j <= i and ids[b, i] == ids[b, j])
+
+
+def test_a_document_is_read_as_if_it_stood_alone():
+    ids = torch.tensor([[0, 0, 1, 1, 1, 1]]).expand(B, S)
+    y = attention(Q, K, V, mask=document_mask(ids))
+    for part in (slice(0, 2), slice(2, 6)):
+        alone = attention(Q[:, :, part], K[:, :, part], V[:, :, part])
+        assert (y[:, :, part] - alone).abs().max() <= 1e-14
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL])
+def test_dropout_drops_probabilities_and_none_is_the_default(mask):
+    torch.manual_seed(0)
+    dropped = attention(Q, K, V, mask=mask, dropout=0.5)
+    plain = attention(Q, K, V, mask=mask)
+    assert (dropped - plain).abs().max() > 0.1
+    torch.manual_seed(0)
+    assert torch.equal(attention(Q, K, V, mask=mask, dropout=0.5), dropped)
