@@ -3,13 +3,16 @@
 Global batch k after ``samples_consumed`` = c is the samples c + k B ... c + (k + 1) B - 1 with B = b m d; replica r
 takes the contiguous part r m b ... (r + 1) m b - 1 of it, micro-batch after micro-batch. So "samples consumed" is
 all that there is to resume, with any b, m, d.
+
+A data set that has a length starts anew at its end: sample i of the run is its item i % len. One without a length, as
+``GPT2Samples``, has an item for any index.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +21,16 @@ from megatron.errors import DataError
 
 
 class Samples(Protocol):
-    """What has a sample for any index >= 0."""
+    """A sample for any index >= 0, or below its length where it has one: an array, or a dictionary of them."""
 
-    def __getitem__(self, index: int) -> np.ndarray: ...
+    def __getitem__(self, index: int) -> Any: ...
 
 
 class ReplicaBatches:
-    """Iterates over micro-batches ``{"text": int64 [b, L+1]}`` of replica ``data_rank`` of ``data_size``.
+    """Iterates over micro-batches of replica ``data_rank`` of ``data_size``.
+
+    A micro-batch is ``{"text": int64 [b, L+1]}``; of a data set whose samples are dictionaries, the same keys with the
+    arrays or tensors of b samples stacked.
 
     Args:
         samples_consumed: samples of all replicas that earlier steps have read.
@@ -32,7 +38,8 @@ class ReplicaBatches:
         num_workers: processes that read ahead; 0 reads in this process.
 
     Raises:
-        DataError: a sample cannot be read; names sample, document and place in the file.
+        DataError: a sample cannot be read (names sample, document and place in the file), the data set is empty, or
+            the samples of a micro-batch cannot be stacked.
         RuntimeError: a reading process died.
     """
 
@@ -94,13 +101,31 @@ class ReplicaBatches:
 
 
 class _Collate:
-    """Reads the samples of one micro-batch into one tensor."""
+    """Reads the samples of one micro-batch into one tensor for each key."""
 
     def __init__(self, dataset: Samples) -> None:
         self.dataset = dataset
+        self.length = len(dataset) if isinstance(dataset, Sized) else None
+        if self.length == 0:
+            raise DataError(f"a data set must hold at least one sample, {type(dataset).__name__} has none")
 
     def __call__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        return {"text": torch.from_numpy(np.stack([self.dataset[index] for index in indices]))}
+        samples = [self.dataset[index if self.length is None else index % self.length] for index in indices]
+        if not isinstance(samples[0], Mapping):
+            return {"text": torch.from_numpy(np.stack(samples))}
+        return {key: _stack(key, [sample.get(key) for sample in samples], indices) for key in samples[0]}
+
+
+def _stack(key: str, values: list[Any], indices: list[int]) -> torch.Tensor:
+    """Return one tensor [b, ...] of what the samples hold under ``key``."""
+    try:
+        return torch.stack([torch.as_tensor(value) for value in values])
+    except (RuntimeError, TypeError, ValueError) as error:
+        held = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
+        raise DataError(
+            f"{key!r} must be an array of one shape in all samples of a micro-batch, got {held} in samples {indices}. "
+            "Pad them in the data set."
+        ) from error
 
 
 class _Guarded(_Collate):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.data import GPT2Samples, ReplicaBatches
 from megatron.errors import DataError
@@ -105,3 +106,58 @@ def test_a_reading_process_that_fails_or_dies_ends_the_reading_at_once(
     with pytest.raises(error, match=text):
         list(batches)
     assert time.monotonic() - started < 5
+
+
+class Finite:
+    """Five samples, each a dictionary."""
+
+    def __init__(self, length: int = 5) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if index >= self.length:
+            raise IndexError(index)
+        return {
+            "tokens": np.full(3, index, np.int64),
+            "is_pad": torch.tensor([index > 2, False]),
+            "weight": 0.5 * index,
+        }
+
+
+def batches_of(dataset: object, num_workers: int = 0) -> ReplicaBatches:
+    return ReplicaBatches(
+        dataset,  # type: ignore[arg-type]
+        micro_batch_size=2,
+        num_micro_batches=1,
+        data_rank=0,
+        data_size=1,
+        samples_consumed=2,
+        limit=8,
+        num_workers=num_workers,
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_dictionaries_are_stacked_key_by_key_and_a_finite_data_set_starts_anew(num_workers: int) -> None:
+    batches = list(batches_of(Finite(), num_workers))
+    assert [batch["tokens"].tolist() for batch in batches] == [[[i] * 3, [j] * 3] for i, j in ((2, 3), (4, 0), (1, 2))]
+    assert batches[0]["is_pad"].dtype == torch.bool and batches[0]["is_pad"].tolist() == [[False, False], [True, False]]
+    assert batches[1]["weight"].tolist() == [2.0, 0.0]
+
+
+def test_samples_that_cannot_be_used_are_told() -> None:
+    class Ragged(Finite):
+        def __getitem__(self, index: int) -> dict[str, object]:
+            return {"tokens": np.zeros(index + 1)}
+
+    with pytest.raises(DataError, match=r"'tokens' must be .* one shape .*\(3,\), \(4,\).* samples \[2, 3\]"):
+        next(iter(batches_of(Ragged())))
+    with pytest.raises(DataError, match="at least one sample"):
+        iter(batches_of(Finite(0)))
+
+
+def test_gpt2_samples_have_no_end() -> None:
+    assert not hasattr(GPT2Samples, "__len__")

@@ -1,0 +1,228 @@
+"""A model of one's own: a bidirectional language model that fills in masked bytes, in every layout of (t, p, d).
+
+    python -m megatron.launch --nproc-per-node 4 --preload torch,deepspeed examples/own_model.py \\
+        --pipe-parallel-size 2 --model-parallel-size 2 --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
+    python examples/own_model.py --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
+
+It learns from the texts in examples/corpus, byte by byte, so it needs no tokenizer and no --data-path;
+docs/own_model.md explains it part by part. Of the flags that describe a model it reads --num-layers, --hidden-size,
+--num-attention-heads, --hidden-dropout and --seq-length; those that describe the run act as they do for GPT-2.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+from megatron import mpu  # noqa: E402
+from megatron.pipe import pipe_topology  # noqa: E402
+from megatron.training import get_args, get_streams, pretrain  # noqa: E402
+from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
+
+PAD, MASK, VOCAB = 256, 257, 258  # beyond the 256 bytes
+MASKED_SHARE = 0.15
+KEYS = ("tokens", "labels", "is_masked", "is_text")
+
+
+class MaskedBytes(torch.utils.data.Dataset):
+    """Paragraphs of examples/corpus as bytes, padded to ``seq_length``; some bytes are hidden and to be found.
+
+    Args:
+        part: which paragraphs, as remainders of their number by 20.
+    """
+
+    def __init__(self, seq_length: int, part: range) -> None:
+        texts = sorted((Path(__file__).parent / "corpus").glob("*/*.txt"))
+        lines = [line for text in texts for line in text.read_bytes().splitlines() if line]
+        self.lines = [line for number, line in enumerate(lines) if number % 20 in part]
+        self.seq_length = seq_length
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        generator = np.random.default_rng(index)
+        line = np.frombuffer(self.lines[index], np.uint8).astype(np.int64)
+        start = generator.integers(max(len(line) - self.seq_length, 0) + 1)
+        line = line[start : start + self.seq_length]
+        labels = np.full(self.seq_length, PAD, np.int64)
+        labels[: len(line)] = line
+        is_text = np.arange(self.seq_length) < len(line)
+        is_masked = is_text & (generator.random(self.seq_length) < MASKED_SHARE)
+        is_masked[generator.integers(len(line))] = True  # at least one, or there would be no loss
+        tokens = np.where(is_masked, MASK, labels)
+        return dict(zip(KEYS, (tokens, labels, is_masked.astype(np.int64), is_text.astype(np.int64)), strict=True))
+
+
+class Embedding(nn.Module):
+    """(tokens [b, s], is_text [b, 1, 1, s]) to (hidden states [s, b, h], is_text): bytes and sinusoids of positions."""
+
+    def __init__(self, hidden_size: int, group: mpu.Group) -> None:
+        super().__init__()
+        self.bytes = mpu.VocabParallelEmbedding(VOCAB, hidden_size, group=group)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, is_text = inputs
+        x = self.bytes(tokens.transpose(0, 1))  # [s, b, h]
+        return x + positions(*x.shape[::2]).to(x).unsqueeze(1), is_text
+
+
+def positions(length: int, hidden_size: int) -> torch.Tensor:
+    """Return sines and cosines of the positions, of the size of an initial weight.
+
+    Shapes:
+        output [s, h]
+
+    Source: Vaswani et al. 2017, "Attention is all you need", section 3.5.
+    """
+    half = hidden_size // 2
+    rates = torch.exp(torch.arange(half) * (-math.log(10_000.0) / half))
+    angles = torch.arange(length).unsqueeze(1) * rates
+    return 0.02 * torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+class GatedAttention(nn.Module):
+    """``x + dropout(down(attention(q, k, v) * silu(gate)))``, with q, k, v and gate from the normed x.
+
+    Each head has the rows of its q, k, v and gate together, so that any cut of ``up`` by whole heads is a cut of rows.
+    """
+
+    def __init__(self, number: int, hidden_size: int, num_heads: int, dropout: float, group: mpu.Group) -> None:
+        super().__init__()
+        self.number, self.dropout, self.streams = number, dropout, get_streams()
+        self.num_heads = mpu.divide("--num-attention-heads", num_heads, group)
+        self.norm = nn.LayerNorm(hidden_size)
+        self.up = mpu.ColumnParallelLinear(hidden_size, 4 * hidden_size, group=group)
+        self.down = mpu.RowParallelLinear(hidden_size, hidden_size, group=group)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, is_text = inputs
+        up = self.up(self.norm(x))  # [s, b, 4h/t]
+        s, b, _ = up.shape
+        q, k, v, gate = up.view(s, b, self.num_heads, 4, -1).permute(3, 1, 2, 0, 4)  # 4 x [b, a/t, s, d]
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=is_text) * F.silu(gate)
+        y = self.down(mixed.permute(2, 0, 1, 3).reshape(s, b, -1))  # [s, b, h]
+        y = self.streams.dropout(y, self.dropout, training=self.training, layer=self.number, site="gated attention")
+        return x + y, is_text
+
+
+class FinalNorm(nn.LayerNorm):
+    """The last norm; it passes on both tensors, for a stage may end after it."""
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(inputs[0]), inputs[1]
+
+
+def logits_of(embedding: Embedding, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return logits [s, b, v/t] by the table of the embedding."""
+    group = embedding.bytes.group
+    return F.linear(mpu.copy_to_tensor_region(inputs[0], group), embedding.bytes.weight)
+
+
+def loss_of(logits: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss over the masked bytes of this micro-batch: a scalar, averaged over micro-batches."""
+    labels, is_masked = (target.transpose(0, 1) for target in targets)  # 2 x [s, b]
+    losses = mpu.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCAB, group=mpu.get_grid().tensor)
+    return (losses * is_masked).sum() / is_masked.sum()
+
+
+def sizes() -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
+    """Return the arguments of the embedding, and those of each layer."""
+    args, group = get_args(), mpu.get_grid().tensor
+    each = (args.hidden_size, args.num_attention_heads, args.hidden_dropout, group)
+    return (args.hidden_size, group), [(number, *each) for number in range(args.num_layers)]
+
+
+class MyModel(nn.Module):
+    """The model on one rank, or on one tensor group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        of_embedding, of_layers = sizes()
+        self.embedding = Embedding(*of_embedding)
+        self.layers = nn.Sequential(*(GatedAttention(*arguments) for arguments in of_layers))
+        self.norm = FinalNorm(get_args().hidden_size)
+
+    def forward(self, tokens: torch.Tensor, is_text: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.embedding, self.norm(self.layers(self.embedding((tokens, is_text)))))
+
+
+class MyModelPipe(PipelineModule):
+    """The same layers as a list that is cut into stages; the first and the last share the table of bytes."""
+
+    def __init__(self) -> None:
+        of_embedding, of_layers = sizes()
+        tied = {"tied_weight_attr": "bytes.weight"}
+        layers = [
+            TiedLayerSpec("embedding", Embedding, *of_embedding, **tied),
+            *[LayerSpec(GatedAttention, *arguments) for arguments in of_layers],
+            LayerSpec(FinalNorm, get_args().hidden_size),
+            TiedLayerSpec("embedding", Embedding, *of_embedding, forward_fn=logits_of, **tied),
+        ]
+        super().__init__(layers, topology=pipe_topology(mpu.get_grid().topology), loss_fn=loss_of)
+        self.num_layers = len(of_layers)
+
+    def logical_name(self, local_name: str) -> str:
+        """Return the name that a parameter has in ``MyModel``: weights start from it, and checkpoints hold it."""
+        first, _, rest = local_name.partition(".")
+        if first == "tied_modules":
+            return rest  # "embedding.bytes.weight"
+        number = int(first) - 1
+        return f"layers.{number}.{rest}" if number < self.num_layers else f"norm.{rest}"
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Return the data sets; each starts anew at its end, so the numbers that will be asked for are of no concern."""
+    length = get_args().seq_length
+    return tuple(MaskedBytes(length, part) for part in (range(18), range(18, 19), range(19, 20)))
+
+
+def get_batch(data_iterator: Any) -> list[torch.Tensor]:
+    """Return tokens, labels, is_masked [b, s] and is_text [b, 1, 1, s] on every rank of the tensor group."""
+    data = None if data_iterator is None else next(data_iterator)
+    return fields_of(data)
+
+
+def fields_of(data: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
+    """Return what ``get_batch`` does of a micro-batch that only the first rank of the tensor group has read."""
+    held = mpu.broadcast_data(KEYS, data, torch.int64)
+    return [held["tokens"], held["labels"], held["is_masked"], held["is_text"].bool()[:, None, None, :]]
+
+
+def get_batch_pipe(data: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what the first stage takes, and what the loss on the last stage takes."""
+    tokens, labels, is_masked, is_text = fields_of(data)
+    return (tokens, is_text), (labels, is_masked)
+
+
+def forward_step(data_iterator: Any, model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of one micro-batch, without a pipeline."""
+    tokens, labels, is_masked, is_text = get_batch(data_iterator)
+    loss = loss_of(model(tokens, is_text), (labels, is_masked))
+    return loss, {"lm loss": loss}
+
+
+def model_provider() -> nn.Module:
+    """Return the model whole, or this rank's stage of it."""
+    if get_args().pipe_parallel_size == 0:
+        return MyModel()
+    model = MyModelPipe()
+    model._megatron_batch_fn = get_batch_pipe
+    model._input_grad = [True, False]  # hidden states keep a gradient, the mask does not
+    model._input_type = ["float", "bool"]
+    model._input_pipe_partitioned = [True, False]  # hidden states travel cut over the tensor group
+    return model
+
+
+if __name__ == "__main__":
+    pretrain(train_valid_test_datasets_provider, model_provider, forward_step)
