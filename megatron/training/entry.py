@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron import training
@@ -27,7 +28,7 @@ def pretrain(
     *,
     extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
-    name: str = "gpt2",
+    name: str | None = None,
 ) -> None:
     """Train, from the command line to the test loss. Collective; a failure ends the process with the job's exit code.
 
@@ -38,11 +39,12 @@ def pretrain(
         forward_step: given (data iterator or None, model), returns (loss, named losses). Not used with a pipeline.
         extra_args_provider: adds flags of the script's own to an argparse parser.
         args_defaults: flag names with values that hold where the user gives none.
-        name: of the run folder, ``runs/<name>-<time>``.
+        name: of the run folder, ``runs/<name>-<time>``; None: the script's, without ``pretrain_``.
     """
     started = time.monotonic()
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
+    run_name = name or Path(sys.argv[0]).stem.removeprefix("pretrain_")
     stop = StopRequests()
 
     def main() -> None:
@@ -54,7 +56,7 @@ def pretrain(
             return
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         training.settle(config)  # before DeepSpeed is imported
-        training.start(config, names, *providers, name, started, stop)
+        training.start(config, names, *providers, run_name, started, stop)
 
     stop.listen()
     guard(main, lambda: names["who"])

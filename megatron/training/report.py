@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 
 from megatron import cost, device
 from megatron.config import Config
+from megatron.mpu.grads import counts_here
 from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import all_reduce
+from megatron.mpu.shard import shard_of
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.engines import StepResult
-from megatron.training.plan import plan_rows
+from megatron.training.plan import is_gpt2, plan_rows
 from megatron.training.screen import human_count, human_time
 from megatron.training.state import Progress
 from megatron.training.world import World
@@ -27,12 +29,18 @@ MATMUL_SECONDS = 0.3
 class Rates:
     """Speed since the last report: tokens/s, FLOP/s and the share of what the devices could do (MFU).
 
-    MFU counts the causal half of attention and no recomputation: ``6 N + 6 L a d s`` FLOPs per token.
+    MFU counts the causal half of attention and no recomputation: ``6 N + 6 L a d s`` FLOPs per token; ``6 N`` for a
+    model of the user's own, of which only the number of parameters is known.
+
+    Args:
+        counted: as ``count_parameters`` returns it.
     """
 
-    def __init__(self, config: Config, tokens_per_step: int, peak_flops: float | None) -> None:
+    def __init__(self, config: Config, tokens_per_step: int, peak_flops: float | None, counted: Sequence[int]) -> None:
         self.tokens_per_step = tokens_per_step
-        self.flops_per_step = tokens_per_step * cost.flops_per_token(config.model, config.batch.seq_length)
+        of_gpt2 = is_gpt2(config, counted)
+        of_token = cost.flops_per_token(config.model, config.batch.seq_length) if of_gpt2 else 6.0 * counted[0]
+        self.flops_per_step = tokens_per_step * of_token
         self.peak_flops = peak_flops
         self._since, self._steps = time.perf_counter(), 0
 
@@ -58,6 +66,20 @@ class Rates:
         }
 
 
+def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
+    """Return the parameters of the whole model, then those that one rank of each stage holds on average. Collective.
+
+    A tied weight counts once in the whole model and on each stage that holds it; padded rows do not count.
+    """
+    grid = world.grid
+    counts = torch.zeros(1 + grid.pipe.size, dtype=torch.float64, device=world.device)
+    for parameter in module.parameters():
+        size = shard_of(parameter).unpadded(parameter).numel()
+        counts[1 + grid.pipe.rank] += size / grid.tensor.size
+        counts[0] += size * counts_here(parameter, grid.tensor.rank)
+    return [round(count) for count in all_reduce(counts, grid.model).tolist()]
+
+
 def peak_of_all_ranks(world: World) -> float | None:
     """Return the FLOP/s that all devices together could do: a table for GPUs, a short matrix product on CPU. Collective."""
     if world.kind == "cuda":
@@ -78,20 +100,24 @@ def _measured_product_rate() -> float:
 
 
 def start_rows(
-    config: Config, world: World, module: torch.nn.Module, folder: Path, samples: str, peak: float | None
+    config: Config,
+    world: World,
+    module: torch.nn.Module,
+    counted: Sequence[int],
+    folder: Path,
+    samples: str,
+    peak: float | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table at the start."""
     bounds = getattr(module, "parts", [0, config.model.num_layers + 3])
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
-    yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "")
+    yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted)
     if samples:
         yield "samples", samples
     yield "run folder", str(folder)
 
 
-def progress_line(
-    progress: Progress, total: int, result: StepResult, lr: float, rates: dict[str, Any]
-) -> str:
+def progress_line(progress: Progress, total: int, result: StepResult, lr: float, rates: dict[str, Any]) -> str:
     """Return one line of numbers for this log interval."""
     mfu = f" | MFU {100 * rates['mfu']:.1f} %" if rates["mfu"] else ""
     left = human_time((total - progress.step) * rates["step_s"])

@@ -115,6 +115,7 @@ def _load(this: Run) -> None:
 def _open_reports(this: Run) -> None:
     config, here = this.config, this.world
     peak = report.peak_of_all_ranks(here)
+    counted = report.count_parameters(this.engine.module, here)
     if here.rank != 0:
         return
     run_folder.describe(this.folder, config, here)
@@ -124,10 +125,9 @@ def _open_reports(this: Run) -> None:
     tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else this.folder / "tensorboard"
     this.metrics = MetricsWriter(this.folder, tensorboard, this.progress.step)
     tokens = config.batch.global_batch_size(here.grid.data.size) * config.batch.seq_length
-    this.rates = report.Rates(config, tokens, peak)
+    this.rates = report.Rates(config, tokens, peak, counted)
     train_set = this.data.datasets.get("train")
     per_epoch = getattr(train_set, "samples_per_epoch", None)
     size = f"{per_epoch:,} an epoch" if per_epoch else ""
-    this.screen.table(
-        f"{this.folder.name}", report.start_rows(config, here, this.engine.module, this.folder, size, peak)
-    )
+    rows = report.start_rows(config, here, this.engine.module, counted, this.folder, size, peak)
+    this.screen.table(f"{this.folder.name}", rows)
