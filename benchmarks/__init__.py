@@ -1,0 +1,1 @@
+"""What it costs: programs that measure speed and memory, and what they compare with."""

@@ -1,0 +1,158 @@
+"""Time our GPT-2 step beside Hugging Face's and a plain loop's, in one run.
+
+    python benchmarks/step_time.py --json step_time.json
+
+Every contender runs in a process of its own on the same tokens from the same weights, dropout 0, with all cores. They
+take turns of a few steps; the order rotates; medians over rounds are reported, and ratios within rounds. MFU counts the
+causal half of attention (6 L a d s) over products of two 2048 x 2048 matrices, which take turns with the contenders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.plain_gpt import GPTSizes  # noqa: E402
+from benchmarks.turns import PRODUCT, PRODUCT_SIDE, PRODUCTS_PER_TURN, Record, Work, take_turns  # noqa: E402
+from megatron import cost, device  # noqa: E402
+
+NAMES = ("ours", "hf", "hf-fused-gelu", "plain")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the benchmark's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = GPTSizes()
+    for name, default in vars(sizes).items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences in a step (default: 2)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each contender (default: 7)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps in a turn (default: 3)")
+    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    return parser.parse_args(argv)
+
+
+def work_of(args: argparse.Namespace) -> Work:
+    """Return what the options ask each contender to do: fp32 on CPU, bf16 on CUDA."""
+    kind = device.choose(args.device)
+    sizes = GPTSizes(**{name: getattr(args, name) for name in vars(GPTSizes())})
+    dtype = "bf16" if kind == "cuda" else "fp32"
+    return Work(sizes=sizes, batch_size=args.batch_size, steps=args.steps, kind=kind, dtype=dtype, threads=args.threads)
+
+
+def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
+    """Return the numbers of each contender; ``ours_speed`` is how many times as fast ours is, round by round."""
+    product_s = statistics.median(records[PRODUCT].turns_s) / PRODUCTS_PER_TURN
+    peak = 2.0 * PRODUCT_SIDE**3 / product_s
+    tokens = work.batch_size * work.sizes.seq_length
+    flops = cost.flops_per_token(_cost_sizes(work.sizes), work.sizes.seq_length) * tokens
+    contenders = {}
+    for name, record in records.items():
+        if name == PRODUCT:
+            continue
+        step_s = statistics.median(record.turns_s) / work.steps
+        row: dict[str, Any] = {
+            "ms_per_step": step_s * 1e3,
+            "fastest_ms_per_step": min(record.turns_s) / work.steps * 1e3,
+            "tokens_per_s": tokens / step_s,
+            "mfu": flops / step_s / peak,
+            "peak_memory_bytes": record.peak_bytes,
+            "memory_before_steps_bytes": record.idle_bytes,
+            "losses": record.losses,
+        }
+        if "ours" in records and name != "ours":
+            row["ours_speed"] = _quartiles(record.turns_s, records["ours"].turns_s)
+        contenders[name] = row
+    return {"peak_flops_per_s": peak, "flops_per_step": flops, "contenders": contenders}
+
+
+def surroundings(work: Work) -> dict[str, Any]:
+    """Return what the numbers depend on: command, code, versions, machine."""
+    from megatron.training.run_folder import commit
+
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "versions": {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
+        "python": platform.python_version(),
+        "machine": {
+            "device": device.name(work.kind) if work.kind == "cuda" else _cpu_name(),
+            "threads": work.threads,
+            "memory_bytes": device.total_memory_bytes(work.kind),
+        },
+        "dtype": work.dtype,
+        "sizes": vars(work.sizes) | {"batch_size": work.batch_size},
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as lines of text."""
+    lines = [
+        f"{'':16}{'ms/step':>9}{'tokens/s':>10}{'MFU':>7}{'peak MiB':>10}{'last loss':>11}   ours is ... times as fast"
+    ]
+    for name, row in result["contenders"].items():
+        low, middle, high = row.get("ours_speed", (0.0, 0.0, 0.0))
+        speed = f"   {middle:.3f}  (half of the rounds in {low:.3f} ... {high:.3f})" if middle else ""
+        lines.append(
+            f"{name:16}{row['ms_per_step']:9.1f}{row['tokens_per_s']:10.0f}{row['mfu']:7.3f}"
+            f"{row['peak_memory_bytes'] / 2**20:10.0f}{row['losses'][-1]:11.5f}{speed}"
+        )
+    lines.append(f"matrix product {result['peak_flops_per_s'] / 1e9:.0f} GFLOP/s = MFU 1")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the contenders, print the table, write the JSON."""
+    args = parse_args(argv)
+    work = work_of(args)
+    result = surroundings(work) | summarize(take_turns(args.contenders, work, args.rounds), work)
+    print(table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _quartiles(theirs: list[float], ours: list[float]) -> tuple[float, float, float]:
+    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
+    if len(ratios) < 2:
+        return ratios[0], ratios[0], ratios[0]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _cost_sizes(sizes: GPTSizes) -> Any:
+    h, a = sizes.hidden_size, sizes.num_attention_heads
+    return SimpleNamespace(
+        **vars(sizes),
+        kv_hidden_size=h // a,
+        ff_hidden_size=4 * h,
+        hidden_bias=True,
+        max_position_embeddings=sizes.seq_length,
+        untie_embeddings=False,
+    )
+
+
+def _cpu_name() -> str:
+    """Return the processor's name where the system tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

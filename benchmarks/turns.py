@@ -1,0 +1,150 @@
+"""Contenders in processes of their own that take turns: while one is measured, the others wait.
+
+A turn of each makes a round. Speeds of one round are compared with one another, so that a machine that is slower for a
+while is slower for all; each process also tells its own peak of memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.plain_gpt import GPTSizes
+
+PRODUCT = "matrix product"
+PRODUCT_SIDE = 2048
+PRODUCTS_PER_TURN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What every contender does."""
+
+    sizes: GPTSizes
+    batch_size: int
+    steps: int
+    kind: str
+    dtype: str
+    threads: int
+
+
+@dataclass
+class Record:
+    """What one contender told: seconds of each turn, the loss after each turn, bytes."""
+
+    turns_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    idle_bytes: int = 0
+
+
+def take_turns(names: Sequence[str], work: Work, rounds: int) -> dict[str, Record]:
+    """Return a record for each contender and for the matrix product; the first turn warms up and is not in it.
+
+    Raises:
+        RuntimeError: a contender failed; its traceback is the message.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    workers = []
+    try:
+        for name in [*names, PRODUCT]:
+            pipes[name], far = context.Pipe()
+            workers.append(context.Process(target=_work, args=(name, work, far), daemon=True))
+            workers[-1].start()
+            far.close()
+        records = {name: Record(idle_bytes=_answer(name, pipe)) for name, pipe in pipes.items()}
+        for number in range(rounds + 1):
+            order = list(pipes)
+            shift = number % len(order)
+            for name in order[shift:] + order[:shift]:
+                pipes[name].send(number * work.steps)
+                seconds, loss, peak = _answer(name, pipes[name])
+                records[name].losses.append(loss)
+                records[name].peak_bytes = peak
+                if number:
+                    records[name].turns_s.append(seconds)
+        return records
+    finally:
+        for pipe in pipes.values():
+            pipe.close()
+        for worker in workers:
+            worker.join(timeout=20.0)
+
+
+def text_of_step(work: Work, step: int) -> Any:
+    """Return the random tokens [b, s+1] of a step, the same for every contender."""
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    shape = (work.batch_size, work.sizes.seq_length + 1)
+    return torch.randint(0, work.sizes.vocab_size, shape, generator=generator)
+
+
+def _answer(name: str, pipe: Connection) -> Any:
+    try:
+        result = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"{name} died") from None
+    if isinstance(result, str):
+        raise RuntimeError(f"{name} failed:\n{result}")
+    return result
+
+
+def _work(name: str, work: Work, pipe: Connection) -> None:
+    """Build one contender and step whenever the pipe says so, until it closes."""
+    try:
+        import torch
+
+        from megatron import device
+
+        torch.set_num_threads(work.threads)
+        turn = _product(work) if name == PRODUCT else _contender(name, work)
+        pipe.send(device.peak_memory_bytes(work.kind))
+        while True:
+            first = pipe.recv()
+            device.synchronize(work.kind)
+            start = time.perf_counter()
+            loss = turn(first)
+            device.synchronize(work.kind)
+            pipe.send((time.perf_counter() - start, float(loss), device.peak_memory_bytes(work.kind)))
+    except EOFError:
+        return
+    except Exception:
+        pipe.send(traceback.format_exc())
+
+
+def _contender(name: str, work: Work) -> Any:
+    from benchmarks.contenders import CONTENDERS
+
+    step = CONTENDERS[name](work.sizes, work.batch_size, work.kind, work.dtype)
+
+    def turn(first: int) -> Any:
+        for number in range(first, first + work.steps):
+            loss = step(text_of_step(work, number))
+        return loss
+
+    return turn
+
+
+def _product(work: Work) -> Any:
+    """Return a turn of matrix products: its rate is what MFU is a part of."""
+    import torch
+
+    from megatron import device
+
+    place = device.bind(work.kind, 0)
+    a, b = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, device=place, dtype=device.DTYPES[work.dtype]) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def turn(_: int) -> float:
+        for _ in range(PRODUCTS_PER_TURN):
+            torch.mm(a, b, out=out)
+        return 0.0
+
+    return turn
