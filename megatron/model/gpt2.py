@@ -11,7 +11,7 @@ from megatron.model.layer import TransformerLayer
 from megatron.model.loss import language_model_loss
 from megatron.model.norm import LayerNorm
 from megatron.model.sizes import Place, Sizes
-from megatron.model.stack import Stack, run_layers
+from megatron.model.stack import run_layers
 from megatron.ops.attention import document_mask
 
 
@@ -31,7 +31,7 @@ class GPT2Model(nn.Module):
         self.sizes = sizes
         self.place = place or Place()
         self.embedding = Embedding(sizes, self.place)
-        self.layers = Stack(TransformerLayer(sizes, self.place, i) for i in range(sizes.num_layers))
+        self.layers = nn.ModuleList(TransformerLayer(sizes, self.place, i) for i in range(sizes.num_layers))
         self.final_norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
@@ -46,7 +46,7 @@ class GPT2Model(nn.Module):
         mask = None if segment_ids is None else document_mask(segment_ids)
         x = self.embedding(tokens, position_ids)  # [s, b, h]
         every = self.sizes.checkpoint_num_layers if self.sizes.checkpoint_activations else 0
-        x = run_layers(self.layers, x, mask, streams=self.place.streams, recompute_every=every)
+        x = run_layers(list(self.layers), x, mask, streams=self.place.streams, recompute_every=every)
         logits = self._logits(self.final_norm(x))  # [s, b, v/t]
         if labels is None or loss_mask is None:
             return logits

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from megatron.mpu.random import DropoutStreams, checkpoint
 
@@ -35,7 +34,3 @@ def run_layers(
     for start in range(0, len(layers), recompute_every):
         x = checkpoint(streams, run, layers[start : start + recompute_every], x, mask)
     return x
-
-
-class Stack(nn.ModuleList):
-    """The layers of a model that lies on one pipeline rank whole."""

@@ -39,7 +39,7 @@ def build_optimizer(
     model: Group = SINGLE,
     tensor: Group = SINGLE,
 ) -> MixedPrecisionOptimizer:
-    """Return the optimizer called ``name`` (adamw or sgd) over ``parameters``; the rest as in ``MixedPrecisionOptimizer``.
+    """Return the optimizer called ``name`` (adamw or sgd); the rest as in ``MixedPrecisionOptimizer``.
 
     Raises:
         ValueError: there is no optimizer of that name.

@@ -1,4 +1,4 @@
-"""Tell DeepSpeed which device to use before it is imported: later it has chosen for itself, and says so on the screen."""
+"""Tell DeepSpeed which device to use before it is imported: later it has chosen for itself, and says so."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ def build_engine(
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
 ) -> StepEngine:
-    """Build the model, fill its weights by name, and put it under the engine that the pipeline size asks for. Collective."""
+    """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
     module = model_provider()
     std, num_layers = config.model.init_method_std, config.model.num_layers
     initialize(named_parameters(module), seed=config.run.seed, std=std, num_layers=num_layers)

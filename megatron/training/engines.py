@@ -152,9 +152,7 @@ class SingleStageEngine:
 class PipelineEngine:
     """``tds``: the same step with the model's layers on several stages."""
 
-    def __init__(
-        self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, nominal: float
-    ) -> None:
+    def __init__(self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, nominal: float) -> None:
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer

@@ -81,7 +81,7 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
 
 
 def peak_of_all_ranks(world: World) -> float | None:
-    """Return the FLOP/s that all devices together could do: a table for GPUs, a short matrix product on CPU. Collective."""
+    """Return what all devices together could do: by a table for GPUs, measured on CPU. Collective."""
     if world.kind == "cuda":
         peak = cost.peak_flops(device.name(world.kind))
         return peak * world.grid.topology.world_size if peak else None
@@ -124,8 +124,8 @@ def progress_line(progress: Progress, total: int, result: StepResult, lr: float,
     skipped = f" | skipped {progress.skipped}" if progress.skipped else ""
     return (
         f"step {progress.step:>{len(str(total))}}/{total} | loss {result.loss:.4f} | lr {lr:.3e} | "
-        f"grad norm {result.grad_norm:.3f} | loss scale {result.loss_scale:g} | {rates['tokens_per_s']:,.0f} tokens/s | "
-        f"{human_count(rates['flops_per_s'])}FLOP/s{mfu}{skipped} | left {left}"
+        f"grad norm {result.grad_norm:.3f} | loss scale {result.loss_scale:g} | "
+        f"{rates['tokens_per_s']:,.0f} tokens/s | {human_count(rates['flops_per_s'])}FLOP/s{mfu}{skipped} | left {left}"
     )
 
 

@@ -26,7 +26,7 @@ _BY_LAUNCH = ".by-launch"  # runs/.by-launch/<run id>: the folder that a launch 
 
 
 def choose(config: Config, name: str, world: World) -> Path:
-    """Return the run folder, the same on all ranks: --save, the resumed run's, or ``runs/<name>-<time>``. Collective."""
+    """Return the run folder, the same on all ranks: --save's, the resumed run's, or a new one. Collective."""
     chosen: list[Any] = [None]
     if world.rank == 0:
         try:

@@ -10,7 +10,6 @@ from types import FrameType
 from megatron.training.failure import print_line, told_by_launcher
 
 
-
 class StopRequests:
     """Collects this rank's reasons to stop; ``loop.agree`` makes all ranks stop after the same step.
 

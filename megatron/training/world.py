@@ -95,7 +95,7 @@ def _init_process_group(backend: str, kind: str, timeout: timedelta) -> None:
 
 
 def _touch_every_group(grid: Grid, place: torch.device) -> None:
-    """Send one number through each group: what cannot communicate fails here, with a name, and not in the first step."""
+    """Send one number through each group: what cannot communicate fails here, not in the first step."""
     for name in ("tensor", "pipe", "data", "world"):
         group: Group = getattr(grid, name)
         if group.size == 1:
@@ -111,7 +111,9 @@ def _compare_ranks(config: Config, grid: Grid) -> None:
     if grid.world.size == 1:
         return
     mine = {
-        "arguments": hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode()).hexdigest()[:12],
+        "arguments": hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode()).hexdigest()[
+            :12
+        ],
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

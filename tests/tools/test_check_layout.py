@@ -1,0 +1,39 @@
+"""``tools/check_layout.py`` says equal where layouts are, and not equal where a gradient is off."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parity.layouts import serial
+from tools import check_layout
+
+TOOL = Path(check_layout.__file__)
+SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --steps 2".split()
+
+
+def test_a_pipeline_of_two_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run([sys.executable, str(TOOL), "--pipe-parallel-size", "2", *SMALL], timeout=100, check=False)
+    assert done.returncode == 0
+    told = capfd.readouterr().out
+    assert "verdict: equal" in told
+    assert "allowed" in told
+
+
+def test_a_layout_that_cannot_be_is_refused_with_2() -> None:
+    done = subprocess.run([sys.executable, str(TOOL), "--model-parallel-size", "3"], capture_output=True, check=False)
+    assert done.returncode == 2
+    assert b"--num-attention-heads" in done.stderr
+
+
+def test_a_wrong_gradient_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    one = serial(2, 2)
+    other = copy.deepcopy(one)
+    shard, gradient = other.gradients["final_norm.weight"]
+    other.gradients["final_norm.weight"] = (shard, gradient * (1 + 1e-9))
+    assert check_layout.report(one, [other], "fp64") == 1
+    assert "NOT EQUAL" in capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""Whole training runs in forked ranks, on the repository's own texts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pretrain_gpt2
+from megatron.config import parse, resolve_dtype
+from megatron.data import TokenFileWriter
+from megatron.errors import StopRequest
+from megatron.tokenizer import build
+from megatron.training import world
+from megatron.training.entry import pretrain
+from megatron.training.run import run
+from megatron.training.stop import StopRequests
+from tests.harness import fork_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --hidden-bias --seq-length 32 --batch-size 2 --gas 2 "
+    "--train-iters 20 --lr 3e-3 --warmup 0.1 --log-interval 1 --eval-iters 1 --eval-interval 0 --split 900,50,50 "
+    f"--device cpu --progress plain --tokenizer-path {TOKENIZER}"
+).split()
+
+
+def write_corpus(folder: Path) -> Path:
+    """Tokenize the repository's texts into ``folder`` and return the prefix of the token files."""
+    tokenizer = build(tokenizer_path=TOKENIZER)
+    prefix = folder / "texts"
+    texts = sorted((ROOT / "examples" / "corpus").glob("*/*.txt"))
+    with TokenFileWriter(
+        prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, eod_id=tokenizer.eod_id
+    ) as writer:
+        for text in texts:
+            tokens = tokenizer.encode(text.read_text(encoding="utf-8"))
+            writer.add(np.array([*tokens, tokenizer.eod_id]))
+    return prefix
+
+
+def flags(prefix: Path, folder: Path, extra: str = "") -> list[str]:
+    """Return the command line of a run on ``prefix`` whose run folder is ``folder``."""
+    return [*SIZES, "--data-path", str(prefix), "--save", str(folder), *extra.split()]
+
+
+def train_ranks(num_ranks: int, argv: list[str], before: Callable[[int], None] | None = None) -> tuple[list[int], Any]:
+    """Train in forked ranks; return (exit codes, what each wrote to standard error and output).
+
+    Args:
+        before: called with the rank in each forked process first, to plant something.
+    """
+    codes, results, reports = fork_ranks(num_ranks, _train, argv, num_ranks, before, deadline_s=100.0)
+    if any(code == 1 for code in codes):
+        raise AssertionError("\n".join(reports))
+    return codes, results
+
+
+def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], None] | None) -> None:
+    if before is not None:
+        before(rank)
+    config = resolve_dtype(parse(argv, world_size=num_ranks), "fp32")
+    here = world.start(config)
+    stop = StopRequests()
+    stop.limit(config.run.exit_interval, 0.0, 0.0)
+    script = pretrain_gpt2
+    providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
+    try:
+        run(config, here, *providers, "gpt2", stop)
+    except StopRequest:
+        sys.exit(75)
+
+
+def start_script(
+    num_ranks: int, argv: list[str], log: Path, before: Callable[[int], None] | None = None, deadline_s: float = 60.0
+) -> list[int]:
+    """Run ``pretrain_gpt2.py`` as its ranks do, signals and exit codes included; return the exit codes.
+
+    Args:
+        log: file that all ranks append their output to.
+    """
+    store = log.with_suffix(".store")
+    codes, _, _ = fork_ranks(num_ranks, _script, argv, log, store, before, deadline_s=deadline_s, init=False)
+    return codes
+
+
+def _script(rank: int, argv: list[str], log: Path, store: Path, before: Callable[[int], None] | None) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = ["pretrain_gpt2.py", *argv]
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    _rendezvous_by_file(store)
+    if before is not None:
+        before(rank)
+    script = pretrain_gpt2
+    pretrain(script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
+    sys.exit(0)
+
+
+def _rendezvous_by_file(store: Path) -> None:
+    """Let ``init_method="env://"`` meet in a file: no ports in tests."""
+    import torch.distributed as dist
+
+    init = dist.init_process_group
+
+    def init_by_file(backend: str, init_method: str, timeout: Any) -> None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        init(backend, store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timeout)
+
+    dist.init_process_group = init_by_file  # type: ignore[assignment]

@@ -1,0 +1,184 @@
+"""What must happen when things go wrong: exit codes, one line that names the culprit, nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.training import loop
+from tests.training.runs import flags, start_script
+
+PIPELINE = "--model-parallel-size 2 --pipe-parallel-size 2"
+
+
+def at_step(step: int, rank_hit: int | None, act: Callable[[], None]) -> Callable[[int], None]:
+    """Return a plant that calls ``act`` on ``rank_hit`` (on all ranks for None) once so many steps are done."""
+
+    def plant(rank: int) -> None:
+        advance = loop._advance
+
+        def advance_and_act(run: loop.Run, result: object) -> None:
+            advance(run, result)  # type: ignore[arg-type]
+            if run.progress.step == step and rank_hit in (None, rank):
+                act()
+
+        loop._advance = advance_and_act
+
+    return plant
+
+
+def send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def raise_error() -> None:
+    raise ArithmeticError("planted on purpose")
+
+
+@pytest.mark.parametrize("rank_hit", [None, 3])
+def test_sigterm_saves_and_leaves_with_75(rank_hit: int | None, corpus: Path, tmp_path: Path) -> None:
+    """Rows A09 and A10: on all ranks, or on one alone."""
+    log = tmp_path / "log"
+    codes = start_script(4, flags(corpus, tmp_path / "run", PIPELINE), log, at_step(5, rank_hit, send(signal.SIGTERM)))
+    assert codes == [75] * 4
+    assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").exists()
+    text = log.read_text()
+    assert "--load" in text
+    assert text.count("stopped after step 5 of 20") == 1
+
+
+def test_ctrl_c_saves_and_leaves_with_75(corpus: Path, tmp_path: Path) -> None:
+    """Row A12."""
+    plant = at_step(3, None, send(signal.SIGINT))
+    assert start_script(2, flags(corpus, tmp_path / "run"), tmp_path / "log", plant) == [75, 75]
+
+
+def test_second_signal_leaves_at_once(corpus: Path, tmp_path: Path) -> None:
+    """Row A11, without our launcher."""
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    codes = start_script(1, flags(corpus, tmp_path / "run"), tmp_path / "log", at_step(3, None, twice))
+    assert codes == [128 + signal.SIGTERM]
+
+
+def test_killed_rank_ends_all_others_with_4(corpus: Path, tmp_path: Path) -> None:
+    """Row A02: without a launcher's help, by the broken connections alone."""
+    start = time.monotonic()
+    plant = at_step(3, 2, send(signal.SIGKILL))
+    codes = start_script(4, flags(corpus, tmp_path / "run", PIPELINE), tmp_path / "log", plant)
+    assert codes[2] == -signal.SIGKILL
+    assert [codes[rank] for rank in (0, 1, 3)] == [4, 4, 4]
+    assert time.monotonic() - start < 40
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "leaving" in line]
+    assert len(lines) == 3
+
+
+def test_exception_is_told_by_the_rank_that_raised_it(corpus: Path, tmp_path: Path) -> None:
+    """Row A14."""
+    log = tmp_path / "log"
+    plant = at_step(3, 1, raise_error)
+    codes = start_script(4, flags(corpus, tmp_path / "run", PIPELINE), log, plant)
+    assert codes[1] == 1
+    assert [codes[rank] for rank in (0, 2, 3)] == [4, 4, 4]
+    text = log.read_text()
+    assert text.count("Traceback") == 1
+    assert "rank 1 (stage 0, tensor 1, data 0) failed: ArithmeticError: planted on purpose" in text
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ("--model-parallel-size 3", "world"),
+        ("--num-attention-heads 3", "--num-attention-heads"),
+        ("--pipe-parallel-size 4", "--num-layers"),
+        ("--gradient-clipping 1", "--gradient-clipping"),
+        ("--deepspeed_config missing.json", "missing.json"),
+        ("--fp16", "fp16"),
+        ("--seq-length 64 --max-position-embeddings 32", "--max-position-embeddings"),
+    ],
+)
+def test_bad_configuration_ends_every_rank_with_2(extra: str, told: str, corpus: Path, tmp_path: Path) -> None:
+    """Rows C: said once, before any process group."""
+    log = tmp_path / "log"
+    assert start_script(4, flags(corpus, tmp_path / "run", extra), log) == [2] * 4
+    assert told in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def truncate(prefix: Path) -> None:
+    data = prefix.with_suffix(".bin").read_bytes()
+    prefix.with_suffix(".bin").write_bytes(data[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "extra", "told"),
+    [
+        (lambda prefix: prefix.with_suffix(".idx").unlink(), "", ".idx does not exist"),
+        (lambda prefix: prefix.with_suffix(".bin").unlink(), "", ".bin does not exist"),
+        (truncate, "", "bytes"),
+        (lambda prefix: None, "--seq-length 500000", "tokens"),
+        (lambda prefix: None, "--split 1000,0,0 --eval-iters 1", "split"),
+    ],
+    ids=["no idx", "no bin", "truncated", "too short", "empty split"],
+)
+def test_bad_data_ends_every_rank_with_2(
+    damage: Callable[[Path], None], extra: str, told: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Rows D: the rank that reads says it, all leave."""
+    for suffix in (".idx", ".bin", ".meta.json"):
+        (tmp_path / f"texts{suffix}").write_bytes(corpus.with_suffix(suffix).read_bytes())
+    damage(tmp_path / "texts")
+    log = tmp_path / "log"
+    argv = flags(tmp_path / "texts", tmp_path / "run", f"{PIPELINE} {extra}")
+    assert start_script(4, argv, log) == [2] * 4
+    assert told in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def test_missing_checkpoint_ends_every_rank_with_3(corpus: Path, tmp_path: Path) -> None:
+    """Row K09: never a start from random weights."""
+    log = tmp_path / "log"
+    argv = flags(corpus, tmp_path / "run", f"--load {tmp_path / 'nowhere'}")
+    assert start_script(2, argv, log) == [3, 3]
+    assert "nowhere" in log.read_text()
+
+
+def test_checkpoint_of_another_model_lists_every_difference(corpus: Path, tmp_path: Path) -> None:
+    """Row K16."""
+    log = tmp_path / "log"
+    assert start_script(1, flags(corpus, tmp_path / "run", "--train-iters 1"), log) == [0]
+    other = flags(corpus, tmp_path / "run2", f"--load {tmp_path / 'run'} --hidden-size 64 --num-layers 3")
+    assert start_script(1, other, log) == [3]
+    text = log.read_text()
+    assert "num_layers: saved 2, now 3" in text
+    assert "hidden_size: saved 32, now 64" in text
+
+
+def test_loss_that_is_not_a_number_ends_every_rank_with_5(corpus: Path, tmp_path: Path) -> None:
+    """Row N01: before the weights change."""
+    log = tmp_path / "log"
+    codes = start_script(4, flags(corpus, tmp_path / "run", f"{PIPELINE} --lr 1e30 --clip-grad 0"), log)
+    assert codes == [5] * 4
+    assert "must be finite" in log.read_text()
+
+
+def test_rank_that_never_comes_is_an_error_with_4(corpus: Path, tmp_path: Path) -> None:
+    """Row I03: the others give up after the time-out."""
+
+    def stay_away(rank: int) -> None:
+        if rank == 1:
+            os._exit(0)
+
+    argv = flags(corpus, tmp_path / "run", "--distributed-timeout-s 2")
+    codes = start_script(2, argv, tmp_path / "log", stay_away)
+    assert codes == [4, 0]
+    assert "Is rank 0 up?" in (tmp_path / "log").read_text()

@@ -1,0 +1,80 @@
+"""A run that is killed and resumed gives the very same numbers as one that was not (row E14)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import open_latest
+from megatron.mpu.groups import SINGLE
+from megatron.mpu.shard import Shard
+from megatron.training import loop
+from megatron.training.metrics import read_metrics
+from megatron.training.state import CHECKPOINTS
+from tests.training.runs import flags, train_ranks
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+def kill_after(step: int):
+    """Return a plant that ends the process by SIGKILL once so many steps are done."""
+
+    def plant(rank: int) -> None:
+        agree = loop.agree_to_stop
+
+        def agree_or_die(run: loop.Run) -> str | None:
+            if run.progress.step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return agree(run)
+
+        loop.agree_to_stop = agree_or_die
+
+    return plant
+
+
+def losses(folder: Path) -> list[tuple[int, str, str]]:
+    """Return (step, loss, gradient norm) as hexadecimal numbers."""
+    records = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
+    return [(r["step"], float(r["loss"]).hex(), float(r["grad_norm"]).hex()) for r in records]
+
+
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    """Weights, moments, random states and counters are equal, bit for bit."""
+    a, b = open_latest(one / CHECKPOINTS, SINGLE), open_latest(other / CHECKPOINTS, SINGLE)
+    assert a.step == b.step
+    assert a.names() == b.names()
+    for name in a.names():
+        whole = Shard(a.shape(name))
+        assert a.read(name, whole).equal(b.read(name, whole)), name
+    for key in ("progress", "scaler", "optimizer_steps", "data_fingerprint"):
+        assert a.state[key] == b.state[key]
+
+
+@pytest.mark.parametrize(("tensor", "pipe", "world_size"), [(1, 1, 1), (2, 2, 4), (1, 1, 2)])
+def test_killed_and_resumed_run_is_bit_for_bit_the_same(
+    tensor: int, pipe: int, world_size: int, corpus: Path, tmp_path: Path
+) -> None:
+    layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} {DROPOUT}"
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train_ranks(world_size, flags(corpus, whole, layout))[0] == [0] * world_size
+    saving = flags(corpus, cut, f"{layout} --save-interval 10")
+    codes, _ = train_ranks(world_size, saving, kill_after(13))
+    assert -signal.SIGKILL in codes
+    assert losses(cut)[-1][0] >= 12  # it was beyond its checkpoint when it died
+    assert train_ranks(world_size, [*saving, "--load", str(cut)])[0] == [0] * world_size
+    assert losses(cut) == losses(whole)
+    assert_same_checkpoint(whole, cut)
+
+
+def test_checkpoint_of_one_layout_goes_on_in_another(corpus: Path, tmp_path: Path) -> None:
+    folder, exact = tmp_path / "run", "--fp64 --hidden-dropout 0 --attention-dropout 0"
+    pipeline = "--model-parallel-size 2 --pipe-parallel-size 2 --exit-interval 10"
+    assert train_ranks(4, flags(corpus, folder, f"{exact} {pipeline}"))[0] == [75] * 4
+    train_ranks(1, flags(corpus, tmp_path / "other", f"{exact} --load {folder}"))
+    train_ranks(1, flags(corpus, tmp_path / "whole", exact))
+    resumed, whole = read_metrics(tmp_path / "other" / "metrics.jsonl"), read_metrics(tmp_path / "whole/metrics.jsonl")
+    wanted = [r["loss"] for r in whole if r["kind"] == "train" and r["step"] > 10]
+    assert [r["loss"] for r in resumed if r["kind"] == "train"] == pytest.approx(wanted, abs=1e-12, rel=0)
