@@ -83,17 +83,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Update the parameters, or skip when fp16 gradients have overflowed. Collective over the replica.
 
         Raises:
-            NumericsError: the norm is not finite in a precision that has no loss scaling to blame.
+            NumericsError: the norm is not finite, and there is no loss scale to blame or it is at its smallest.
         """
         norm = self._norm() / self.loss_scale
         self._global_grad_norm = norm
         self.overflow = not math.isfinite(norm)
         if self.overflow:
-            if not self.scaler.is_dynamic:
-                raise NumericsError(
-                    f"the gradient norm must be finite, got {norm}. The weights are as before this step. "
-                    "Lower --lr, or look at the batch."
-                )
+            if not self.scaler.is_to_blame:
+                raise NumericsError(self._not_finite(norm))
         else:
             self._scale_gradients(clip_coefficient(norm, self.clip_grad) / self.loss_scale)
             self.inner.step()
@@ -147,6 +144,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         counted = [g for p, g in self.gradients() if counts_here(p, self.tensor_group.rank)]
         device = next(iter(self._masters)).device if self._masters else None
         return global_norm(counted, model=self.model_group, device=device).item()
+
+    def _not_finite(self, norm: float) -> str:
+        if self.scaler.is_dynamic:
+            return (
+                f"overflow at the smallest loss scale ({self.loss_scale:g}); the gradients themselves are not finite: "
+                "lower --lr or use bf16. The weights are as before this step."
+            )
+        return (
+            f"the gradient norm must be finite, got {norm}. The weights are as before this step. "
+            "Lower --lr, or look at the batch."
+        )
 
     def _scale_gradients(self, factor: float) -> None:
         if factor != 1.0:

@@ -12,7 +12,7 @@ class LossScaler:
     Args:
         scale: the factor now; a power of two.
         is_dynamic: False keeps ``scale`` for ever.
-        floor: the smallest factor; an overflow there changes nothing.
+        floor: the smallest factor; an overflow there is not the scale's fault.
 
     Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2.
     """
@@ -27,6 +27,11 @@ class LossScaler:
 
     def __post_init__(self) -> None:
         self.overflows_left = self.overflows_left or self.hysteresis
+
+    @property
+    def is_to_blame(self) -> bool:
+        """Return whether a smaller factor could have prevented an overflow."""
+        return self.is_dynamic and self.scale > self.floor
 
     def update(self, has_overflow: bool) -> None:
         """Take note of one step."""

@@ -1,0 +1,59 @@
+"""The loss scale: when it doubles, when it halves, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+from megatron.optim import LossScaler
+
+
+def dynamic(**changes):
+    return LossScaler(**{"scale": 16.0, "is_dynamic": True, "window": 3, "hysteresis": 1, "floor": 1.0, **changes})
+
+
+def after(scaler, overflows):
+    """Return the scale after each of these steps."""
+    seen = []
+    for has_overflow in overflows:
+        scaler.update(bool(has_overflow))
+        seen.append(scaler.scale)
+    return seen
+
+
+def test_it_doubles_after_every_window_of_good_steps():
+    assert after(dynamic(), [0] * 7) == [16, 16, 32, 32, 32, 64, 64]
+
+
+def test_it_halves_at_an_overflow_and_the_window_starts_anew():
+    assert after(dynamic(), [0, 0, 1, 0, 0, 0]) == [16, 16, 8, 8, 8, 16]
+
+
+def test_hysteresis_lets_some_overflows_pass():
+    assert after(dynamic(hysteresis=2), [1, 1, 1, 1]) == [16, 8, 8, 4]
+
+
+def test_a_few_good_steps_do_not_renew_the_hysteresis_but_a_window_does():
+    assert after(dynamic(hysteresis=2), [1, 0, 1]) == [16, 16, 8]
+    assert after(dynamic(hysteresis=2), [1, 0, 0, 0, 1]) == [16, 16, 16, 32, 32]
+
+
+def test_it_does_not_fall_below_the_floor():
+    assert after(dynamic(scale=4.0, floor=2.0), [1, 1, 1]) == [2, 2, 2]
+
+
+def test_it_is_to_blame_only_while_it_could_be_smaller():
+    assert dynamic(scale=4.0, floor=2.0).is_to_blame
+    assert not dynamic(scale=2.0, floor=2.0).is_to_blame
+    assert not LossScaler(scale=128.0).is_to_blame
+
+
+def test_a_fixed_scale_stays():
+    assert after(LossScaler(scale=128.0, window=1), [0, 1, 0, 1]) == [128] * 4
+    assert LossScaler().scale == 1.0
+
+
+def test_going_on_from_its_state_equals_no_stop():
+    steps = [0, 1, 0, 0, 1, 0, 0, 0, 1, 1, 0]
+    for cut in range(len(steps)):
+        first, second = dynamic(hysteresis=2), dynamic(hysteresis=2, scale=1024.0)
+        begun = after(first, steps[:cut])
+        second.load(first.state())
+        assert begun + after(second, steps[cut:]) == after(dynamic(hysteresis=2), steps)

@@ -1,0 +1,102 @@
+"""The learning rate: where each style starts, where it ends, and its course between."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config import parse
+from megatron.optim import LearningRate
+
+STYLES = ["constant", "linear", "cosine", "exponential", "wsd"]
+LR, MIN, UPDATES, WARMUP = 1e-2, 1e-4, 100, 0.1
+every = pytest.mark.parametrize("style", STYLES)
+
+
+def rate(style, **changes):
+    return LearningRate(
+        **{"lr": LR, "min_lr": MIN, "style": style, "decay_updates": UPDATES, "warmup": WARMUP, **changes}
+    )
+
+
+@every
+def test_warm_up_rises_in_equal_steps_to_lr(style):
+    values = [rate(style).at(update) for update in range(10)]
+    assert values == pytest.approx([LR * (i + 1) / 10 for i in range(10)], rel=1e-12)
+
+
+@every
+def test_the_last_update_has_min_lr_and_so_have_all_after(style):
+    end = LR if style == "constant" else MIN
+    for update in (UPDATES - 1, UPDATES, 10 * UPDATES):
+        assert rate(style).at(update) == pytest.approx(end, rel=1e-9)
+    if style != "constant":
+        assert rate(style).at(UPDATES - 2) > MIN * 1.001, "not before the last"
+
+
+@every
+def test_without_warm_up_the_first_update_is_on_the_curve(style):
+    first = rate(style, warmup=0.0).at(0)
+    assert LR * 0.9 <= first <= LR
+
+
+@pytest.mark.parametrize(
+    ("style", "middle"),
+    [
+        ("constant", LR),
+        ("linear", (LR + MIN) / 2),
+        ("cosine", (LR + MIN) / 2),
+        ("exponential", math.sqrt(LR * MIN)),
+        ("wsd", LR),
+    ],
+)
+def test_half_way_through_the_decay(style, middle):
+    assert rate(style).at(10 + 45 - 1) == pytest.approx(middle, rel=1e-12)
+
+
+def test_cosine_is_slow_at_both_ends_and_fast_between():
+    values = [rate("cosine", warmup=0.0).at(update) for update in (24, 74)]
+    assert values == pytest.approx(
+        [MIN + (LR - MIN) * (1 + math.cos(math.pi * u)) / 2 for u in (0.25, 0.75)], rel=1e-12
+    )
+
+
+def test_wsd_is_flat_until_its_last_part_and_straight_there():
+    wsd = rate("wsd", warmup=0.0, wsd_decay_fraction=0.2)
+    assert {wsd.at(update) for update in range(80)} == {LR}
+    assert wsd.at(89) == pytest.approx((LR + MIN) / 2, rel=1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(STYLES), st.integers(1, 60), st.floats(0, 1), st.floats(0.05, 1))
+def test_it_rises_to_lr_and_never_again(style, updates, warmup, fraction):
+    schedule = rate(style, decay_updates=updates, warmup=warmup, wsd_decay_fraction=fraction)
+    values = [schedule.at(update) for update in range(updates + 3)]
+    top = schedule.warmup_updates
+    slack = 1e-12
+    assert all(0 < value <= LR * (1 + slack) for value in values)
+    assert all(a < b for a, b in zip(values[:top], values[1:top], strict=False))
+    assert all(a >= b * (1 - slack) for a, b in zip(values[top:], values[top + 1 :], strict=False))
+    if style != "constant":
+        assert values[-1] == pytest.approx(MIN, rel=1e-9)
+
+
+def test_an_unknown_style_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="--lr-decay-style must be one of constant, linear, .*, got square"):
+        rate("square")
+
+
+def test_exponential_decay_to_zero_is_refused():
+    with pytest.raises(ValueError, match="exponential needs --min-lr above 0, got 0.0"):
+        rate("exponential", min_lr=0.0)
+
+
+@every
+def test_every_style_is_a_flag(style):
+    argv = (
+        f"--lr-decay-style {style} --min-lr 1e-5 --lr 1e-3 --data-path none --device cpu --train-iters 1 --vocab-size 9"
+    )
+    assert parse(argv.split(), world_size=1).optimizer.lr_decay_style == style
