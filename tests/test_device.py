@@ -1,0 +1,83 @@
+"""The choice of device and what follows from it; torch's CUDA functions are replaced, so no GPU is needed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron import device
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(params=[False, True], ids=["no GPU", "GPU"])
+def has_gpu(request, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    return request.param
+
+
+def test_auto_takes_a_gpu_where_there_is_one(has_gpu):
+    assert device.choose() == device.choose("auto") == ("cuda" if has_gpu else "cpu")
+
+
+def test_what_the_user_asks_for_is_taken_or_refused(has_gpu):
+    assert device.choose("cpu") == "cpu"
+    if has_gpu:
+        assert device.choose("cuda") == "cuda"
+    else:
+        with pytest.raises(ValueError, match="--device cuda needs a CUDA device .*, found none. Use --device cpu"):
+            device.choose("cuda")
+
+
+def test_deepspeeds_variable_makes_auto_mean_the_cpu(has_gpu, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert device.choose() == "cpu"
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match="--device must be auto, cpu or cuda, got tpu"):
+        device.choose("tpu")
+
+
+@pytest.mark.parametrize(("has_bf16", "expected"), [(True, "bf16"), (False, "fp16")])
+def test_precision_follows_the_gpu(has_bf16, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert device.default_precision("cuda") == expected
+    assert device.default_precision("cpu") == "fp32"
+
+
+def test_backend_follows_the_device():
+    assert (device.backend("cuda"), device.backend("cpu")) == ("nccl", "gloo")
+
+
+def test_the_cpu_answers_every_question():
+    assert device.bind("cpu", 3) == torch.device("cpu")
+    assert device.count("cpu") >= 1 and device.name("cpu").startswith("CPU, ")
+    assert 0 < device.peak_memory_bytes("cpu") < device.total_memory_bytes("cpu")
+    device.synchronize("cpu")
+
+
+def test_generator_states_come_back():
+    device.seed(3)
+    states = device.rng_states("cpu")
+    drawn = torch.rand(4)
+    device.set_rng_states(states)
+    assert torch.equal(torch.rand(4), drawn)
+    device.seed(3)
+    assert torch.equal(torch.rand(4), drawn)
+
+
+def test_no_other_file_calls_the_accelerator():
+    """Only two may: this one, and the masks, which seed torch's own generator of the device."""
+    allowed = {"megatron/device.py", "megatron/mpu/random.py"}
+    found = set()
+    for folder in ("megatron", "tds"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name):
+                    found.add(path.relative_to(ROOT).as_posix())
+    assert found <= allowed

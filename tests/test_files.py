@@ -1,0 +1,102 @@
+"""File operations that survive a kill at any moment: tried by failing ahead of each one."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+
+from megatron import files
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def operations(monkeypatch):
+    """The operations that were announced; ``operations.stop_at = k`` ends ahead of the k-th."""
+
+    class Log(list):
+        stop_at = None
+
+    log = Log()
+
+    def hook(operation, path):
+        if log.stop_at == len(log):
+            raise Killed
+        log.append((operation, path.name))
+
+    monkeypatch.setattr(files, "before_operation", hook)
+    return log
+
+
+def test_a_replaced_file_is_the_old_or_the_new_at_whatever_operation_it_ends(tmp_path, operations):
+    path = tmp_path / "latest"
+    files.replace_bytes(path, b"old")
+    names = [name for name, _ in operations]
+    assert names == ["write", "fsync", "rename", "sync_folder"]
+    for k in range(len(names)):
+        path.write_bytes(b"old")
+        operations.clear()
+        operations.stop_at = k
+        with pytest.raises(Killed):
+            files.replace_bytes(path, b"new")
+        assert path.read_bytes() == (b"new" if k > names.index("rename") else b"old")
+        assert [child.name for child in tmp_path.iterdir()] == ["latest"], "nothing half-written stays beside it"
+
+
+def test_the_rename_comes_after_the_bytes_are_on_the_disk_and_before_the_folder_is(tmp_path, operations):
+    files.write_bytes(tmp_path / "part", b"x")
+    files.rename(tmp_path / "part", tmp_path / "whole")
+    assert operations == [("write", "part"), ("fsync", "part"), ("rename", "whole"), ("sync_folder", tmp_path.name)]
+
+
+def test_chunks_are_counted_and_summed_as_they_are_written(tmp_path, operations):
+    path = tmp_path / "shard"
+    chunks = [b"abc", memoryview(b"defgh"), b""]
+    assert files.write_chunks(path, chunks) == (8, zlib.crc32(b"abcdefgh"))
+    assert path.read_bytes() == b"abcdefgh"
+    assert [name for name, _ in operations] == ["create", "write", "write", "write", "fsync"]
+    for chunk_bytes in (1, 3, 8, 100):
+        assert files.size_and_crc(path, chunk_bytes) == (8, zlib.crc32(b"abcdefgh"))
+
+
+def test_a_kill_while_a_tree_is_removed_leaves_a_part_that_can_be_removed_again(tmp_path, operations):
+    def build():
+        files.make_folder(tmp_path / "step" / "inner")
+        for name in ("a", "inner/b"):
+            (tmp_path / "step" / name).write_bytes(b"x")
+
+    build()
+    operations.clear()
+    files.remove_tree(tmp_path / "step")
+    assert not (tmp_path / "step").exists()
+    for k in range(len(operations)):
+        operations.stop_at = None
+        build()
+        operations.clear()
+        operations.stop_at = k
+        with pytest.raises(Killed):
+            files.remove_tree(tmp_path / "step")
+        assert (tmp_path / "step").exists()
+        operations.stop_at = None
+        files.remove_tree(tmp_path / "step")
+
+
+def test_a_link_in_a_tree_is_removed_and_not_followed(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_bytes(b"x")
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "link").symlink_to(tmp_path / "kept")
+    files.remove_tree(tmp_path / "step")
+    assert (tmp_path / "kept" / "file").exists() and not (tmp_path / "step").exists()
+
+
+def test_by_itself_the_hook_does_nothing(tmp_path):
+    files.make_folder(tmp_path / "a" / "b")
+    files.make_folder(tmp_path / "a" / "b")
+    files.write_bytes(tmp_path / "a" / "b" / "file", b"x")
+    files.remove_file(tmp_path / "a" / "b" / "file")
+    assert files.free_bytes(tmp_path) > 0
+    assert files.before_operation("write", tmp_path) is None
