@@ -22,21 +22,8 @@ from megatron.training.parity import Trace, compare, trace_steps
 from tests.harness import run_ranks
 
 SCRIPT = Path(own_model.__file__)
-SIZES = [
-    "--num-layers",
-    "3",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "24",
-    "--hidden-dropout",
-    "0.1",
-    "--lr",
-    "1e-2",
-]
-SIZES += ["--device", "cpu"]
+SIZES = "--num-layers 3 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --device cpu".split()  # noqa: SIM905
+SIZES += "--hidden-dropout 0.1 --lr 1e-2".split()  # noqa: SIM905
 
 
 def trace_rank(rank: int, layout: str, world_size: int) -> Trace:
