@@ -46,12 +46,16 @@ if [ -z "$DATA_PATH" ]; then
   if [ -z "$is_dry" ]; then "$PYTHON" "$root/tools/make_sample_data.py"; fi
   DATA_PATH=$sample/gpt2_text_document
   TOKENIZER=${TOKENIZER:-$sample/tokenizer.json}
+  sample_split=(--split 900,50,50)                # few documents: let each split hold texts and code
 fi
 
 arguments=(
   --pipe-parallel-size "$pp_size" --model-parallel-size "$mp_size"
   --num-layers "$NLAYERS" --hidden-size "$NHIDDEN" --num-attention-heads "$NHEADS" --seq-length "$SEQLEN"
   --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS"
+  --hidden-bias --attention-dropout 0 --hidden-dropout 0
+  --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05
+  --log-interval 10 --eval-interval 50 --eval-iters 2 ${sample_split[@]+"${sample_split[@]}"}
   --data-path "$DATA_PATH" ${TOKENIZER:+--tokenizer-path "$TOKENIZER"}
   --deepspeed_config "${config_json:-$root/ds_config_gpt2.json}"
   ${CHECKPOINT_PATH:+--save "$CHECKPOINT_PATH"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
+from megatron.errors import DataError
 
 
 @dataclass
@@ -32,7 +33,7 @@ def set_current(config: Config, tokenizer: Any, streams: Any) -> None:
 
 def get_args() -> argparse.Namespace:
     """Return all flags with the flat names that Megatron and CPM scripts use."""
-    return _needed(_current.args, "arguments")
+    return _needed(_current.args, "namespace of arguments")
 
 
 def get_config() -> Config:
@@ -41,16 +42,25 @@ def get_config() -> Config:
 
 
 def get_tokenizer() -> Any:
-    """Return the tokenizer."""
+    """Return the tokenizer.
+
+    Raises:
+        DataError: the run has none.
+    """
+    if _current.tokenizer is None and _current.config is not None:
+        raise DataError(
+            "this script needs a tokenizer, got no --tokenizer-path and no --vocab-file. Name the one that made the "
+            "data; tools/train_tokenizer.py trains one."
+        )
     return _needed(_current.tokenizer, "tokenizer")
 
 
 def get_streams() -> Any:
     """Return this rank's source of dropout masks."""
-    return _needed(_current.streams, "dropout streams")
+    return _needed(_current.streams, "source of dropout masks")
 
 
 def _needed(value: Any, what: str) -> Any:
     if value is None:
-        raise RuntimeError(f"the {what} are not there yet: they exist while pretrain() runs")
+        raise RuntimeError(f"there is no {what} yet: it exists while pretrain() runs")
     return value

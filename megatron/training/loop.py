@@ -73,7 +73,7 @@ def train(run: Run) -> None:
             save(run)
             raise StopRequest(
                 f"stopped after step {step} of {total}: {reason}. Everything is saved in {run.saved}. "
-                f"Go on with: --load {run.folder} --save {run.folder}"
+                f"Go on with --load {run.folder} --save {run.folder}, or add --resume to the run script"
             )
     save(run)
 

@@ -14,15 +14,17 @@ class MetricsWriter:
 
     Args:
         tensorboard: folder of the event files.
-        first_step: records beyond this step are of an earlier attempt and are left out.
+        resumed_step: the run goes on after this step: records beyond it are of an attempt that was cut off, and come
+            again. None keeps all that is there.
     """
 
-    def __init__(self, folder: Path, tensorboard: Path, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, tensorboard: Path, resumed_step: int | None = None) -> None:
         self.path = folder / "metrics.jsonl"
         self.picture = folder / "loss.png"
         self._tensorboard_folder = tensorboard
         self._events: Any = None
-        _drop_after(self.path, first_step)
+        if resumed_step is not None:
+            _drop_after(self.path, resumed_step)
         self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:

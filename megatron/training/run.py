@@ -109,6 +109,8 @@ def _load(this: Run) -> None:
     if checkpoint.path.parent == this.folder / CHECKPOINTS:
         this.saved, this.saved_step = checkpoint.path, this.progress.step
     log.info(f"loaded {checkpoint.path}: going on after step {this.progress.step}")
+    if this.progress.step >= this.config.batch.train_iters and not flags.eval_only:
+        log.info(f"all {this.config.batch.train_iters} steps are done already; raise --train-iters to go on")
 
 
 def _open_reports(this: Run) -> None:
@@ -122,7 +124,9 @@ def _open_reports(this: Run) -> None:
         log.info(note)
     this.screen = Screen(config.run.progress, config.batch.train_iters)
     tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else this.folder / "tensorboard"
-    this.metrics = MetricsWriter(this.folder, tensorboard, this.progress.step)
+    is_same_run = this.loaded is not None and this.loaded.parent == this.folder / CHECKPOINTS
+    goes_on = is_same_run and not config.checkpoint.finetune and not config.checkpoint.eval_only
+    this.metrics = MetricsWriter(this.folder, tensorboard, this.progress.step if goes_on else None)
     tokens = config.batch.global_batch_size(here.grid.data.size) * config.batch.seq_length
     this.rates = report.Rates(config, tokens, peak, counted)
     train_set = this.data.datasets.get("train")

@@ -16,8 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron import files
+from megatron.checkpoint import check_writable
 from megatron.config import Config
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.training.state import CHECKPOINTS
 from megatron.training.world import World
 
@@ -30,12 +31,14 @@ def choose(config: Config, name: str, world: World) -> Path:
     chosen: list[Any] = [None]
     if world.rank == 0:
         try:
-            chosen[0] = str(_chosen(config, name))
-        except CheckpointError as error:
+            folder = _chosen(config, name)
+            check_writable(folder)
+            chosen[0] = str(folder)
+        except (CheckpointError, ConfigError) as error:
             chosen[0] = error
     if world.grid.world.size > 1:
         dist.broadcast_object_list(chosen, src=0, group=world.grid.world.handle)
-    if isinstance(chosen[0], CheckpointError):
+    if isinstance(chosen[0], Exception):
         raise chosen[0]
     return Path(chosen[0])
 

@@ -119,7 +119,7 @@ def restore(
         _set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
     if is_whole and not flags.no_load_rng:
         _restore_rng(checkpoint, world)
-    return Progress(**checkpoint.state["progress"]) if is_whole else Progress()
+    return Progress() if flags.finetune else Progress(**checkpoint.state["progress"])
 
 
 def model_identity(config: Config) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""``bash run_gpt2.sh`` as a user types it, with tiny sizes: set-up, launcher, training, run folder, evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.metrics import read_metrics
+from tests.training.runs import ROOT, TOKENIZER, write_corpus
+
+TINY = {"NLAYERS": "2", "NHIDDEN": "32", "NHEADS": "4", "SEQLEN": "32", "BATCHSIZE": "2", "GAS": "2"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    write_corpus(folder)
+    return folder
+
+
+def start(place: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script from another folder, with the Python of the tests."""
+    env = os.environ | TINY | {"PYTHON": sys.executable, "TOKENIZER": str(TOKENIZER), "DATA_PATH": str(place / "texts")}
+    env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
+    command = ["bash", str(ROOT / "run_gpt2.sh"), *flags]
+    return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_the_main_job_trains_saves_and_evaluates(place: Path) -> None:
+    extra = ("--split", "800,100,100", "--eval-interval", "2")
+    done = start(place, *extra, TRAIN_ITERS="4", CHECKPOINT_PATH="run")
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "4 ranks = pipe 2 x data 1 x tensor 2",
+        "stage 1",
+        "validation loss",
+        "test loss",
+        "perplexity",
+        "MFU",
+    ):
+        assert word in done.stdout
+    assert "DeepSpeed" not in done.stdout + done.stderr
+    run = place / "run"
+    assert json.loads((run / "config.json").read_text())["batch"]["train_iters"] == 4
+    assert {path.name for path in run.iterdir()} >= {"command.txt", "versions.json", "metrics.jsonl", "loss.png"}
+    assert any((run / "tensorboard").iterdir())
+    assert (run / "checkpoints/step-00000004/manifest.json").exists()
+    before = read_metrics(run / "metrics.jsonl")
+
+    again = start(place, *extra, "--eval-only", "--load", "run", CHECKPOINT_PATH="run")
+    assert again.returncode == 0, again.stderr
+    told = [line for line in (done.stdout + again.stdout).splitlines() if "test loss" in line]
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert read_metrics(run / "metrics.jsonl")[: len(before)] == before
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(place: Path) -> None:
+    done = start(place, "--dry-run", GPUS_PER_NODE="8", pp_size="2", mp_size="2")
+    assert done.returncode == 0, done.stderr
+    assert "8 ranks = pipe 2 x data 2 x tensor 2" in done.stdout
+    assert not (place / "runs").exists()
