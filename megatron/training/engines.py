@@ -47,14 +47,19 @@ class StepEngine(Protocol):
 
 
 def split_loss(loss: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sum, weight) of a loss: a pair as it is, a scalar with weight 1."""
-    if isinstance(loss, tuple | list):
-        if len(loss) != 2:
-            raise ValueError(f"a loss must be a scalar or the pair (sum, count), got {len(loss)} values")
-        return loss[0], loss[1]
-    if loss.dim() and loss.numel() != 1:
-        raise ValueError(f"a loss must be a scalar or the pair (sum, count), got a tensor of shape {tuple(loss.shape)}")
-    return loss, torch.ones((), dtype=loss.dtype, device=loss.device)
+    """Return (sum, weight) of a loss in fp32 or fp64: a pair as it is, a scalar with weight 1.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    pair = loss if isinstance(loss, tuple | list) else (loss, None)
+    numbers = [value for value in pair if isinstance(value, torch.Tensor) and value.numel() == 1]
+    if len(pair) != 2 or len(numbers) != (1 if pair[1] is None else 2):
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in pair]
+        raise ValueError(f"a loss must be a scalar tensor or the pair (sum, count) of two, got {shapes}")
+    value = pair[0] if pair[0].dtype == torch.float64 else pair[0].float()
+    weight = torch.ones_like(value) if pair[1] is None else pair[1].to(value.dtype)
+    return value.reshape(()), weight.reshape(())
 
 
 def nominal_weight(tokens_per_step: int) -> float:
@@ -78,6 +83,7 @@ class SingleStageEngine:
         num_micro_batches: int,
         nominal: float,
     ) -> None:
+        """Take over ``engine``; ``nominal`` divides the sums of pairs in backward (a scalar: the micro-batches)."""
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
@@ -91,20 +97,22 @@ class SingleStageEngine:
         self.engine.train()
         totals: torch.Tensor | None = None
         reported: dict[str, torch.Tensor] = {}
+        nominal = 1.0
         self.engine.set_gradient_accumulation_boundary(False)
         for micro_batch in range(self.num_micro_batches):
             self.streams.position = Position(step, micro_batch)
             loss, report = self.forward_step(data, self.engine)
             loss_sum, weight = split_loss(loss)
-            self.engine.backward(loss_sum * (self.optimizer.loss_scale / self.nominal), scale_wrt_gas=False)
-            both = torch.stack([loss_sum.detach(), weight.detach().to(loss_sum.dtype)])
+            nominal = float(self.num_micro_batches) if isinstance(loss, torch.Tensor) else self.nominal
+            self.engine.backward(loss_sum * (self.optimizer.loss_scale / nominal), scale_wrt_gas=False)
+            both = torch.stack([loss_sum.detach(), weight.detach()])
             totals = both if totals is None else totals + both
             _add_report(reported, report, loss)
         if totals is None:
             raise RuntimeError("a step needs at least one micro-batch")
         all_reduce(totals, self.grid.data)
         loss_value, weight_value = totals.tolist()
-        self._reduce_gradients(self.nominal / weight_value if weight_value else 0.0)
+        self._reduce_gradients(nominal / weight_value if weight_value else 0.0)
         return self._update(loss_value / weight_value if weight_value else 0.0, self._means(reported))
 
     @torch.no_grad()
@@ -115,7 +123,7 @@ class SingleStageEngine:
         for _ in range(self.num_micro_batches):
             loss, _ = self.forward_step(data, self.engine)
             loss_sum, weight = split_loss(loss)
-            both = torch.stack([loss_sum, weight.to(loss_sum.dtype)])
+            both = torch.stack([loss_sum, weight])
             totals = both if totals is None else totals + both
         self.engine.train()
         if totals is None:
