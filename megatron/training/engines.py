@@ -70,6 +70,28 @@ def nominal_weight(tokens_per_step: int) -> float:
     return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
 
 
+class _Meter:
+    """Adds up losses in their own type, as tds does, and what they count in fp64: a step may hold 2^24 tokens."""
+
+    def __init__(self) -> None:
+        self.total: torch.Tensor | None = None
+        self.weight: torch.Tensor | None = None
+
+    def add(self, loss_sum: torch.Tensor, weight: torch.Tensor) -> None:
+        """Count one micro-batch."""
+        loss, count = loss_sum.detach(), weight.detach().double()
+        self.total = loss if self.total is None else self.total + loss
+        self.weight = count if self.weight is None else self.weight + count
+
+    def agree(self, grid: Grid) -> tuple[float, float]:
+        """Return (mean loss, total weight) over all replicas; a batch that counts nothing has loss 0. Collective."""
+        if self.total is None or self.weight is None:
+            raise RuntimeError("a step needs at least one micro-batch")
+        both = all_reduce(torch.stack([self.total.double(), self.weight]), grid.data)
+        mean = (both[0] / both[1]).to(self.total.dtype) if both[1] else torch.zeros(())
+        return mean.item(), both[1].item()
+
+
 class SingleStageEngine:
     """DeepSpeed's engine: forward and backward of each micro-batch in turn; reduction, norm and clipping are ours."""
 
@@ -95,7 +117,7 @@ class SingleStageEngine:
     def train_step(self, data: DataIterator, step: int) -> StepResult:
         """Run all micro-batches of step number ``step`` and update the weights. Collective."""
         self.engine.train()
-        totals: torch.Tensor | None = None
+        meter = _Meter()
         reported: dict[str, torch.Tensor] = {}
         nominal = 1.0
         self.engine.set_gradient_accumulation_boundary(False)
@@ -105,31 +127,22 @@ class SingleStageEngine:
             loss_sum, weight = split_loss(loss)
             nominal = float(self.num_micro_batches) if isinstance(loss, torch.Tensor) else self.nominal
             self.engine.backward(loss_sum * (self.optimizer.loss_scale / nominal), scale_wrt_gas=False)
-            both = torch.stack([loss_sum.detach(), weight.detach()])
-            totals = both if totals is None else totals + both
+            meter.add(loss_sum, weight)
             _add_report(reported, report, loss)
-        if totals is None:
-            raise RuntimeError("a step needs at least one micro-batch")
-        all_reduce(totals, self.grid.data)
-        loss_value, weight_value = totals.tolist()
-        self._reduce_gradients(nominal / weight_value if weight_value else 0.0)
-        return self._update(loss_value / weight_value if weight_value else 0.0, self._means(reported))
+        loss_mean, weight = meter.agree(self.grid)
+        self._reduce_gradients(nominal / weight if weight else 0.0)
+        return self._update(loss_mean, self._means(reported))
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
         self.engine.eval()
-        totals: torch.Tensor | None = None
+        meter = _Meter()
         for _ in range(self.num_micro_batches):
             loss, _ = self.forward_step(data, self.engine)
-            loss_sum, weight = split_loss(loss)
-            both = torch.stack([loss_sum, weight])
-            totals = both if totals is None else totals + both
+            meter.add(*split_loss(loss))
         self.engine.train()
-        if totals is None:
-            raise RuntimeError("an evaluation needs at least one micro-batch")
-        all_reduce(totals, self.grid.data)
-        return (totals[0] / totals[1]).item() if totals[1] else 0.0
+        return meter.agree(self.grid)[0]
 
     def _reduce_gradients(self, scale: float) -> None:
         reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, scale)

@@ -88,10 +88,11 @@ def test_every_layout_with_every_switch(tensor: int, pipe: int, data: int, gas: 
     check_fp64(difference(tensor, pipe, data, gas, f"--fp64 {extra}", steps=6))
 
 
+@pytest.mark.parametrize("mask", ["", "--eod-mask-loss"], ids=["", "masked"])
 @pytest.mark.parametrize("pipe", [2, 4])
-def test_untied_pipeline_is_bitwise_the_same_in_fp32(pipe: int) -> None:
+def test_untied_pipeline_is_bitwise_the_same_in_fp32(pipe: int, mask: str) -> None:
     """Row E03: clipping off, the same micro-batches."""
-    extra = "--fp32 --untie-embeddings-and-output-weights"
+    extra = f"--fp32 --untie-embeddings-and-output-weights {mask}"
     found = difference(1, pipe, 1, 2, extra)
     assert (found.loss, found.gradient, found.weight) == (0.0, 0.0, 0.0)
 
