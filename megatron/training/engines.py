@@ -124,10 +124,10 @@ class SingleStageEngine:
         for micro_batch in range(self.num_micro_batches):
             self.streams.position = Position(step, micro_batch)
             loss, report = self.forward_step(data, self.engine)
-            loss_sum, weight = split_loss(loss)
+            loss_sum, count = split_loss(loss)
             nominal = float(self.num_micro_batches) if isinstance(loss, torch.Tensor) else self.nominal
             self.engine.backward(loss_sum * (self.optimizer.loss_scale / nominal), scale_wrt_gas=False)
-            meter.add(loss_sum, weight)
+            meter.add(loss_sum, count)
             _add_report(reported, report, loss)
         loss_mean, weight = meter.agree(self.grid)
         self._reduce_gradients(nominal / weight if weight else 0.0)
