@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         s, b, _ = x.shape
         qkv = self.query_key_value(x).view(s, b, self.num_heads, 3, self.head_size)  # [s, b, a/t, 3, d]
-        query, key, value = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # 3 x [b, a/t, s, d]
+        query, key, value = (y.permute(1, 2, 0, 3) for y in qkv.unbind(3))  # 3 x [b, a/t, s, d]
         dropout = self.dropout if self.training else 0.0
         with self._masks(x.device, dropout):
             context = attention(query, key, value, mask=mask, dropout=dropout)  # [b, a/t, s, d]
