@@ -1,0 +1,176 @@
+"""What the pages say is there: links, paths, flags, commands, code, tables."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron.config import parse
+from megatron.config.deepspeed_keys import KNOWN
+from megatron.errors import EXIT_CODES
+from megatron.launch.options import parse as parse_launch
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ROOT / "docs" / "flags.md"
+PAGES = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")} - {FLAGS})
+PAIRS = [("README.md", "docs/zh/README.md"), ("docs/own_model.md", "docs/zh/own_model.md")]
+
+MADE = ("data/", "runs/", ".venv", "rank-0000", "step-0000")
+MADE_FILES = {
+    "config.json",
+    "versions.json",
+    "manifest.json",
+    "vocab.json",
+    "tokenizer.json",
+    "checkpoints/",
+    "__init__.py",
+}
+"""What a run, a tool or the user makes, and a name that stands for many files."""
+OF_OTHERS = {"--help", "--all", "--ntasks-per-node"}
+"""Flags of pytest's options here, of every parser, and of srun."""
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    """Return the text without its blocks of code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.sub(r"^    .*$", "", text, flags=re.M)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of every command in the indented blocks, without comments."""
+    text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
+    for line in re.findall(r"^    (.*)$", text, flags=re.M):
+        if re.match(r"([A-Za-z_]+=\S+ )*(bash|python|srun|torchrun) ", line):
+            yield shlex.split(line, comments=True)
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        aim = (page.parent / name).resolve() if name else page
+        assert aim.exists(), f"{target} is not there"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", aim.read_text(encoding="utf-8"), flags=re.M)
+            assert anchor in map(slug, headings), f"{target}: no such heading"
+
+
+@every_page
+def test_paths_in_backticks_exist(page: Path) -> None:
+    for word in re.findall(r"`([^`\s]+)`", prose(page)):
+        is_path = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)*/?", word) and re.search(r"(/|\.(py|sh|md|toml|json|cff))$", word)
+        if not is_path or word in MADE_FILES or word.startswith(MADE):
+            continue
+        assert (ROOT / word).exists() or (page.parent / word).exists(), f"`{word}` is not there"
+
+
+def settable_flags() -> set[str]:
+    text = FLAGS.read_text(encoding="utf-8")
+    table = text[text.index("## What can be set") : text.index("## Flags of CPM-Pretrain")]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `--")]
+    return {flag for cells in rows for flag in re.findall(r"--[\w-]+", " ".join(cells))}
+
+
+def tool_flags() -> set[str]:
+    sources = [*(ROOT / "tools").glob("*.py"), ROOT / "megatron" / "launch" / "options.py"]
+    return {flag for source in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', source.read_text(encoding="utf-8"))}
+
+
+@every_page
+def test_flags_are_in_the_table_of_flags_or_a_tools_own(page: Path) -> None:
+    known = settable_flags() | tool_flags() | OF_OTHERS
+    assert len(known) > 80
+    unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w/-])", page.read_text(encoding="utf-8"))) - known
+    assert not unknown
+
+
+def check_command(words: list[str]) -> None:
+    """Fail unless this command line is one that its program takes."""
+    while re.match(r"[A-Za-z_]+=", words[0]):
+        variable = words.pop(0).partition("=")[0]
+        assert f"{variable}=${{{variable}:-" in (ROOT / "run_gpt2.sh").read_text(), f"run_gpt2.sh has no {variable}"
+    program, script, *flags = words
+    if program in ("srun", "torchrun"):
+        assert (ROOT / words[-1]).is_file()
+    elif script == "-m" and flags[0] == "megatron.launch":
+        options = parse_launch(flags[1:], env={"DS_ACCELERATOR": "cpu"})
+        parse(options.script_args, world_size=options.nproc_per_node)
+    elif script == "-m":
+        assert importlib.util.find_spec(flags[0])
+    elif script.startswith("tools/"):
+        tool = load(ROOT / script)
+        known, rest = (
+            tool.own_parser().parse_known_args(flags) if hasattr(tool, "own_parser") else (tool.parse_args(flags), [])
+        )
+        parse(rest, world_size=1)
+    else:
+        assert (ROOT / script).is_file(), f"{script} is not there"
+        if script in ("run_gpt2.sh", "examples/own_model.py"):
+            parse(flags, world_size=4)
+
+
+@every_page
+def test_commands_are_taken_by_their_programs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for words in commands(page):
+        try:
+            check_command(list(words))
+        except (SystemExit, ValueError) as error:
+            raise AssertionError(f"{shlex.join(words)}: {error}") from error
+
+
+@every_page
+def test_python_blocks_are_python(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+        ast.parse(block)
+
+
+@pytest.mark.parametrize("english, chinese", PAIRS)
+def test_the_chinese_page_has_the_commands_and_code_of_the_english_one(english: str, chinese: str) -> None:
+    assert list(commands(ROOT / chinese)) == list(commands(ROOT / english))
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in (english, chinese)]
+    blocks = [re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S) for text in pages]
+    assert blocks[0] == blocks[1]
+    levels = [re.findall(r"^#+ ", text, flags=re.M) for text in pages]
+    assert levels[0] == levels[1]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/zh/README.md"])
+def test_tables_of_the_readme_agree_with_the_code(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", text, flags=re.M)}
+    assert codes == {0, 1, *EXIT_CODES.values()}
+    script = (ROOT / "run_gpt2.sh").read_text()
+    variables = set(re.findall(r"^([A-Za-z_]+)=\$\{\1:-", script, flags=re.M))
+    rows = re.findall(r"^\| (`[A-Za-z_]+`(?:, `[A-Za-z_]+`)*) \|", text, flags=re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    keys = named - variables
+    assert named >= variables
+    assert keys <= set(KNOWN), f"neither a variable nor a key of the JSON: {keys - set(KNOWN)}"
+    defaults = dict(re.findall(r"^([A-Z]+)=\$\{\1:-(\d+)\}", script, flags=re.M))
+    for row, told in re.findall(r"^\| (`[A-Z]+`(?:, `[A-Z]+`)*) \| ([\d, ]+) \|", text, flags=re.M):
+        assert [defaults[name] for name in re.findall(r"`(\w+)`", row)] == told.split(", ")
