@@ -76,6 +76,14 @@ def seed(value: int) -> None:
     torch.manual_seed(value)
 
 
+def default_generator(place: torch.device) -> torch.Generator:
+    """Return the generator that torch's random functions on ``place`` use."""
+    if place.type == "cuda":
+        index = place.index if place.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
 def rng_states(kind: str) -> dict[str, torch.Tensor]:
     """Return the states of the default generators, as byte tensors by device kind."""
     states = {"cpu": torch.get_rng_state()}

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from megatron.device import default_generator
 from megatron.mpu.groups import SINGLE, Group
 
 
@@ -61,7 +62,7 @@ class DropoutStreams:
     @contextmanager
     def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> Iterator[None]:
         """Seed torch's default generator of ``device`` inside the ``with`` block and put its state back after."""
-        generator = _default_generator(device)
+        generator = default_generator(device)
         state = generator.get_state()
         generator.manual_seed(self.key(layer, site, is_cut))
         try:
@@ -95,10 +96,3 @@ def checkpoint(streams: DropoutStreams, function: Callable[..., Any], *args: Any
             return function(*inputs)
 
     return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
