@@ -2,7 +2,7 @@
 
 | name | what it is |
 |---|---|
-| ours | ``GPT2Model`` as ``pretrain_gpt2.py`` trains it with ``--pipe-parallel-size 1``: flags, DeepSpeed's engine, our optimizer |
+| ours | ``GPT2Model`` as ``pretrain_gpt2.py`` trains it without a pipeline: flags, DeepSpeed's engine, our optimizer |
 | hf | Hugging Face's ``GPT2LMHeadModel`` as it ships, but with SDPA, no cache and dropout 0, in the plain loop |
 | hf-fused-gelu | the same with torch's fused tanh GELU in place of Hugging Face's own |
 | plain | ``plain_gpt.py``: a small script of ``torch.nn`` layers |

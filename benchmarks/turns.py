@@ -35,21 +35,29 @@ class Work:
 
 @dataclass
 class Record:
-    """What one contender told: seconds of each turn, the loss after each turn, bytes."""
+    """What one contender told: seconds of each turn, the loss after each turn, bytes.
+
+    Args:
+        cpu_s: processor time of each turn, over all threads; with one thread it says something on a busy machine too.
+    """
 
     turns_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     idle_bytes: int = 0
 
 
-def take_turns(names: Sequence[str], work: Work, rounds: int) -> dict[str, Record]:
+def take_turns(names: Sequence[str], work: Work, rounds: int, start_method: str = "spawn") -> dict[str, Record]:
     """Return a record for each contender and for the matrix product; the first turn warms up and is not in it.
+
+    Args:
+        start_method: of ``multiprocessing``. A forked process starts with the memory of this one.
 
     Raises:
         RuntimeError: a contender failed; its traceback is the message.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(start_method)
     pipes: dict[str, Connection] = {}
     workers = []
     try:
@@ -64,11 +72,12 @@ def take_turns(names: Sequence[str], work: Work, rounds: int) -> dict[str, Recor
             shift = number % len(order)
             for name in order[shift:] + order[:shift]:
                 pipes[name].send(number * work.steps)
-                seconds, loss, peak = _answer(name, pipes[name])
+                seconds, cpu_s, loss, peak = _answer(name, pipes[name])
                 records[name].losses.append(loss)
                 records[name].peak_bytes = peak
                 if number:
                     records[name].turns_s.append(seconds)
+                    records[name].cpu_s.append(cpu_s)
         return records
     finally:
         for pipe in pipes.values():
@@ -109,10 +118,11 @@ def _work(name: str, work: Work, pipe: Connection) -> None:
         while True:
             first = pipe.recv()
             device.synchronize(work.kind)
-            start = time.perf_counter()
-            loss = turn(first)
+            start, cpu_start = time.perf_counter(), time.process_time()
+            loss = float(turn(first))
             device.synchronize(work.kind)
-            pipe.send((time.perf_counter() - start, float(loss), device.peak_memory_bytes(work.kind)))
+            seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+            pipe.send((seconds, cpu_s, loss, device.peak_memory_bytes(work.kind)))
     except EOFError:
         return
     except Exception:
