@@ -44,7 +44,8 @@ class MaskedBytes(torch.utils.data.Dataset):
     def __init__(self, seq_length: int, part: range) -> None:
         texts = sorted((Path(__file__).parent / "corpus").glob("*/*.txt"))
         lines = [line for text in texts for line in text.read_bytes().splitlines() if line]
-        self.lines = [line for number, line in enumerate(lines) if number % 20 in part]
+        order = np.random.default_rng(0).permutation(len(lines))  # languages and subjects mixed
+        self.lines = [lines[place] for number, place in enumerate(order) if number % 20 in part]
         self.seq_length = seq_length
 
     def __len__(self) -> int:
