@@ -76,6 +76,16 @@ def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], N
         sys.exit(75)
 
 
+def together(*plants: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a plant that plants all of these."""
+
+    def plant(rank: int) -> None:
+        for each in plants:
+            each(rank)
+
+    return plant
+
+
 def start_script(
     num_ranks: int, argv: list[str], log: Path, before: Callable[[int], None] | None = None, deadline_s: float = 60.0
 ) -> list[int]:

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.checkpoint import open_latest
 from megatron.mpu.groups import SINGLE
@@ -14,7 +15,7 @@ from megatron.mpu.shard import Shard
 from megatron.training import loop
 from megatron.training.metrics import read_metrics
 from megatron.training.state import CHECKPOINTS
-from tests.training.runs import flags, train_ranks
+from tests.training.runs import flags, together, train_ranks
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
@@ -33,6 +34,27 @@ def kill_after(step: int):
         loop.agree_to_stop = agree_or_die
 
     return plant
+
+
+def draw_numbers(rank: int) -> None:
+    """Plant a use of torch's own generator, as a user's layer may make it: after each step another one on each rank.
+
+    Without it the generators stay as they were seeded, and one that is not restored would not be missed.
+    """
+    advance = loop._advance
+
+    def advance_and_draw(run: loop.Run, result: object) -> None:
+        advance(run, result)  # type: ignore[arg-type]
+        torch.rand(rank + 1)
+
+    loop._advance = advance_and_draw
+
+
+def random_states(folder: Path) -> list[bytes]:
+    """Return the state of torch's generator on each rank as the last checkpoint holds it."""
+    saved = open_latest(folder / CHECKPOINTS, SINGLE)
+    names = sorted(name for name in saved.names() if name.startswith("rng/cpu/"))
+    return [saved.read(name, Shard(saved.shape(name))).numpy().tobytes() for name in names]
 
 
 def losses(folder: Path) -> list[tuple[int, str, str]]:
@@ -59,14 +81,16 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_same(
 ) -> None:
     layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} {DROPOUT}"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert train_ranks(world_size, flags(corpus, whole, layout))[0] == [0] * world_size
+    assert train_ranks(world_size, flags(corpus, whole, layout), draw_numbers)[0] == [0] * world_size
     saving = flags(corpus, cut, f"{layout} --save-interval 10")
-    codes, _ = train_ranks(world_size, saving, kill_after(13))
+    codes, _ = train_ranks(world_size, saving, together(draw_numbers, kill_after(13)))
     assert -signal.SIGKILL in codes
     assert losses(cut)[-1][0] >= 12  # it was beyond its checkpoint when it died
-    assert train_ranks(world_size, [*saving, "--load", str(cut)])[0] == [0] * world_size
+    assert train_ranks(world_size, [*saving, "--load", str(cut)], draw_numbers)[0] == [0] * world_size
     assert losses(cut) == losses(whole)
     assert_same_checkpoint(whole, cut)
+    states = random_states(whole)
+    assert len(set(states)) == len(states) == world_size
 
 
 def test_checkpoint_of_one_layout_goes_on_in_another(corpus: Path, tmp_path: Path) -> None:

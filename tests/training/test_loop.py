@@ -1,0 +1,185 @@
+"""The loop with an engine that only counts: what it calls, in which order, and what advances when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import parse
+from megatron.errors import StopRequest
+from megatron.mpu.groups import build_grid, single_grid
+from megatron.mpu.topology import Topology
+from megatron.training import loop, run
+from megatron.training.assembly import make_learning_rate
+from megatron.training.engines import StepResult
+from megatron.training.stop import StopRequests
+from megatron.training.world import World
+from tests.harness import run_ranks
+from tests.parity.layouts import serial
+from tests.training import runs
+
+CPU = torch.device("cpu")
+SIZES = "--data-path none --device cpu --vocab-size 9 --batch-size 2 --gas 3 --lr 0.1 --lr-decay-style linear"
+
+
+class CountingEngine:
+    """Notes each call; the steps in ``skipped`` are told as overflowed."""
+
+    def __init__(self, calls: list[str], skipped: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self.calls, self.skipped = calls, skipped
+        self.module = torch.nn.Identity()
+        self.optimizer: Any = SimpleNamespace(param_groups=[{"lr": -1.0}, {"lr": -1.0}])
+        self.rates: list[float] = []
+        self.read: list[Any] = []
+
+    def train_step(self, data: Any, step: int) -> StepResult:
+        self.calls.append(f"train {step}")
+        self.read.append(data)
+        first, second = (group["lr"] for group in self.optimizer.param_groups)
+        assert first == second
+        self.rates.append(first)
+        return StepResult(loss=step + 0.5, grad_norm=1.0, loss_scale=8.0, is_skipped=step in self.skipped)
+
+    def evaluate_batch(self, data: Any) -> float:
+        self.calls.append("evaluate")
+        return 2.0
+
+
+class NotingData:
+    """Tells from which sample an iterator was asked to start."""
+
+    fingerprint = None
+
+    def batches(self, kind: str, config: Any, world: World, samples_consumed: int = 0) -> tuple[str, int]:
+        return kind, samples_consumed
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[loop.Run, list[str]]]:
+    """Return a function from flags to a run and the list of what it calls."""
+    calls: list[str] = []
+
+    def note_save(folder: Path, progress: Any, **_: Any) -> Path:
+        calls.append(f"save {progress.step}")
+        return folder / str(progress.step)
+
+    monkeypatch.setattr(loop, "save_state", note_save)
+
+    def build(extra: str, skipped: tuple[int, ...] = ()) -> tuple[loop.Run, list[str]]:
+        config = parse([*SIZES.split(), *extra.split()], world_size=1)
+        here = World("cpu", CPU, single_grid(), 0)
+        stop = StopRequests()
+        stop.limit(config.run.exit_interval, 0.0, 0.0)
+        engine = CountingEngine(calls, set(skipped))
+        screen = SimpleNamespace(line=lambda text: calls.append(f"line {text.split('|')[0].strip()}"), advance=print)
+        rates = SimpleNamespace(
+            count_step=lambda: None,
+            drain=lambda pause: {"mfu": None, "step_s": 1.0, "tokens_per_s": 1.0, "flops_per_s": 1.0},
+        )
+        parts: Any = {"data": NotingData(), "screen": screen, "rates": rates}
+        rate = make_learning_rate(config)
+        made = loop.Run(config, here, engine, learning_rate=rate, folder=tmp_path, stop=stop, **parts)
+        return made, calls
+
+    return build
+
+
+def test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate(make: Any) -> None:
+    this, _ = make("--train-iters 5 --lr-decay-iters 4", skipped=(1, 2))
+    loop.train(this)
+    assert this.engine.rates == pytest.approx([0.075, 0.05, 0.05, 0.05, 0.025])
+    assert (this.progress.step, this.progress.updates, this.progress.skipped) == (5, 3, 2)
+    assert this.progress.samples_consumed == 5 * 6
+    assert this.last_loss == 4.5
+
+
+def test_a_run_goes_on_at_the_sample_and_the_rate_where_it_stopped(make: Any) -> None:
+    this, calls = make("--train-iters 6 --lr-decay-iters 4")
+    this.progress = loop.Progress(step=4, updates=2, samples_consumed=24)
+    loop.train(this)
+    assert this.engine.read == [("train", 24)] * 2
+    assert this.engine.rates == pytest.approx([0.025, 0.0])
+    assert [call for call in calls if call.startswith("train")] == ["train 4", "train 5"]
+
+
+def test_report_then_evaluate_then_save_then_stop(make: Any) -> None:
+    flags = "--train-iters 9 --log-interval 2 --eval-interval 2 --eval-iters 2 --save-interval 4 --exit-interval 4"
+    this, calls = make(flags)
+    with pytest.raises(StopRequest, match="stopped after step 4 of 9: --exit-interval 4.*--load"):
+        loop.train(this)
+    assert calls == [
+        *("train 0", "train 1", "line step 2/9", "evaluate", "evaluate", "line step 2"),
+        *("train 2", "train 3", "line step 4/9", "evaluate", "evaluate", "line step 4", "save 4", "line step 4"),
+    ]
+    assert this.saved_step == 4
+
+
+def test_a_stop_saves_what_no_interval_has_saved_and_the_last_step_is_no_stop(make: Any) -> None:
+    this, calls = make("--train-iters 4 --exit-interval 2 --save-interval 3")
+    with pytest.raises(StopRequest, match="after step 2"):
+        loop.train(this)
+    assert [call for call in calls if call.startswith("save")] == ["save 2"]
+    loop.train(this)
+    assert [call for call in calls if call.startswith("save")] == ["save 2", "save 3", "save 4"]
+
+
+@pytest.mark.parametrize("flags", ["--eval-interval 0 --eval-iters 2", "--eval-interval 1 --eval-iters 0"])
+def test_an_interval_or_a_length_of_0_never_evaluates(flags: str, make: Any) -> None:
+    this, calls = make(f"--train-iters 3 {flags}")
+    loop.train(this)
+    assert "evaluate" not in calls
+    assert calls[-2:] == ["save 3", "line step 3"]
+
+
+def test_evaluation_starts_at_the_first_sample_each_time_and_gives_the_mean(make: Any) -> None:
+    this, _ = make("--train-iters 1 --eval-iters 4")
+    asked: list[Any] = []
+    this.engine.evaluate_batch = lambda data: asked.append(data) or float(len(asked))
+    assert loop.evaluate(this, "valid") == 2.5
+    assert asked == [("valid", 0)] * 4
+
+
+def ask_to_stop(rank: int, asked: list[int]) -> str | None:
+    grid = build_grid(Topology.of_world(4, tensor=2, pipe=2), rank)
+    stop = StopRequests()
+    if rank in asked:
+        stop.signal_name = "SIGTERM"
+    this: Any = SimpleNamespace(stop=stop, progress=loop.Progress(step=1), world=World("cpu", CPU, grid, rank))
+    return loop.agree_to_stop(this)
+
+
+def test_all_ranks_stop_together_or_none() -> None:
+    assert run_ranks(4, ask_to_stop, []) == [None] * 4
+    told = run_ranks(4, ask_to_stop, [2])
+    assert told[2] == "received SIGTERM"
+    assert {told[rank] for rank in (0, 1, 3)} == {"another rank was asked to stop"}
+
+
+def test_a_run_draws_dropout_by_seed_replica_and_tensor_rank(corpus: Path, tmp_path: Path) -> None:
+    def note_streams(rank: int) -> None:
+        streams_of = run.DropoutStreams
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            made = streams_of(*args, **kwargs)
+            (tmp_path / str(rank)).write_text(f"{made.seed} {made.data_rank} {made.tensor_rank}")
+            return made
+
+        run.DropoutStreams = noted  # type: ignore[assignment, misc]
+
+    argv = runs.flags(corpus, tmp_path / "run", "--model-parallel-size 2 --train-iters 1 --eval-iters 0 --seed 9")
+    assert runs.train_ranks(4, argv, note_streams)[0] == [0] * 4
+    assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["9 0 0", "9 0 1", "9 1 0", "9 1 1"]
+
+
+def test_evaluation_drops_nothing() -> None:
+    """With weights that stand still, dropout changes the training loss and not the evaluated one."""
+    still = "--fp32 --optimizer sgd --lr 1e-30"
+    plain = serial(2, 2, still, steps=1, eval_every=1)
+    dropped = serial(2, 2, f"{still} --hidden-dropout 0.1 --attention-dropout 0.1", steps=1, eval_every=1)
+    assert dropped.losses != plain.losses
+    assert dropped.eval_losses == plain.eval_losses
