@@ -116,3 +116,12 @@ def test_ranges_cover_each_token_once_and_tables_are_of_one_size(vocab, size, di
     rows = {rows for rows, _, _ in ranges}
     assert len(rows) == 1 and rows.pop() % divisible_by == 0
     assert 0 <= ranges[0][0] * size - vocab < divisible_by * size
+
+
+def test_a_second_backward_raises_rather_than_giving_other_gradients():
+    """On one rank backward reuses the memory of forward."""
+    logits = logits_of(64).requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, tokens_of(64, 5), vocab_size=64).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
