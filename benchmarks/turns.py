@@ -6,6 +6,7 @@ while is slower for all; each process also tells its own peak of memory.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 import traceback
@@ -81,7 +82,7 @@ def take_turns(names: Sequence[str], work: Work, rounds: int, start_method: str 
         return records
     finally:
         for pipe in pipes.values():
-            pipe.close()
+            _dismiss(pipe)
         for worker in workers:
             worker.join(timeout=20.0)
 
@@ -105,8 +106,15 @@ def _answer(name: str, pipe: Connection) -> Any:
     return result
 
 
+def _dismiss(pipe: Connection) -> None:
+    """Tell a worker to end; one that has died already hears nothing."""
+    with contextlib.suppress(OSError):
+        pipe.send(None)
+    pipe.close()
+
+
 def _work(name: str, work: Work, pipe: Connection) -> None:
-    """Build one contender and step whenever the pipe says so, until it closes."""
+    """Build one contender and step at each number that the pipe brings, until it brings None."""
     try:
         import torch
 
@@ -115,8 +123,7 @@ def _work(name: str, work: Work, pipe: Connection) -> None:
         torch.set_num_threads(work.threads)
         turn = _product(work) if name == PRODUCT else _contender(name, work)
         pipe.send(device.peak_memory_bytes(work.kind))
-        while True:
-            first = pipe.recv()
+        while (first := pipe.recv()) is not None:
             device.synchronize(work.kind)
             start, cpu_start = time.perf_counter(), time.process_time()
             loss = float(turn(first))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import step_time
+from benchmarks import step_time, turns
 from benchmarks.contenders import CONTENDERS
 from benchmarks.plain_gpt import GPTSizes
 from benchmarks.turns import PRODUCT, PRODUCTS_PER_TURN, Record, Work, text_of_step
@@ -50,7 +50,8 @@ def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
     assert "ours" in step_time.table(result)
 
 
-def test_contenders_take_turns_in_processes_of_their_own(tmp_path) -> None:
+def test_contenders_take_turns_in_processes_of_their_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(turns, "PRODUCT_SIDE", 64)
     tiny = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 32 --seq-length 8"
     short = (
         f"--batch-size 1 --rounds 2 --steps 1 --threads 1 --device cpu --contenders plain --json {tmp_path}/out.json"
