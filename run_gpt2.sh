@@ -18,7 +18,7 @@ NHEADS=${NHEADS:-4}
 SEQLEN=${SEQLEN:-128}
 BATCHSIZE=${BATCHSIZE:-8}                         # samples of a micro-batch
 GAS=${GAS:-4}                                     # micro-batches of a step; samples of a step =
-TRAIN_ITERS=${TRAIN_ITERS:-200}                   #   BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
+TRAIN_ITERS=${TRAIN_ITERS:-100}                   #   BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
 
 DATA_PATH=${DATA_PATH:-}                          # token files without .bin/.idx; empty: the sample data, made on first use
 TOKENIZER=${TOKENIZER:-}                          # tokenizer file; empty: the sample data's

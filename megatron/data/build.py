@@ -17,7 +17,7 @@ _ENDS_LOOKED_AT = 1000
 
 def build_train_valid_test(
     *,
-    data_path: str,
+    data_path: str | None,
     split: str,
     seq_length: int,
     seed: int,
@@ -37,6 +37,11 @@ def build_train_valid_test(
     Raises:
         DataError: rows D02 and D09-D14 of the list of faults.
     """
+    if not data_path:
+        raise DataError(
+            "--data-path must name token files (their path without .bin and .idx), got none. "
+            "tools/preprocess_data.py makes them; tools/make_sample_data.py makes a small set to try."
+        )
     token_file = TokenFile(data_path)
     _check_tokenizer(token_file, tokenizer_identity)
     _check_token_ids(token_file, vocab_size)

@@ -26,6 +26,8 @@ class GPT2Model(nn.Module):
     Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
     """
 
+    loss_weighting = "tokens"  # for the start table
+
     def __init__(self, sizes: Sizes, place: Place | None = None) -> None:
         super().__init__()
         self.sizes = sizes

@@ -43,7 +43,13 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, input_size: int, output_size: int, *, bias: bool = True, gather_output: bool = False, group: Group = SINGLE
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        group: Group = SINGLE,
     ) -> None:
         super().__init__()
         self.group = group

@@ -87,6 +87,8 @@ class GPT2ModelPipe(PipelineModule):
         has_segments: segment ids travel with the hidden states.
     """
 
+    loss_weighting = "tokens"  # for the start table
+
     def __init__(
         self,
         sizes: Sizes,

@@ -68,7 +68,6 @@ def plan_rows(
     if topology.pipe > 1:
         note = " (fewer micro-batches than stages: raise --gas)" if batch.gas < topology.pipe else ""
         yield "pipeline bubble", f"{100 * cost.bubble(topology.pipe, batch.gas):.1f} % for equal stages{note}"
-    yield "loss", "a pair (sum, count): mean over the tokens of the global batch; a scalar: over micro-batches"
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", f"{config.data.data_path}, split {config.data.split}" if config.data.data_path else "the script's own"
 

@@ -112,9 +112,17 @@ def start_rows(
     bounds = getattr(module, "parts", [0, config.model.num_layers + 3])
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted)
+    yield "loss", _loss_row(module)
     if samples:
         yield "samples", samples
     yield "run folder", str(folder)
+
+
+def _loss_row(module: torch.nn.Module) -> str:
+    """Say how the losses of micro-batches become one: a model that knows says so by ``loss_weighting = "tokens"``."""
+    if getattr(module, "loss_weighting", None) == "tokens":
+        return "mean over the valid tokens of the global batch"
+    return "mean over micro-batches and replicas (of a pair (sum, count): over all that is counted)"
 
 
 def progress_line(progress: Progress, total: int, result: StepResult, lr: float, rates: dict[str, Any]) -> str:
