@@ -26,7 +26,6 @@ class Sizes:
     hidden_dropout: float = 0.0
     activation: str = "gelu"
     untie_embeddings: bool = False
-    init_method_std: float = 0.02
     make_vocab_size_divisible_by: int = 1
     apply_residual_connection_post_layernorm: bool = False
     checkpoint_activations: bool = False

@@ -58,7 +58,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
         super().__init__(self.inner.param_groups, {})
-        self.inner.param_groups = self.param_groups  # one list, so that a changed learning rate reaches both
 
     @property
     def loss_scale(self) -> float:
