@@ -96,7 +96,11 @@ def settable_flags() -> set[str]:
 
 
 def tool_flags() -> set[str]:
-    sources = [*(ROOT / "tools").glob("*.py"), ROOT / "megatron" / "launch" / "options.py"]
+    folders = (ROOT / "tools", ROOT / "benchmarks")
+    sources = [
+        *(path for folder in folders for path in folder.glob("*.py")),
+        ROOT / "megatron" / "launch" / "options.py",
+    ]
     return {flag for source in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', source.read_text(encoding="utf-8"))}
 
 
