@@ -20,7 +20,7 @@ from megatron.training.engines import StepResult
 from megatron.training.stop import StopRequests
 from megatron.training.world import World
 from tests.harness import run_ranks
-from tests.parity.layouts import serial
+from tests.parity.layouts import traces
 from tests.training import runs
 
 CPU = torch.device("cpu")
@@ -176,10 +176,13 @@ def test_a_run_draws_dropout_by_seed_replica_and_tensor_rank(corpus: Path, tmp_p
     assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["9 0 0", "9 0 1", "9 1 0", "9 1 1"]
 
 
-def test_evaluation_drops_nothing() -> None:
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_evaluation_drops_nothing(pipe: int) -> None:
     """With weights that stand still, dropout changes the training loss and not the evaluated one."""
     still = "--fp32 --optimizer sgd --lr 1e-30"
-    plain = serial(2, 2, still, steps=1, eval_every=1)
-    dropped = serial(2, 2, f"{still} --hidden-dropout 0.1 --attention-dropout 0.1", steps=1, eval_every=1)
+    plain = traces(1, pipe, 1, 2, 2, still, steps=1, eval_every=1)[0]
+    dropped = traces(1, pipe, 1, 2, 2, f"{still} --hidden-dropout 0.1 --attention-dropout 0.1", steps=1, eval_every=1)[
+        0
+    ]
     assert dropped.losses != plain.losses
     assert dropped.eval_losses == plain.eval_losses

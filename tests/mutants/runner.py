@@ -1,0 +1,139 @@
+"""A copy of the tree with one planted mistake, and the tests run there.
+
+Importing torch and DeepSpeed takes longer than most selections of tests. So one process per session imports them, and
+none of our own code, and forks for each copy: this file run as a script is that process. It reads lines
+``{"tree": ..., "tests": [...], "log": ..., "deadline_s": ...}`` and answers each with pytest's exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DEADLINE_S = 60.0
+COPIED = ("megatron", "tds", "tests", "examples", "pretrain_gpt2.py", "pyproject.toml")
+TIMED_OUT = -1
+
+
+class Outcome(NamedTuple):
+    """pytest's exit code (1: tests failed, 0: all passed) and what it wrote."""
+
+    code: int
+    text: str
+
+
+class Runner:
+    """Copies ``root`` into ``folder`` and runs tests there; a ``with`` block ends the process behind it."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.folder = root, folder
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "DS_ACCELERATOR": "cpu"},
+        )
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.communicate()  # the end of its input ends it
+
+    def run(
+        self, tests: tuple[str, ...], change: tuple[str, str, str] | None = None, deadline_s: float = DEADLINE_S
+    ) -> Outcome:
+        """Run ``tests`` in a fresh copy, after ``change`` = (file, old text, new text)."""
+        tree = self.folder / "tree"
+        self._copy_to(tree)
+        if change is not None:
+            name, old, new = change
+            replace_once(tree / name, old, new)
+        log = self.folder / "log"
+        assert self._server.stdin is not None and self._server.stdout is not None
+        request = {"tree": str(tree), "tests": tests, "log": str(log), "deadline_s": deadline_s}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        code = int(self._server.stdout.readline())
+        return Outcome(code, log.read_text(errors="replace"))
+
+    def _copy_to(self, tree: Path) -> None:
+        shutil.rmtree(tree, ignore_errors=True)
+        tree.mkdir(parents=True)
+        for name in COPIED:
+            source = self.root / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tree / name)
+
+
+def replace_once(path: Path, old: str, new: str) -> None:
+    """Replace ``old``, which must occur exactly once, by ``new`` in the file ``path``."""
+    text = path.read_text(encoding="utf-8")
+    count = text.count(old)
+    if count != 1 or old == new:
+        raise ValueError(f"the text to change must occur once in {path.name}, found {count} times: {old!r}")
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def serve() -> None:
+    """Import what is slow, then fork for each line of standard input."""
+    import numpy  # noqa: F401
+    import orjson  # noqa: F401
+    import pytest  # noqa: F401
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    requests, answers = sys.stdin, os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # DeepSpeed talks while it is imported
+    import deepspeed.pipe  # noqa: F401
+
+    for line in requests:
+        answers.write(f"{_in_fork(json.loads(line))}\n")
+        answers.flush()
+
+
+def _in_fork(request: dict[str, Any]) -> int:
+    child = os.fork()
+    if not child:
+        _become_pytest(request)
+    end = time.monotonic() + request["deadline_s"]
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.killpg(child, 9)
+    os.waitpid(child, 0)
+    return TIMED_OUT
+
+
+def _become_pytest(request: dict[str, Any]) -> None:
+    """Run pytest in the copy and end; in a session of its own, so that nothing of it is left after the deadline."""
+    import pytest
+
+    code = 99
+    try:
+        os.setsid()
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(request["tree"])
+        sys.path[0] = request["tree"]
+        code = int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *request["tests"]]))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
