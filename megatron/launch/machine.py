@@ -34,11 +34,14 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     """Return how many GPUs a rank started with ``env`` could use; 0 means training on the CPU.
 
     MEGATRON_NUM_GPUS overrides the count, for machines whose driver does not tell.
+
+    Raises:
+        ConfigError: MEGATRON_NUM_GPUS is no number.
     """
     if env.get("DS_ACCELERATOR") == "cpu":
         return 0
     if env.get("MEGATRON_NUM_GPUS"):
-        return int(env["MEGATRON_NUM_GPUS"])
+        return _number("MEGATRON_NUM_GPUS", env["MEGATRON_NUM_GPUS"])
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and (not visible.strip() or visible.strip().startswith("-1")):
         return 0
@@ -87,10 +90,11 @@ def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
     values = {name: env[name] for name in NAMES if env.get(name)}
     for name, value in from_slurm(env).items():
         values.setdefault(name, value)
+    has_address = "MASTER_ADDR" in values
     for name, value in (("NNODES", "1"), ("NODE_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
         values.setdefault(name, value)
     numbers = {name: _number(name, value) for name, value in values.items() if name != "MASTER_ADDR"}
-    if numbers["NNODES"] > 1 and "MASTER_ADDR" not in env and "SLURM_JOB_ID" not in env:
+    if numbers["NNODES"] > 1 and not has_address:
         raise ConfigError(
             f"NNODES={numbers['NNODES']} needs MASTER_ADDR, the name of node 0 as the other nodes reach it. "
             "Set MASTER_ADDR to the same host on every node (127.0.0.1 if all are on this machine)."
@@ -147,7 +151,7 @@ def _fitting(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
 
 
 def _number(name: str, value: str) -> int:
-    least = 0 if name in ("NODE_RANK", "pp_size") else 1
+    least = 0 if name in ("NODE_RANK", "pp_size", "MEGATRON_NUM_GPUS") else 1
     if not re.fullmatch(r"\d+", value) or int(value) < least:
         raise ConfigError(f"{name} must be a whole number, at least {least}, got {name}={value!r}.")
     return int(value)

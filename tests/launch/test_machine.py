@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.launch.machine import first_host, from_slurm, resolve
+from megatron.launch.machine import count_gpus, first_host, from_slurm, resolve
 
 
 def layout(gpus: int, **env: str) -> tuple[int, int, int]:
@@ -62,12 +62,19 @@ def test_values_of_the_user_are_kept_or_refused():
         (0, {"GPUS_PER_NODE": "3", "pp_size": "2", "mp_size": "1"}, "3 x 1 = 3 devices, 2 x 1 = 2 wanted"),
         (0, {"NNODES": "two"}, "NNODES must be a whole number, at least 1, got NNODES='two'"),
         (0, {"NNODES": "2"}, "needs MASTER_ADDR"),
+        (0, {"NNODES": "2", "MASTER_ADDR": ""}, "NNODES=2 needs MASTER_ADDR"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(gpus, env, told):
     with pytest.raises(ConfigError) as caught:
         resolve(env, gpus)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "1.5"])
+def test_a_count_of_gpus_that_is_no_number_is_refused(value):
+    with pytest.raises(ConfigError, match=f"MEGATRON_NUM_GPUS must be a whole number, .*'{value}'"):
+        count_gpus({"MEGATRON_NUM_GPUS": value})
 
 
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[003-010,20],x1"}

@@ -119,6 +119,18 @@ def test_too_few_devices_end_with_2(fake_python):
     assert "GPUS_PER_NODE=4 and 1 GPU(s)" in done.stderr
 
 
+def test_two_nodes_without_an_address_end_with_2(fake_python):
+    done = run(fake_python, NNODES="2")
+    assert done.returncode == 2
+    assert "NNODES=2 needs MASTER_ADDR" in done.stderr
+
+
+def test_a_count_of_gpus_that_is_no_number_ends_with_2(fake_python):
+    done = run(fake_python, DS_ACCELERATOR="", MEGATRON_NUM_GPUS="abc")
+    assert done.returncode == 2
+    assert "MEGATRON_NUM_GPUS='abc'" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_the_launcher_refuses_more_ranks_than_gpus():
     flags = ["--nproc-per-node", "4", "--master-port", str(free_port()), str(SCRIPT)]
     done = subprocess.run(
