@@ -180,8 +180,15 @@ class LaunchAgent(SimpleElasticAgent):
             time.sleep(0.02)
         verdict = self._culprit()
         self.job_code = self._code(verdict)
-        log.error(f"launch: {self._describe(verdict)}; the job ends with code {self.job_code}")
+        if not self._is_told_already():
+            log.error(f"launch: {self._describe(verdict)}; the job ends with code {self.job_code}")
         return self._result(self.job_code)
+
+    def _is_told_already(self) -> bool:
+        """Whether the ranks agreed that the user's input is wrong: rank 0 has said so, and who ended is no news."""
+        own = [one for one in self._exits if not one.is_consequence]
+        is_said = self._node.node_rank > 0 or any(one.rank == 0 for one in own)
+        return self.job_code == 2 and is_said and bool(own) and all(one.status == 2 for one in own)
 
     def _culprit(self) -> Exit | None:
         return culprit([*self._exits, *self._board.verdicts()])

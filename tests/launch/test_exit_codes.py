@@ -18,6 +18,12 @@ def test_job_ends_with_the_code_of_the_rank_that_failed(tmp_path, status, code):
     assert job.output.count("Traceback") == (1 if status == "raise" else 0)
 
 
+def test_a_users_mistake_that_rank_0_has_told_is_not_told_again_by_the_launcher(tmp_path):
+    job = Job(tmp_path, [["exit:2"], ["exit:2"]])
+    assert job.wait() == 2
+    assert job.output == ""
+
+
 def test_all_ranks_with_0_is_success_even_if_one_takes_longer(tmp_path):
     job = Job(tmp_path, [["sleep:0.5", "exit:0"], ["exit:0"]])
     assert job.wait() == 0
@@ -69,8 +75,8 @@ def test_restarts_follow_a_death_but_not_a_users_mistake(tmp_path):
     died = Job(tmp_path / "died", [["exit:4"]], "--max-restarts", "2")
     assert died.wait() == 4
     assert died.output.count("ended by rank 0") == 3
-    mistake = Job(tmp_path / "mistake", [["exit:2"]], "--max-restarts", "2")
-    assert mistake.wait() == 2
+    mistake = Job(tmp_path / "mistake", [["exit:3"]], "--max-restarts", "2")
+    assert mistake.wait() == 3
     assert mistake.output.count("ended by rank 0") == 1
 
 
