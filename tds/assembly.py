@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 
+from tds import channels
 from tds.boundary import declared_boundary
 from tds.exchange import Exchange, Links
 from tds.optimizers import Gradients, gradients_of
-from tds.schedule import Kind, schedule_named
+from tds.schedule import schedule_named
 from tds.schedule.orders import Order
 from tds.stage import Stage
+from tds.waiting import default_timeout
 from tds.wire import Slice
 
 if TYPE_CHECKING:
@@ -70,33 +71,19 @@ def make_gradients(engine: PipelineEngine) -> Gradients | None:
 
 
 def make_stage(engine: PipelineEngine) -> Stage:
-    """Return this rank's stage with its messages. Collective on NCCL, which needs groups of its own."""
+    """Return this rank's stage with its messages. Collective over all ranks."""
     grid = engine.grid
     cut = Slice()
     if grid.model_parallel_size > 1:
         group = grid.get_slice_parallel_group()
         cut = Slice(grid.get_slice_parallel_rank(), grid.model_parallel_size, group)
-    links = Links(
-        stage=engine.stage_id,
-        ranks=[grid.stage_to_global(stage) for stage in range(engine.num_stages)],
-        groups=_message_groups(grid),
-        cut=cut,
-        device=torch.device(engine.device),
-    )
-    return Stage(engine.module, Exchange(links, declared_boundary(engine.module)), links.device)
-
-
-def _message_groups(grid: Any) -> dict[Kind, Any]:
-    own = grid.get_pipe_parallel_group()
-    groups = dict.fromkeys(Kind, own)
-    if dist.get_backend(own) != "nccl":
-        return groups
-    for ranks in grid.pipe_groups:
-        for kind in Kind:
-            made = dist.new_group(ranks, backend="gloo" if kind is Kind.HEADER else "nccl")
-            if grid.get_global_rank() in ranks:
-                groups[kind] = made
-    return groups
+    device = torch.device(engine.device)
+    ranks = [grid.stage_to_global(stage) for stage in range(engine.num_stages)]
+    groups, must_open = channels.message_groups(grid, device)
+    if must_open:
+        channels.open_channels(groups, ranks, engine.stage_id, device)
+    links = Links(engine.stage_id, ranks, groups, cut, device, default_timeout())
+    return Stage(engine.module, Exchange(links, declared_boundary(engine.module)), device)
 
 
 def make_dataloader(engine: PipelineEngine) -> RepeatingLoader:

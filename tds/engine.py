@@ -14,6 +14,7 @@ from tds.batches import BatchSource
 from tds.loss import LossMeter
 from tds.schedule import forward_only
 from tds.stage import Call
+from tds.waiting import limit_waits
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -43,6 +44,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
         self._force_grad_boundary = False
+        limit_waits(self.module)
         assembly.refuse_unsupported(self)
         assembly.configure_recompute(self)
         self._order = assembly.chosen_order(self)

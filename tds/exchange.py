@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,15 +44,16 @@ class Crossing:
 class Links:
     """How this stage reaches the others.
 
-    ``ranks`` are the global ranks of the pipeline, by stage; ``groups`` the process group of each kind of message.
-    NCCL runs the operations of one communicator in order, so there each kind needs its own; headers go over the CPU.
+    ``ranks`` are the global ranks of the pipeline, by stage; ``groups`` the process group of each kind of message and
+    neighbour. ``timeout`` bounds a wait over gloo, which forgets its group's; NCCL has its own watchdog.
     """
 
     stage: int
     ranks: Sequence[int]
-    groups: dict[Kind, Any]
+    groups: dict[Channel, Any]
     cut: Slice
     device: torch.device
+    timeout: timedelta | None = None
 
     @property
     def num_stages(self) -> int:
@@ -194,13 +196,18 @@ class Exchange:
 
     def _start(self, operation: Any, buffer: torch.Tensor, message: Message, kind: Kind) -> Any:
         try:
-            return operation(buffer, self.links.ranks[message.peer], group=self.links.groups[kind], tag=int(kind))
+            group = self.links.groups[kind, message.peer]
+            return operation(buffer, self.links.ranks[message.peer], group=group, tag=int(kind))
         except RuntimeError as error:
             raise self._lost(error, message, operation.__name__, kind) from error
 
     def _wait(self, work: Any, message: Message, doing: str, kind: Kind) -> None:
+        is_on_host = kind is Kind.HEADER or self.links.device.type == "cpu"
         try:
-            work.wait()
+            if is_on_host and self.links.timeout is not None:
+                work.wait(self.links.timeout)
+            else:
+                work.wait()
         except RuntimeError as error:
             raise self._lost(error, message, doing, kind) from error
 

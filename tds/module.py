@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule as _DeepSpeedModule
 
 from tds.chatter import without_prints
+from tds.waiting import limit_waits
 
 
 class PipelineModule(_DeepSpeedModule):
@@ -32,6 +33,7 @@ class PipelineModule(_DeepSpeedModule):
             super().__init__(layers, *args, **kwargs)
 
     def _synchronize_tied_weights(self) -> None:
+        limit_waits(self)
         with torch.no_grad():  # else autograd takes the broadcast for a step that it would have to differentiate
             super()._synchronize_tied_weights()
 
