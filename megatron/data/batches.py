@@ -82,6 +82,7 @@ class ReplicaBatches:
             sampler=self.indices(),  # type: ignore[arg-type]
             batch_size=None,
             num_workers=self.num_workers,
+            generator=torch.Generator(),  # else it draws a seed from the generator that users' dropout draws from
         )
         batches = iter(loader)
         while True:

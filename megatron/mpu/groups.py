@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -41,29 +42,40 @@ class Grid:
     data: Group
     model: Group  # the ranks of one replica: pipe x tensor
     world: Group
+    host: Group  # all ranks too, over the CPU, with patience: for what disks decide
+
+
+HOST_TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for each other's disks: opening data, saving, loading."""
 
 
 def single_grid() -> Grid:
     """Return the grid of one process, which has no process group."""
-    return Grid(Topology(1, 1, 1), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+    return Grid(Topology(1, 1, 1), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
 
 
-def build_grid(topology: Topology, rank: int) -> Grid:
-    """Create the process groups of ``topology``. Collective: every rank calls it with the same topology."""
+def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None) -> Grid:
+    """Create the process groups of ``topology``. Collective: every rank calls it with the same topology.
+
+    Args:
+        timeout: a rank that does not answer for so long is an error; None takes torch's default.
+    """
     if topology.world_size == 1:
         return single_grid()
+    world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
     return Grid(
         topology=topology,
         rank=rank,
-        tensor=_own_group(topology, rank, "tensor"),
-        pipe=_own_group(topology, rank, "pipe"),
-        data=_own_group(topology, rank, "data"),
-        model=_own_group(topology, rank, "pipe", "tensor"),
-        world=_own_group(topology, rank, "pipe", "data", "tensor"),
+        tensor=_own_group(topology, rank, timeout, "tensor"),
+        pipe=_own_group(topology, rank, timeout, "pipe"),
+        data=_own_group(topology, rank, timeout, "data"),
+        model=_own_group(topology, rank, timeout, "pipe", "tensor"),
+        world=world,
+        host=replace(world, handle=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)),
     )
 
 
-def _own_group(topology: Topology, rank: int, *axes: str) -> Group:
+def _own_group(topology: Topology, rank: int, timeout: timedelta | None, *axes: str) -> Group:
     """Create all groups along ``axes`` in the same order on every rank; return the one that holds ``rank``."""
     own = None
     for ranks in topology.groups(*axes):
@@ -71,7 +83,7 @@ def _own_group(topology: Topology, rank: int, *axes: str) -> Group:
         if len(ranks) == topology.world_size:
             handle = dist.group.WORLD
         elif len(ranks) > 1:
-            handle = dist.new_group(ranks)
+            handle = dist.new_group(ranks, timeout=timeout)
         if rank in ranks:
             own = Group(ranks=tuple(ranks), rank=ranks.index(rank), handle=handle)
     if own is None:

@@ -7,6 +7,7 @@ Only scripts and ``megatron.training`` read it; layers take their group as an ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ _grid: Grid | None = None
 _device = torch.device("cpu")
 
 
-def initialize_model_parallel(tensor: int = 1, pipe: int = 1, device: torch.device | None = None) -> Grid:
+def initialize_model_parallel(
+    tensor: int = 1, pipe: int = 1, device: torch.device | None = None, timeout: timedelta | None = None
+) -> Grid:
     """Build and keep the grid of all ranks of the default process group. Collective.
 
     Args:
         device: where this rank's tensors live; the CPU unless given.
+        timeout: of every group; torch's default unless given.
 
     Raises:
         ValueError: the world size is not a multiple of ``tensor * pipe``.
@@ -33,7 +37,7 @@ def initialize_model_parallel(tensor: int = 1, pipe: int = 1, device: torch.devi
     _device = device or torch.device("cpu")
     if dist.is_initialized():
         topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1))
-        _grid = build_grid(topology, dist.get_rank())
+        _grid = build_grid(topology, dist.get_rank(), timeout)
     else:
         Topology.of_world(1, tensor, max(pipe, 1))
         _grid = single_grid()

@@ -55,6 +55,17 @@ def empty_weight(shape: tuple[int, ...], shard: Shard) -> torch.nn.Parameter:
 
 
 def shard_of(parameter: torch.Tensor) -> Shard:
-    """Return where ``parameter`` lies; one that no layer marked is held whole by every rank."""
+    """Return where ``parameter`` lies; one that no layer marked is held whole by every rank.
+
+    Raises:
+        ValueError: it is marked as cut in the way of Megatron's scripts, which does not say where.
+    """
     shard = getattr(parameter, "shard", None)
-    return shard if shard is not None else Shard(tuple(parameter.shape))
+    if shard is not None:
+        return shard
+    if getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} says model_parallel = True but not which part it is. "
+            "Call megatron.mpu.set_shard(parameter, Shard(global_shape, partition_dim, start, length))."
+        )
+    return Shard(tuple(parameter.shape))

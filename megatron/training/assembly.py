@@ -34,8 +34,7 @@ def build_engine(
     optimizer = make_optimizer(config, module, world)
     settings = engine_dict(config, world.grid.topology.world_size)
     mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
-    if not config.run.verbose_deepspeed:
-        tds.quiet()
+    tds.quiet(not config.run.verbose_deepspeed)
     engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
     data_size = world.grid.data.size
     nominal = nominal_weight(config.batch.global_batch_size(data_size) * config.batch.seq_length)

@@ -69,7 +69,7 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
             datasets = dict(zip(KINDS, provider(samples_wanted(config, world)), strict=True))
         except DataError as error:
             failure = error
-    told = _tell_all((str(failure) if failure else None, _fingerprint(datasets)), world.grid.world)
+    told = _tell_all((str(failure) if failure else None, _fingerprint(datasets)), world.grid.host)
     problems = [problem for problem, _ in told if problem]
     if problems:
         raise DataError(problems[0])
@@ -80,9 +80,9 @@ def _fingerprint(datasets: dict[str, Any]) -> str | None:
     return getattr(datasets.get("train"), "fingerprint", None)
 
 
-def _tell_all(value: Any, world: Group) -> list[Any]:
-    if world.size == 1:
+def _tell_all(value: Any, host: Group) -> list[Any]:
+    if host.size == 1:
         return [value]
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, value, group=world.handle)
+    everyone: list[Any] = [None] * host.size
+    dist.all_gather_object(everyone, value, group=host.handle)
     return everyone

@@ -17,8 +17,8 @@ class DeepSpeedMpu:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._data = _handle(grid, "data")
-        self._tensor = _handle(grid, "tensor")
+        self._data = _handle(grid, grid.data)
+        self._tensor = _handle(grid, grid.tensor)
 
     def get_data_parallel_group(self) -> Any:
         return self._data
@@ -43,8 +43,7 @@ class DeepSpeedMpu:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
 
-def _handle(grid: Grid, axis: str) -> Any:
-    group: Group = getattr(grid, axis)
+def _handle(grid: Grid, group: Group) -> Any:
     if group.handle is not None:
         return group.handle
     own = None

@@ -19,6 +19,7 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams, Position
 from megatron.optim import MixedPrecisionOptimizer
 from tds import reduce_gradients
+from tds.loss import LossMeter, agree_on_loss
 
 DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
@@ -46,50 +47,12 @@ class StepEngine(Protocol):
     def evaluate_batch(self, data: DataIterator) -> float: ...
 
 
-def split_loss(loss: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sum, weight) of a loss in fp32 or fp64: a pair as it is, a scalar with weight 1.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    pair = loss if isinstance(loss, tuple | list) else (loss, None)
-    numbers = [value for value in pair if isinstance(value, torch.Tensor) and value.numel() == 1]
-    if len(pair) != 2 or len(numbers) != (1 if pair[1] is None else 2):
-        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in pair]
-        raise ValueError(f"a loss must be a scalar tensor or the pair (sum, count) of two, got {shapes}")
-    value = pair[0] if pair[0].dtype == torch.float64 else pair[0].float()
-    weight = torch.ones_like(value) if pair[1] is None else pair[1].to(value.dtype)
-    return value.reshape(()), weight.reshape(())
-
-
 def nominal_weight(tokens_per_step: int) -> float:
     """Return the power of two nearest to the tokens of a step.
 
     Gradients are accumulated divided by it, which keeps fp16 in range and changes no other bit.
     """
     return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
-
-
-class _Meter:
-    """Adds up losses in their own type, as tds does, and what they count in fp64: a step may hold 2^24 tokens."""
-
-    def __init__(self) -> None:
-        self.total: torch.Tensor | None = None
-        self.weight: torch.Tensor | None = None
-
-    def add(self, loss_sum: torch.Tensor, weight: torch.Tensor) -> None:
-        """Count one micro-batch."""
-        loss, count = loss_sum.detach(), weight.detach().double()
-        self.total = loss if self.total is None else self.total + loss
-        self.weight = count if self.weight is None else self.weight + count
-
-    def agree(self, grid: Grid) -> tuple[float, float]:
-        """Return (mean loss, total weight) over all replicas; a batch that counts nothing has loss 0. Collective."""
-        if self.total is None or self.weight is None:
-            raise RuntimeError("a step needs at least one micro-batch")
-        both = all_reduce(torch.stack([self.total.double(), self.weight]), grid.data)
-        mean = (both[0] / both[1]).to(self.total.dtype) if both[1] else torch.zeros(())
-        return mean.item(), both[1].item()
 
 
 class SingleStageEngine:
@@ -112,40 +75,48 @@ class SingleStageEngine:
         self.forward_step = forward_step
         self.grid, self.streams = grid, streams
         self.num_micro_batches, self.nominal = num_micro_batches, nominal
+        self.device = torch.device(engine.device)
         engine.enable_backward_allreduce = False
 
     def train_step(self, data: DataIterator, step: int) -> StepResult:
         """Run all micro-batches of step number ``step`` and update the weights. Collective."""
         self.engine.train()
-        meter = _Meter()
+        meter = LossMeter(self.num_micro_batches, self.nominal, self.device)
         reported: dict[str, torch.Tensor] = {}
-        nominal = 1.0
         self.engine.set_gradient_accumulation_boundary(False)
         for micro_batch in range(self.num_micro_batches):
             self.streams.position = Position(step, micro_batch)
             loss, report = self.forward_step(data, self.engine)
-            loss_sum, count = split_loss(loss)
-            nominal = float(self.num_micro_batches) if isinstance(loss, torch.Tensor) else self.nominal
-            self.engine.backward(loss_sum * (self.optimizer.loss_scale / nominal), scale_wrt_gas=False)
-            meter.add(loss_sum, count)
+            share = meter.add(loss, micro_batch)
+            self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
             _add_report(reported, report, loss)
-        loss_mean, weight = meter.agree(self.grid)
-        self._reduce_gradients(nominal / weight if weight else 0.0)
-        return self._update(loss_mean, self._means(reported))
+        mean, factor = self._agree(meter)
+        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, float(factor))
+        return self._update(mean.item(), self._means(reported))
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
         self.engine.eval()
-        meter = _Meter()
-        for _ in range(self.num_micro_batches):
+        meter = LossMeter(self.num_micro_batches, self.nominal, self.device)
+        for micro_batch in range(self.num_micro_batches):
             loss, _ = self.forward_step(data, self.engine)
-            meter.add(*split_loss(loss))
+            meter.add(loss, micro_batch)
         self.engine.train()
-        return meter.agree(self.grid)[0]
+        return self._agree(meter)[0].item()
 
-    def _reduce_gradients(self, scale: float) -> None:
-        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, scale)
+    def _agree(self, meter: LossMeter) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (mean loss of all replicas, factor for their summed gradients). Collective."""
+        data = self.grid.data
+        return agree_on_loss(
+            meter.local_numbers(),
+            data_group=data.handle,
+            data_size=data.size,
+            pipe_group=None,
+            pipe_size=1,
+            last_rank=self.grid.rank,
+            device=self.device,
+        )
 
     def _update(self, loss: float, losses: dict[str, float]) -> StepResult:
         scale = self.optimizer.loss_scale

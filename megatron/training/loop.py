@@ -78,9 +78,9 @@ def train(run: Run) -> None:
     save(run)
 
 
-def agree_to_stop(run: Run) -> str | None:
+def agree_to_stop(run: Run, signals_only: bool = False) -> str | None:
     """Return why the run stops after this step, on all ranks or on none. Collective."""
-    reason = run.stop.reason(run.progress.step)
+    reason = run.stop.signal_name if signals_only else run.stop.reason(run.progress.step)
     vote = torch.tensor([float(reason is not None)], device=run.world.device)
     if all_reduce(vote, run.world.grid.world, dist.ReduceOp.MAX).item() == 0.0:
         return None
@@ -91,7 +91,11 @@ def evaluate(run: Run, kind: str) -> float:
     """Return the mean loss over --eval-iters global batches of the ``kind`` split, and say it. Collective."""
     iterations = run.config.batch.eval_iters
     batches = run.data.batches(kind, run.config, run.world)
-    loss = sum(run.engine.evaluate_batch(batches) for _ in range(iterations)) / iterations
+    loss = 0.0
+    for _ in range(iterations):
+        loss += run.engine.evaluate_batch(batches) / iterations
+        if kind == "test" and agree_to_stop(run, signals_only=True):
+            raise StopRequest(f"stopped in the evaluation on the test split; the run is saved in {run.folder}")
     values = {"loss": loss, "perplexity": perplexity(loss)}
     if run.screen is not None:
         name = {"valid": "validation", "test": "test"}[kind]

@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from megatron import files
+
 
 class MetricsWriter:
     """Appends records to ``folder/metrics.jsonl`` and TensorBoard; draws the loss curve at the end.
@@ -89,4 +91,4 @@ def _drop_after(path: Path, last_step: int) -> None:
     records = read_metrics(path)
     kept = [record for record in records if record["step"] <= last_step]
     if len(kept) != len(records):
-        path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in kept))
+        files.replace_bytes(path, b"".join(orjson.dumps(record) + b"\n" for record in kept))

@@ -146,7 +146,8 @@ def end_rows(
         yield "last training loss", f"{loss:.4f}"
     yield "time", f"{human_time(seconds)} on {grid.topology.world_size} ranks"
     yield "metrics", f"{folder / 'metrics.jsonl'}, {folder / 'tensorboard'}"
-    yield "picture", str(folder / "loss.png")
+    if loss is not None:
+        yield "picture", str(folder / "loss.png")
     yield "checkpoint", str(checkpoint) if checkpoint else "none"
 
 

@@ -63,11 +63,13 @@ def run(
     tokenizer, config = with_tokenizer(config)
     streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
     arguments.set_current(config, tokenizer, streams)
-    folder = run_folder.choose(config, name, here)
     data = open_data(datasets_provider, config, here)
     engine = build_engine(config, here, streams, model_provider, forward_step)
-    this = Run(config, here, engine, data, make_learning_rate(config), folder, stop)
-    _load(this)
+    seed_replicas(config.run.seed, here)
+    place = run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder behind
+    this = Run(config, here, engine, data, make_learning_rate(config), place.folder, stop)
+    if place.source is not None:
+        _load(this, place.source)
     _open_reports(this)
     try:
         _work(this, time.monotonic())
@@ -91,11 +93,17 @@ def _work(this: Run, start: float) -> None:
         this.screen.table("Done", rows)
 
 
-def _load(this: Run) -> None:
+def seed_replicas(seed: int, here: World) -> None:
+    """Seed torch's default generator anew: a user's own dropout must differ between replicas and between stages.
+
+    Until here it was the same on all ranks, as weights that a model draws itself need it.
+    """
+    place = here.grid.topology.coordinate(here.rank)
+    device.seed(hash((seed, place.data, place.pipe)) % 2**63)
+
+
+def _load(this: Run, source: Path) -> None:
     flags = this.config.checkpoint
-    if not flags.load and not flags.resume:
-        return
-    source = Path(flags.load) if flags.load else this.folder
     checkpoint = open_for(source, this.world)
     this.progress = restore(
         checkpoint,

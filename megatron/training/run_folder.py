@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,38 @@ RUNS = Path("runs")
 _BY_LAUNCH = ".by-launch"  # runs/.by-launch/<run id>: the folder that a launch chose, for its restarts
 
 
-def choose(config: Config, name: str, world: World) -> Path:
-    """Return the run folder, the same on all ranks: --save's, the resumed run's, or a new one. Collective."""
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes, and the run folder or checkpoint that it goes on from (None: from the start)."""
+
+    folder: Path
+    source: Path | None = None
+
+
+def choose(config: Config, name: str, world: World) -> Place:
+    """Return the run's place, the same on all ranks. Collective.
+
+    The folder is --save's, else that of the run which --load or --resume goes on with, else a new
+    ``runs/<name>-<time>``. A restart by the launcher finds the folder of the first start, and goes on from there.
+
+    Raises:
+        CheckpointError: --resume finds no run.
+        ConfigError: the folder cannot be written.
+    """
     chosen: list[Any] = [None]
     if world.rank == 0:
         try:
-            folder = _chosen(config, name)
-            check_writable(folder)
-            chosen[0] = str(folder)
+            chosen[0] = _chosen(config, name)
+            check_writable(chosen[0].folder)
+            if config.run.tensorboard_dir:
+                check_writable(Path(config.run.tensorboard_dir))
         except (CheckpointError, ConfigError) as error:
             chosen[0] = error
-    if world.grid.world.size > 1:
-        dist.broadcast_object_list(chosen, src=0, group=world.grid.world.handle)
+    if world.grid.host.size > 1:
+        dist.broadcast_object_list(chosen, src=0, group=world.grid.host.handle)
     if isinstance(chosen[0], Exception):
         raise chosen[0]
-    return Path(chosen[0])
+    return chosen[0]
 
 
 def newest_run(name: str) -> Path:
@@ -95,19 +113,32 @@ def _git(root: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def _chosen(config: Config, name: str) -> Path:
-    if config.checkpoint.save:
-        return Path(config.checkpoint.save)
-    if config.checkpoint.resume:
-        return newest_run(name)
+def _chosen(config: Config, name: str) -> Place:
+    flags = config.checkpoint
+    source = Path(flags.load) if flags.load else newest_run(name) if flags.resume and not flags.save else None
+    folder = Path(flags.save) if flags.save else None
+    if folder is None and source is not None and (source / CHECKPOINTS).is_dir() and not flags.finetune:
+        folder = source  # the same run goes on in the same place
+    if flags.resume and source is None:
+        source = folder
+    folder = folder or _kept_by_restarts(name)
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if is_restart and any((folder / CHECKPOINTS).glob("step-*")):
+        source = folder
+    return Place(folder, source)
+
+
+def _kept_by_restarts(name: str) -> Path:
+    """Return a new folder; where the launcher may restart the job, one that its next start finds again."""
     launch = os.environ.get("MEGATRON_RUN_ID")
-    note = RUNS / _BY_LAUNCH / launch if launch else None
-    if note is not None and note.exists():
+    if not launch or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return _free(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    note = RUNS / _BY_LAUNCH / launch
+    if note.exists():
         return Path(note.read_text().strip())
     folder = _free(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if note is not None:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_bytes(note, str(folder).encode())
+    note.parent.mkdir(parents=True, exist_ok=True)
+    files.replace_bytes(note, str(folder).encode())
     return folder
 
 

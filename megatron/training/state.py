@@ -61,6 +61,7 @@ def save_state(
     state = {
         "progress": asdict(progress),
         "scaler": optimizer.scaler.state(),
+        "optimizer": config.optimizer.optimizer,
         "optimizer_steps": _optimizer_steps(optimizer),
         "model": model_identity(config),
         "config": config.to_dict(),
@@ -70,7 +71,7 @@ def save_state(
     }
     keep_last = config.checkpoint.keep_last
     return save(
-        folder / CHECKPOINTS, progress.step, records, state, world.grid.world, keep_last=keep_last, loaded=loaded
+        folder / CHECKPOINTS, progress.step, records, state, world.grid.host, keep_last=keep_last, loaded=loaded
     )
 
 
@@ -83,8 +84,8 @@ def open_for(source: Path, world: World) -> Checkpoint:
     inner = source / CHECKPOINTS
     place = inner if inner.is_dir() else source
     if (place / "manifest.json").exists():
-        return open_checkpoint(place, world.grid.world)
-    return open_latest(place, world.grid.world)
+        return open_checkpoint(place, world.grid.host)
+    return open_latest(place, world.grid.host)
 
 
 def restore(
@@ -109,9 +110,10 @@ def restore(
     wants_optimizer = is_whole and not flags.no_load_optim
     records = list(_weight_records(module, optimizer, world))
     if wants_optimizer:
-        _make_moments(optimizer)
-        records += _optimizer_records(module, optimizer, world)
-        _check_has_moments(checkpoint)
+        _check_moments(checkpoint, config)
+        if checkpoint.state["optimizer_steps"]:  # none: fp16 has skipped every step so far, and there are no moments
+            _make_moments(optimizer)
+            records += _optimizer_records(module, optimizer, world)
     checkpoint.load(records)
     optimizer.copy_masters_to_parameters()
     if wants_optimizer:
@@ -196,7 +198,13 @@ def _make_moments(optimizer: MixedPrecisionOptimizer) -> None:
         group["lr"], group["weight_decay"] = lr, weight_decay
 
 
-def _check_has_moments(checkpoint: Checkpoint) -> None:
+def _check_moments(checkpoint: Checkpoint, config: Config) -> None:
+    saved, now = checkpoint.state.get("optimizer"), config.optimizer.optimizer
+    if saved != now:
+        raise CheckpointError(
+            f"the optimizer must be that of the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
+            "Give the same one, or add --no-load-optim to go on with a fresh optimizer."
+        )
     if not any(name.startswith("optimizer/") for name in checkpoint.names()) and checkpoint.state["optimizer_steps"]:
         raise CheckpointError(
             f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "

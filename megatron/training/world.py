@@ -60,7 +60,7 @@ def start(config: Config) -> World:
     timeout = timedelta(seconds=config.parallel.timeout_s(kind))
     _init_process_group(config.parallel.distributed_backend or device.backend(kind), kind, timeout)
     parallel = config.parallel
-    grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place)
+    grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
     _touch_every_group(grid, place)
     _compare_ranks(config, grid)
@@ -96,7 +96,7 @@ def _init_process_group(backend: str, kind: str, timeout: timedelta) -> None:
 
 def _touch_every_group(grid: Grid, place: torch.device) -> None:
     """Send one number through each group: what cannot communicate fails here, not in the first step."""
-    for name in ("tensor", "pipe", "data", "world"):
+    for name in ("tensor", "pipe", "data", "model", "world"):
         group: Group = getattr(grid, name)
         if group.size == 1:
             continue
@@ -118,7 +118,7 @@ def _compare_ranks(config: Config, grid: Grid) -> None:
         "python": platform.python_version(),
     }
     everyone: list[Any] = [None] * grid.world.size
-    dist.all_gather_object(everyone, mine, group=grid.world.handle)
+    dist.all_gather_object(everyone, mine, group=grid.host.handle)
     for key, value in everyone[0].items():
         others = {rank: told[key] for rank, told in enumerate(everyone) if told[key] != value}
         if others:

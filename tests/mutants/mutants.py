@@ -53,15 +53,15 @@ GRADIENTS = (
     Mutant(
         "gradients are divided by the replicas once more",
         "megatron/training/engines.py",
-        "self._reduce_gradients(nominal / weight if",
-        "self._reduce_gradients(nominal / weight / self.grid.data.size if",
+        "self.grid.data.handle, float(factor))\n",
+        "self.grid.data.handle, float(factor) / self.grid.data.size)\n",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(
         "gradients are not summed over the replicas",
         "megatron/training/engines.py",
-        "self.optimizer.gradients()], self.grid.data.handle, scale)",
-        "self.optimizer.gradients()], None, scale)",
+        "self.optimizer.gradients()], self.grid.data.handle, float(factor))",
+        "self.optimizer.gradients()], None, float(factor))",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(
@@ -88,8 +88,8 @@ GRADIENTS = (
     Mutant(
         "the mean of means is taken, in one stage",
         "megatron/training/engines.py",
-        "    return value.reshape(()), weight.reshape(())\n",
-        "    return (value / weight).reshape(()), torch.ones_like(value).reshape(())\n",
+        "            share = meter.add(loss, micro_batch)\n",
+        "            share = meter.add(loss[0] / loss[1], micro_batch)\n",
         (f"{LAYOUTS}::test_micro_batches_may_be_cut_otherwise[--eod-mask-loss --reset-attention-mask]",),
     ),
     Mutant(
@@ -135,8 +135,8 @@ NORMS = (
     Mutant(
         "each replica clips before the sum, in one stage",
         "megatron/training/engines.py",
-        "        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, scale)\n",
-        "        own = [g for _, g in self.optimizer.gradients()]\n"
+        "        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, float(factor))\n",
+        "        own, scale = [g for _, g in self.optimizer.gradients()], float(factor)\n"
         "        norm = scale * self.grid.data.size * sum(float(g.square().sum()) for g in own) ** 0.5\n"
         "        torch._foreach_mul_(own, min(1.0, self.optimizer.clip_grad / norm))\n"
         "        reduce_gradients(own, self.grid.data.handle, scale)\n",
