@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,6 @@ from tds import channels
 from tds.boundary import declared_boundary
 from tds.exchange import Exchange, Links
 from tds.optimizers import Gradients, gradients_of
-from tds.schedule import schedule_named
-from tds.schedule.orders import Order
 from tds.stage import Stage
 from tds.waiting import default_timeout
 from tds.wire import Slice
@@ -37,19 +36,10 @@ def refuse_unsupported(engine: PipelineEngine) -> None:
         )
 
 
-def chosen_order(engine: PipelineEngine) -> Order:
-    """Return the schedule that the JSON's "pipeline" section asks for; 1F1B by default."""
-    section = engine._config.pipeline
-    chunks = section.get("chunks", 1)
-    if chunks != 1:
-        raise ValueError(f'"pipeline": {{"chunks": ...}} must be 1 with these schedules, got {chunks!r}')
-    return schedule_named(section.get("schedule", "1f1b"))
-
-
 def configure_recompute(engine: PipelineEngine) -> None:
-    """Take over the JSON's recompute settings, as DeepSpeed's engine does."""
+    """Take over the JSON's recompute settings. A checkpoint function of the user's own stays: it may restore more."""
     section, module = engine._config.pipeline, engine.module
-    if section.get("use_reentrant") is False:
+    if section.get("use_reentrant") is False and _is_deepspeeds_reentrant(module.activation_checkpoint_func):
         module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
     if section.get("activation_checkpoint_interval", 0) > 0:
         module.activation_checkpoint_interval = section["activation_checkpoint_interval"]
@@ -58,9 +48,17 @@ def configure_recompute(engine: PipelineEngine) -> None:
 
 
 def recomputes_reentrantly(module: Any) -> bool:
-    """True if recompute needs the first stage's float inputs to require a gradient."""
-    is_on = module.activation_checkpoint_interval > 0
-    return is_on and module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint
+    """True if recompute needs the first stage's float inputs to require a gradient.
+
+    Of functions that are not DeepSpeed's, none is taken for reentrant.
+    """
+    return module.activation_checkpoint_interval > 0 and _is_deepspeeds_reentrant(module.activation_checkpoint_func)
+
+
+def _is_deepspeeds_reentrant(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function is checkpointing.checkpoint
 
 
 def make_gradients(engine: PipelineEngine) -> Gradients | None:

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineError
 
-from tds import assembly, evaluation, train_step
+from tds import assembly, evaluation, section, train_step
 from tds.batches import BatchSource
 from tds.loss import LossMeter
 from tds.schedule import forward_only
@@ -46,8 +46,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._force_grad_boundary = False
         limit_waits(self.module)
         assembly.refuse_unsupported(self)
+        section.check_keys(self._config.pipeline)
         assembly.configure_recompute(self)
-        self._order = assembly.chosen_order(self)
+        self._order = section.chosen_order(self._config.pipeline)
         self._gradients = assembly.make_gradients(self)
         self._stage = assembly.make_stage(self)
         if self.training_data:

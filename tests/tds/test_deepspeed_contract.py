@@ -10,11 +10,16 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import get_pipeline_config
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import topology as pipe_topology
 from deepspeed.runtime.pipe.module import PipelineError
+from deepspeed.utils import groups
+from torch.distributed import distributed_c10d
 
 from tds.chatter import SPEAKERS
+from tds.section import KEYS
+from tds.waiting import GRID_GROUPS
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -79,8 +84,21 @@ def test_bf16_optimizer_keeps_its_fp32_gradients_where_we_read_them() -> None:
 
 def test_checkpointing_and_errors_have_the_names_we_use() -> None:
     assert callable(checkpointing.non_reentrant_checkpoint) and callable(checkpointing.reset)
+    default = inspect.signature(deepspeed.PipelineModule.__init__).parameters["activation_checkpoint_func"].default
+    assert default is checkpointing.checkpoint
     assert issubclass(PipelineError, Exception)
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+
+
+def test_every_key_of_the_json_that_deepspeed_fills_in_is_known() -> None:
+    assert set(get_pipeline_config({})) <= set(KEYS)
+
+
+def test_groups_can_be_given_a_timeout_and_waits_too() -> None:
+    assert list(inspect.signature(distributed_c10d._set_pg_timeout).parameters) == ["timeout", "group"]
+    assert all(f"self.{name} = " in _source(pipe_topology.PipelineParallelGrid) for name in GRID_GROUPS)
+    assert "self.world_group = " in _source(deepspeed.PipelineModule.__init__)
+    assert hasattr(groups, "_WORLD_GROUP")
 
 
 def _engine_parts(rank: int) -> dict[str, bool]:

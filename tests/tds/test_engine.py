@@ -158,6 +158,7 @@ def _mistakes(rank: int) -> dict[str, str]:
         note(name, PipelineError, getattr(engine, name))
     note("data", RuntimeError, engine.train_batch) if engine.is_first_stage() else None
     note("schedule", ValueError, lambda: make_engine(Toy(pipeline={"schedule": "zb-h1"}), 2))
+    note("key", ValueError, lambda: make_engine(Toy(pipeline={"shedule": "gpipe", "use_reentrant": False}), 2))
     note("bounds", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 2, 3]))
     note("bounds twice", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 3, 2, 4]))
     note("empty", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 0, 4]))
@@ -178,6 +179,7 @@ def test_mistakes_are_told_with_what_to_do() -> None:
     assert "train_batch(data_iter)" in told["forward"] and "train_batch" in told["step"]
     assert "pass an iterator" in told["data"]
     assert "'1f1b'" in told["schedule"] and "zb-h1" in told["schedule"]
+    assert 'no "shedule" (did you mean "schedule"?); its keys are stages, partition,' in told["key"]
     assert "[0, 2, 3]" in told["bounds"] and "4 layers" in told["bounds"]
     assert "none on stage 0" in told["empty"] and "1 layers, 2 stages" in told["few"]
     assert "one length" in told["lists"] and "Leave it out" in told["mpu"]
