@@ -13,4 +13,3 @@ from megatron.config.precision import PrecisionConfig as PrecisionConfig
 from megatron.config.run import RunConfig as RunConfig
 from megatron.config.validate import check_device as check_device
 from megatron.config.validate import resolve_dtype as resolve_dtype
-from megatron.config.validate import validate as validate

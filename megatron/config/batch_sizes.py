@@ -8,45 +8,64 @@ from typing import Any
 from megatron.config.batch import BatchConfig
 from megatron.config.scan import Scan
 
+TOTAL = "requested_global_batch_size"
 NAMES = {
-    "requested_global_batch_size": "train_batch_size",
+    TOTAL: "train_batch_size",
     "batch_size": "train_micro_batch_size_per_gpu",
     "gas": "gradient_accumulation_steps",
 }
 """Field -> key of the JSON."""
 
 
-def resolve_batch(found: Scan, stated: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the accumulation steps that a stated global batch asks for; a contradiction goes to ``found.problems``.
+def resolve_batch(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the sizes that follow from a global batch; a contradiction goes to ``found.problems``.
 
-    With a global batch and no accumulation steps these are computed; with all three, the product must agree.
+    With all three stated the product must agree. A size that is only a default follows the others: gas follows the
+    micro-batch, the micro-batch follows gas, and with neither stated the micro-batch is the largest that fits and is
+    not above its default. A global batch that is only a default steps back when gas is stated.
 
     Args:
-        stated: field -> value from flags, JSON and a user's defaults, in that order of strength.
+        firm: field -> value from flags and JSON.
+        soft: field -> value from defaults.
     """
-    total = stated.get("requested_global_batch_size")
-    t, p = stated.get("model_parallel_size", 1), max(stated.get("pipe_parallel_size", 1), 1)
-    if total is None or world_size % (t * p):
+    both = {**soft, **firm}
+    total, t, p = both.get(TOTAL), both.get("model_parallel_size", 1), max(both.get("pipe_parallel_size", 1), 1)
+    if not total or world_size % (t * p):
         return {}
+    if TOTAL not in firm and "gas" in firm:
+        return {TOTAL: 0}
     d = world_size // (t * p)
-    micro = stated.get("batch_size", BatchConfig().batch_size)
     replicas = f"dp = world {world_size} / (tp {t} x pp {p})"
-    if "gas" not in stated:
-        if total % (micro * d):
-            found.problems.append(
-                f"train_batch_size must be a multiple of micro x dp, got {total} and micro {micro} x dp {d} = "
-                f"{micro * d}; {replicas}. Change --batch-size or the global batch"
-            )
-            return {}
-        return {"gas": total // (micro * d)}
-    product = micro * stated["gas"] * d
-    if total != product:
+    micro, gas = firm.get("batch_size"), firm.get("gas")
+    if micro and gas:
+        if total != micro * gas * d:
+            found.problems.append(_disagreement(found, total, micro, gas, d, replicas))
+        return {}
+    known = [("micro", micro)] if micro else [("gas", gas)] if gas else []
+    product = (micro or gas or 1) * d
+    if total % product:
+        names = " x ".join([*(name for name, _ in known), "dp"])
+        terms = " x ".join(f"{name} {size}" for name, size in [*known, ("dp", d)])
+        cure = _origin(found, "batch_size" if micro else "gas") + " or the global batch" if known else "it"
         found.problems.append(
-            f"train_batch_size {total} != micro {micro} x gas {stated['gas']} x dp {d} = {product}; {replicas}. "
-            f'Set train_batch_size to {product} or "auto", or change {_origin(found, "batch_size")} or '
-            f"{_origin(found, 'gas')}"
+            f"train_batch_size must be a multiple of {names}, got {total} and {terms} = {product}; {replicas}. "
+            f"Change {cure}"
         )
-    return {}
+        return {}
+    if known:
+        return {"gas" if micro else "batch_size": total // product}
+    samples, most = total // d, soft.get("batch_size", BatchConfig().batch_size)
+    size = max(size for size in range(1, min(most, samples) + 1) if samples % size == 0)
+    return {"batch_size": size, "gas": samples // size}
+
+
+def _disagreement(found: Scan, total: int, micro: int, gas: int, d: int, replicas: str) -> str:
+    product = micro * gas * d
+    return (
+        f"train_batch_size {total} != micro {micro} x gas {gas} x dp {d} = {product}; {replicas}. "
+        f'Set train_batch_size to {product} or "auto", or change {_origin(found, "batch_size")} or '
+        f"{_origin(found, 'gas')}"
+    )
 
 
 def _origin(found: Scan, name: str) -> str:

@@ -98,6 +98,7 @@ class Config:
             deepspeed=True,
             **{dtype: self.precision.dtype == dtype for dtype in ("fp16", "bf16", "fp32", "fp64")},
         )
+        del flat["excluded"]
         flat.update(self.extra)
         return Namespace(**flat)
 

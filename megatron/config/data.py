@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from megatron.config.option import option
+
+OWN_DATA = "none"
+"""As --data-path: the script brings its own data, and no file is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Token files, their split and the tokenizer that wrote them."""
 
-    data_path: str | None = option(None, "token files: the path without .bin and .idx")
+    data_path: str | None = option(
+        None, "token files: the path without .bin and .idx; none: the script brings its own data"
+    )
     split: str = option("949,50,1", "shares of documents for training, validation and test")
     data_impl: str = option("mmap", "kind of token file", choices=("mmap",))
     tokenizer_type: str | None = option(
@@ -49,9 +54,22 @@ class DataConfig:
 
     def _split_problems(self) -> Iterator[str]:
         try:
-            shares = [float(part) for part in self.split.split(",")]
-        except ValueError:
+            shares = [Fraction(part.strip()) for part in self.split.replace("/", ",").split(",")]
+        except (ValueError, ZeroDivisionError):
             shares = []
-        good = len(shares) == 3 and all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
-        if not good:
-            yield f'--split must be three numbers of at least 0, like "949,50,1", got {self.split!r}'
+        if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) == 0:
+            rule = "must be one to three weights, not negative and not all 0, such as 949,50,1"
+            yield f"--split {rule}; got {self.split!r}"
+
+    def missing_files(self) -> Iterator[str]:
+        """Yield the token files of --data-path that are not there; a path that itself exists is the script's own."""
+        path = self.data_path
+        if path is None or path == OWN_DATA or os.path.exists(path):
+            return
+        missing = [path + suffix for suffix in (".idx", ".bin") if not os.access(path + suffix, os.R_OK)]
+        if missing:
+            yield (
+                f"--data-path must name token files that can be read, got --data-path {path}, without "
+                f"{' and '.join(missing)} (looked in {Path.cwd()}). Correct the path, or make them with "
+                "tools/preprocess_data.py"
+            )

@@ -14,25 +14,14 @@ from typing import Any
 from megatron.config import deepspeed_keys as keys
 from megatron.config.batch_sizes import resolve_batch
 from megatron.config.config import Config, all_options
+from megatron.config.defaults import step_back
 from megatron.config.json_text import JsonText, read_json
 from megatron.config.option import LARGEST_INT
 from megatron.config.scan import Scan, unknown
-from megatron.config.validate import raise_all
 from megatron.errors import ConfigError
 
 
-def read(path: str) -> dict[str, Any]:
-    """Return the checked JSON object of ``path``.
-
-    Raises:
-        ConfigError: the file cannot be read as JSON, or a key or value cannot be used; all problems at once.
-    """
-    values, problems = read_collecting(path)
-    raise_all(problems)
-    return values
-
-
-def read_collecting(path: str) -> tuple[dict[str, Any], list[str]]:
+def read(path: str) -> tuple[dict[str, Any], list[str]]:
     """Return the JSON object without its bad keys, and what is wrong with those."""
     try:
         text = read_json(path)
@@ -58,6 +47,8 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
             yield from _optimizer_problems(text, value)
         if name == "zero_optimization" and isinstance(value, dict):
             yield from _zero_problems(text, value)
+    elif name in keys.INNER:
+        yield from _section_problems(text, (name,), keys.INNER[name], value)
     elif name in keys.VALUES or name in keys.PASSED:
         yield from _value_problems(place, name, keys.VALUES.get(name) or keys.PASSED[name], value)
     else:
@@ -73,10 +64,14 @@ def _section_problems(
         return
     for inner, value in section.items():
         place = text.where(*path, inner)
-        if inner in known:
-            yield from _value_problems(place, f"{name}.{inner}", known[inner], value)
+        whole = f"{name}.{inner}"
+        if whole in keys.INNER:
+            yield from _section_problems(text, (*path, inner), keys.INNER[whole], value)
+        elif inner in known:
+            yield from _value_problems(place, whole, known[inner], value)
         else:
-            yield f"{place}: {unknown('key', inner, known).partition('; --help')[0]} in {name}: {keys.REFUSED_IN[name]}"
+            rule = keys.REFUSED_IN.get(name) or f"it takes {', '.join(known)}"
+            yield f"{place}: {unknown('key', inner, known).partition('; --help')[0]} in {name}: {rule}"
 
 
 def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterator[str]:
@@ -84,6 +79,10 @@ def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterato
         return
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
+    if key.choices:
+        if value not in key.choices:
+            yield f"{place}: {name} must be one of {', '.join(key.choices)}, got {value!r}"
+        return
     good = {
         keys.POSITIVE: is_integer and value >= 1,
         keys.INTEGER: is_integer and value >= 0,
@@ -91,7 +90,11 @@ def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterato
         keys.BOOLEAN: isinstance(value, bool),
         keys.TEXT: isinstance(value, str),
         keys.OBJECT: isinstance(value, dict),
-        "two numbers": isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
+        keys.TEXT_OR_NULL: value is None or isinstance(value, str),
+        keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
+        keys.DEPTH: is_integer and value >= -1,
+        keys.ONE: is_integer and value == 1,
+        keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
     if not good[key.kind]:
         yield f"{place}: {name} must be {key.kind}, got {value!r}"
@@ -108,9 +111,6 @@ def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str
             f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW) or "
             f"SGD, got {kind!r}. Use one of these, or remove the section"
         )
-    if isinstance(section.get("params", {}), dict):
-        params = section.get("params", {})
-        yield from _section_problems(text, ("optimizer", "params"), keys.OPTIMIZER_PARAMS, params)
 
 
 def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
@@ -127,22 +127,27 @@ def resolve(
     found: Scan, json: Mapping[str, Any], world_size: int, defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return field -> value from flags, JSON and ``defaults`` together; disagreements go to ``found.problems``."""
-    values: dict[str, Any] = dict(defaults or {})
+    firm, soft = dict(found.values), dict(defaults or {})
     options = {option.name: option for _, option in all_options()}
     for name, (key, value) in _json_values(json, found.problems).items():
         given = found.values.get(name)
         if problem := options[name].problem(value, f"{key} in the JSON"):
             found.problems.append(problem)
         elif name not in found.values:
-            values[name] = value
+            firm[name] = value
         elif given != value:
             found.problems.append(
                 f"the command line and the JSON must agree, got {found.spelling[name]} and {key} {_text(value)}. "
                 f'Change one of them, or write "auto" in the JSON'
             )
     _check_precision(found, json)
-    values |= found.values
-    return values | resolve_batch(found, values, world_size)
+    step_back(soft, firm, excluded(json), found.notes)
+    return soft | firm | resolve_batch(found, firm, soft, world_size)
+
+
+def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the number formats whose section says ``"enabled": false``."""
+    return tuple(name for name in ("fp16", "bf16") if json.get(name, {}).get("enabled") is False)
 
 
 def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[str, Any]]:
@@ -172,12 +177,11 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
 
 def _check_precision(found: Scan, json: Mapping[str, Any]) -> None:
     dtype = found.values.get("dtype")
-    for name in ("fp16", "bf16"):
-        if dtype == name and json.get(name, {}).get("enabled") is False:
-            found.problems.append(
-                f"the command line and the JSON must agree, got {found.spelling['dtype']} and {name}.enabled false. "
-                'Change one of them, or write "auto" in the JSON'
-            )
+    if dtype in excluded(json):
+        found.problems.append(
+            f"the command line and the JSON must agree, got {found.spelling['dtype']} and {dtype}.enabled false. "
+            'Change one of them, or write "auto" in the JSON'
+        )
 
 
 def _is_stated(value: Any) -> bool:
@@ -191,7 +195,7 @@ def _text(value: Any) -> str:
 def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     """Return the dictionary that DeepSpeed's engine is given: sizes and its own switches, no precision, no clipping."""
     d = config.parallel.data_parallel_size(world_size)
-    engine = {name: value for name, value in config.deepspeed.items() if name in keys.PASSED and value != "auto"}
+    engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in keys.PASSED})
     engine.setdefault("steps_per_print", config.run.log_interval)
     engine.setdefault("wall_clock_breakdown", False)
     engine.setdefault("zero_allow_untested_optimizer", True)
@@ -203,3 +207,12 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
         zero_optimization={"stage": 0},
     )
     return engine
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that are not "auto": DeepSpeed takes its own default for those that are missing."""
+    return {
+        name: _without_auto(value) if isinstance(value, dict) else value
+        for name, value in section.items()
+        if value != "auto"
+    }

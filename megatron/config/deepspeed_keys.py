@@ -12,6 +12,7 @@ class Key:
     kind: str
     field: str = ""
     about: str = ""
+    choices: tuple[str, ...] = ()
 
 
 POSITIVE = "a positive integer"
@@ -20,6 +21,11 @@ NUMBER = "a number of at least 0"
 BOOLEAN = "true or false"
 TEXT = "a text"
 OBJECT = "an object {...}"
+TEXT_OR_NULL = "a text or null"
+TEXTS = "a list of texts"
+DEPTH = "an integer of at least -1"
+ONE = "1"
+BETAS = "two numbers"
 
 VALUES = {
     "train_batch_size": Key(POSITIVE, "requested_global_batch_size"),
@@ -45,7 +51,7 @@ OPTIMIZER_PARAMS = {
     "lr": Key(NUMBER, "lr"),
     "weight_decay": Key(NUMBER, "weight_decay"),
     "eps": Key(NUMBER, "adam_eps"),
-    "betas": Key("two numbers"),
+    "betas": Key(BETAS),
 }
 
 SECTIONS = {"fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER}
@@ -64,17 +70,80 @@ PASSED = {
     "csv_monitor": Key(OBJECT, about="DeepSpeed's monitor"),
     "comet": Key(OBJECT, about="DeepSpeed's monitor"),
     "pipeline": Key(OBJECT, about="pipeline engine only (--pipe-parallel-size 2 or more)"),
-    "activation_checkpointing": Key(OBJECT, about="models that call deepspeed.checkpointing themselves"),
     "flops_profiler": Key(OBJECT, about="DeepSpeed's profiler, without a pipeline"),
     "comms_logger": Key(OBJECT, about="DeepSpeed's record of its own communication"),
     "timers": Key(OBJECT, about="DeepSpeed's timers"),
 }
 """Keys that are handed to DeepSpeed's engine as they are."""
 
+NOT_READ = {
+    "stages": "stages are set by --pipe-parallel-size",
+    "partition": "stages are cut by --partition-method",
+    "seed_layers": "initial values come from a counter, the same in every layout",
+    "pipe_partitioned": "a layer says itself whether its output travels cut over the tensor ranks",
+    "grad_partitioned": "a layer says itself whether its output travels cut over the tensor ranks",
+}
+"""Keys of DeepSpeed's "pipeline" that nothing reads here, and why; they are accepted with a note."""
+
+_MONITOR = {"enabled": Key(BOOLEAN), "output_path": Key(TEXT), "job_name": Key(TEXT)}
+INNER = {
+    "optimizer.params": OPTIMIZER_PARAMS,
+    "pipeline": {
+        "activation_checkpoint_interval": Key(INTEGER, about="layers between two kept inputs; 0: as the flags say"),
+        "use_reentrant": Key(BOOLEAN, about="false: recompute without re-entering autograd"),
+        "schedule": Key(TEXT, about="order of the micro-batches", choices=("1f1b", "gpipe")),
+        "chunks": Key(ONE, about="a stage holds one chunk in this version"),
+        "stages": Key(POSITIVE),
+        "partition": Key(TEXT),
+        "seed_layers": Key(BOOLEAN),
+        "pipe_partitioned": Key(BOOLEAN),
+        "grad_partitioned": Key(BOOLEAN),
+    },
+    "tensorboard": _MONITOR,
+    "csv_monitor": _MONITOR,
+    "wandb": {
+        "enabled": Key(BOOLEAN),
+        "group": Key(TEXT_OR_NULL),
+        "team": Key(TEXT_OR_NULL),
+        "project": Key(TEXT),
+    },
+    "comet": {
+        "enabled": Key(BOOLEAN),
+        "samples_log_interval": Key(POSITIVE),
+        "project": Key(TEXT_OR_NULL),
+        "workspace": Key(TEXT_OR_NULL),
+        "api_key": Key(TEXT_OR_NULL),
+        "experiment_name": Key(TEXT_OR_NULL),
+        "experiment_key": Key(TEXT_OR_NULL),
+        "online": Key(BOOLEAN),
+        "mode": Key(TEXT, choices=("get", "create", "get_or_create")),
+    },
+    "flops_profiler": {
+        "enabled": Key(BOOLEAN),
+        "recompute_fwd_factor": Key(NUMBER),
+        "profile_step": Key(POSITIVE),
+        "module_depth": Key(DEPTH),
+        "top_modules": Key(POSITIVE),
+        "detailed": Key(BOOLEAN),
+        "output_file": Key(TEXT_OR_NULL),
+    },
+    "comms_logger": {
+        "enabled": Key(BOOLEAN),
+        "verbose": Key(BOOLEAN),
+        "prof_all": Key(BOOLEAN),
+        "debug": Key(BOOLEAN),
+        "prof_ops": Key(TEXTS),
+    },
+    "timers": {"throughput": Key(OBJECT)},
+    "timers.throughput": {"enabled": Key(BOOLEAN), "synchronized": Key(BOOLEAN)},
+}
+"""Section, written with dots -> its keys; those of DeepSpeed's own configuration classes."""
+
 _OURS = "our optimizer step does this in its own way"
 _DATA = "samples come from megatron/data, not from DeepSpeed"
 REFUSED = {
     "scheduler": "the learning rate is set by --lr-decay-style, --warmup and --min-lr; remove the section",
+    "activation_checkpointing": "nothing here reads it; use --checkpoint-activations and --checkpoint-num-layers",
     "amp": "apex is not used; remove the section and use --fp16 or --bf16",
     "apex": "apex is not used; remove the section",
     "torch_autocast": "weights and activations have one number format; use --fp16, --bf16 or --fp32",
@@ -126,6 +195,7 @@ REFUSED_IN = {
     "optimizer": "the optimizer section takes type and params",
     "optimizer.params": "the optimizer's params here are lr, betas, eps and weight_decay",
 }
+"""What to add to the message about an unknown key; other sections list their keys."""
 
 KNOWN = (*VALUES, *SECTIONS, *PASSED, *REFUSED)
 """Every top-level key that is recognised; others get "did you mean"."""

@@ -14,9 +14,14 @@ HEAD = """# Flags
 
 Made by `python -m megatron.config.flags_doc > docs/flags.md`; do not edit.
 
-A value comes from its flag, else from the JSON of `--deepspeed_config`, else it is the default. A flag that is given
-and a JSON value that differ are an error; "auto" in the JSON means the flag or the default. The last of a repeated
-flag holds. Flags are not abbreviated. Every mistake of a command line is reported at once, with exit code 2.
+A value comes from its flag, else from the JSON of `--deepspeed_config`, else from the flags in the environment variable
+MEGATRON_DEFAULTS, else it is the default. A flag that is given and a JSON value that differ are an error; "auto" in the
+JSON means the flag or the default. The last of a repeated flag holds. Flags are not abbreviated. Every mistake of a
+command line is reported at once, with exit code 2; a flag that could not act is an error or, where scripts pass it by
+habit, a note at the start.
+
+Run scripts use two variables: MEGATRON_DEFAULTS holds their recipe, written as flags, and MEGATRON_VARIABLES holds
+`flag=NAME` for each flag that a variable of theirs sets, so that messages name both.
 """
 
 KINDS = """
@@ -87,14 +92,23 @@ def lines() -> Iterator[str]:
 def _json_rows() -> Iterator[str]:
     flags = {option.name: option.flag or "/".join(option.constants) for _, option in all_options()}
     inner = {f"{name}.{key}": value for name, section in keys.SECTIONS.items() for key, value in section.items()}
-    params = {f"optimizer.params.{name}": key for name, key in keys.OPTIMIZER_PARAMS.items()}
+    params = {f"optimizer.params.{name}": key for name, key in keys.INNER["optimizer.params"].items()}
     for name, key in {**keys.VALUES, **inner, **params}.items():
         what = f"as `{flags[key.field]}`" if key.field else SAID.get(name, "")
         yield f"| `{name}` | {key.kind} | {what} |"
     for name, key in keys.PASSED.items():
         yield f"| `{name}` | {key.kind} | handed to DeepSpeed: {key.about} |"
+        yield from _inner_rows(name)
     for name, reason in keys.REFUSED.items():
         yield f"| `{name}` | | refused: {reason} |"
+
+
+def _inner_rows(section: str) -> Iterator[str]:
+    for name, key in keys.INNER.get(section, {}).items():
+        is_idle = section == "pipeline" and name in keys.NOT_READ
+        about = f"no effect: {keys.NOT_READ[name]}" if is_idle else key.about
+        yield f"| `{section}.{name}` | {', '.join(key.choices) or key.kind} | {about} |"
+        yield from _inner_rows(f"{section}.{name}")
 
 
 def _others() -> Iterator[str]:

@@ -10,15 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config import deepspeed
+from megatron.config import defaults as outside
 from megatron.config.config import SECTIONS, Config, all_options
 from megatron.config.option import options_of
-from megatron.config.scan import Scan, scan, unknown
+from megatron.config.scan import Scan, scan
 from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 SOURCES = (
-    "A value comes from its flag, else from the JSON of --deepspeed_config, else it is the default; "
+    "A value comes from its flag, else from the JSON of --deepspeed_config, else from the flags in the environment "
+    "variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; "
     "a flag and the JSON that differ are an error. docs/flags.md lists every flag of CPM-Pretrain and Megatron-LM."
 )
 
@@ -42,7 +44,7 @@ def parse(
     Args:
         argv: words after the program's name; None: those of this process.
         world_size: ranks of the job.
-        env: environment, for LOCAL_RANK.
+        env: environment: LOCAL_RANK, and MEGATRON_DEFAULTS and MEGATRON_VARIABLES of a run script.
         extra_args_provider: Megatron's hook: adds a user's own flags to an argparse parser.
         defaults: field -> value that replaces our default, as a user's ``pretrain`` call gives it.
         has_gpu: whether a GPU can be used; None: not known here, ``check_device`` is called later.
@@ -58,9 +60,10 @@ def parse(
         sys.stdout.write(help_text(extra_args_provider))
         raise SystemExit(0)
     found = scan(words, extra_flags)
+    soft = outside.soft_values(defaults or {}, env, found, extra_flags)
     extra = _extra_values(extra_parser, found)
-    json = _read_json(found)
-    values = deepspeed.resolve(found, json, world_size, _checked_defaults(defaults or {}, found))
+    json = _read_json(found, soft)
+    values = deepspeed.resolve(found, json, world_size, soft)
     _add_local_rank(values, env, found)
     config = Config.of_values(
         values,
@@ -69,10 +72,11 @@ def parse(
         given=tuple(found.values),
         repeated=tuple(found.repeated),
     )
+    config = replace(config, precision=replace(config.precision, excluded=deepspeed.excluded(json)))
     problems = found.problems + find_problems(config, world_size)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
-    raise_all(problems)
+    raise_all(outside.with_variables(problems, env))
     return _with_notes(config, found.notes)
 
 
@@ -117,24 +121,11 @@ def _extra_values(parser: argparse.ArgumentParser, found: Scan) -> dict[str, Any
         return {}
 
 
-def _checked_defaults(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
-    options = {option.name: option for _, option in all_options()}
-    checked = {}
-    for name, value in defaults.items():
-        if name not in options:
-            found.problems.append(unknown("name in the defaults of pretrain():", name, options))
-        elif problem := options[name].problem(value, f"the default of {name}"):
-            found.problems.append(problem)
-        else:
-            checked[name] = value
-    return checked
-
-
-def _read_json(found: Scan) -> dict[str, Any]:
-    path = found.values.get("deepspeed_config")
+def _read_json(found: Scan, soft: Mapping[str, Any]) -> dict[str, Any]:
+    path = found.values.get("deepspeed_config", soft.get("deepspeed_config"))
     if path is None:
         return {}
-    json, problems = deepspeed.read_collecting(path)
+    json, problems = deepspeed.read(path)
     found.problems += problems
     return json
 

@@ -26,6 +26,7 @@ class PrecisionConfig:
     loss_scale_window: int = option(1000, "steps without overflow before the scale doubles", minimum=1)
     hysteresis: int = option(2, "overflows before the scale halves", minimum=1)
     min_scale: float = option(1.0, "lowest dynamic loss scale", above=0)
+    excluded: tuple[str, ...] = ()  # formats that the JSON says are not enabled; never chosen for the device
 
     @property
     def is_dynamic(self) -> bool:

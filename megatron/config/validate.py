@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron.config import effects
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
 from megatron.cost import bubble
 from megatron.errors import ConfigError
 
-
-def validate(config: Config, world_size: int) -> None:
-    """Raise ConfigError with every problem of ``config`` on ``world_size`` ranks, or return."""
-    raise_all(find_problems(config, world_size))
+FALLBACKS = ("bf16", "fp16", "fp32")
+"""Number formats in the order in which they are taken when the one before is excluded."""
 
 
 def raise_all(problems: list[str]) -> None:
@@ -90,23 +89,15 @@ def _cut_problems(config: Config) -> Iterator[str]:
 
 
 def _cross_problems(config: Config) -> Iterator[str]:
-    batch, model, precision = config.batch, config.model, config.precision
+    batch, model = config.batch, config.model
     if batch.seq_length > model.max_position_embeddings:
         yield (
             f"--seq-length must not exceed --max-position-embeddings, got {batch.seq_length} and "
             f"{model.max_position_embeddings}. Raise --max-position-embeddings, or shorten the sequence"
         )
-    scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_scale")
-    named = [f"--{name.replace('_', '-')}" for name in scaling if name in config.given]
-    if named and precision.dtype not in (None, "fp16"):
-        yield f"{', '.join(named)} acts on fp16 only, got --{precision.dtype}. Leave it out, or use --fp16"
-    if "wsd_decay_fraction" in config.given and config.optimizer.lr_decay_style != "wsd":
-        yield (
-            "--wsd-decay-fraction acts with --lr-decay-style wsd only, got --lr-decay-style "
-            f"{config.optimizer.lr_decay_style}. Leave it out, or change the style"
-        )
-    if "checkpoint_num_layers" in config.given and not config.parallel.checkpoint_activations:
-        yield "--checkpoint-num-layers acts with --checkpoint-activations only. Add that flag, or leave this one out"
+    if not config.run.dry_run:
+        yield from config.data.missing_files()
+    yield from effects.problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
 
@@ -140,9 +131,27 @@ def check_device(config: Config, has_gpu: bool, has_bf16: bool = True) -> None:
 
 
 def resolve_dtype(config: Config, device_default: str) -> Config:
-    """Return ``config`` with its number format: the one that was said, else ``device_default``."""
-    dtype = config.precision.dtype or device_default
-    return replace(config, precision=replace(config.precision, dtype=dtype))
+    """Return ``config`` with its number format: the one that was said, else what suits the device.
+
+    That is ``device_default``, or the next of bf16, fp16 and fp32 when the JSON says that it is not enabled.
+
+    Raises:
+        ConfigError: flags that act on fp16 only were given and the format is another.
+    """
+    if config.precision.dtype is not None:
+        return config
+    excluded = config.precision.excluded
+    order = FALLBACKS[FALLBACKS.index(device_default) :] if device_default in FALLBACKS else (device_default,)
+    dtype = next(name for name in order if name not in excluded)
+    notes = list(config.notes)
+    if dtype != device_default:
+        left_out = ", ".join(f"{name}.enabled false" for name in excluded)
+        notes.append(
+            f"number format: {dtype}, for this device would take {device_default} and the JSON says {left_out}"
+        )
+    config = replace(config, precision=replace(config.precision, dtype=dtype))
+    raise_all(list(effects.scaling_problems(config)))
+    return replace(config, notes=(*notes, *effects.scaling_notes(config)))
 
 
 def notes_of(config: Config) -> list[str]:
@@ -156,4 +165,4 @@ def notes_of(config: Config) -> list[str]:
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
-    return notes
+    return [*notes, *effects.notes(config)]

@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
+from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+from deepspeed.runtime.config import get_pipeline_config
 
 from megatron.config import Config, engine_dict, parse
-from megatron.config.deepspeed import read
+from megatron.config import deepspeed_keys as keys
 from megatron.errors import ConfigError
+from tds.schedule.orders import TRAINING_ORDERS
 
 SHIPPED = Path(__file__).parents[2] / "ds_config_gpt2.json"
 
@@ -70,6 +75,17 @@ def test_a_global_batch_alone_gives_the_accumulation_steps(tmp_path):
     assert merged(tmp_path, {"train_batch_size": 24}, "--batch-size 3", 2).batch.gas == 4
 
 
+def test_a_global_batch_gives_the_size_that_is_not_stated(tmp_path):
+    sizes = merged(tmp_path, {"train_batch_size": 24}, "--gas 4", 2).batch
+    assert (sizes.batch_size, sizes.gas) == (3, 4)
+    sizes = merged(tmp_path, {"train_batch_size": 18}, "", 3).batch  # 6 samples of a replica; the default is 4
+    assert (sizes.batch_size, sizes.gas) == (3, 2)
+    assert "must be a multiple of gas x dp, got 24 and gas 5 x dp 2 = 10" in error_of(
+        tmp_path, {"train_batch_size": 24}, "--gas 5", 2
+    )
+    assert "must be a multiple of dp, got 25 and dp 2 = 2" in error_of(tmp_path, {"train_batch_size": 25}, "", 2)
+
+
 @pytest.mark.parametrize(
     ("content", "line", "parts"),
     [
@@ -126,6 +142,22 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
         ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is refused", "--lr-decay-style"]),
         ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "'Lamb'"]),
         ('{"optimizer": {"params": {"betas": [0.9]}}}', ["optimizer.params.betas must be two numbers, got [0.9]"]),
+        (
+            '{"pipeline": {"activation_checkpoint_intervall": 1}}',
+            [":1:15:", "did you mean activation_checkpoint_interval"],
+        ),
+        ('{"pipeline": {"qqq": 1}}', ["unknown key qqq in pipeline: it takes activation_checkpoint_interval, "]),
+        ('{"pipeline": {"schedule": "zb"}}', ["pipeline.schedule must be one of 1f1b, gpipe, got 'zb'"]),
+        ('{"pipeline": {"chunks": 2}}', ["pipeline.chunks must be 1, got 2"]),
+        ('{"tensorboard": {"output": "x"}}', ["did you mean output_path? in tensorboard"]),
+        ('{"csv_monitor": {"enabled": 1}}', ["csv_monitor.enabled must be true or false, got 1"]),
+        ('{"wandb": {"proyect": "x"}}', ["did you mean project? in wandb"]),
+        ('{"comet": {"mode": "gett"}}', ["comet.mode must be one of get, create, get_or_create, got 'gett'"]),
+        ('{"flops_profiler": {"profile_stepp": 1}}', ["did you mean profile_step? in flops_profiler"]),
+        ('{"flops_profiler": {"module_depth": -2}}', ["module_depth must be an integer of at least -1, got -2"]),
+        ('{"comms_logger": {"prof_ops": "all"}}', ["comms_logger.prof_ops must be a list of texts, got 'all'"]),
+        ('{"timers": {"throughput": {"enable": true}}}', [":1:28:", "did you mean enabled? in timers.throughput"]),
+        ('{"activation_checkpointing": {}}', ["activation_checkpointing is refused", "use --checkpoint-activations"]),
         ('{"optimizer": {"params": {"betas": [0.9, 2]}}}', ["betas[1] in the JSON must be", "got 2"]),
     ],
 )
@@ -144,16 +176,29 @@ def test_all_problems_of_a_file_are_told_at_once(tmp_path):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--deepspeed_config must name a file .*nothing\.json: No such file"):
-        read(str(tmp_path / "nothing.json"))
+        parse(["--deepspeed_config", str(tmp_path / "nothing.json")], world_size=1, env={})
 
 
 def test_bytes_that_are_not_utf8_are_told_and_a_byte_order_mark_is_accepted(tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(b'{\n"gradient_clipping": 1, "\xff": 1}')
     with pytest.raises(ConfigError, match=r"config\.json:2:1: must be UTF-8, got byte 0xff"):
-        read(str(path))
+        parse(["--deepspeed_config", str(path)], world_size=1, env={})
     path.write_bytes(b'\xef\xbb\xbf{"gradient_clipping": 2}')
-    assert read(str(path)) == {"gradient_clipping": 2}
+    assert parse(["--deepspeed_config", str(path)], world_size=1, env={}).optimizer.clip_grad == 2
+
+
+def test_a_schedule_of_the_json_is_one_that_tds_has():
+    assert keys.INNER["pipeline"]["schedule"].choices == tuple(TRAINING_ORDERS)
+
+
+def test_the_keys_of_the_sections_are_those_of_deepspeeds_own_classes():
+    sections = DeepSpeedMonitorConfig.model_fields
+    for name in ("tensorboard", "wandb", "csv_monitor", "comet"):
+        assert set(keys.INNER[name]) == set(sections[name].annotation.model_fields)
+    assert set(keys.INNER["flops_profiler"]) == set(vars(DeepSpeedFlopsProfilerConfig({})))
+    assert set(keys.INNER["comms_logger"]) == set(CommsLoggerConfig.model_fields)
+    assert set(get_pipeline_config({})) <= set(keys.INNER["pipeline"])
 
 
 def test_the_engine_is_given_sizes_and_its_own_switches_but_no_precision_and_no_clipping(tmp_path):
@@ -165,6 +210,7 @@ def test_the_engine_is_given_sizes_and_its_own_switches_but_no_precision_and_no_
         "tensorboard": {"enabled": False},
         "pipeline": {"activation_checkpoint_interval": 1},
         "wall_clock_breakdown": "auto",
+        "comms_logger": {"enabled": "auto", "verbose": False},
     }
     config = merged(tmp_path, content, "--batch-size 2 --gas 3 --pipe-parallel-size 2", 4)
     assert engine_dict(config, 4) == {
@@ -177,6 +223,7 @@ def test_the_engine_is_given_sizes_and_its_own_switches_but_no_precision_and_no_
         "tensorboard": {"enabled": False},
         "pipeline": {"activation_checkpoint_interval": 1},
         "wall_clock_breakdown": False,
+        "comms_logger": {"verbose": False},
         "zero_allow_untested_optimizer": True,
     }
     assert config.to_dict()["deepspeed"] == content

@@ -31,8 +31,8 @@ def some_value(option, folder: Path) -> str:
     """Return a good value that is not the default."""
     if option.choices:
         return next((choice for choice in option.choices if choice != option.default), option.choices[0])
-    if option.name == "partition_method":
-        return "uniform"
+    if option.name in ("partition_method", "data_path"):
+        return {"partition_method": "uniform", "data_path": "none"}[option.name]
     if option.name in ("vocab_file", "merge_file", "tokenizer_path", "deepspeed_config"):
         (folder / "file.json").write_text("{}")
         return str(folder / "file.json")

@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
-from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype, validate
-from megatron.errors import ConfigError, exit_code
+from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
+from megatron.config.data import DataConfig
+from megatron.config.validate import find_problems
+from megatron.data.split import split_documents
+from megatron.errors import ConfigError, DataError, exit_code
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 
@@ -39,7 +42,7 @@ def test_flags_reach_their_fields_and_missing_sizes_are_derived():
 
 def test_a_config_can_be_made_without_a_command_line():
     config = Config(model=ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2))
-    validate(config, 1)
+    assert find_problems(config, 1) == []
     assert config.model.kv_hidden_size == 16
 
 
@@ -138,8 +141,8 @@ def test_a_users_flag_may_not_replace_ours():
         ("--seq-length 64 --max-position-embeddings 32", ["64 and 32", "Raise --max-position-embeddings"]),
         ("--device cpu --fp16", ["fp16 needs a GPU, got a CPU", "Use --bf16"]),
         ("--device cpu --distributed-backend nccl", ["nccl needs GPUs", "Use gloo"]),
-        ("--split 1,2", ["--split must be three numbers", "'1,2'"]),
-        ("--split 0,0,0", ["--split must be three numbers"]),
+        ("--split 1,2,3,4", ["--split must be one to three weights", "'1,2,3,4'"]),
+        ("--split 0,0,0", ["--split must be one to three weights"]),
         ("--vocab-file /nowhere/v.json", ["--vocab-file must name a file", "/nowhere/v.json"]),
         ("--load a --resume", ["--load or --resume", "--load a"]),
         ("--finetune", ["--finetune needs a checkpoint", "Add --load"]),
@@ -182,6 +185,30 @@ def test_a_layout_that_does_not_fit_names_the_numbers_that_do(line, world_size, 
     message = error_of(SMALL + " " + line, world_size)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    "split", ["1", "9,1", "949/50/1", " 8, 1 ,1", "0.5,.5", "1e2,1", "", ",", "1,-1,1", "a", "inf"]
+)
+def test_a_split_is_taken_exactly_when_the_data_take_it(split):
+    try:
+        split_documents(10, split)
+        is_good = True
+    except DataError:
+        is_good = False
+    assert is_good != bool(list(DataConfig(split=split).problems()))
+
+
+def test_token_files_that_are_not_there_are_named_but_not_in_a_dry_run(tmp_path):
+    prefix = tmp_path / "corpus"
+    message = error_of(f"--data-path {prefix}")
+    assert f"--data-path {prefix}, without {prefix}.idx and {prefix}.bin" in message
+    read(f"--data-path {prefix} --dry-run")
+    (tmp_path / "corpus.idx").touch()
+    assert f"without {prefix}.bin" in error_of(f"--data-path {prefix}")
+    (tmp_path / "corpus.bin").touch()
+    read(f"--data-path {prefix}")
+    read("--data-path none")
 
 
 def test_all_problems_are_told_at_once_and_numbered():
@@ -228,6 +255,26 @@ def test_a_problem_of_the_device_is_told_when_the_device_is_known():
 def test_the_number_format_is_what_was_said_else_what_suits_the_device():
     assert resolve_dtype(read("--fp64"), "bf16").precision.dtype == "fp64"
     assert resolve_dtype(read(""), "bf16").precision.dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("json_text", "device", "chosen"),
+    [
+        ('{"bf16": {"enabled": false}}', "bf16", "fp16"),
+        ('{"bf16": {"enabled": false}, "fp16": {"enabled": false}}', "bf16", "fp32"),
+        ('{"bf16": {"enabled": false}, "fp16": {"enabled": false}}', "fp32", "fp32"),
+        ('{"fp16": {"enabled": false}}', "fp16", "fp32"),
+        ('{"fp16": {"enabled": false}}', "bf16", "bf16"),
+        ('{"bf16": {"enabled": "auto"}}', "bf16", "bf16"),
+    ],
+)
+def test_a_number_format_that_the_json_excludes_is_never_chosen(tmp_path, json_text, device, chosen):
+    (tmp_path / "ds.json").write_text(json_text)
+    config = resolve_dtype(read(f"--deepspeed_config {tmp_path}/ds.json"), device)
+    assert config.precision.dtype == chosen
+    is_told = any(f"number format: {chosen}" in note and f"{device}.enabled false" in note for note in config.notes)
+    assert is_told == (chosen != device)
+    assert not hasattr(config.namespace(), "excluded")
 
 
 def test_the_vocabulary_is_added_later_and_checked():

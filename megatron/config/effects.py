@@ -1,0 +1,87 @@
+"""Settings that would have no effect: an error where the user surely meant something else, else a note.
+
+A note is for what scripts pass always (the loss scale's course, a schedule's floor) and for a JSON or a command line
+that serves several layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.config.config import Config
+from megatron.config.deepspeed_keys import FP16, NOT_READ
+
+SCALING = ("loss_scale", "initial_scale_power")
+"""Fields that act on fp16 only, and that nobody gives by habit."""
+SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
+"""The same, given by habit."""
+ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield what was given and cannot act."""
+    given, optimizer = config.given, config.optimizer
+    yield from scaling_problems(config)
+    if "wsd_decay_fraction" in given and optimizer.lr_decay_style != "wsd":
+        yield (
+            "--wsd-decay-fraction acts with --lr-decay-style wsd only, got --lr-decay-style "
+            f"{optimizer.lr_decay_style}. Leave it out, or change the style"
+        )
+    if "checkpoint_num_layers" in given and not config.parallel.checkpoint_activations:
+        yield "--checkpoint-num-layers acts with --checkpoint-activations only. Add that flag, or leave this one out"
+    if optimizer.optimizer == "sgd":
+        params = config.deepspeed.get("optimizer", {}).get("params", {})
+        stated = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
+        named = [*_flags(config, ADAM), *stated]
+        if named:
+            yield f"{', '.join(named)} acts on AdamW only, got --optimizer sgd. Leave it out, or use --optimizer adamw"
+    if config.checkpoint.eval_only and config.batch.eval_iters == 0:
+        yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
+    if config.checkpoint.eval_only and "save_interval" in given:
+        yield "--save-interval acts in training only, got --eval-only. Leave one out"
+
+
+def scaling_problems(config: Config) -> Iterator[str]:
+    """Yield flags of the loss scale when the number format is known and is not fp16."""
+    dtype, named = config.precision.dtype, _flags(config, SCALING)
+    if named and dtype not in (None, "fp16"):
+        got = f"--{dtype}" if "dtype" in config.given else f"{dtype} (--fp16 was not given)"
+        yield f"{', '.join(named)} acts on fp16 only, got {got}. Leave it out, or use --fp16"
+
+
+def notes(config: Config) -> Iterator[str]:
+    """Yield what was given, cannot act, and does no harm."""
+    yield from scaling_notes(config)
+    parallel, optimizer, json = config.parallel, config.optimizer, config.deepspeed
+    if "partition_method" in config.given and not parallel.has_pipeline:
+        yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"
+    if "min_lr" in config.given and optimizer.min_lr > 0 and optimizer.lr_decay_style == "constant":
+        yield f"--min-lr {optimizer.min_lr:g} has no effect with --lr-decay-style constant"
+    if json.get("pipeline") and not parallel.has_pipeline:
+        yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
+    elif parallel.has_pipeline:
+        for name in json.get("pipeline", {}):
+            if name in NOT_READ:
+                yield f"the JSON's pipeline.{name} has no effect: {NOT_READ[name]}"
+    if json.get("flops_profiler", {}).get("enabled", False) is True and parallel.has_pipeline:
+        yield 'the JSON\'s "flops_profiler" has no effect with a pipeline; progress lines show FLOP/s'
+
+
+def scaling_notes(config: Config) -> Iterator[str]:
+    """Yield flags and keys of the loss scale when the number format is known and is not fp16."""
+    dtype = config.precision.dtype
+    named = [*_flags(config, SCALING_COURSE), *_stated_scaling(config.deepspeed)]
+    if named and dtype not in (None, "fp16"):
+        yield f"{', '.join(named)}: no effect, for only fp16 has a loss scale and this run is {dtype}"
+
+
+def _flags(config: Config, names: tuple[str, ...]) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name in names if name in config.given]
+
+
+def _stated_scaling(json: Mapping[str, Any]) -> list[str]:
+    section = json.get("fp16", {})
+    if section.get("enabled") is False:  # a whole section that is switched off says so itself
+        return []
+    return [f"fp16.{name}" for name, key in FP16.items() if key.field and section.get(name, "auto") != "auto"]

@@ -1,0 +1,79 @@
+"""A setting that could not act is an error, or a note where it does no harm."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.config import Config, parse, resolve_dtype
+from megatron.errors import ConfigError
+
+
+def read(line: str, folder=None, content: object = None, world_size: int = 1) -> Config:
+    words = line.split()
+    if content is not None:
+        (folder / "ds.json").write_text(json.dumps(content))
+        words += ["--deepspeed_config", str(folder / "ds.json")]
+    return parse(words, world_size=world_size, env={})
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6", ["--adam-beta1, --adam-eps acts on AdamW only", "sgd"]),
+        ("--bf16 --loss-scale 8", ["--loss-scale acts on fp16 only, got --bf16"]),
+        ("--fp32 --initial-scale-power 8", ["--initial-scale-power acts on fp16 only, got --fp32"]),
+        ("--eval-only --load x --eval-iters 0", ["--eval-only needs steps", "--eval-iters 0"]),
+        ("--eval-only --load x --save-interval 5", ["--save-interval acts in training only"]),
+    ],
+)
+def test_flags_that_cannot_act_are_refused(line, parts):
+    with pytest.raises(ConfigError) as caught:
+        read(line)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
+    content = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.9]}}}
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.betas acts on AdamW only"):
+        read("", tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("line", "content", "world_size", "told"),
+    [
+        ("--partition-method uniform", None, 1, "--partition-method uniform has no effect without a pipeline"),
+        ("--lr-decay-style constant --min-lr 1e-5", None, 1, "--min-lr 1e-05 has no effect"),
+        ("--bf16 --hysteresis 2 --loss-scale-window 9", None, 1, "--loss-scale-window, --hysteresis: no effect"),
+        ("--bf16", {"fp16": {"loss_scale": 4}}, 1, "fp16.loss_scale: no effect, for only fp16 has"),
+        ("", {"pipeline": {"schedule": "gpipe"}}, 1, '"pipeline" has no effect without a pipeline'),
+        ("--pipe-parallel-size 2", {"pipeline": {"stages": 2}}, 2, "pipeline.stages has no effect: stages are set by"),
+        ("--pipe-parallel-size 2", {"flops_profiler": {"enabled": True}}, 2, '"flops_profiler" has no effect'),
+    ],
+)
+def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, world_size, told):
+    assert any(told in note for note in read(line, tmp_path, content, world_size).notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "content", "world_size"),
+    [
+        ("--pipe-parallel-size 2 --partition-method uniform --gas 4", {"pipeline": {"schedule": "gpipe"}}, 2),
+        ("--min-lr 1e-5 --hysteresis 2 --adam-beta1 0.8", {"flops_profiler": {"enabled": True}}, 1),
+        ("--fp16 --loss-scale-window 9", {"fp16": {"hysteresis": 3}}, 1),
+        ("--bf16", {"fp16": {"enabled": False, "hysteresis": 3}}, 1),
+    ],
+)
+def test_what_acts_is_not_noted(tmp_path, line, content, world_size):
+    assert read(line, tmp_path, content, world_size).notes == ()
+
+
+def test_a_loss_scale_is_checked_when_the_device_gives_the_number_format(tmp_path):
+    with pytest.raises(ConfigError, match=r"--loss-scale acts on fp16 only, got bf16 \(--fp16 was not given\)"):
+        resolve_dtype(read("--loss-scale 8"), "bf16")
+    assert resolve_dtype(read("--loss-scale 8"), "fp16").precision.loss_scale == 8
+    config = resolve_dtype(read("--hysteresis 3", tmp_path, {"fp16": {"loss_scale_window": 5}}), "fp32")
+    assert config.notes == (
+        "--hysteresis, fp16.loss_scale_window: no effect, for only fp16 has a loss scale and this run is fp32",
+    )
