@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.module import PipelineError
 from tds import assembly, evaluation, section, train_step
 from tds.batches import BatchSource
 from tds.loss import LossMeter
+from tds.report import StepReport
 from tds.schedule import forward_only
 from tds.stage import Call
 from tds.waiting import limit_waits
@@ -44,6 +45,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
         self._force_grad_boundary = False
+        self.report = StepReport(self)
         limit_waits(self.module)
         assembly.refuse_unsupported(self)
         section.check_keys(self._config.pipeline)
@@ -69,11 +71,12 @@ class PipelineEngine(DeepSpeedEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
-        call = self._training_call()
-        self._stage.run(self._order(self.num_stages, self.micro_batches, self.stage_id), call)
-        self.micro_steps += self.micro_batches
-        self.agg_train_loss = train_step.finish(self, call.meter, self._gradients)
-        return self.agg_train_loss
+        with self.report.step():
+            call = self._training_call()
+            self._stage.run(self._order(self.num_stages, self.micro_batches, self.stage_id), call)
+            self.micro_steps += self.micro_batches
+            self.agg_train_loss = loss = train_step.finish(self, call.meter, self._gradients)
+        return loss
 
     def eval_batch(
         self,
@@ -112,6 +115,7 @@ class PipelineEngine(DeepSpeedEngine):
             gradients=self._gradients,
             loss_scale=1.0 if self._gradients is None else self._gradients.loss_scale(),
             on_micro_batch=self.on_micro_batch,
+            part=self.report.part,
             recomputes_reentrantly=assembly.recomputes_reentrantly(self.module),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from tds.batches import BatchSource, stage_inputs, to_device
 from tds.exchange import Exchange
 from tds.loss import LossMeter
 from tds.optimizers import Gradients
+from tds.report import BACKWARD, FORWARD, untimed
 from tds.schedule import Action, Backward, Forward, received, sent
 
 
@@ -29,6 +31,7 @@ class Call:
     on_micro_batch: Callable[[int], None] | None = None
     recomputes_reentrantly: bool = False
     collects_losses: bool = True
+    part: Callable[[str], AbstractContextManager[None]] = untimed
     outputs: list[Any] = field(default_factory=list)
     last_output: Any = None
 
@@ -84,7 +87,8 @@ class Stage:
             inputs = arrived[0] if crossing.is_single else tuple(arrived)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
-        output = self.module(inputs)
+        with call.part(FORWARD):
+            output = self.module(inputs)
         if outgoing is None:
             self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
             return
@@ -103,12 +107,13 @@ class Stage:
             raise RuntimeError("a backward needs an optimizer; pass one to initialize")
         gradients = [] if incoming is None else self.exchange.take_gradients(incoming)
         state = self._in_flight.pop(_key(action))
-        call.gradients.before_backward()
-        if state.loss is not None:
-            state.loss.backward()
-        elif state.edges:
-            torch.autograd.backward(state.edges, gradients)
-        call.gradients.after_backward()
+        with call.part(BACKWARD):
+            call.gradients.before_backward()
+            if state.loss is not None:
+                state.loss.backward()
+            elif state.edges:
+                torch.autograd.backward(state.edges, gradients)
+            call.gradients.after_backward()
         if outgoing is not None:
             returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
             self.exchange.send_gradients(outgoing, returned)
@@ -119,7 +124,8 @@ class Stage:
         if not call.collects_losses:
             call.outputs.append(output)
             return
-        loss = output if call.loss_fn is None else call.loss_fn(output, labels)
+        with call.part(FORWARD):
+            loss = output if call.loss_fn is None else call.loss_fn(output, labels)
         share = call.meter.add(loss, action.micro_batch)
         if not call.is_training:
             call.outputs.append(loss)

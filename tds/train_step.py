@@ -11,6 +11,7 @@ from tds.loss import LossMeter, agree_on_loss
 from tds.norm import clip, global_norm, is_counted
 from tds.optimizers import Gradients, clips_itself
 from tds.peers import waiting_together
+from tds.report import REDUCTION, STEP
 
 if TYPE_CHECKING:
     from tds.engine import PipelineEngine
@@ -24,11 +25,13 @@ def finish(engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None
     if engine.on_loss is not None:
         engine.on_loss(loss)
     data_group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
-    with waiting_together(engine.stage_id, "adding up the gradients of tied weights and replicas"):
+    doing = "adding up the gradients of tied weights and replicas"
+    with waiting_together(engine.stage_id, doing), engine.report.part(REDUCTION):
         sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)
         reduce_gradients([gradients.of(p) for p in trained(engine)], data_group, float(factor))
     engine._force_grad_boundary = True
-    engine._take_model_step(None)
+    with engine.report.part(STEP):
+        engine._take_model_step(None)
     engine._force_grad_boundary = False
     gradients.after_step()
     _write_monitor(engine, loss)

@@ -109,6 +109,7 @@ class Toy:
     clip: float = 1e9
     options: dict[str, Any] = field(default_factory=dict)
     pipeline: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
     def specs(self) -> list[Any]:
         wide, dtype = self.wide, self.dtype
@@ -195,6 +196,7 @@ def make_engine(toy: Toy, num_stages: int, initialize: Any = tds.initialize, mod
         "gradient_accumulation_steps": toy.micro_batches,
         "gradient_clipping": toy.clip,
         "pipeline": toy.pipeline,
+        **toy.config,
     }
     return initialize(model=module, optimizer=optimizer, config=config)[0]
 

@@ -1,0 +1,75 @@
+"""The lines that the JSON's "steps_per_print" and "wall_clock_breakdown" ask for, written by rank 0.
+
+"steps_per_print" speaks through DeepSpeed's logger, so it is heard where DeepSpeed's own lines are; the timers print
+in any case, as DeepSpeed's do. Both tell means over the steps since the last line.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from deepspeed.utils import log_dist
+from deepspeed.utils import logger as _deepspeed_logger
+
+if TYPE_CHECKING:
+    from tds.engine import PipelineEngine
+
+FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH = "forward", "backward", "reduction", "step", "train_batch"
+PARTS = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
+"""What train_batch has beyond the sum of the others is waiting for the other stages."""
+
+
+def untimed(_: str) -> AbstractContextManager[None]:
+    """Measure nothing."""
+    return nullcontext()
+
+
+class StepReport:
+    """Measures the training steps of one engine."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self._num_steps = 0
+        self._elapsed_s = 0.0
+        self.part = self._timed if engine.wall_clock_breakdown() else untimed
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the time spent within to the timer ``name``; on a GPU that of the device."""
+        timer = self._engine.timers(name)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.stop()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure one train_batch, and write the lines that are due after it."""
+        began = time.perf_counter()
+        with self.part(TRAIN_BATCH):
+            yield
+        self._elapsed_s += time.perf_counter() - began
+        self._num_steps += 1
+        every = self._engine.steps_per_print()
+        if self._engine.global_steps % (every or 1) == 0:
+            self._write(has_line=every is not None)
+            self._num_steps, self._elapsed_s = 0, 0.0
+
+    def _write(self, has_line: bool) -> None:
+        engine = self._engine
+        if engine.wall_clock_breakdown():
+            engine.timers.log(list(PARTS), normalizer=self._num_steps)
+            for timer in engine.timers.get_timers().values():  # DeepSpeed's hooks run some more, which would grow
+                timer.reset()
+        if has_line and engine.global_rank == 0 and _deepspeed_logger.isEnabledFor(logging.INFO):
+            step_s = self._elapsed_s / self._num_steps
+            log_dist(
+                f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} iter time (s): {step_s:0.3f} "
+                f"samples/sec: {engine.train_batch_size() / step_s:0.3f}",
+                ranks=[0],
+            )
