@@ -175,6 +175,8 @@ def test_tables_of_the_readme_agree_with_the_code(page: str) -> None:
     keys = named - variables
     assert named >= variables
     assert keys <= set(KNOWN), f"neither a variable nor a key of the JSON: {keys - set(KNOWN)}"
-    defaults = dict(re.findall(r"^([A-Z]+)=\$\{\1:-(\d+)\}", script, flags=re.M))
-    for row, told in re.findall(r"^\| (`[A-Z]+`(?:, `[A-Z]+`)*) \| ([\d, ]+) \|", text, flags=re.M):
+    defaults = dict(re.findall(r"^([A-Z_]+)=\$\{\1:-\} +# (\d+)\b", script, flags=re.M))
+    rows_of_numbers = re.findall(r"^\| (`[A-Z_]+`(?:, `[A-Z_]+`)*) \| ([\d, ]+) \|", text, flags=re.M)
+    assert len(rows_of_numbers) == 4
+    for row, told in rows_of_numbers:
         assert [defaults[name] for name in re.findall(r"`(\w+)`", row)] == told.split(", ")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron.config import Config, parse
+from megatron.errors import ConfigError
 from tests.launch.jobs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +25,8 @@ case "$*" in
   *set_up.py*) echo "$0" ;;
   -c*) exit 0 ;;
   *make_sample_data*) echo "made sample data" ;;
-  *) printf 'said %s\\n' "$*" "threads" "WORLD_SIZE=${{WORLD_SIZE:-}}" "DS_ACCELERATOR=${{DS_ACCELERATOR:-}}" ;;
+  *) printf 'said %s\\n' "$*" "threads" "WORLD_SIZE=${{WORLD_SIZE:-}}" "DS_ACCELERATOR=${{DS_ACCELERATOR:-}}"
+     printf '%s' "${{MEGATRON_DEFAULTS:-}}" > "$0.defaults"; printf '%s' "${{MEGATRON_VARIABLES:-}}" > "$0.variables" ;;
 esac
 """
 
@@ -87,7 +91,7 @@ def test_variable_in_the_environment_has_an_effect(fake_python, plain, name):
 def test_variables_edited_in_place_have_an_effect(fake_python, tmp_path):
     text = SCRIPT.read_text()
     for name, (value, _) in EFFECTS.items():
-        text = re.sub(rf"^{name}=\S*", f"{name}='{value}'", text, flags=re.M)
+        text = re.sub(rf"^{name}=\S*", f"{name}='{value}'", text, flags=re.M)  # as a user may write it
     edited = tmp_path / "run_edited.sh"
     edited.write_text(text.replace('"$(dirname "${BASH_SOURCE[0]}")/tools/setup.sh"', f"{ROOT}/tools/setup.sh"))
     done = run(fake_python, script=edited)
@@ -95,8 +99,64 @@ def test_variables_edited_in_place_have_an_effect(fake_python, tmp_path):
 
 
 def test_flags_of_the_user_come_last(fake_python):
-    said = run(fake_python, "--train-iters", "50", "--resume").stdout
-    assert re.search(r"--train-iters \d+ .*--train-iters 50 --resume$", said, re.M)
+    said = run(fake_python, "--train-iters", "50", "--resume", TRAIN_ITERS="7").stdout
+    assert re.search(r"--train-iters 7 --train-iters 50 --resume$", said, re.M)
+
+
+def parsed(fake: Path, *flags: str, **variables: str) -> Config:
+    """Return what the flags and defaults that the script passes on become."""
+    done = run(fake, *flags, "--dry-run", **variables)
+    words = done.stdout.splitlines()[0].partition("pretrain_gpt2.py")[2].split()
+    files = {"MEGATRON_DEFAULTS": "defaults", "MEGATRON_VARIABLES": "variables"}
+    env = {name: Path(f"{fake}.{kind}").read_text() for name, kind in files.items()}
+    return parse(words, world_size=4, env=env)
+
+
+def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_names(fake_python, plain):
+    assert re.search(r"pretrain_gpt2\.py$", plain, re.M)
+    config = parsed(fake_python)
+    assert config.given == ("dry_run",)
+    args = vars(config.namespace())
+    told = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", SCRIPT.read_text(), re.M))
+    fields = {name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in EFFECTS.items()}
+    checked = {name: (str(args[fields[name]]), value) for name, value in told.items() if fields[name] in args}
+    assert len(checked) == 7
+    assert all(got == value for got, value in checked.values()), checked
+    assert (config.parallel.pipe_parallel_size, config.optimizer.lr, config.model.hidden_bias) == (2, 3e-3, True)
+
+
+def test_a_json_with_numbers_and_a_global_batch_replace_the_defaults_of_the_script(fake_python, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 12, "gradient_accumulation_steps": 3, "optimizer": {"params": {"lr": 0.1}}}')
+    config = parsed(fake_python, config_json=str(path))
+    assert (config.batch.batch_size, config.batch.gas, config.optimizer.lr) == (4, 3, 0.1)
+    assert parsed(fake_python, "--global-batch-size", "64").batch.gas == 8
+    with pytest.raises(ConfigError, match=r"--batch-size 5.* \(in the run script: .*--batch-size is BATCHSIZE"):
+        parsed(fake_python, BATCHSIZE="5", config_json=str(path))
+
+
+def test_defaults_of_the_environment_are_added_to_those_of_the_script(fake_python):
+    assert parsed(fake_python, MEGATRON_DEFAULTS="--lr 0.5").optimizer.lr == 0.5
+
+
+def test_a_data_path_given_as_a_flag_needs_no_sample(fake_python):
+    assert "made sample data" not in run(fake_python, "--data-path", "x").stdout
+    assert "sample" not in Path(f"{fake_python}.defaults").read_text()
+
+
+def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path):
+    """In a tree without data, whose path needs quotes."""
+    tree = tmp_path / "it's a tree"
+    (tree / "tools").mkdir(parents=True)
+    for name in ("tools/setup.sh", "tools/set_up.py", "run_gpt2.sh"):
+        shutil.copy(ROOT / name, tree / name)
+    for name in ("megatron", "tds", "pretrain_gpt2.py", "ds_config_gpt2.json", "pyproject.toml"):
+        (tree / name).symlink_to(ROOT / name)
+    done = run(Path(sys.executable), "--dry-run", script=tree / "run_gpt2.sh")
+    assert done.returncode == 0, done.stderr
+    assert "the sample data are not made yet" in done.stderr
+    assert "vocabulary 8192" in done.stdout
+    assert not (tree / "data").exists()
 
 
 def test_sample_data_is_made_only_when_no_data_is_given(fake_python, plain):
