@@ -113,7 +113,7 @@ def _engine_parts(rank: int) -> dict[str, bool]:
         "device": torch.device(engine.device).type == "cpu",
         "get_lr": engine.get_lr() == [0.0],
         "zero_optimization_stage": engine.zero_optimization_stage() == 0,
-        "timers": callable(engine.timers("x").reset) and callable(engine.timers.log) and not engine.timers("x").started_,
+        "timers": callable(engine.timers("x").reset) and callable(engine.timers.log),
         "reports": engine.steps_per_print() is None and engine.wall_clock_breakdown() is False,
         "deepspeed_io": callable(engine.deepspeed_io),
         "module": all(hasattr(module, n) for n in ("_grid", "_layer_specs", "parts", "stage_id", "num_stages",
