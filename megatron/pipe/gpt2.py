@@ -5,6 +5,7 @@ Between stages travel the hidden states [s, b, h] and, with documents kept apart
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -107,11 +108,14 @@ class GPT2ModelPipe(PipelineModule):
             partition_method=partition,
             activation_checkpoint_interval=every,
             activation_checkpoint_func=partial(checkpoint, place.streams),
-            checkpointable_layers=["TransformerLayerPipe"] if every == 1 else None,
         )
         self._input_grad = [True, False] if has_segments else [True]
         self._input_type = ["float", "int"] if has_segments else ["float"]
         self._input_pipe_partitioned = [False] * len(self._input_grad)
+
+    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
+        return any(isinstance(func, TransformerLayerPipe) for func in funcs)
 
     def _loss(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
         return gpt2_loss(logits, labels[0], labels[1], self.sizes, self.place)
