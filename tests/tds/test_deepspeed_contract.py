@@ -47,6 +47,7 @@ def test_the_step_calls_clip_fp32_gradients_and_reads_what_we_say_it_reads() -> 
         "_partition_layers",
         "_set_bounds",
         "_synchronize_tied_weights",
+        "_is_checkpointable",
         "_precompute_checkpointable_values",
         "get_tied_weights_and_groups",
         "mpu",
