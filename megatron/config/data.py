@@ -62,8 +62,13 @@ class DataConfig:
             yield f"--split {rule}; got {self.split!r}"
 
     def missing_files(self) -> Iterator[str]:
-        """Yield the token files of --data-path that are not there; a path that itself exists is the script's own."""
+        """Yield the token files of --data-path that are not there; a path that itself exists is the script's own.
+
+        With several nodes nothing is looked for: a node whose ranks read no data need not have the files.
+        """
         path = self.data_path
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+            return
         if path is None or path == OWN_DATA or os.path.exists(path):
             return
         missing = [path + suffix for suffix in (".idx", ".bin") if not os.access(path + suffix, os.R_OK)]

@@ -59,7 +59,9 @@ SECTIONS = {"fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": 
 
 PASSED = {
     "steps_per_print": Key(POSITIVE, about='steps between DeepSpeed\'s own lines; "auto": --log-interval'),
-    "wall_clock_breakdown": Key(BOOLEAN, about="DeepSpeed's timers, seen with --verbose-deepspeed"),
+    "wall_clock_breakdown": Key(
+        BOOLEAN, about="times of forward, backward, reduction and step; without a pipeline with --verbose-deepspeed"
+    ),
     "memory_breakdown": Key(BOOLEAN, about="DeepSpeed's memory lines, seen with --verbose-deepspeed"),
     "dump_state": Key(BOOLEAN, about="DeepSpeed prints its configuration, seen with --verbose-deepspeed"),
     "disable_python_gc": Key(BOOLEAN, about="DeepSpeed turns Python's garbage collection off"),

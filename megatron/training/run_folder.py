@@ -81,7 +81,9 @@ def describe(folder: Path, config: Config, world: World) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files.replace_bytes(folder / "config.json", _json(config.to_dict()))
     with open(folder / "command.txt", "a", encoding="utf-8") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {shlex.join([sys.executable, *sys.argv])}\n")
+        recipe = os.environ.get("MEGATRON_DEFAULTS", "")
+        shown = f"MEGATRON_DEFAULTS={shlex.quote(recipe)} " if recipe else ""
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {shown}{shlex.join([sys.executable, *sys.argv])}\n")
     files.replace_bytes(folder / "versions.json", _json(versions(world)))
 
 
