@@ -22,7 +22,8 @@ part "import floors" "$bin/lint-imports"
 [ ${#failed[@]} -eq 0 ] || echo "== failed before the tests: ${failed[*]}"
 
 start=$SECONDS
-"$PYTHON" -m pytest "$@"      # its closing line stays the last one when all is well
+# Two files at a time: most tests are ranks that wait for each other. More would crowd out their deadlines.
+"$PYTHON" -m pytest -n 2 --dist loadfile "$@"      # its closing line stays the last one when all is well
 code=$?
 if [ ${#failed[@]} -ne 0 ]; then
   echo "== failed beside pytest (code $code, $((SECONDS - start)) s): ${failed[*]}" >&2

@@ -122,8 +122,8 @@ def truncate(prefix: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "extra", "told"),
     [
-        (lambda prefix: prefix.with_suffix(".idx").unlink(), "", ".idx does not exist"),
-        (lambda prefix: prefix.with_suffix(".bin").unlink(), "", ".bin does not exist"),
+        (lambda prefix: prefix.with_suffix(".idx").unlink(), "", ".idx"),
+        (lambda prefix: prefix.with_suffix(".bin").unlink(), "", ".bin"),
         (truncate, "", "bytes"),
         (lambda prefix: None, "--seq-length 500000", "tokens"),
         (lambda prefix: None, "--split 1000,0,0 --eval-iters 1", "split"),
