@@ -115,7 +115,7 @@ def test_plain_text_by_file_and_by_blank_lines(run: Any) -> None:
 @pytest.mark.parametrize(
     "content, text",
     [
-        (gzip.compress(b"x"), "looks like gzip; unpack it: gzip -d"),
+        (gzip.compress(b"x", mtime=0), "looks like gzip; unpack it: gzip -d"),
         (b"\xfd7zXZ\x00", "looks like xz"),
         (b"PAR1xx", "looks like parquet"),
         ("words".encode("utf-16"), "looks like UTF-16"),
