@@ -43,11 +43,6 @@ def bind(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind)
 
 
-def count(kind: str) -> int:
-    """Return how many devices of this kind the node has; CPUs count as one for each core."""
-    return torch.cuda.device_count() if kind == "cuda" else (os.cpu_count() or 1)
-
-
 def name(kind: str) -> str:
     """Return what the device calls itself."""
     return torch.cuda.get_device_name() if kind == "cuda" else f"CPU, {torch.get_num_threads()} threads"

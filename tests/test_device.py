@@ -56,7 +56,7 @@ def test_backend_follows_the_device():
 
 def test_the_cpu_answers_every_question():
     assert device.bind("cpu", 3) == torch.device("cpu")
-    assert device.count("cpu") >= 1 and device.name("cpu").startswith("CPU, ")
+    assert device.name("cpu").startswith("CPU, ")
     assert 0 < device.peak_memory_bytes("cpu") < device.total_memory_bytes("cpu")
     device.synchronize("cpu")
 
