@@ -23,3 +23,15 @@ class Backward(Action):
     """Run the whole backward: gradients of the weights, and of the input for the previous stage."""
 
     __slots__ = ()
+
+
+class BackwardInput(Action):
+    """Run the part of the backward that the previous stage waits for; linear layers put their weights' off."""
+
+    __slots__ = ()
+
+
+class BackwardWeight(Action):
+    """Compute the gradients of weights that the ``BackwardInput`` of this micro-batch and chunk put off."""
+
+    __slots__ = ()

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tds.schedule.actions import Action, Backward, Forward
+from tds.schedule.actions import Action, Backward, BackwardInput, Forward
+
+SENDS_GRADIENTS = (Backward, BackwardInput)
 
 
 class Kind(IntEnum):
@@ -47,7 +49,7 @@ def received(action: Action, stage: int, num_stages: int, num_chunks: int = 1) -
     """Return the message that ``action`` on ``stage`` waits for, if any."""
     if isinstance(action, Forward) and not is_first_piece(action.chunk, stage):
         return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, (stage - 1) % num_stages)
-    if isinstance(action, Backward) and not is_last_piece(action.chunk, stage, num_stages, num_chunks):
+    if isinstance(action, SENDS_GRADIENTS) and not is_last_piece(action.chunk, stage, num_stages, num_chunks):
         return Message(Kind.GRADIENT, action.micro_batch, action.chunk, (stage + 1) % num_stages)
     return None
 
@@ -56,6 +58,6 @@ def sent(action: Action, stage: int, num_stages: int, num_chunks: int = 1) -> Me
     """Return the message that ``action`` on ``stage`` sends when done, if any."""
     if isinstance(action, Forward) and not is_last_piece(action.chunk, stage, num_stages, num_chunks):
         return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, (stage + 1) % num_stages)
-    if isinstance(action, Backward) and not is_first_piece(action.chunk, stage):
+    if isinstance(action, SENDS_GRADIENTS) and not is_first_piece(action.chunk, stage):
         return Message(Kind.GRADIENT, action.micro_batch, action.chunk, (stage - 1) % num_stages)
     return None
