@@ -1,0 +1,154 @@
+"""Putting off the gradients of weights, so that the previous stage gets its own sooner.
+
+While a ``Splitter`` is active, ``torch.nn.functional.linear`` on a weight that is a leaf (so ``nn.Linear``, and every
+parallel layer that calls it) runs as an autograd function of ours. In a ``BackwardInput`` that returns the gradient of
+its input alone and notes what the weight's needs; ``BackwardWeight`` computes it later, through the same
+``AccumulateGrad`` node, so that hooks and sums are as ever, to the bit. A user's model is not changed. It is the name
+in torch's module that is swapped meanwhile, not a ``TorchFunctionMode`` set: a mode is off inside ``backward``, where
+recompute runs layers again, and on GPUs that happens in another thread.
+
+What is no such call (norms, embeddings, convolutions, linear layers under autocast or ``torch.compile``) has its whole
+backward run with the input's; ``Splitter.told`` says which parameters those are.
+
+Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
+
+Key = tuple[int, int]
+_linear = F.linear
+
+
+@dataclass(frozen=True, slots=True)
+class _PutOff:
+    """One linear layer's call whose weight still waits for its gradient."""
+
+    x: torch.Tensor
+    grad: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class Splitter:
+    """Keeps what is put off, by micro-batch and chunk."""
+
+    def __init__(self) -> None:
+        self.split: set[torch.Tensor] = set()
+        self._put_off: dict[Key, list[_PutOff]] = {}
+        self._current: list[_PutOff] | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let linear layers within be ones that can be split; needed in a backward that recomputes, too."""
+        F.linear = self.linear
+        try:
+            yield
+        finally:
+            F.linear = _linear
+
+    def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name for it
+        """``torch.nn.functional.linear``, to be split where it can be."""
+        if torch.is_grad_enabled() and can_split(input, weight, bias):
+            return _SplitLinear.apply(input, weight, bias, self)
+        return _linear(input, weight, bias)
+
+    @contextmanager
+    def putting_off(self, key: Key) -> Iterator[None]:
+        """Let backwards within note the gradients of weights under ``key`` instead of computing them."""
+        self._current = self._put_off[key] = []
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def note(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Return True if the gradients of ``weight`` and ``bias`` are put off."""
+        if self._current is None:
+            return False
+        self._current.append(_PutOff(x, grad, weight, bias))
+        self.split.add(weight)
+        if bias is not None:
+            self.split.add(bias)
+        return True
+
+    def run(self, key: Key) -> None:
+        """Compute what was put off under ``key`` and add it to the gradients."""
+        for each in self._put_off.pop(key):
+            for leaf, gradient in zip((each.weight, each.bias), weight_gradients(each.x, each.grad), strict=True):
+                if leaf is not None and leaf.requires_grad:
+                    torch.autograd.backward([get_gradient_edge(leaf)], [gradient()])
+
+    def clear(self) -> None:
+        """Forget what a call that failed has left."""
+        self._put_off.clear()
+        self._current = None
+
+    def told(self, parameters: Mapping[str, torch.Tensor]) -> str:
+        """Return in words which of the named ``parameters`` are split."""
+        whole = {name: p.numel() for name, p in parameters.items() if p.requires_grad and p not in self.split}
+        every = sum(p.numel() for p in parameters.values() if p.requires_grad)
+        if not whole:
+            return "all its weights are put off"
+        share = 100 * (1 - sum(whole.values()) / max(every, 1))
+        names = sorted(whole, key=lambda name: -whole[name])
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return f"{share:.1f} % of its weights are put off; with the input's backward go {listed}"
+
+
+def weight_gradients(x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], torch.Tensor], ...]:
+    """Return how to compute the gradients of weight and bias, with the products that autograd itself would take.
+
+    Shapes:
+        x    [..., input_size]
+        grad [..., output_size]
+    """
+    rows = grad.reshape(-1, grad.shape[-1])
+    return (lambda: rows.t().mm(x.reshape(-1, x.shape[-1])), lambda: rows.sum(0))
+
+
+def can_split(x: Any, weight: Any, bias: Any) -> bool:
+    """True if the gradient of ``weight`` can be computed apart from that of ``x``."""
+    plain = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if not plain or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
+        return False
+    if not (weight.is_leaf and weight.requires_grad and weight.dim() == 2 and x.dtype == weight.dtype):
+        return False
+    return bias is None or (isinstance(bias, torch.Tensor) and bias.is_leaf)
+
+
+class _SplitLinear(torch.autograd.Function):
+    """``F.linear`` whose backward may leave weight and bias for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, splitter: Splitter) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias  # themselves: recompute hands back detached copies of what is saved
+        ctx.splitter = splitter
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            of_input = grad.reshape(-1, grad.shape[-1]).mm(weight.detach()).view(x.shape)
+        if ctx.splitter.note(x, grad, weight, bias):
+            return of_input, None, None, None
+        of_weight, of_bias = weight_gradients(x, grad)
+        return (
+            of_input,
+            of_weight() if ctx.needs_input_grad[1] else None,
+            of_bias() if ctx.needs_input_grad[2] else None,
+            None,
+        )

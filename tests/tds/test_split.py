@@ -1,0 +1,108 @@
+"""Gradients of weights that are put off are the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tds.split import Splitter
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+class Net(nn.Module):
+    """Linear layers with and without bias, a norm, and one weight that two calls share."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.wide = nn.Linear(8, 16, dtype=dtype)
+        self.norm = nn.LayerNorm(16, dtype=dtype)
+        self.narrow = nn.Linear(16, 8, bias=False, dtype=dtype)
+        self.square = nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.narrow(self.norm(F.gelu(self.wide(x)))))
+        return F.linear(x, self.square.weight, self.square.bias)
+
+
+def _recomputed(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: checkpoint(net, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _split_step(net: nn.Module, x: torch.Tensor, splitter: Splitter, key: tuple[int, int], recompute: bool) -> None:
+    run = _recomputed(net) if recompute else net
+    with splitter.active():
+        loss = run(x).square().sum()
+        with splitter.putting_off(key):
+            loss.backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (4, 5, 8)], ids=str)
+def test_split_backward_equals_whole_backward_to_the_bit(
+    shape: tuple[int, ...], dtype: torch.dtype, recompute: bool
+) -> None:
+    whole, split, splitter = Net(dtype), Net(dtype), Splitter()
+    for micro_batch in range(3):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(micro_batch)).to(dtype)
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        whole(one).square().sum().backward()
+        _split_step(split, other, splitter, (micro_batch, 0), recompute)
+        assert torch.equal(one.grad, other.grad)
+        splitter.run((micro_batch, 0))
+    for (name, wanted), got in zip(whole.named_parameters(), split.parameters(), strict=True):
+        assert torch.equal(wanted.grad, got.grad), name
+
+
+def test_only_linear_weights_wait_and_the_rest_is_told() -> None:
+    net, splitter = Net(torch.float32), Splitter()
+    _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
+    have = {name for name, p in net.named_parameters() if p.grad is not None}
+    assert have == {"norm.weight", "norm.bias"}
+    told = splitter.told(dict(net.named_parameters()))
+    assert "norm.weight" in told and "91.5 %" in told, told
+    splitter.run((0, 0))
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_hooks_of_weights_run_when_their_gradient_comes() -> None:
+    net, splitter = Net(torch.float32), Splitter()
+    seen: list[str] = []
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
+    assert sorted(seen) == ["norm.bias", "norm.weight"]
+    splitter.run((0, 0))
+    assert len(seen) == len(set(seen)) == 7
+
+
+def test_frozen_weights_autocast_and_products_are_left_alone() -> None:
+    splitter = Splitter()
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    table = torch.randn(3, 4, requires_grad=True)
+    x = torch.randn(2, 4, requires_grad=True)
+    with splitter.active():
+        loss = frozen(x).sum() + F.linear(x, table * 2).sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss + nn.Linear(4, 4)(x).sum()
+        with splitter.putting_off((0, 0)):
+            loss.backward()
+    assert not splitter.split
+    assert table.grad is not None and x.grad is not None
+    splitter.run((0, 0))
+    assert frozen.weight.grad is None
+
+
+def test_torchs_own_function_is_back_afterwards() -> None:
+    before = F.linear
+    with pytest.raises(KeyError), Splitter().active():
+        assert F.linear is not before
+        raise KeyError
+    assert F.linear is before
