@@ -45,6 +45,7 @@ class Splitter:
         self.split: set[torch.Tensor] = set()
         self._put_off: dict[Key, list[_PutOff]] = {}
         self._current: list[_PutOff] | None = None
+        self._anchor = torch.empty(0, requires_grad=True)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -58,7 +59,7 @@ class Splitter:
     def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name for it
         """``torch.nn.functional.linear``, to be split where it can be."""
         if torch.is_grad_enabled() and can_split(input, weight, bias):
-            return _SplitLinear.apply(input, weight, bias, self)
+            return _SplitLinear.apply(input, self._anchor, (weight, bias), self)
         return _linear(input, weight, bias)
 
     @contextmanager
@@ -70,15 +71,15 @@ class Splitter:
         finally:
             self._current = None
 
-    def note(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Return True if the gradients of ``weight`` and ``bias`` are put off."""
+    def note(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Take note of the gradients that ``weight`` and ``bias`` are owed."""
         if self._current is None:
-            return False
+            raise RuntimeError(
+                "a layer must not run backward() on its own weights within forward() under a schedule that splits the "
+                'backward: use "pipeline": {"schedule": "1f1b"}'
+            )
         self._current.append(_PutOff(x, grad, weight, bias))
-        self.split.add(weight)
-        if bias is not None:
-            self.split.add(bias)
-        return True
+        self.split.update(each for each in (weight, bias) if each is not None)
 
     def run(self, key: Key) -> None:
         """Compute what was put off under ``key`` and add it to the gradients."""
@@ -126,29 +127,26 @@ def can_split(x: Any, weight: Any, bias: Any) -> bool:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """``F.linear`` whose backward may leave weight and bias for later."""
+    """``F.linear`` that tells its splitter, in the backward, what weight and bias are owed.
+
+    The leaves (weight, bias) come in a tuple, where autograd does not see them: it would run their hooks before there
+    is a gradient. ``anchor`` makes the output require one in their place.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, splitter: Splitter) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, leaves: Any, splitter: Splitter) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias  # themselves: recompute hands back detached copies of what is saved
+        ctx.leaves = leaves  # themselves: recompute hands back detached copies of what is saved
         ctx.splitter = splitter
-        return _linear(x, weight, bias)
+        return _linear(x, *leaves)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias = ctx.leaves
+        ctx.splitter.note(x, grad, weight, bias)
         of_input = None
         if ctx.needs_input_grad[0]:
-            of_input = grad.reshape(-1, grad.shape[-1]).mm(weight.detach()).view(x.shape)
-        if ctx.splitter.note(x, grad, weight, bias):
-            return of_input, None, None, None
-        of_weight, of_bias = weight_gradients(x, grad)
-        return (
-            of_input,
-            of_weight() if ctx.needs_input_grad[1] else None,
-            of_bias() if ctx.needs_input_grad[2] else None,
-            None,
-        )
+            of_input = grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)
+        return of_input, None, None, None
