@@ -1,0 +1,42 @@
+"""Clocks whose marks cost next to nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tds.clock import CudaClock, HostClock, clock_for, offset_to_wall_ns
+
+
+def test_the_hosts_clock_counts_seconds_between_marks() -> None:
+    clock = clock_for(torch.device("cpu"))
+    assert isinstance(clock, HostClock)
+    before = clock.mark()
+    time.sleep(0.01)
+    after = clock.mark()
+    assert 0.01 <= clock.seconds(before, after) < 1
+    assert clock.nanoseconds(after) - clock.nanoseconds(before) == after - before
+    clock.align()
+    clock.free([before, after])
+
+
+def test_the_offset_turns_the_monotonic_clock_into_the_wall_clock() -> None:
+    assert abs(time.perf_counter_ns() + offset_to_wall_ns() - time.time_ns()) < 50_000_000
+
+
+@pytest.mark.gpu
+def test_the_gpus_clock_counts_the_work_between_marks_and_reuses_events() -> None:
+    device = torch.device("cuda", 0)
+    clock = clock_for(device)
+    assert isinstance(clock, CudaClock)
+    began = time.perf_counter_ns()
+    before = clock.mark()
+    torch.cuda._sleep(10_000_000)
+    after = clock.mark()
+    seconds = clock.seconds(before, after)
+    assert seconds > 1e-3
+    assert abs(clock.nanoseconds(before) - began) < 50_000_000
+    clock.free([before, after])
+    assert clock.mark() in (before, after)
