@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from tds.boundary import Boundary, TensorSpec, check_received, check_same, describe
+from tds.header import HEADER_SIZE, decode_header, encode_header
 from tds.peers import waiting_together
 from tds.schedule import Action, Kind, Message, received
-from tds.wire import HEADER_SIZE, Layout, Slice, decode_header, encode_header
+from tds.structure import Structure, flatten
+from tds.wire import Layout, Slice
 
 RECEIVES_AHEAD = 2
 Channel = tuple[Kind, int]
@@ -30,14 +32,18 @@ class Crossing:
     """The agreed form of one boundary during one call."""
 
     specs: tuple[TensorSpec, ...]
-    is_single: bool
+    structure: Structure
     activations: Layout
     gradients: Layout
 
     @classmethod
-    def of(cls, specs: tuple[TensorSpec, ...], is_single: bool, cut: Slice) -> Crossing:
+    def of(cls, specs: tuple[TensorSpec, ...], structure: Structure, cut: Slice) -> Crossing:
         with_grad = [spec for spec in specs if spec.needs_grad]
-        return cls(specs, is_single, Layout(specs, cut), Layout(with_grad, cut))
+        return cls(specs, structure, Layout(specs, cut), Layout(with_grad, cut))
+
+    def with_grad(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of the message's ``tensors`` that have a gradient."""
+        return [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.needs_grad]
 
 
 @dataclass
@@ -96,30 +102,38 @@ class Exchange:
                 work = self._start(dist.irecv, header, message, Kind.HEADER)
                 self._headers[message.chunk] = (work, header)
 
-    def send_activations(self, message: Message, tensors: Sequence[torch.Tensor], is_single: bool) -> Crossing:
-        """Send a stage's output; what does not match raises here, before the wire."""
+    def send_activations(self, message: Message, output: Any) -> list[torch.Tensor]:
+        """Send a stage's output; return its tensors whose gradients will come back, in the order in which they come.
+
+        Raises:
+            TypeError, BoundaryError: the output does not match; before the wire.
+        """
         stage = self.links.stage
+        try:
+            tensors, structure = flatten(output)
+        except TypeError as error:
+            raise TypeError(f"the last layer of stage {stage} {error}") from None
         specs = describe(tensors, self.declared, stage=stage, is_training=self.is_training, marks_all=self.marks_all)
         crossing = self.outgoing.get(message.chunk)
         if crossing is None:
-            crossing = Crossing.of(specs, is_single, self.links.cut)
+            crossing = Crossing.of(specs, structure, self.links.cut)
             self.outgoing[message.chunk] = crossing
-            self._send(message, encode_header(specs, is_single, stage=stage), Kind.HEADER)
+            self._send(message, encode_header(specs, structure, stage=stage), Kind.HEADER)
             self._post_gradients(message.peer)
         else:
             names = [record.name for record in self.declared or ()]
             check_same(specs, crossing.specs, stage=stage, micro_batch=message.micro_batch, names=names)
         self._send(message, crossing.activations.pack(tensors), Kind.ACTIVATION)
-        return crossing
+        return crossing.with_grad(tensors)
 
-    def take_activations(self, message: Message) -> tuple[list[torch.Tensor], Crossing]:
-        """Return the tensors that the previous stage sent, as fresh leaves of the graph."""
+    def take_activations(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
+        """Return (what the previous stage sent, the fresh leaves in it whose gradients go back)."""
         crossing = self._read_header(message)
         tensors = self._unpack(crossing.activations, message)
-        for tensor, spec in zip(tensors, crossing.specs, strict=True):
-            if spec.needs_grad:
-                tensor.requires_grad_()
-        return tensors, crossing
+        leaves = crossing.with_grad(tensors)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        return crossing.structure.rebuild(tensors), leaves
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of the tensors that ``take_activations`` returned with one, in their order."""
@@ -147,9 +161,9 @@ class Exchange:
         if crossing is None:
             work, header = self._headers[message.chunk]
             self._wait(work, message, "receiving", Kind.HEADER)
-            specs, is_single = decode_header(header)
+            specs, structure = decode_header(header)
             check_received(specs, self.declared, stage=self.links.stage, is_training=self.is_training)
-            crossing = self.incoming[message.chunk] = Crossing.of(specs, is_single, self.links.cut)
+            crossing = self.incoming[message.chunk] = Crossing.of(specs, structure, self.links.cut)
         return crossing
 
     def _unpack(self, layout: Layout, message: Message) -> list[torch.Tensor]:

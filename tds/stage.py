@@ -82,9 +82,7 @@ class Stage:
         if incoming is None:
             inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)
         else:
-            arrived, crossing = self.exchange.take_activations(incoming)
-            leaves = [t for t, spec in zip(arrived, crossing.specs, strict=True) if spec.needs_grad]
-            inputs = arrived[0] if crossing.is_single else tuple(arrived)
+            inputs, leaves = self.exchange.take_activations(incoming)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
         with call.part(FORWARD):
@@ -92,11 +90,9 @@ class Stage:
         if outgoing is None:
             self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
             return
-        tensors = self._output_tensors(output)
-        crossing = self.exchange.send_activations(outgoing, tensors, isinstance(output, torch.Tensor))
+        with_grad = self.exchange.send_activations(outgoing, output)
         if call.is_training:
-            self._refuse_lost_gradients(crossing.specs)
-            with_grad = [t for t, spec in zip(tensors, crossing.specs, strict=True) if spec.needs_grad]
+            self._refuse_lost_gradients(with_grad)
             self._in_flight[_key(action)] = _InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
 
     def backward(self, action: Action, call: Call) -> None:
@@ -139,21 +135,12 @@ class Stage:
         scaled = share if call.loss_scale == 1.0 else share * call.loss_scale
         self._in_flight[_key(action)] = _InFlight(leaves, [], scaled)
 
-    def _output_tensors(self, output: Any) -> tuple[torch.Tensor, ...]:
-        tensors = (output,) if isinstance(output, torch.Tensor) else output
-        if isinstance(tensors, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in tensors):
-            return tuple(tensors)
-        raise TypeError(
-            f"the last layer of stage {self.index} must return a tensor or a tuple of tensors, "
-            f"got {type(output).__name__}"
-        )
-
-    def _refuse_lost_gradients(self, specs: Sequence[Any]) -> None:
+    def _refuse_lost_gradients(self, with_grad: Sequence[torch.Tensor]) -> None:
         """Raise if this stage has weights to train but its output carries no graph back to them."""
-        if any(spec.needs_grad for spec in specs) or not any(p.requires_grad for p in self.module.parameters()):
+        if with_grad or not any(p.requires_grad for p in self.module.parameters()):
             return
         raise RuntimeError(
-            f"stage {self.index} has parameters to train, but none of its {len(specs)} outputs requires a gradient. "
+            f"stage {self.index} has parameters to train, but none of its outputs requires a gradient. "
             "Reentrant recompute of a layer whose inputs need no gradient (token ids) detaches it: set "
             '"pipeline": {"use_reentrant": false}, or leave that layer out of checkpointable_layers.'
         )

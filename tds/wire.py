@@ -16,15 +16,6 @@ import torch.distributed as dist
 from tds.boundary import TensorSpec
 
 ALIGNMENT = 64
-DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-)  # fmt: skip
-MAX_TENSORS = 32
-MAX_DIMS = 8
-FIELDS = 3 + MAX_DIMS
-HEADER_SIZE = 3 + MAX_TENSORS * FIELDS
-MAGIC = 0x746473
 
 
 @dataclass(frozen=True)
@@ -97,38 +88,3 @@ class Layout:
         if whole.numel():
             dist.all_gather(list(whole.chunk(self.cut.size)), piece.contiguous(), group=self.cut.group)
         return whole[:num_bytes]
-
-
-def encode_header(specs: Sequence[TensorSpec], is_single: bool, *, stage: int) -> torch.Tensor:
-    """Return the fixed-size header that goes ahead of a call's first message.
-
-    Raises:
-        ValueError: more tensors or dimensions than a header holds, or a dtype that cannot travel.
-    """
-    if len(specs) > MAX_TENSORS:
-        raise ValueError(f"at most {MAX_TENSORS} tensors can cross a stage, got {len(specs)} from stage {stage}")
-    header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
-    header[:3] = torch.tensor([MAGIC, len(specs), int(is_single)])
-    for index, spec in enumerate(specs):
-        if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS:
-            raise ValueError(
-                f"a tensor that crosses a stage has at most {MAX_DIMS} dimensions and a plain dtype, got {spec} "
-                f"from stage {stage} output {index}"
-            )
-        flags = int(spec.needs_grad) | int(spec.partitioned) << 1
-        row = [DTYPES.index(spec.dtype), flags, len(spec.shape), *spec.shape]
-        start = 3 + index * FIELDS
-        header[start : start + len(row)] = torch.tensor(row)
-    return header
-
-
-def decode_header(header: torch.Tensor) -> tuple[tuple[TensorSpec, ...], bool]:
-    """Return (what each tensor is, whether the output is a bare tensor rather than a tuple)."""
-    values = header.tolist()
-    if values[0] != MAGIC:
-        raise RuntimeError(f"expected a header of tds, got {values[:3]}: the stages run different schedules")
-    specs = []
-    for index in range(values[1]):
-        dtype, flags, dims, *shape = values[3 + index * FIELDS : 3 + (index + 1) * FIELDS]
-        specs.append(TensorSpec(DTYPES[dtype], tuple(shape[:dims]), bool(flags & 1), bool(flags & 2)))
-    return tuple(specs), bool(values[2])

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tds.boundary import Boundary, BoundaryError, TensorSpec, check_same, declared_boundary, describe
-from tds.wire import DTYPES, Layout, Slice, decode_header, encode_header
+from tds.header import DTYPES, decode_header, encode_header
+from tds.structure import LIST, SINGLE, TUPLE, Structure
+from tds.wire import Layout, Slice
 
 
 def test_three_lists_become_records() -> None:
@@ -90,9 +92,9 @@ SPECS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(SPECS, st.booleans())
-def test_header_and_message_come_back_as_they_were(specs: list[TensorSpec], is_single: bool) -> None:
-    assert decode_header(encode_header(specs, is_single, stage=0)) == (tuple(specs), is_single)
+@given(SPECS, st.sampled_from([SINGLE, TUPLE, LIST, Structure(dict, ("hidden", "Maske ä"))]))
+def test_header_and_message_come_back_as_they_were(specs: list[TensorSpec], structure: Structure) -> None:
+    assert decode_header(encode_header(specs, structure, stage=0)) == (tuple(specs), structure)
     tensors = [torch.randint(0, 2, spec.shape).to(spec.dtype) for spec in specs]
     layout = Layout(specs, Slice())
     for sent, got in zip(tensors, layout.unpack(layout.pack(tensors)), strict=True):

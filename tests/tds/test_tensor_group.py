@@ -12,8 +12,9 @@ from torch import nn
 
 import tds
 from tds.boundary import TensorSpec
+from tds.header import DTYPES
 from tds.pipe import LayerSpec, PipelineModule
-from tds.wire import DTYPES, Layout, Slice
+from tds.wire import Layout, Slice
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, check_equal, make_engine, norm_of, reference, train, worst
 
