@@ -19,7 +19,12 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 
 class Gradients:
-    """Gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` says."""
+    """Gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` says.
+
+    ``come_in_hooks``: a gradient is where it lies once the parameter's own hooks have run, ahead of ``after_backward``.
+    """
+
+    come_in_hooks = True
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -58,6 +63,8 @@ class Gradients:
 
 class BF16Gradients(Gradients):
     """Gradients in the fp32 buffers of DeepSpeed's BF16_Optimizer."""
+
+    come_in_hooks = False
 
     def __init__(self, optimizer: BF16_Optimizer) -> None:
         super().__init__(optimizer)
