@@ -1,0 +1,113 @@
+"""The files of a checkpoint that hold layers: one for each layer, under its number in the whole model.
+
+The names are DeepSpeed's, so its engine and ours read each other's, and any number of stages reads any other's:
+
+| file | holds |
+|---|---|
+| ``layer_03-model_states.pt``, ``layer_03-model_01-model_states.pt`` | layer 3; its tensor slice 1 |
+| ``layer_07-tied-model_states.pt`` | what a stage holds of a tied module beyond its tied weights; DeepSpeed loses it |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.pipe import TiedLayerSpec
+
+
+def layer_numbers(module: Any) -> list[int]:
+    """Return the number in the whole model of each layer in ``module.forward_funcs``, chunk after chunk."""
+    num_chunks = (len(module.parts) - 1) // module.num_stages
+    pieces = [chunk * module.num_stages + module.stage_id for chunk in range(num_chunks)]
+    return [number for piece in pieces for number in range(module.parts[piece], module.parts[piece + 1])]
+
+
+def index_in_one_run(module: Any, local_index: int) -> int:
+    """Return the index that DeepSpeed's path functions want, which take a stage's layers for one run."""
+    return layer_numbers(module)[local_index] - module._local_start
+
+
+@dataclass(frozen=True)
+class SavedLayer:
+    """A part of this stage that has a state, and the file it is read from."""
+
+    part: Any
+    path: str
+    number_of_files: int
+
+
+def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
+    """Yield what this stage reads from ``folder``; a path that is not there says which file is missing."""
+    slice_rank = module._grid.get_slice_parallel_rank()
+    for index, layer in enumerate(module.forward_funcs):
+        if hasattr(layer, "load_state_dict"):
+            files = module.ckpt_layer_path_list(folder, index)
+            files = [file for file in files if "-tied-" not in os.path.basename(file)]
+            path = files[slice_rank] if slice_rank < len(files) else module.ckpt_layer_path(folder, index)
+            yield SavedLayer(layer, path, len(files))
+    for key, index in _only_as_functions(module).items():
+        own = tied_path(module, folder, index)
+        path = own if os.path.exists(own) else _path_of_first(module, key, own)
+        yield SavedLayer(module.tied_modules[key], path, module._grid.get_slice_parallel_world_size())
+
+
+def save_tied_rest(module: Any, folder: str, checkpoint_engine: Any) -> None:
+    """Write the tied modules of this stage that DeepSpeed's own files leave out, if they hold more than tied weights.
+
+    DeepSpeed writes a tied module where it is a layer, and not where only its ``forward_fn`` is.
+    """
+    if module._grid.data_parallel_id != 0:
+        return
+    for key, index in _only_as_functions(module).items():
+        state = module.tied_modules[key].state_dict()
+        if _has_layer(module, key) and _is_all_tied(module, key, state):
+            continue
+        copies = {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in state.items()}
+        checkpoint_engine.save(state_dict=copies, path=tied_path(module, folder, index))
+
+
+def tied_path(module: Any, folder: str, local_index: int) -> str:
+    """Return the path of a tied module's own file; DeepSpeed's converters pass such names over."""
+    place, name = os.path.split(module.ckpt_layer_path(folder, local_index))
+    return os.path.join(place, name.replace("-", "-tied-", 1))
+
+
+def _only_as_functions(module: Any) -> dict[str, int]:
+    """Return the local index of the first layer of each tied module that is no layer itself on this stage."""
+    found: dict[str, int] = {}
+    for index, number in enumerate(layer_numbers(module)):
+        spec = module._layer_specs[number]
+        if isinstance(spec, TiedLayerSpec):
+            found.setdefault(spec.key, index)
+    layers = [id(layer) for layer in module.forward_funcs]
+    return {key: index for key, index in found.items() if id(module.tied_modules[key]) not in layers}
+
+
+def _tied_specs(module: Any, key: str) -> list[tuple[int, TiedLayerSpec]]:
+    return [(n, s) for n, s in enumerate(module._layer_specs) if isinstance(s, TiedLayerSpec) and s.key == key]
+
+
+def _has_layer(module: Any, key: str) -> bool:
+    return any(spec.forward_fn is None for _, spec in _tied_specs(module, key))
+
+
+def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
+    """True if every tensor of ``state`` is a tied weight, which the first stage that has it gives to the others."""
+    part = module.tied_modules[key]
+    tied = {module._recursive_getattr(part, name).data_ptr() for name in module.tied_weight_attrs[key]}
+    return all(torch.is_tensor(value) and value.data_ptr() in tied for value in state.values())
+
+
+def _path_of_first(module: Any, key: str, own: str) -> str:
+    """Return the file of the first layer that shares the module ``key``, else ``own``, which is not there."""
+    folder, name = os.path.split(own)
+    for number, _ in _tied_specs(module, key):
+        of_number = f"layer_{number:02d}-" + name.split("-", 1)[1]
+        for candidate in (of_number.replace("-tied-", "-", 1), of_number):
+            if os.path.exists(os.path.join(folder, candidate)):
+                return os.path.join(folder, candidate)
+    return own

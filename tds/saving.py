@@ -1,0 +1,206 @@
+"""save_checkpoint and load_checkpoint in DeepSpeed's own directory layout.
+
+Weights lie in one file for each layer (layer_files.py), so any number of stages and chunks loads them. Optimizer
+states lie in one file for each stage and are loaded only where every rank holds the layers that it held then.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from tds.layer_files import layer_numbers, layers_to_load, save_tied_rest
+
+LAYOUT_KEY = "tds"
+"""Where a stage's file says which layers it is of; DeepSpeed's engine hands it on as client state."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is incomplete, or that does not fit the model."""
+
+
+class LayerCheckpoints(DeepSpeedEngine):
+    """The part of the engine that saves and loads."""
+
+    _loads_optimizer = False
+    _curr_ckpt_path: str | None = None
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint of this engine's or DeepSpeed's; return (path, client state), or (None, None). Collective.
+
+        Raises:
+            CheckpointError: files are missing or do not fit, on any rank; or optimizer states of another layout.
+            ValueError: ``custom_load_fn``, which layers in files of their own have no use for.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn must be None for a pipeline, whose layers lie in files of their own")
+        chosen = _latest(load_dir) if tag is None and not self.load_universal_checkpoint() else tag
+        if chosen is not None:
+            told_together(_missing_files(self, load_dir, str(chosen)))
+        self._loads_optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
+        path, state = super().load_checkpoint(
+            load_dir, chosen if chosen is None else str(chosen), load_module_strict, load_optimizer_states,
+            load_lr_scheduler_states, load_module_only,
+        )  # fmt: skip
+        if path is not None and not load_optimizer_states and not self.zero_optimization():
+            getattr(self.optimizer, "refresh_fp32_params", _nothing)()  # else the next step writes the old weights back
+        if path is not None and load_lr_scheduler_states and not load_module_only and not self._loads_optimizer:
+            self._take_rate_from_scheduler()
+        if state is not None:
+            state.pop(LAYOUT_KEY, None)
+        return path, state
+
+    def _take_rate_from_scheduler(self) -> None:
+        """Set the learning rates, which torch keeps with the optimizer's states, to those that the scheduler saved."""
+        if self.optimizer is None or not hasattr(self.lr_scheduler, "_last_lr"):
+            return
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
+        """Write this stage's layers and return None while a checkpoint is saved; else return the stage's state."""
+        if self._curr_ckpt_path is None:
+            return super().module_state_dict(*args, exclude_frozen_parameters=exclude_frozen_parameters, **kwargs)
+        self.module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
+        self.module.save_state_dict(
+            self._curr_ckpt_path,
+            checkpoint_engine=self.checkpoint_engine,
+            exclude_frozen_params=exclude_frozen_parameters,
+        )
+        save_tied_rest(self.module, self._curr_ckpt_path, self.checkpoint_engine)
+        return None
+
+    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Read this stage's layers while a checkpoint is loaded, or take a state given as ``checkpoint["module"]``."""
+        folder, self._curr_ckpt_path = self._curr_ckpt_path, None
+        if folder is None or isinstance(checkpoint.get("module"), dict):
+            super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
+            return
+        if self._loads_optimizer:
+            told_together(_other_layout(self, checkpoint))
+        told_together(_load_layers(self, folder, strict))
+        with torch.no_grad():
+            self.module._synchronize_tied_weights()
+
+    def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super()._common_checkpoint_state(*args, **kwargs)
+        return {**state, LAYOUT_KEY: {"layers": layer_numbers(self.module)}}
+
+
+def told_together(problem: str | None) -> None:
+    """Raise on every rank what any of them found. Collective.
+
+    Raises:
+        CheckpointError: with the problem of the first rank that has one.
+    """
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise CheckpointError(f"{found} (rank {rank})")
+
+
+def _latest(load_dir: str) -> str | None:
+    path = os.path.join(load_dir, "latest")
+    if not os.path.isfile(path):
+        return None
+    with open(path) as file:
+        return file.read().strip()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | None:
+    """Return what is wrong with the names of the files that this rank reads."""
+    folder = os.path.join(load_dir, tag)
+    if not engine._get_all_ckpt_names(load_dir, tag):
+        return f"a checkpoint must have files mp_rank_*_model_states.pt, got none in {folder}. Check load_dir and tag"
+    if engine.load_universal_checkpoint():
+        return None
+    size = engine.grid.get_slice_parallel_world_size()
+    for layer in layers_to_load(engine.module, folder):
+        if not os.path.exists(layer.path):
+            return (
+                f"each layer must have its file, got no {layer.path}: the checkpoint is of another model or cut short"
+            )
+        if layer.number_of_files != size:
+            return (
+                f"a layer must have one file for each tensor slice, got {layer.number_of_files} beside {layer.path} "
+                f"and {size} slices here; load with as many slices as saved"
+            )
+    return None
+
+
+def _load_layers(engine: LayerCheckpoints, folder: str, strict: bool) -> str | None:
+    """Load this stage's layers; return what went wrong."""
+    for layer in layers_to_load(engine.module, folder):
+        try:
+            state = engine.checkpoint_engine.load(layer.path, map_location="cpu")
+            layer.part.load_state_dict(state, strict=strict)
+        except Exception as error:  # whatever a damaged file makes torch raise
+            return f"{layer.path} cannot be loaded: {error}"
+    return None
+
+
+def _other_layout(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
+    """Return why the optimizer states of ``checkpoint`` are not those of this rank's parameters."""
+    difference = _difference(engine, checkpoint)
+    if difference is None:
+        return None
+    return (
+        f"optimizer states can be loaded only where each rank holds the layers that it held when they were saved: "
+        f"{difference}. Pass load_optimizer_states=False to load the weights alone."
+    )
+
+
+def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
+    saved, now = checkpoint["mp_world_size"], engine.mp_world_size
+    if saved != now:
+        return f"saved on {saved} ranks for each replica (stages x tensor slices), now {now}"
+    layers = layer_numbers(engine.module)
+    layout = checkpoint.get(LAYOUT_KEY)
+    if layout is not None and layout["layers"] != layers:
+        return f"stage {engine.stage_id} had the layers {layout['layers']}, now {layers}"
+    if layout is None and layers != list(range(layers[0], layers[-1] + 1)):
+        return f"DeepSpeed's stages hold one run of layers each, here stage {engine.stage_id} has {layers}"
+    if engine.zero_optimization():
+        replicas, here = checkpoint["dp_world_size"], engine.seq_dp_world_size
+        if replicas != here:
+            return f"ZeRO's states were saved on {replicas} replicas, now {here}"
+        shapes, wanted = checkpoint["param_shapes"], engine._get_zero_param_shapes()
+        return None if shapes == wanted else f"ZeRO's states were saved for {_told(shapes)}, now {_told(wanted)}"
+    return _other_shapes(engine.optimizer, checkpoint["optimizer"])
+
+
+def _told(shapes: Any) -> str:
+    return ", ".join(f"{name} {list(shape)}" for group in shapes or [] for name, shape in group.items()) or "nothing"
+
+
+def _other_shapes(optimizer: Any, state: Any) -> str | None:
+    """Compare the shapes in a state of torch's form with the parameters; other forms check themselves."""
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        return None
+    numbers = [list(group["params"]) for group in state["param_groups"]]
+    parameters = [list(group["params"]) for group in optimizer.param_groups]
+    if [len(group) for group in numbers] != [len(group) for group in parameters]:
+        return f"groups of {[len(g) for g in numbers]} parameters were saved, now {[len(g) for g in parameters]}"
+    for number, parameter in zip(sum(numbers, []), sum(parameters, []), strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            if torch.is_tensor(value) and value.dim() > 0 and value.shape != parameter.shape:
+                return f"{name} of parameter {number} was saved as {list(value.shape)}, now {list(parameter.shape)}"
+    return None
