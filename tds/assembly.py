@@ -9,11 +9,12 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 
-from tds import channels
-from tds.boundary import declared_boundary
-from tds.exchange import Exchange, Links
+from tds import channels, section
+from tds.exchange import Exchange
 from tds.optimizers import Gradients, gradients_of
+from tds.plan import Plan
 from tds.stage import Stage
+from tds.transport import Links
 from tds.waiting import default_timeout
 from tds.wire import Slice
 
@@ -29,10 +30,6 @@ def refuse_unsupported(engine: PipelineEngine) -> None:
         raise ValueError(
             f"ZeRO stages 2 and 3 cut gradients that a pipeline still adds to, got zero_optimization.stage="
             f"{engine.zero_optimization_stage()}; use 0 or 1"
-        )
-    if engine.module.dynamic_shape:
-        raise NotImplementedError(
-            "dynamic_shape=True is not supported; shapes may change between calls without it, not within one"
         )
 
 
@@ -77,11 +74,29 @@ def make_stage(engine: PipelineEngine) -> Stage:
         cut = Slice(grid.get_slice_parallel_rank(), grid.model_parallel_size, group)
     device = torch.device(engine.device)
     ranks = [grid.stage_to_global(stage) for stage in range(engine.num_stages)]
-    groups, must_open = channels.message_groups(grid, device)
+    chunks = num_chunks(engine.module)
+    groups, must_open = channels.message_groups(grid, device, chunks)
     if must_open:
-        channels.open_channels(groups, ranks, engine.stage_id, device)
-    links = Links(engine.stage_id, ranks, groups, cut, device, default_timeout())
-    return Stage(engine.module, Exchange(links, declared_boundary(engine.module)), device)
+        channels.open_channels(groups, ranks, engine.stage_id, device, chunks)
+    limit = section.wait_limit(engine._config.pipeline, default_timeout())
+    links = Links(engine.stage_id, ranks, groups, cut, device, limit)
+    exchange = Exchange(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
+    return Stage(engine.module, exchange, device)
+
+
+def make_plan(engine: PipelineEngine) -> Plan:
+    """Return the schedule that the JSON asks for."""
+    return Plan(
+        section.chosen_schedule(engine._config.pipeline, engine.module),
+        num_stages=engine.num_stages,
+        num_chunks=num_chunks(engine.module),
+        stage=engine.stage_id,
+    )
+
+
+def num_chunks(module: Any) -> int:
+    """Return how many chunks of layers each stage of ``module`` has; DeepSpeed's own modules have one."""
+    return getattr(module, "chunks", 1)
 
 
 def make_dataloader(engine: PipelineEngine) -> RepeatingLoader:

@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineError
 
 from tds import assembly, evaluation, section, train_step
 from tds.batches import BatchSource
+from tds.call import Call
 from tds.loss import LossMeter
 from tds.report import StepReport
-from tds.schedule import forward_only
-from tds.stage import Call
+from tds.saving import LayerCheckpoints
 from tds.waiting import limit_waits
 
 
-class PipelineEngine(DeepSpeedEngine):
+class PipelineEngine(LayerCheckpoints):
     """Trains a ``PipelineModule``: ``train_batch`` runs a schedule of forwards and backwards and one step.
 
     ``tds.initialize`` makes it. Attributes that a program may set:
@@ -50,7 +49,7 @@ class PipelineEngine(DeepSpeedEngine):
         assembly.refuse_unsupported(self)
         section.check_keys(self._config.pipeline)
         assembly.configure_recompute(self)
-        self._order = section.chosen_order(self._config.pipeline)
+        self._plan = assembly.make_plan(self)
         self._gradients = assembly.make_gradients(self)
         self._stage = assembly.make_stage(self)
         if self.training_data:
@@ -73,7 +72,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.module.train()
         with self.report.step():
             call = self._training_call()
-            self._stage.run(self._order(self.num_stages, self.micro_batches, self.stage_id), call)
+            self._stage.run(self._plan.training(self.micro_batches), call)
             self.micro_steps += self.micro_batches
             self.agg_train_loss = loss = train_step.finish(self, call.meter, self._gradients)
         return loss
@@ -102,7 +101,7 @@ class PipelineEngine(DeepSpeedEngine):
         call = self._evaluation_call(data_iter, number, compute_loss)
         with evaluation.untouched(self.module, self.device), torch.no_grad():
             self.module.eval()
-            self._stage.run(forward_only(self.num_stages, number, self.stage_id), call)
+            self._stage.run(self._plan.evaluation(number), call)
             result = evaluation.result(self, call, compute_loss, reduce_output, bcast_loss)
         return (result, call.last_output) if return_logits else result
 
@@ -144,6 +143,15 @@ class PipelineEngine(DeepSpeedEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
         """Make (inputs, labels) from what the iterator gives by ``fn``; called with None where nothing is read."""
         self.batch_fn = fn
+
+    def set_schedule(self, schedule: Any) -> None:
+        """Train by another schedule from now on; the same on every rank.
+
+        Args:
+            schedule: a name ("1f1b", "gpipe", "zb-h1", "interleaved"), or a function of (stages, micro-batches, stage)
+                to the list of that stage's actions (``tds.schedule``), which is proven to run before it is used.
+        """
+        self._plan.set(schedule)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size by another number of micro-batches; raises ValueError if it does not divide."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,26 +29,45 @@ def reduce_gradients(
         if group is None or dist.get_world_size(group) == 1:
             _multiply(list(gradients), scale)
             return
-        pending = []
-        for bucket in buckets(gradients, bucket_bytes):
-            flat = bucket[0] if _is_whole(bucket) else torch.cat([g.reshape(-1) for g in bucket])
-            pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-        for bucket, flat, work in pending:
-            work.wait()
-            _multiply([flat], scale)
-            _copy_back(bucket, flat)
+        for flight in [fly(bucket, group) for bucket in buckets(gradients, bucket_bytes)]:
+            flight.land(scale)
 
 
-def buckets(gradients: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the gradients in groups of one dtype, each of at most ``bucket_bytes`` or a single gradient."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+@dataclass
+class Flight:
+    """A sum of gradients on its way."""
+
+    gradients: list[torch.Tensor]
+    flat: torch.Tensor
+    work: Any
+
+    @torch.no_grad()
+    def land(self, scale: float | torch.Tensor) -> None:
+        """Wait for the sum, multiply it by ``scale``, and put it where the gradients lie."""
+        self.work.wait()
+        _multiply([self.flat], scale)
+        _copy_back(self.gradients, self.flat)
+
+
+def fly(bucket: list[torch.Tensor], group: Any) -> Flight:
+    """Start the sum over ``group`` of gradients of one dtype."""
+    flat = bucket[0] if _is_whole(bucket) else torch.cat([g.reshape(-1) for g in bucket])
+    return Flight(bucket, flat, dist.all_reduce(flat, group=group, async_op=True))
+
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def buckets(gradients: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
+    """Yield the gradients (or parameters) in groups of one dtype, each of at most ``bucket_bytes`` or of one tensor."""
+    by_dtype: dict[torch.dtype, list[T]] = {}
     for gradient in gradients:
         if gradient.is_sparse:
             raise ValueError("sparse gradients cannot be reduced, got one; build the embedding with sparse=False")
         if gradient.numel():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for same in by_dtype.values():
-        bucket: list[torch.Tensor] = []
+        bucket: list[T] = []
         size = 0
         for gradient in same:
             num_bytes = gradient.numel() * gradient.element_size()

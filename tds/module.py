@@ -1,7 +1,9 @@
-"""The layers of a pipeline and how they are cut into stages."""
+"""The layers of a pipeline and how they are cut into stages and chunks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -10,27 +12,72 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule as _DeepSpeedModule
 
 from tds.chatter import without_prints
+from tds.layer_files import index_in_one_run
 from tds.waiting import limit_waits
 
 
 class PipelineModule(_DeepSpeedModule):
-    """DeepSpeed's ``PipelineModule`` whose ``partition_method`` may also be a list of bounds.
+    """DeepSpeed's ``PipelineModule`` with several chunks per stage and more ways to cut.
 
     Args:
-        partition_method: "parameters", "uniform", "type:REGEX", or bounds such as ``[0, 3, 5]``: stage ``i`` holds
-            the layers ``bounds[i] ... bounds[i + 1]``. The same on every rank.
+        partition_method: "parameters", "uniform", "type:REGEX", "profile", or bounds such as ``[0, 3, 5]``: piece ``i``
+            holds the layers ``bounds[i] ... bounds[i + 1]``. The same on every rank.
+        chunks: pieces per stage. Piece ``chunk * num_stages + stage`` of the ``chunks * num_stages`` lies on ``stage``,
+            so every stage has several short runs of layers; the schedule "interleaved" needs two or more.
 
     Raises:
-        ValueError: bounds that do not hold each layer exactly once, or a stage without layers.
+        ValueError: bounds that do not hold each layer exactly once, a piece without layers, or no whole ``chunks``.
     """
 
     parts: list[int]
+    num_stages: int
 
-    def __init__(self, layers: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, layers: Any, *args: Any, chunks: int = 1, **kwargs: Any) -> None:
+        if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+            raise ValueError(f"chunks must be a whole number of 1 or more, got {chunks!r}")
         if dist.is_initialized() and not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        self.chunks = chunks
+        self._runs: list[_Run] = []
         with without_prints():
             super().__init__(layers, *args, **kwargs)
+
+    def forward(self, forward_input: Any, chunk: int = 0) -> Any:
+        """Run the layers of ``chunk`` on this stage."""
+        if self.chunks == 1:
+            return super().forward(forward_input)
+        return _DeepSpeedModule.forward(self._runs[chunk], forward_input)
+
+    def parameters_of(self, chunk: int) -> list[torch.nn.Parameter]:
+        """Return the parameters of ``chunk``, in the order of its layers, each once."""
+        layers = self.forward_funcs if self.chunks == 1 else self._runs[chunk].forward_funcs
+        return list(dict.fromkeys(p for layer in layers for p in layer_parameters(layer)))
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """Return the file of a layer, by its place on this stage; files are numbered by the whole model's layers."""
+        return super().ckpt_layer_path(ckpt_dir, index_in_one_run(self, local_layer_idx))
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """Return the files of a layer, one for each tensor-parallel rank that saved it."""
+        return super().ckpt_layer_path_list(ckpt_dir, index_in_one_run(self, local_layer_idx))
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage that holds a layer of the whole model."""
+        return piece_of(self.parts, layer_idx) % self.num_stages
+
+    def _build(self) -> None:
+        if self.chunks == 1:
+            super()._build()
+            return
+        for start, stop in own_pieces(self.parts, self.num_stages, self.stage_id):
+            self._set_bounds(start=start, stop=stop)
+            first = len(self.forward_funcs)
+            super()._build()
+            self._runs.append(_Run(self, start, self.forward_funcs[first:]))
+
+    def _precompute_checkpointable_values(self) -> None:
+        for run in self._runs or [self]:
+            _DeepSpeedModule._precompute_checkpointable_values(run)
 
     def _synchronize_tied_weights(self) -> None:
         limit_waits(self)
@@ -38,17 +85,75 @@ class PipelineModule(_DeepSpeedModule):
             super()._synchronize_tied_weights()
 
     def _partition_layers(self, method: Any = "uniform") -> None:
+        number = len(self._layer_specs)
+        num_pieces = self.num_stages * self.chunks
         if isinstance(method, str):
-            super()._partition_layers(method=method)
+            with _as_stages(self, num_pieces):
+                super()._partition_layers(method=method)
         else:
-            self.parts = check_bounds(method, len(self._layer_specs), self.num_stages)
-            self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
-        refuse_empty_stages(self.parts, len(self._layer_specs), method)
+            self.parts = check_bounds(method, number, num_pieces)
+        refuse_empty_pieces(self.parts, number, method, self.chunks)
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
 
-def check_bounds(bounds: Any, num_layers: int, num_stages: int) -> list[int]:
-    """Return ``bounds`` as a list if they cut ``num_layers`` layers into ``num_stages`` stages."""
-    told = f"got partition_method={bounds!r} for {num_layers} layers and {num_stages} stages"
+class _Run:
+    """The layers of one chunk as DeepSpeed's ``PipelineModule.forward`` takes them; all else is the module's."""
+
+    def __init__(self, module: PipelineModule, start: int, layers: list[Any]) -> None:
+        self._module = module
+        self._local_start = start
+        self.forward_funcs = layers
+        self.micro_offset = 0
+        self.is_checkpointable_results: list[bool] = []
+        self.is_checkpointable_results_interval: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@contextmanager
+def forwards_uncounted(module: Any) -> Iterator[None]:
+    """Put DeepSpeed's counts of forwards, which seed layers, back as they were."""
+    counters = [module, *getattr(module, "_runs", [])]
+    before = [each.micro_offset for each in counters]
+    yield
+    for each, offset in zip(counters, before, strict=True):
+        each.micro_offset = offset
+
+
+def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of a built layer: a module, a function, or a tied module bound to its function."""
+    for part in (layer, *getattr(layer, "args", ())):
+        if isinstance(part, torch.nn.Module):
+            yield from part.parameters()
+
+
+def own_pieces(parts: Sequence[int], num_stages: int, stage: int) -> list[tuple[int, int]]:
+    """Return (first layer, one past the last) of each piece on ``stage``, by chunk."""
+    return [(parts[piece], parts[piece + 1]) for piece in range(stage, len(parts) - 1, num_stages)]
+
+
+def piece_of(parts: Sequence[int], layer: int) -> int:
+    """Return the piece that holds ``layer``."""
+    for piece in range(len(parts) - 1):
+        if parts[piece] <= layer < parts[piece + 1]:
+            return piece
+    raise ValueError(f"a layer's number must lie within the bounds {list(parts)}, got {layer}")
+
+
+@contextmanager
+def _as_stages(module: PipelineModule, num_pieces: int) -> Iterator[None]:
+    """Let DeepSpeed's methods cut into pieces rather than stages."""
+    num_stages, module.num_stages = module.num_stages, num_pieces
+    try:
+        yield
+    finally:
+        module.num_stages = num_stages
+
+
+def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
+    """Return ``bounds`` as a list if they cut ``num_layers`` layers into ``num_pieces`` pieces."""
+    told = f"got partition_method={bounds!r} for {num_layers} layers and {num_pieces} stages (times chunks)"
     try:
         listed = [int(bound) for bound in bounds]
         exact = listed == list(bounds)
@@ -56,20 +161,23 @@ def check_bounds(bounds: Any, num_layers: int, num_stages: int) -> list[int]:
         exact = False
     if not exact:
         raise ValueError(f"partition_method must be a name or a list of whole numbers, {told}")
-    if len(listed) != num_stages + 1 or listed[0] != 0 or listed[-1] != num_layers or listed != sorted(listed):
+    if len(listed) != num_pieces + 1 or listed[0] != 0 or listed[-1] != num_layers or listed != sorted(listed):
         raise ValueError(
-            f"partition bounds must be {num_stages + 1} rising numbers from 0 to the number of layers, {told}. "
+            f"partition bounds must be {num_pieces + 1} rising numbers from 0 to the number of layers, {told}. "
             f"Write [0, ..., {num_layers}] so that each layer lies on one stage."
         )
     return listed
 
 
-def refuse_empty_stages(parts: list[int], num_layers: int, method: Any) -> None:
-    """Raise if a stage holds no layer: it would only pass tensors on."""
-    empty = [stage for stage in range(len(parts) - 1) if parts[stage] == parts[stage + 1]]
-    if empty:
-        raise ValueError(
-            f"each stage must hold a layer, got none on stage {empty[0]}: {num_layers} layers, "
-            f"{len(parts) - 1} stages, partition_method={method!r} gives bounds {parts}. "
-            "Use fewer stages, more layers, or bounds of your own."
-        )
+def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, chunks: int) -> None:
+    """Raise if a stage, or a chunk of one, holds no layer: it would only pass tensors on."""
+    empty = [piece for piece in range(len(parts) - 1) if parts[piece] == parts[piece + 1]]
+    if not empty:
+        return
+    num_stages = (len(parts) - 1) // chunks
+    place = f"stage {empty[0] % num_stages}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
+    raise ValueError(
+        f"each stage must hold a layer{' in each chunk' if chunks > 1 else ''}, got none on {place}: {num_layers} "
+        f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} gives bounds {parts}. "
+        "Use fewer stages or chunks, more layers, or bounds of your own."
+    )

@@ -1,19 +1,19 @@
-"""The "pipeline" section of DeepSpeed's JSON: its keys, and the schedule that it asks for."""
+"""The "pipeline" section of DeepSpeed's JSON: its keys, and what they ask for."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
-from tds.schedule import schedule_named
-from tds.schedule.orders import Order
+from tds.module import PipelineModule
 
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
-    "use_reentrant", "schedule", "chunks",
+    "use_reentrant", "schedule", "chunks", "trace", "timeout_s",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks."""
+"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, timeout_s."""
 
 
 def check_keys(section: Mapping[str, Any]) -> None:
@@ -28,9 +28,37 @@ def check_keys(section: Mapping[str, Any]) -> None:
     raise ValueError(f'"pipeline" in the JSON has no {", ".join(told)}; its keys are {", ".join(KEYS)}')
 
 
-def chosen_order(section: Mapping[str, Any]) -> Order:
-    """Return the schedule that the section asks for; 1F1B by default."""
-    chunks = section.get("chunks", 1)
-    if chunks != 1:
-        raise ValueError(f'"pipeline": {{"chunks": ...}} must be 1 with these schedules, got {chunks!r}')
-    return schedule_named(section.get("schedule", "1f1b"))
+def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
+    """Return the schedule that the section asks for: a name, a function (from a program's own dict), or None.
+
+    Raises:
+        ValueError: chunks or an interleaved schedule that do not agree with the module.
+    """
+    has_chunks = isinstance(module, PipelineModule)
+    chunks = module.chunks if has_chunks else 1
+    asked, schedule = section.get("chunks", chunks), section.get("schedule")
+    if not has_chunks and (asked != 1 or schedule == "interleaved"):
+        raise ValueError(
+            f"a stage of several chunks needs tds.PipelineModule(..., chunks=c), got a plain {type(module).__name__} "
+            f'and "pipeline": {{"schedule": {schedule!r}, "chunks": {asked!r}}}. Build it with tds.PipelineModule.'
+        )
+    if asked != chunks:
+        raise ValueError(
+            f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {asked!r} there and {chunks=} in '
+            "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
+        )
+    return schedule
+
+
+def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
+    """Return how long a stage waits for another.
+
+    Raises:
+        ValueError: "timeout_s" is no positive number.
+    """
+    limit = section.get("timeout_s")
+    if limit is None:
+        return default
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise ValueError(f'"pipeline": {{"timeout_s": ...}} must be a positive number of seconds, got {limit!r}')
+    return timedelta(seconds=limit)

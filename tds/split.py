@@ -15,6 +15,7 @@ Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ class _PutOff:
     grad: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+
+    def gradients(self) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+        """Yield each leaf and how to compute its gradient: the products that autograd itself would take.
+
+        Shapes:
+            x    [..., input_size]
+            grad [..., output_size]
+        """
+        rows = self.grad.reshape(-1, self.grad.shape[-1])
+        if self.weight.requires_grad:
+            yield self.weight, lambda: rows.t().mm(self.x.reshape(-1, self.x.shape[-1]))
+        if self.bias is not None and self.bias.requires_grad:
+            yield self.bias, lambda: rows.sum(0)
 
 
 class Splitter:
@@ -81,12 +95,19 @@ class Splitter:
         self._current.append(_PutOff(x, grad, weight, bias))
         self.split.update(each for each in (weight, bias) if each is not None)
 
-    def run(self, key: Key) -> None:
-        """Compute what was put off under ``key`` and add it to the gradients."""
-        for each in self._put_off.pop(key):
-            for leaf, gradient in zip((each.weight, each.bias), weight_gradients(each.x, each.grad), strict=True):
-                if leaf is not None and leaf.requires_grad:
-                    torch.autograd.backward([get_gradient_edge(leaf)], [gradient()])
+    def waiting(self, key: Key) -> set[torch.Tensor]:
+        """Return the weights and biases whose gradients are put off under ``key``."""
+        return {leaf for each in self._put_off[key] for leaf in (each.weight, each.bias) if leaf is not None}
+
+    def run(self, key: Key, on_done: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Compute what was put off under ``key`` and add it to the gradients; ``on_done`` hears of each leaf's last."""
+        owed = [(leaf, make) for each in self._put_off.pop(key) for leaf, make in each.gradients()]
+        left = Counter(id(leaf) for leaf, _ in owed)
+        for leaf, make in owed:
+            torch.autograd.backward([get_gradient_edge(leaf)], [make()])
+            left[id(leaf)] -= 1
+            if on_done is not None and not left[id(leaf)]:
+                on_done(leaf)
 
     def clear(self) -> None:
         """Forget what a call that failed has left."""
@@ -103,17 +124,6 @@ class Splitter:
         names = sorted(whole, key=lambda name: -whole[name])
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return f"{share:.1f} % of its weights are put off; with the input's backward go {listed}"
-
-
-def weight_gradients(x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], torch.Tensor], ...]:
-    """Return how to compute the gradients of weight and bias, with the products that autograd itself would take.
-
-    Shapes:
-        x    [..., input_size]
-        grad [..., output_size]
-    """
-    rows = grad.reshape(-1, grad.shape[-1])
-    return (lambda: rows.t().mm(x.reshape(-1, x.shape[-1])), lambda: rows.sum(0))
 
 
 def can_split(x: Any, weight: Any, bias: Any) -> bool:

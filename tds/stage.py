@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from tds.batches import BatchSource, stage_inputs, to_device
+from tds.batches import stage_inputs, to_device
+from tds.call import Call, InFlight, last_of_chunks
 from tds.exchange import Exchange
-from tds.loss import LossMeter
 from tds.optimizers import Gradients
-from tds.report import BACKWARD, FORWARD, untimed
-from tds.schedule import Action, Backward, Forward, received, sent
-
-
-@dataclass
-class Call:
-    """One train_batch or eval_batch."""
-
-    source: BatchSource
-    is_training: bool
-    meter: LossMeter
-    loss_fn: Callable[[Any, Any], Any] | None
-    gradients: Gradients | None = None
-    loss_scale: float = 1.0
-    on_micro_batch: Callable[[int], None] | None = None
-    recomputes_reentrantly: bool = False
-    collects_losses: bool = True
-    part: Callable[[str], AbstractContextManager[None]] = untimed
-    outputs: list[Any] = field(default_factory=list)
-    last_output: Any = None
-
-
-@dataclass
-class _InFlight:
-    """What a forward leaves for its backward: the leaves it read, and where the graph of its output begins.
-
-    The outputs themselves are let go once sent: a gradient edge is enough to run the backward.
-    """
-
-    leaves: list[torch.Tensor]
-    edges: list[GradientEdge]
-    loss: torch.Tensor | None = None
+from tds.report import BACKWARD, FORWARD
+from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, Message, received, sent
+from tds.split import Splitter
 
 
 class Stage:
@@ -57,24 +27,34 @@ class Stage:
         self.device = device
         self.index = exchange.links.stage
         self.num_stages = exchange.links.num_stages
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self.num_chunks = exchange.num_chunks
+        self.splitter = Splitter()
+        self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._last: set[Action] = set()
+        self._splits = False
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
             Backward: self.backward,
+            BackwardInput: self.backward_input,
+            BackwardWeight: self.backward_weight,
         }
 
     def run(self, actions: Sequence[Action], call: Call) -> None:
         """Do ``actions`` in order. Collective: the other stages do theirs."""
         self._in_flight.clear()
+        self.splitter.clear()
+        self._last = last_of_chunks(actions)
+        self._splits = any(isinstance(action, BackwardWeight) for action in actions)
         self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
-        for action in actions:
-            self._methods[type(action)](action, call)
+        with self.splitter.active() if self._splits else nullcontext():
+            for action in actions:
+                self.exchange.action = action
+                self._methods[type(action)](action, call)
         self.exchange.finish()
 
     def forward(self, action: Action, call: Call) -> None:
         """Run the layers on one micro-batch; send the output on, or take the loss."""
-        incoming = received(action, self.index, self.num_stages)
-        outgoing = sent(action, self.index, self.num_stages)
+        incoming, outgoing = self._messages(action)
         labels = None
         leaves: list[torch.Tensor] = []
         if incoming is None or outgoing is None:
@@ -86,33 +66,70 @@ class Stage:
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
         with call.part(FORWARD):
-            output = self.module(inputs)
+            output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if outgoing is None:
             self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
             return
         with_grad = self.exchange.send_activations(outgoing, output)
         if call.is_training:
             self._refuse_lost_gradients(with_grad)
-            self._in_flight[_key(action)] = _InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
+            self._in_flight[_key(action)] = InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
 
     def backward(self, action: Action, call: Call) -> None:
-        """Run the backward of one micro-batch; send the gradients of what came in back."""
-        incoming = received(action, self.index, self.num_stages)
-        outgoing = sent(action, self.index, self.num_stages)
-        if call.gradients is None:
-            raise RuntimeError("a backward needs an optimizer; pass one to initialize")
-        gradients = [] if incoming is None else self.exchange.take_gradients(incoming)
+        """Run the whole backward of one micro-batch; send the gradients of what came in back."""
+        with self._making_final(action, call):
+            self._run_backward(action, call)
+        if call.reduction is not None and action in self._last:
+            call.reduction.chunk_ready(action.chunk)
+
+    def backward_input(self, action: Action, call: Call) -> None:
+        """Run the backward of one micro-batch but for the weights of linear layers."""
+        self._run_backward(action, call)
+
+    def backward_weight(self, action: Action, call: Call) -> None:
+        """Compute the gradients of weights that ``backward_input`` put off."""
+        gradients = _gradients(call)
+        reduction = call.reduction if action in self._last else None
+        starts_early = reduction is not None and gradients.come_in_hooks
+        if reduction is not None and starts_early:
+            reduction.chunk_ready(action.chunk, apart_from=self.splitter.waiting(_key(action)))
+        with call.part(BACKWARD):
+            gradients.before_backward()
+            self.splitter.run(_key(action), reduction.ready if reduction is not None and starts_early else None)
+            gradients.after_backward()
+        if reduction is not None:
+            reduction.chunk_ready(action.chunk)
+
+    def _run_backward(self, action: Action, call: Call) -> None:
+        incoming, outgoing = self._messages(action)
+        gradients = _gradients(call)
+        arrived = [] if incoming is None else self.exchange.take_gradients(incoming)
         state = self._in_flight.pop(_key(action))
         with call.part(BACKWARD):
-            call.gradients.before_backward()
-            if state.loss is not None:
-                state.loss.backward()
-            elif state.edges:
-                torch.autograd.backward(state.edges, gradients)
-            call.gradients.after_backward()
+            gradients.before_backward()
+            with self.splitter.putting_off(_key(action)) if self._splits else nullcontext():
+                if state.loss is not None:
+                    state.loss.backward()
+                elif state.edges:
+                    torch.autograd.backward(state.edges, arrived)
+            if self._splits and isinstance(action, Backward):
+                self.splitter.run(_key(action))
+            gradients.after_backward()
         if outgoing is not None:
             returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
             self.exchange.send_gradients(outgoing, returned)
+
+    def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
+        """Let sums over the replicas start as the chunk's last backward makes gradients final."""
+        if call.reduction is None or action not in self._last or self._splits or call.recomputes_reentrantly:
+            return nullcontext()
+        if not _gradients(call).come_in_hooks:
+            return nullcontext()
+        return call.reduction.last_backward(action.chunk)
+
+    def _messages(self, action: Action) -> tuple[Message | None, Message | None]:
+        place = self.index, self.num_stages, self.num_chunks
+        return received(action, *place), sent(action, *place)
 
     def _finish_forward(self, action: Action, call: Call, output: Any, labels: Any, leaves: list[torch.Tensor]) -> None:
         """On the last stage: take the loss, or keep the output where none is wanted."""
@@ -133,7 +150,7 @@ class Stage:
                 f"{action.micro_batch} on stage {self.index}"
             )
         scaled = share if call.loss_scale == 1.0 else share * call.loss_scale
-        self._in_flight[_key(action)] = _InFlight(leaves, [], scaled)
+        self._in_flight[_key(action)] = InFlight(leaves, [], scaled)
 
     def _refuse_lost_gradients(self, with_grad: Sequence[torch.Tensor]) -> None:
         """Raise if this stage has weights to train but its output carries no graph back to them."""
@@ -148,3 +165,9 @@ class Stage:
 
 def _key(action: Action) -> tuple[int, int]:
     return action.micro_batch, action.chunk
+
+
+def _gradients(call: Call) -> Gradients:
+    if call.gradients is None:
+        raise RuntimeError("a backward needs an optimizer; pass one to initialize")
+    return call.gradients

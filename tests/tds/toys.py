@@ -14,7 +14,6 @@ from torch import nn
 
 import tds
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from tds.schedule import schedule_named
 
 Tensors = dict[str, torch.Tensor]
 
@@ -230,7 +229,7 @@ def run_toys(rank: int, toys: list[Toy], num_stages: int, more: dict[str, Any] |
         if engine is None:
             engine = engines[key] = make_engine(toy, num_stages, **(more or {}))
         engine.set_train_batch_size(toy.rows * toy.micro_batches * engine.grid.data_parallel_size)
-        engine._order = schedule_named(toy.pipeline.get("schedule", "1f1b"))
+        engine.set_schedule(toy.pipeline.get("schedule", "interleaved" if getattr(engine.module, "chunks", 1) > 1 else "1f1b"))
         engine.module.loss_fn = toy.loss_fn
         results.append(train(engine, toy))
     return results

@@ -1,0 +1,66 @@
+"""Which actions a stage runs: by the name of a schedule, a user's own order, or what "auto" settles on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tds.schedule import Action, ScheduleError, forward_only, schedule_named, validate
+from tds.schedule.orders import Order
+
+BY_DEFAULT = {False: "1f1b", True: "interleaved"}
+
+
+class Plan:
+    """The orders of one stage.
+
+    Args:
+        schedule: a name, or a function of (stages, micro-batches, stage) to a list of actions; None: 1f1b, or
+            interleaved where a stage has several chunks.
+
+    Raises:
+        ValueError: no such name, or it does not go with ``num_chunks``.
+    """
+
+    def __init__(self, schedule: Any, *, num_stages: int, num_chunks: int, stage: int) -> None:
+        self.num_stages, self.num_chunks, self.stage = num_stages, num_chunks, stage
+        self.set(BY_DEFAULT[num_chunks > 1] if schedule is None else schedule)
+
+    def set(self, schedule: Any) -> None:
+        """Run ``schedule`` from the next call on."""
+        self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
+        self.order: Order = schedule if callable(schedule) else _named(schedule, self.num_chunks)
+        self._is_proven = not callable(schedule)
+        self._actions: dict[int, list[Action]] = {}
+
+    def training(self, num_micro_batches: int) -> list[Action]:
+        """Return the actions of a train_batch; a user's own order is proven to run first."""
+        if num_micro_batches not in self._actions:
+            if not self._is_proven:
+                prove(self.order, self.name, self.num_stages, num_micro_batches, self.num_chunks)
+            self._actions[num_micro_batches] = self.order(self.num_stages, num_micro_batches, self.stage)
+        return self._actions[num_micro_batches]
+
+    def evaluation(self, num_micro_batches: int) -> list[Action]:
+        """Return the actions of an eval_batch."""
+        return _forward_only(self.num_stages, num_micro_batches, self.stage, self.num_chunks)
+
+
+@functools.lru_cache(maxsize=8)
+def _forward_only(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> list[Action]:
+    if num_chunks == 1:
+        return forward_only(num_stages, num_micro_batches, stage)
+    return forward_only(num_stages, num_micro_batches, stage, num_chunks)
+
+
+def _named(name: Any, num_chunks: int) -> Order:
+    return schedule_named(name) if num_chunks == 1 else schedule_named(name, num_chunks)
+
+
+def prove(order: Order, name: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    """Raise ScheduleError, with the name of a user's ``order``, unless it trains what it must and cannot stop."""
+    try:
+        every = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+        validate(every, num_micro_batches, num_chunks=num_chunks)
+    except ScheduleError as error:
+        raise ScheduleError(f"the schedule {name} cannot run: {error}") from error
