@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -17,9 +17,17 @@ from tds.report import BACKWARD, FORWARD
 from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, Message, received, sent
 from tds.split import Splitter
 
+if TYPE_CHECKING:
+    from tds.recorder import Recorder
+
 
 class Stage:
-    """The layers of one pipeline rank with their messages."""
+    """The layers of one pipeline rank with their messages.
+
+    Attributes:
+        recorder: told of each action in training; None while nobody wants to see them.
+        span: marks of the clock around the actions of the last run.
+    """
 
     def __init__(self, module: torch.nn.Module, exchange: Exchange, device: torch.device) -> None:
         self.module = module
@@ -29,6 +37,8 @@ class Stage:
         self.num_stages = exchange.links.num_stages
         self.num_chunks = exchange.num_chunks
         self.splitter = Splitter()
+        self.recorder: Recorder | None = None
+        self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._last: set[Action] = set()
         self._splits = False
@@ -46,11 +56,23 @@ class Stage:
         self._last = last_of_chunks(actions)
         self._splits = any(isinstance(action, BackwardWeight) for action in actions)
         self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
+        began = self.exchange.clock.mark()
         with self.splitter.active() if self._splits else nullcontext():
-            for action in actions:
-                self.exchange.action = action
-                self._methods[type(action)](action, call)
+            self._do(actions, call)
+        self.span = (began, self.exchange.clock.mark())
         self.exchange.finish()
+
+    def _do(self, actions: Sequence[Action], call: Call) -> None:
+        recorder = self.recorder if call.is_training else None
+        for action in actions:
+            self.exchange.action = action
+            if recorder is None:
+                self._methods[type(action)](action, call)
+            else:
+                recorder.before()
+                self._methods[type(action)](action, call)
+                recorder.after(action)
+        self.exchange.action = None
 
     def forward(self, action: Action, call: Call) -> None:
         """Run the layers on one micro-batch; send the output on, or take the loss."""

@@ -1,0 +1,118 @@
+"""Sums over replicas that run beside the backward are the same sums, started in one order everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tds import reduction
+from tds.gradients import reduce_gradients
+from tds.optimizers import Gradients
+from tds.reduction import Reduction
+from tests.harness import run_ranks
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+
+
+class Unused(nn.Module):
+    """Passes its input on and has the parameters of a layer that would not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _chunks(model: nn.Sequential, num_chunks: int) -> list[list[nn.Parameter]]:
+    size = len(model) // num_chunks
+    return [list(model[i * size : (i + 1) * size].parameters()) for i in range(num_chunks)]
+
+
+def _loss(model: nn.Module, rank: int) -> torch.Tensor:
+    return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))).square().sum()
+
+
+def _reduce(rank: int, num_chunks: int, has_tied: bool, skipped: int | None) -> tuple[list[int], list[torch.Tensor]]:
+    """Return (how many buckets had started when each layer's weight got its gradient, the gradients)."""
+    model, plain = _model(), _model()
+    if skipped is not None and rank == 0:
+        model[skipped], plain[skipped] = Unused(), Unused()
+    gradients = Gradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    tied = [model[0].weight] if has_tied else []
+    sums = Reduction(_chunks(model, num_chunks), tied, gradients, dist.group.WORLD, bucket_bytes=80)
+    started: list[int] = []
+    fly = reduction.fly
+
+    def counting(*args: Any) -> Any:
+        counting.number += 1  # type: ignore[attr-defined]
+        return fly(*args)
+
+    counting.number = 0  # type: ignore[attr-defined]
+    reduction.fly = counting
+    try:
+        for layer in model:
+            layer.weight.register_post_accumulate_grad_hook(lambda _: started.append(counting.number))  # type: ignore[attr-defined]
+        for chunk in reversed(range(1, num_chunks)):
+            sums.chunk_ready(chunk, apart_from=sums._of_chunk[chunk])
+        with sums.last_backward(0):
+            _loss(model, rank).backward()
+        for chunk in range(num_chunks):
+            sums.chunk_ready(chunk)
+        sums.finish(0.5)
+    finally:
+        reduction.fly = fly
+    _loss(plain, rank).backward()
+    wanted = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()]
+    reduce_gradients(wanted, dist.group.WORLD, 0.5)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True))
+    return started, wanted
+
+
+@pytest.mark.parametrize("has_tied", [False, True])
+def test_sums_start_while_the_backward_still_runs(has_tied: bool) -> None:
+    for started, _ in run_ranks(2, _reduce, 1, has_tied, None):
+        assert started == sorted(started) and started[-1] >= 4, started
+
+
+def test_chunks_that_are_ready_late_hold_up_those_behind_them() -> None:
+    for started, _ in run_ranks(2, _reduce, 2, False, None):
+        assert set(started) == {0}, "chunk 1 goes first on every replica, and is not ready in this backward"
+
+
+def test_a_parameter_without_gradient_on_one_replica_changes_no_order() -> None:
+    for skipped in (0, 3, 5):
+        run_ranks(2, _reduce, 1, False, skipped)
+
+
+def test_a_second_batch_starts_anew() -> None:
+    def twice(rank: int) -> None:
+        model = _model()
+        sums = Reduction(
+            [list(model.parameters())], [], Gradients(torch.optim.SGD(model.parameters(), lr=0.1)), dist.group.WORLD
+        )
+        for _ in range(2):
+            model.zero_grad()
+            with sums.last_backward(0):
+                _loss(model, rank).backward()
+            sums.chunk_ready(0)
+            sums.finish(1.0)
+        wanted = sum(_gradient(r) for r in range(2))
+        assert torch.allclose(model[0].weight.grad, wanted, atol=1e-6)
+
+    run_ranks(2, twice)
+
+
+def _gradient(rank: int) -> torch.Tensor:
+    model = _model()
+    _loss(model, rank).backward()
+    return model[0].weight.grad
