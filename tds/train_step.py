@@ -11,31 +11,62 @@ from tds.loss import LossMeter, agree_on_loss
 from tds.norm import clip, global_norm, is_counted
 from tds.optimizers import Gradients, clips_itself
 from tds.peers import waiting_together
+from tds.reduction import Reduction
 from tds.report import REDUCTION, STEP
 
 if TYPE_CHECKING:
     from tds.engine import PipelineEngine
 
 
-def finish(engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None) -> torch.Tensor:
-    """Reduce, step, and return the mean loss of the global batch. Collective."""
+def finish(
+    engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None, reduction: Reduction | None = None
+) -> torch.Tensor:
+    """Reduce, step, and return the mean loss of the global batch. Collective.
+
+    Every rank runs the same collectives in the same order: the sums over replicas that the backward has not started
+    yet, the loss, the sums of tied weights, the wait for all sums. Only then may ``on_loss`` raise:
+    nothing is in flight.
+
+    Args:
+        reduction: sums over replicas, some of them under way; None to start and await them here.
+    """
     if gradients is None:
         raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
+    if reduction is not None:
+        reduction.start_rest()
     loss, factor = mean_loss(engine, meter)
-    if engine.on_loss is not None:
-        engine.on_loss(loss)
-    data_group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
     doing = "adding up the gradients of tied weights and replicas"
     with waiting_together(engine.stage_id, doing), engine.report.part(REDUCTION):
-        sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)
-        reduce_gradients([gradients.of(p) for p in trained(engine)], data_group, float(factor))
+        add_up_tied(engine, gradients)
+        add_up_replicas(engine, gradients, reduction, float(factor))
+    if engine.on_loss is not None:
+        engine.on_loss(loss)
+    take_step(engine, gradients)
+    _write_monitor(engine, loss)
+    return loss
+
+
+def add_up_tied(engine: PipelineEngine, gradients: Gradients) -> None:
+    """Give each copy of a tied weight the gradient of all, on this replica; ahead of the replicas' sum. Collective."""
+    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)
+
+
+def add_up_replicas(engine: PipelineEngine, gradients: Gradients, reduction: Reduction | None, factor: float) -> None:
+    """Replace each gradient by the sum over the replicas times ``factor``; await what is under way. Collective."""
+    if reduction is not None:
+        reduction.finish(factor)
+        return
+    data_group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
+    reduce_gradients([gradients.of(p) for p in trained(engine)], data_group, factor)
+
+
+def take_step(engine: PipelineEngine, gradients: Gradients) -> None:
+    """Let DeepSpeed clip, step and count, with gradients as they are to be. Collective."""
     engine._force_grad_boundary = True
     with engine.report.part(STEP):
         engine._take_model_step(None)
     engine._force_grad_boundary = False
     gradients.after_step()
-    _write_monitor(engine, loss)
-    return loss
 
 
 def mean_loss(engine: PipelineEngine, meter: LossMeter) -> tuple[torch.Tensor, torch.Tensor]:

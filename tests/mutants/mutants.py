@@ -32,15 +32,15 @@ GRADIENTS = (
     Mutant(
         "gradients of stage 0 are divided by the number of micro-batches",
         "tds/train_step.py",
-        "data_group, float(factor))",
-        "data_group, float(factor) / (engine.micro_batches if engine.stage_id == 0 else 1))",
+        "data_group, factor)",
+        "data_group, factor / (engine.micro_batches if engine.stage_id == 0 else 1))",
         (PIPELINE,),
     ),
     Mutant(
         "all gradients of a pipeline are multiplied by the number of micro-batches",
         "tds/train_step.py",
-        "data_group, float(factor))",
-        "data_group, float(factor) * engine.micro_batches)",
+        "data_group, factor)",
+        "data_group, factor * engine.micro_batches)",
         (PIPELINE,),
     ),
     Mutant(
