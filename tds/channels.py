@@ -1,8 +1,8 @@
 """The process groups that messages travel in.
 
 Over gloo, which tells messages apart by their tags, that is the pipeline's own group. NCCL runs what is started on
-one communicator in order, and receives are posted ahead of sends, so there each pair of neighbours has a group for
-each kind of message: with one group for a whole pipeline a send would wait behind a receive that depends on it.
+one communicator in order, and receives are posted ahead of sends, so there each route (kind of message, from, to)
+has a group of its own: with one group for a whole pipeline a send would wait behind a receive that depends on it.
 Headers go over the CPU.
 
 A communicator of NCCL that is opened by its first message holds the host until the other side comes with its own
@@ -21,17 +21,18 @@ import torch.distributed as dist
 
 from tds.peers import waiting_together
 from tds.schedule import Kind
+from tds.transport import Route
 from tds.waiting import default_timeout
 
 NEEDS_PAIRS = ("nccl",)
 _log = logging.getLogger("tds")
 _has_warned = False
 
-Groups = dict[tuple[Kind, int], Any]
+Groups = dict[Route, Any]
 
 
-def message_groups(grid: Any, device: torch.device) -> tuple[Groups, bool]:
-    """Return (the group of each kind of message and neighbour, whether they must be opened). Collective.
+def message_groups(grid: Any, device: torch.device, num_chunks: int = 1) -> tuple[Groups, bool]:
+    """Return (the group of each route from and to this stage, whether they must be opened). Collective.
 
     Raises:
         ValueError: the backend cannot send what lies on ``device``.
@@ -42,43 +43,57 @@ def message_groups(grid: Any, device: torch.device) -> tuple[Groups, bool]:
         refuse_host_backend(backend, grid.pipe_parallel_size, device)
     stage = grid.get_stage_id()
     if backend not in NEEDS_PAIRS:
-        return {(kind, peer): own for kind in Kind for peer in (stage - 1, stage + 1)}, False
+        return {route: own for route in routes(grid.pipe_parallel_size, num_chunks) if stage in route[1:]}, False
     warn_of_one_queue(grid.pipe_parallel_size)
     groups: Groups = {}
     for ranks in grid.pipe_groups:
-        groups |= _pair_groups(ranks, grid.get_global_rank(), backend)
+        groups |= _route_groups(ranks, grid.get_global_rank(), backend, num_chunks)
     return groups, True
 
 
-def _pair_groups(ranks: list[int], own_rank: int, backend: str) -> Groups:
-    """Make the groups of one pipeline; return those of this rank, by kind and stage of the neighbour."""
+def routes(num_stages: int, num_chunks: int = 1) -> list[Route]:
+    """Return every route of a pipeline, in one order: each kind from each stage to its neighbour.
+
+    Activations and headers go on, gradients go back. With more than one chunk the last stage passes on to the first;
+    with two stages these two then have routes of each kind in both directions.
+    """
+    is_ring = num_chunks > 1 and num_stages > 1
+    ahead = [(stage, (stage + 1) % num_stages) for stage in range(num_stages if is_ring else num_stages - 1)]
+    back = [(after, before) for before, after in ahead]
+    return [
+        (kind, *pair)
+        for kind, pairs in ((Kind.ACTIVATION, ahead), (Kind.GRADIENT, back), (Kind.HEADER, ahead))
+        for pair in pairs
+    ]
+
+
+def _route_groups(ranks: list[int], own_rank: int, backend: str, num_chunks: int) -> Groups:
+    """Make the groups of one pipeline; return those of the routes from and to this rank."""
     timeout = default_timeout()
-    groups: Groups = {}
     headers = dist.new_group(ranks, backend="gloo", timeout=timeout)
-    for stage, pair in enumerate(zip(ranks, ranks[1:], strict=False)):
-        made = {kind: dist.new_group(list(pair), backend=backend, timeout=timeout) for kind in channel_kinds()}
-        made[Kind.HEADER] = headers
+    groups: Groups = {}
+    for kind, source, destination in routes(len(ranks), num_chunks):
+        pair = [ranks[source], ranks[destination]]
+        group = headers
+        if kind is not Kind.HEADER:
+            group = dist.new_group(sorted(pair), backend=backend, timeout=timeout)
         if own_rank in pair:
-            peer = stage + 1 if own_rank == pair[0] else stage
-            groups |= {(kind, peer): group for kind, group in made.items()}
+            groups[kind, source, destination] = group
     return groups
 
 
-def channel_kinds() -> tuple[Kind, ...]:
-    """Return the kinds of message that travel from device to device, in the order in which they are opened."""
-    return Kind.ACTIVATION, Kind.GRADIENT
-
-
-def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.device) -> None:
-    """Send one byte over each channel of the pipeline, in the same order on every rank. Collective."""
-    for kind in channel_kinds():
-        for sender in range(len(ranks) - 1):
-            byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            with waiting_together(stage, f"opening the channel of {kind.name.lower()}s {sender} -> {sender + 1}"):
-                if stage == sender:
-                    dist.send(byte, ranks[sender + 1], group=groups[kind, sender + 1], tag=int(kind))
-                elif stage == sender + 1:
-                    dist.recv(byte, ranks[sender], group=groups[kind, sender], tag=int(kind))
+def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.device, num_chunks: int = 1) -> None:
+    """Send one byte along each route of the pipeline, in the same order on every rank. Collective."""
+    for kind, source, destination in routes(len(ranks), num_chunks):
+        if kind is Kind.HEADER or stage not in (source, destination):
+            continue
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        group = groups[kind, source, destination]
+        with waiting_together(stage, f"opening the channel of {kind.name.lower()}s {source} -> {destination}"):
+            if stage == source:
+                dist.send(byte, ranks[destination], group=group, tag=int(kind))
+            else:
+                dist.recv(byte, ranks[source], group=group, tag=int(kind))
 
 
 def refuse_host_backend(backend: str, num_stages: int, device: torch.device) -> None:

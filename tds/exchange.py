@@ -1,8 +1,9 @@
-"""Sending and receiving between stages: asynchronous, receives posted ahead, one message per boundary.
+"""What crosses between stages: asynchronous, receives posted ahead, one message per boundary.
 
-One call of train_batch or eval_batch is one ``begin`` ... ``finish``. On each channel (peer, kind of message) messages
-go in the order of the schedule, so no message carries a number. A header with shapes and dtypes goes ahead of the
-first activation of each boundary; gradients have the shapes of the activations that they answer.
+One call of train_batch or eval_batch is one ``begin`` ... ``finish``. Messages of one kind from one neighbour go in
+the order of the schedule, so none carries a number. A header with shapes and dtypes goes ahead of the first
+activation of each boundary (with ``dynamic_shape`` of every activation); gradients have the shapes of the activations
+that they answer.
 """
 
 from __future__ import annotations
@@ -10,31 +11,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tds.boundary import Boundary, TensorSpec, check_received, check_same, describe
+from tds.boundary import declared_boundary, records_of
 from tds.header import HEADER_SIZE, decode_header, encode_header
 from tds.peers import waiting_together
+from tds.places import Place, input_place, output_place
 from tds.schedule import Action, Kind, Message, received
+from tds.specs import TensorSpec, check_received, check_same, describe, told
 from tds.structure import Structure, flatten
+from tds.transport import Links, Transfer, Transport
 from tds.wire import Layout, Slice
 
 RECEIVES_AHEAD = 2
-Channel = tuple[Kind, int]
+Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 
 @dataclass
 class Crossing:
-    """The agreed form of one boundary during one call."""
+    """The agreed form of one boundary during one call, or with ``dynamic_shape`` of one micro-batch."""
 
     specs: tuple[TensorSpec, ...]
     structure: Structure
     activations: Layout
     gradients: Layout
+    fingerprint: Fingerprint | None = None
 
     @classmethod
     def of(cls, specs: tuple[TensorSpec, ...], structure: Structure, cut: Slice) -> Crossing:
@@ -46,61 +49,50 @@ class Crossing:
         return [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.needs_grad]
 
 
-@dataclass
-class Links:
-    """How this stage reaches the others.
+class Exchange(Transport):
+    """The messages of one stage.
 
-    ``ranks`` are the global ranks of the pipeline, by stage; ``groups`` the process group of each kind of message and
-    neighbour. ``timeout`` bounds a wait over gloo, which forgets its group's; NCCL has its own watchdog.
+    Args:
+        module: declares what crosses; read anew at each call.
+        is_dynamic: shapes may change within a call.
     """
 
-    stage: int
-    ranks: Sequence[int]
-    groups: dict[Channel, Any]
-    cut: Slice
-    device: torch.device
-    timeout: timedelta | None = None
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.ranks)
-
-
-class Exchange:
-    """The messages of one stage."""
-
-    def __init__(self, links: Links, declared: tuple[Boundary, ...] | None, num_chunks: int = 1) -> None:
-        self.links = links
-        self.declared = declared
+    def __init__(self, links: Links, module: Any = None, *, num_chunks: int = 1, is_dynamic: bool = False) -> None:
+        super().__init__(links)
+        self.module = module
         self.num_chunks = num_chunks
-        self.marks_all = False
-        self.window = links.num_stages + 1
+        self.is_dynamic = is_dynamic
+        self.window = None  # tds.window says which limit a schedule runs with; it sets it ahead of a call
         self._reset(is_training=False)
 
     def _reset(self, is_training: bool) -> None:
+        self.forget()
+        self.action = None
         self.is_training = is_training
-        self.incoming: dict[int, Crossing] = {}
-        self.outgoing: dict[int, Crossing] = {}
-        self._headers: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._expected: dict[Channel, deque[Message]] = {}
-        self._posted: dict[Channel, deque[tuple[Message, torch.Tensor, Any]]] = {}
-        self._sending: dict[Channel, deque[tuple[Message, torch.Tensor, Any]]] = {}
+        self.declared = declared_boundary(self.module)
+        self.incoming: dict[tuple[int, int], Crossing] = {}
+        self.outgoing: dict[tuple[int, int], Crossing] = {}
+        self._expected: dict[Kind, deque[Message]] = {kind: deque() for kind in Kind}
+        self._posted: dict[Kind, deque[Transfer]] = {kind: deque() for kind in Kind}
 
-    def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool) -> None:
-        """Note what will come, and post the receives of the headers. ``marks_all`` as in ``describe``."""
+    def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool = False) -> None:
+        """Note what will come, and post the receives of the first headers. ``marks_all`` as in ``describe``.
+
+        Raises:
+            BoundaryError: the module's declaration is wrong in itself.
+        """
         self._reset(is_training)
         self.marks_all = marks_all
+        announced = set()
         for action in actions:
             message = received(action, self.links.stage, self.links.num_stages, self.num_chunks)
             if message is None:
                 continue
-            channel = (message.kind, message.peer)
-            self._expected.setdefault(channel, deque()).append(message)
-            self._posted.setdefault(channel, deque())
-            if message.kind is Kind.ACTIVATION and message.chunk not in self._headers:
-                header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
-                work = self._start(dist.irecv, header, message, Kind.HEADER)
-                self._headers[message.chunk] = (work, header)
+            self._expected[message.kind].append(message)
+            if message.kind is Kind.ACTIVATION and self._key(message) not in announced:
+                announced.add(self._key(message))
+                self._expected[Kind.HEADER].append(message)
+        self._post(Kind.HEADER, RECEIVES_AHEAD)
 
     def send_activations(self, message: Message, output: Any) -> list[torch.Tensor]:
         """Send a stage's output; return its tensors whose gradients will come back, in the order in which they come.
@@ -108,27 +100,24 @@ class Exchange:
         Raises:
             TypeError, BoundaryError: the output does not match; before the wire.
         """
-        stage = self.links.stage
         try:
             tensors, structure = flatten(output)
         except TypeError as error:
-            raise TypeError(f"the last layer of stage {stage} {error}") from None
-        specs = describe(tensors, self.declared, stage=stage, is_training=self.is_training, marks_all=self.marks_all)
-        crossing = self.outgoing.get(message.chunk)
+            raise TypeError(f"{self._output_place(message)} {error}") from None
+        crossing = self.outgoing.get(self._key(message))
+        fingerprint = structure, [(t.dtype, t.shape, t.requires_grad, t.device) for t in tensors]
         if crossing is None:
-            crossing = Crossing.of(specs, structure, self.links.cut)
-            self.outgoing[message.chunk] = crossing
-            self._send(message, encode_header(specs, structure, stage=stage), Kind.HEADER)
-            self._post_gradients(message.peer)
-        else:
-            names = [record.name for record in self.declared or ()]
-            check_same(specs, crossing.specs, stage=stage, micro_batch=message.micro_batch, names=names)
-        self._send(message, crossing.activations.pack(tensors), Kind.ACTIVATION)
+            crossing = self._announce(message, tensors, structure)
+            crossing.fingerprint = fingerprint
+        elif crossing.fingerprint != fingerprint:
+            self._check_again(message, tensors, structure, crossing)
+        self.send(Kind.ACTIVATION, message, crossing.activations.pack(tensors))
+        self._post(Kind.GRADIENT, RECEIVES_AHEAD)
         return crossing.with_grad(tensors)
 
     def take_activations(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
         """Return (what the previous stage sent, the fresh leaves in it whose gradients go back)."""
-        crossing = self._read_header(message)
+        crossing = self.incoming.get(self._key(message)) or self._read_header(message)
         tensors = self._unpack(crossing.activations, message)
         leaves = crossing.with_grad(tensors)
         for leaf in leaves:
@@ -136,98 +125,103 @@ class Exchange:
         return crossing.structure.rebuild(tensors), leaves
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
-        """Send the gradients of the tensors that ``take_activations`` returned with one, in their order."""
-        layout = self.incoming[message.chunk].gradients
+        """Send the gradients of the leaves that ``take_activations`` returned, in their order."""
+        layout = self.incoming[self._key(message)].gradients
         if layout.specs:
-            self._send(message, layout.pack(gradients), Kind.GRADIENT)
+            self.send(Kind.GRADIENT, message, layout.pack(gradients))
 
     def take_gradients(self, message: Message) -> list[torch.Tensor]:
         """Return the gradients of this stage's output."""
-        layout = self.outgoing[message.chunk].gradients
-        if layout.specs:
-            return self._unpack(layout, message)
-        self._expected[(message.kind, message.peer)].popleft()
-        return []
+        layout = self.outgoing[self._key(message)].gradients
+        gradients = self._unpack(layout, message) if layout.specs else []
+        self.let_go(Kind.ACTIVATION, message.micro_batch, message.chunk)
+        return gradients
 
-    def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        for channel, sends in self._sending.items():
-            while sends:
-                message, _, work = sends.popleft()
-                self._wait(work, message, "sending", channel[0])
+    def _key(self, message: Message) -> tuple[int, int]:
+        """Return under which key the form of a message is kept."""
+        return (message.micro_batch if self.is_dynamic else 0), message.chunk
 
-    def _read_header(self, message: Message) -> Crossing:
-        crossing = self.incoming.get(message.chunk)
-        if crossing is None:
-            work, header = self._headers[message.chunk]
-            self._wait(work, message, "receiving", Kind.HEADER)
-            specs, structure = decode_header(header)
-            check_received(specs, self.declared, stage=self.links.stage, is_training=self.is_training)
-            crossing = self.incoming[message.chunk] = Crossing.of(specs, structure, self.links.cut)
+    def _announce(self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure) -> Crossing:
+        """Check the first output of a boundary against the declaration, and send its header ahead."""
+        specs = self._describe(message, tensors, structure)
+        header = encode_header(specs, structure, self._output_place(message))
+        crossing = self.outgoing[self._key(message)] = Crossing.of(specs, structure, self.links.cut)
+        self.send(Kind.HEADER, message, header)
         return crossing
 
+    def _check_again(
+        self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure, crossing: Crossing
+    ) -> None:
+        """Raise unless an output that does not look like the first one crosses in the same form all the same."""
+        specs = self._describe(message, tensors, structure)
+        structures = structure, crossing.structure
+        check_same(specs, crossing.specs, structures, self._output_place(message), micro_batch=message.micro_batch)
+
+    def _describe(
+        self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure
+    ) -> tuple[TensorSpec, ...]:
+        place = self._output_place(message)
+        for index, tensor in enumerate(tensors):
+            if tensor.device.type != self.links.device.type or tensor.layout is not torch.strided:
+                raise TypeError(
+                    f"{place.tensor(index)} must be a dense tensor on {self.links.device}, got {told(tensor)} on "
+                    f"{tensor.device} with layout {tensor.layout}. Change it in the layer."
+                )
+        records = records_of(self.declared, message.chunk * self.links.num_stages + self.links.stage)
+        flags = {"is_training": self.is_training, "marks_all": self.marks_all}
+        return describe(tensors, structure, records, place, **flags)
+
+    def _read_header(self, message: Message) -> Crossing:
+        specs, structure = decode_header(self._take(Kind.HEADER, message))
+        stage, num_stages = self.links.stage, self.links.num_stages
+        place = input_place(self.module, message.chunk, stage, num_stages)
+        records = records_of(self.declared, message.chunk * num_stages + stage - 1)
+        check_received(specs, records, place, is_training=self.is_training)
+        crossing = self.incoming[self._key(message)] = Crossing.of(specs, structure, self.links.cut)
+        return crossing
+
+    def _output_place(self, message: Message) -> Place:
+        return output_place(self.module, message.chunk, self.links.stage, self.links.num_stages)
+
     def _unpack(self, layout: Layout, message: Message) -> list[torch.Tensor]:
-        received_bytes = self._take(message)
+        received_bytes = self._take(message.kind, message)
+        if not layout.is_cut:
+            return layout.unpack(received_bytes)
         doing = f"gathering the {message.kind.name.lower()} of micro-batch {message.micro_batch} over the tensor group"
         with waiting_together(self.links.stage, doing):
             return layout.unpack(received_bytes)
 
-    def _take(self, message: Message) -> torch.Tensor:
-        """Return the bytes of ``message``, and post the receives that follow on its channel."""
-        channel = (message.kind, message.peer)
-        posted = self._posted[channel]
+    def _take(self, kind: Kind, message: Message) -> torch.Tensor:
+        """Return the bytes of ``message``, and post the receives that follow."""
+        posted = self._posted[kind]
         if not posted:
-            self._post(channel, 1)
-        expected, buffer, work = posted.popleft()
-        if expected != message:
-            raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {expected}")
-        self._post(channel, RECEIVES_AHEAD)
-        self._wait(work, message, "receiving", message.kind)
-        return buffer
+            self._post(kind, 1)
+        if not posted or posted[0].message != message:
+            found = posted[0].message if posted else "nothing"
+            raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {found}")
+        transfer = posted.popleft()
+        self._post(kind, RECEIVES_AHEAD)
+        return self.wait_for(transfer)
 
-    def _post(self, channel: Channel, number: int) -> None:
+    def _post(self, kind: Kind, number: int) -> None:
         """Start receives until ``number`` are on their way, as far as their sizes are known."""
-        expected, posted = self._expected[channel], self._posted[channel]
-        crossings = self.incoming if channel[0] is Kind.ACTIVATION else self.outgoing
-        while expected and len(posted) < number and expected[0].chunk in crossings:
+        expected, posted = self._expected[kind], self._posted[kind]
+        while expected and len(posted) < number:
+            buffer = self._new_buffer(kind, expected[0])
+            if buffer is None:
+                return
             message = expected.popleft()
-            crossing = crossings[message.chunk]
-            layout = crossing.activations if message.kind is Kind.ACTIVATION else crossing.gradients
-            buffer = layout.new_buffer(self.links.device)
-            posted.append((message, buffer, self._start(dist.irecv, buffer, message, message.kind)))
+            if buffer.numel():
+                posted.append(self.receive(kind, message, buffer))
 
-    def _post_gradients(self, peer: int) -> None:
-        channel = (Kind.GRADIENT, peer)
-        if channel in self._expected and all(crossing.gradients.specs for crossing in self.outgoing.values()):
-            self._post(channel, RECEIVES_AHEAD)
-
-    def _send(self, message: Message, buffer: torch.Tensor, kind: Kind) -> None:
-        sends = self._sending.setdefault((kind, message.peer), deque())
-        sends.append((message, buffer, self._start(dist.isend, buffer, message, kind)))
-        while len(sends) > self.window:
-            oldest, _, work = sends.popleft()
-            self._wait(work, oldest, "sending", kind)
-
-    def _start(self, operation: Any, buffer: torch.Tensor, message: Message, kind: Kind) -> Any:
-        try:
-            group = self.links.groups[kind, message.peer]
-            return operation(buffer, self.links.ranks[message.peer], group=group, tag=int(kind))
-        except RuntimeError as error:
-            raise self._lost(error, message, operation.__name__, kind) from error
-
-    def _wait(self, work: Any, message: Message, doing: str, kind: Kind) -> None:
-        is_on_host = kind is Kind.HEADER or self.links.device.type == "cpu"
-        try:
-            if is_on_host and self.links.timeout is not None:
-                work.wait(self.links.timeout)
-            else:
-                work.wait()
-        except RuntimeError as error:
-            raise self._lost(error, message, doing, kind) from error
-
-    def _lost(self, error: RuntimeError, message: Message, doing: str, kind: Kind) -> RuntimeError:
-        peer = message.peer
-        return RuntimeError(
-            f"stage {self.links.stage} lost stage {peer} (rank {self.links.ranks[peer]}) while {doing} the "
-            f"{kind.name.lower()} of micro-batch {message.micro_batch}: {error}"
-        )
+    def _new_buffer(self, kind: Kind, message: Message) -> torch.Tensor | None:
+        """Return room for ``message``: empty if it is never sent, None if its size is not known yet."""
+        if kind is Kind.HEADER:
+            return torch.zeros(HEADER_SIZE, dtype=torch.int64)
+        crossing = (self.incoming if kind is Kind.ACTIVATION else self.outgoing).get(self._key(message))
+        if crossing is None:
+            return None
+        layout = crossing.activations if kind is Kind.ACTIVATION else crossing.gradients
+        if kind is Kind.GRADIENT and not layout.specs:
+            return torch.empty(0)
+        return layout.new_buffer(self.links.device)

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tds.boundary import TensorSpec
+from tds.boundary import BoundaryError
+from tds.places import Place
+from tds.specs import TensorSpec
 from tds.structure import FORMS, Structure
 
 DTYPES = (
@@ -31,26 +33,26 @@ _KEYS = _FRONT + MAX_TENSORS * _FIELDS
 HEADER_SIZE = _KEYS + MAX_KEY_BYTES // 8
 
 
-def encode_header(specs: Sequence[TensorSpec], structure: Structure, *, stage: int) -> torch.Tensor:
+def encode_header(specs: Sequence[TensorSpec], structure: Structure, place: Place) -> torch.Tensor:
     """Return the header, int64 on the CPU.
 
     Raises:
-        ValueError: more tensors, dimensions or names than a header holds, or a dtype that cannot travel.
+        BoundaryError: more tensors, dimensions or names than a header holds, or a dtype that cannot travel.
     """
     if len(specs) > MAX_TENSORS:
-        raise ValueError(f"at most {MAX_TENSORS} tensors can cross a stage, got {len(specs)} from stage {stage}")
+        raise BoundaryError(f"at most {MAX_TENSORS} tensors can cross a stage, got {len(specs)} from {place}")
     keys = json.dumps(structure.keys).encode()
     if len(keys) > MAX_KEY_BYTES:
-        raise ValueError(
+        raise BoundaryError(
             f"the keys of a dict that crosses a stage must fit into {MAX_KEY_BYTES} bytes, got {len(keys)} bytes for "
-            f"{len(structure.keys)} keys from stage {stage}, {structure.keys[0]!r} first. Use shorter keys, or a tuple."
+            f"{len(structure.keys)} keys from {place}, {structure.keys[0][:40]!r} first. Use shorter keys, or a tuple."
         )
     values = [MAGIC, len(specs), FORMS.index(structure.form), len(keys)]
     for index, spec in enumerate(specs):
         if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS:
-            raise ValueError(
-                f"a tensor that crosses a stage has at most {MAX_DIMS} dimensions and a plain dtype, got {spec} "
-                f"from stage {stage} output {index}"
+            raise BoundaryError(
+                f"a tensor that crosses a stage has at most {MAX_DIMS} dimensions and a plain dtype, got {spec} from "
+                f"{place.tensor(index)}. Reshape it, or send it as another dtype."
             )
         flags = int(spec.needs_grad) | int(spec.partitioned) << 1
         shape = [*spec.shape, *[0] * (MAX_DIMS - len(spec.shape))]

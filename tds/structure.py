@@ -59,7 +59,7 @@ def flatten(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
     for place, tensor in zip(structure.keys or range(len(tensors)), tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"must return tensors alone, got {type(tensor).__name__} at [{place!r}] of the {type(output).__name__}. "
+                f"must return tensors, got {type(tensor).__name__} at [{place!r}] of the {type(output).__name__}. "
                 "Leave it out, or make a tensor of it."
             )
     return tensors, structure

@@ -1,7 +1,8 @@
 """From tensors to bytes and back: one message holds all tensors that cross a boundary, whatever their dtypes.
 
 Layout of a message: each tensor's bytes at the next multiple of 64. A partitioned tensor travels as this rank's part
-of its flat elements, ``ceil(numel / t)`` of them, the last part filled up.
+of its flat elements, ``ceil(numel / t)`` of them, the last part filled up. A message is never empty: without any
+bytes it is one byte.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tds.boundary import TensorSpec
+from tds.specs import TensorSpec
 
 ALIGNMENT = 64
 
@@ -40,16 +41,18 @@ class Layout:
             numel = math.prod(spec.shape)
             if self._is_cut(spec):
                 numel = -(-numel // cut.size)
-            self.offsets.append(end)
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            self.offsets.append(start)
             self.numels.append(numel)
-            end += -(-numel * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            end = start + numel * spec.dtype.itemsize
         self.num_bytes = max(end, 1)
+        self.is_cut = any(map(self._is_cut, self.specs))
 
     def _is_cut(self, spec: TensorSpec) -> bool:
         return spec.partitioned and self.cut.size > 1
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the message's bytes; a single tensor is not copied."""
+        """Return the message's bytes; those of a single contiguous tensor are not copied."""
         pieces = [self._local_bytes(t, spec) for t, spec in zip(tensors, self.specs, strict=True)]
         if len(pieces) == 1 and pieces[0].numel() == self.num_bytes:
             return pieces[0]
@@ -74,7 +77,7 @@ class Layout:
         return tensors
 
     def _local_bytes(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-        flat = tensor.detach().contiguous().view(-1)
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         if self._is_cut(spec):
             part = -(-flat.numel() // self.cut.size)
             own = flat[self.cut.rank * part : (self.cut.rank + 1) * part]

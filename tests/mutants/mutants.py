@@ -407,9 +407,9 @@ STEPS = (
     Mutant(
         "a receive buffer is used again while its activations are in flight",
         "tds/exchange.py",
-        "            buffer = layout.new_buffer(self.links.device)\n",
-        "            kept = self.__dict__.setdefault('_kept', {})\n"
-        "            buffer = kept.setdefault((channel, layout.num_bytes), layout.new_buffer(self.links.device))\n",
+        "        return layout.new_buffer(self.links.device)\n",
+        "        kept = self.__dict__.setdefault('_kept', {})\n"
+        "        return kept.setdefault((kind, layout.num_bytes), layout.new_buffer(self.links.device))\n",
         (PIPELINE,),
     ),
     Mutant(
@@ -418,7 +418,7 @@ STEPS = (
         "            tensors.append(piece.view(spec.dtype).view(spec.shape).data)\n",
         "            got = piece.view(spec.dtype).view(spec.shape).data\n"
         "            tensors.append(got.half() if spec.dtype is torch.bool else got)\n",
-        ("tests/tds/test_boundary.py::test_header_and_message_come_back_as_they_were", PIPELINE),
+        ("tests/tds/test_wire.py::test_header_and_message_come_back_as_they_were", PIPELINE),
     ),
     Mutant(
         "a rank that is asked to stop stops alone",

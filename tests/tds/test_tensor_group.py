@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import tds
-from tds.boundary import TensorSpec
+from tds.specs import TensorSpec
 from tds.header import DTYPES
 from tds.pipe import LayerSpec, PipelineModule
 from tds.wire import Layout, Slice
