@@ -14,7 +14,7 @@ from tds.chatter import without_prints
 from tds.engine import PipelineEngine
 
 
-@functools.wraps(deepspeed.initialize)
+@functools.wraps(deepspeed.initialize, assigned=("__doc__",))
 def initialize(
     args: Any = None,
     model: Any = None,

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from deepspeed.pipe import LayerSpec as LayerSpec
+from deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
 
-import deepspeed.pipe as _pipe
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from tds.finder import follow
+from tds.module import PipelineModule as PipelineModule
 
-from tds.module import PipelineModule
-
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(_pipe, name)
+follow(__name__, ("PipelineModule",))

@@ -19,7 +19,7 @@ from tds.compatibility import check_versions
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 
-OURS = {"PipelineEngine", "PipelineModule", "initialize", "pipe"}
+OURS = {"PipelineEngine", "PipelineModule", "initialize", "pipe", "runtime"}
 
 
 def test_every_public_name_is_deepspeeds_but_ours() -> None:

@@ -1,0 +1,8 @@
+"""``deepspeed.runtime`` with our ``pipe``; every other name is DeepSpeed's."""
+
+from __future__ import annotations
+
+from tds.finder import follow
+from tds.runtime import pipe as pipe
+
+follow(__name__, ("pipe",))

@@ -1,0 +1,148 @@
+"""Every module of DeepSpeed under its name in tds, and DeepSpeed as it was."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import pickle
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+
+import tds
+from tds.finder import name_loaded, theirs_of
+
+FOLLOWING = ["tds.pipe", "tds.runtime", "tds.runtime.pipe", "tds.runtime.pipe.engine"]
+LATE = ["moe.layer", "ops.lion", "checkpoint.ds_to_universal", "utils.zero_to_fp32", "sequence.layer", "linear"]
+"""Some that ``import deepspeed`` leaves alone, or most of it."""
+
+
+def _fresh(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_program_that_imports_by_our_names_gets_deepspeeds_modules_and_leaves_them_alone() -> None:
+    """In a process of its own: what is loaded when decides much of this."""
+    _fresh(
+        f"""
+import importlib, sys
+import deepspeed
+
+def state():
+    names = [n for n in sys.modules if n.split(".")[0] == "deepspeed"]
+    return {{n: (sys.modules[n], vars(sys.modules[n]).get("__spec__"), sys.modules[n].__name__,
+                vars(sys.modules[n]).get("__loader__"), sys.modules[n].__package__,
+                vars(sys.modules[n]).get("__path__"), dict(vars(sys.modules[n]))) for n in names}}
+
+before = state()
+import tds.ops.adam
+import tds.utils.tensor_fragment, tds.utils.z3_leaf_module
+from tds.runtime.zero import Init
+from tds.pipe import TiedLayerSpec
+from tds.runtime.pipe import ProcessTopology, schedule, engine
+from tds.runtime.pipe.topology import PipeDataParallelTopology
+assert engine is tds.runtime.pipe.engine and engine.PipelineEngine is tds.PipelineEngine
+assert engine.p2p is deepspeed.runtime.pipe.engine.p2p
+for name, old in before.items():
+    new = state()[name]
+    assert all(a is b for a, b in zip(old[:5], new[:5])) and old[5] is new[5], name
+    assert all(new[6].get(key) is value for key, value in old[6].items() if not key.startswith("__")), name
+for name in {LATE!r}:
+    ours, theirs = importlib.import_module("tds." + name), importlib.import_module("deepspeed." + name)
+    assert ours is theirs and theirs.__spec__.name == theirs.__name__ == "deepspeed." + name, name
+    assert sys.modules["tds." + name] is theirs
+files = {{}}
+for name, module in sys.modules.items():
+    if name.split(".")[0] in ("tds", "deepspeed") and getattr(module, "__file__", None):
+        assert files.setdefault(module.__file__, module) is module, name
+"""
+    )
+
+
+def test_every_loaded_module_of_deepspeed_is_ours_by_name_but_four() -> None:
+    name_loaded()
+    loaded = [name for name in sys.modules if name.startswith("deepspeed.")]
+    assert len(loaded) > 300
+    others = [name for name in loaded if sys.modules["tds" + name.removeprefix("deepspeed")] is not sys.modules[name]]
+    assert sorted(theirs_of(name) for name in FOLLOWING) == sorted(others)
+
+
+def test_no_file_of_tds_hides_a_name_of_deepspeed() -> None:
+    own = {info.name for info in pkgutil.iter_modules(tds.__path__)}
+    theirs = {info.name for info in pkgutil.iter_modules(deepspeed.__path__)} | set(vars(deepspeed))
+    assert own & theirs == {"pipe", "runtime", "initialize"}
+    assert {info.name for info in pkgutil.iter_modules(tds.runtime.__path__)} == {"pipe"}
+    assert {info.name for info in pkgutil.iter_modules(tds.runtime.pipe.__path__)} == {"engine"}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_module_of_ours_replaces_the_pipeline_and_nothing_else(name: str) -> None:
+    ours, theirs = importlib.import_module(name), importlib.import_module(theirs_of(name))
+    assert ours is not theirs and ours.__name__ == name and ours.__spec__.name == name
+    for public in [each for each in dir(theirs) if not each.startswith("__")]:
+        replaced = public in {"PipelineModule", "PipelineEngine"} or f"{name}.{public}" in FOLLOWING
+        assert (getattr(ours, public) is getattr(theirs, public)) != replaced, public
+    assert {each for each in dir(ours) if not each.startswith("_")} >= {e for e in dir(theirs) if e[0] != "_"}
+
+
+def test_deepspeeds_module_of_the_stock_pipeline_stays_deepspeeds() -> None:
+    assert tds.runtime.pipe.module is deepspeed.runtime.pipe.module
+    assert issubclass(tds.PipelineModule, tds.runtime.pipe.module.PipelineModule)
+
+
+def test_what_is_set_on_tds_is_set_on_deepspeed_except_what_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``deepspeed.HAS_TRITON = False`` switches kernels off, so ``tds.HAS_TRITON = False`` must."""
+    monkeypatch.setattr(tds, "HAS_TRITON", "no", raising=False)
+    assert deepspeed.HAS_TRITON == "no" == tds.HAS_TRITON
+    monkeypatch.setattr(deepspeed, "dist", "later")
+    assert tds.dist == "later"
+    stock = deepspeed.PipelineEngine
+    monkeypatch.setattr(tds, "PipelineEngine", int)
+    assert deepspeed.PipelineEngine is stock and tds.PipelineEngine is int
+    monkeypatch.setattr(tds.runtime.pipe.engine, "LOG_STAGE", 5)
+    assert deepspeed.runtime.pipe.engine.LOG_STAGE == 5
+    tds.made_up = 1
+    del tds.made_up
+    assert not hasattr(deepspeed, "made_up") and not hasattr(tds, "made_up")
+
+
+def test_import_star_gives_what_deepspeeds_gives() -> None:
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    exec("from tds import *", ours)
+    exec("from deepspeed import *", theirs)
+    assert set(ours) >= set(theirs) and ours["PipelineModule"] is tds.PipelineModule
+    assert ours["DeepSpeedConfig"] is theirs["DeepSpeedConfig"]
+
+
+def test_modules_and_classes_can_be_reloaded_pickled_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, length = tds.PipelineEngine, len(sys.meta_path)
+    for name in ("tds", *FOLLOWING):
+        module = sys.modules[name]
+        assert importlib.reload(module) is module
+    assert tds.PipelineEngine is engine and len(sys.meta_path) == length and tds.zero is deepspeed.zero
+    constants = importlib.import_module("tds.runtime.constants")
+    assert importlib.reload(constants) is sys.modules["deepspeed.runtime.constants"] is constants
+    for thing in (tds.PipelineModule, tds.runtime.pipe.ProcessTopology, tds.pipe.LayerSpec, tds.initialize):
+        assert pickle.loads(pickle.dumps(thing)) is thing is copy.deepcopy(thing)
+
+
+@pytest.mark.parametrize("name", ["tds.nothing", "tds.ops.nothing", "tds.pipe.nothing", "tds.runtime.engine.nothing"])
+def test_what_deepspeed_lacks_is_not_found(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=name.rpartition(".")[0]):
+        importlib.import_module(name)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(theirs_of(name))
+
+
+def test_a_module_can_be_found_without_being_loaded() -> None:
+    spec = importlib.util.find_spec("tds.compression.helper")
+    assert spec is not None and Path(str(spec.origin)).parts[-3:] == ("deepspeed", "compression", "helper.py")
