@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shlex
 import statistics
 import sys
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.machine import surroundings  # noqa: E402
 from benchmarks.plain_gpt import GPTSizes  # noqa: E402
 from benchmarks.turns import PRODUCT, PRODUCT_SIDE, PRODUCTS_PER_TURN, Record, Work, take_turns  # noqa: E402
 from megatron import cost, device  # noqa: E402
@@ -90,23 +88,17 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     return {"peak_flops_per_s": peak, "flops_per_step": flops, "contenders": contenders}
 
 
-def surroundings(work: Work) -> dict[str, Any]:
-    """Return what the numbers depend on: command, code, versions, machine."""
-    from megatron.training.run_folder import commit
-
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "versions": {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
-        "python": platform.python_version(),
-        "machine": {
-            "device": device.name(work.kind) if work.kind == "cuda" else _cpu_name(),
-            "threads": work.threads,
-            "memory_bytes": device.total_memory_bytes(work.kind),
-        },
-        "dtype": work.dtype,
-        "sizes": vars(work.sizes) | {"batch_size": work.batch_size},
+def surroundings_of(work: Work) -> dict[str, Any]:
+    """Return what the numbers depend on: command, code, versions, machine, sizes."""
+    found = surroundings()
+    processor = found.pop("processor")
+    machine = {
+        "device": device.name(work.kind) if work.kind == "cuda" else processor,
+        "threads": work.threads,
+        "memory_bytes": device.total_memory_bytes(work.kind),
     }
+    sizes = vars(work.sizes) | {"batch_size": work.batch_size}
+    return found | {"machine": machine, "dtype": work.dtype, "sizes": sizes}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -131,7 +123,7 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     """Run the contenders, print the table, write the JSON."""
     args = parse_args(argv)
     work = work_of(args)
-    result = surroundings(work) | summarize(take_turns(args.contenders, work, args.rounds, start_method), work)
+    result = surroundings_of(work) | summarize(take_turns(args.contenders, work, args.rounds, start_method), work)
     print(table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -156,12 +148,6 @@ def _cost_sizes(sizes: GPTSizes) -> Any:
         max_position_embeddings=sizes.seq_length,
         untie_embeddings=False,
     )
-
-
-def _cpu_name() -> str:
-    """Return the processor's name where the system tells it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

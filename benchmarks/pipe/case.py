@@ -1,0 +1,55 @@
+"""What is measured: a model with its number of micro-batches on a grid of processes, and who takes part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from benchmarks.plain_gpt import GPTSizes
+
+Bounds = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison, all of whose contenders take turns.
+
+    Args:
+        bar: speed that ours must reach, as a part of two one-process runs side by side; None: reported without bars.
+    """
+
+    name: str
+    sizes: GPTSizes = field(default_factory=GPTSizes)
+    micro_batch_size: int = 4
+    num_micro_batches: int = 8
+    num_stages: int = 2
+    tensor: int = 1
+    bar: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.sizes.seq_length * self.micro_batch_size * self.num_micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """Who trains it, and how.
+
+    Args:
+        kind: "alone", "side by side", "stock", "dualpipev", "torch" or "ours".
+        layers: as in ``model.make_model``.
+        partition: bounds, or the name of a method of the engine's.
+    """
+
+    name: str
+    kind: str
+    layers: str = "half"
+    partition: Bounds | str = ()
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+    def num_ranks(self, case: Case) -> int:
+        """Return how many processes it runs in."""
+        if self.kind in ("alone", "side by side"):
+            return 1 if self.kind == "alone" else case.num_stages * case.tensor
+        return case.num_stages * case.tensor

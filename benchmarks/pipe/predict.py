@@ -1,0 +1,111 @@
+"""A recorded step of our engine against ``simulate`` with the costs of that same step.
+
+Each rank records its actions (``tds.recorder``). Costs are means over the micro-batches, of a forward or a half of a
+backward on each piece; a transfer is the median time from the end of the sender's action to the end of the wait for
+its message, of the messages that were waited for. What follows the actions (loss, optimizer) is added as measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.pipe.model import Batch
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One step of one rank: its ``tds.recorder.Work``, seconds of train_batch, and of what came after the actions."""
+
+    work: list[Any]
+    step_s: float
+    tail_s: float
+
+
+def record_steps(engine: Any, steps: list[list[Batch]]) -> list[Recorded]:
+    """Take steps of our engine and return what each was. Collective."""
+    from tds.recorder import Recorder
+
+    stage = engine._stage
+    recorder = Recorder(stage.exchange)
+    found = []
+    for batches in steps:
+        stage.recorder = recorder
+        start = time.perf_counter_ns()
+        engine.train_batch(iter(batches))
+        stop = time.perf_counter_ns()
+        work = recorder.take()
+        found.append(Recorded(work, (stop - start) * 1e-9, (stop - work[-1].ended_ns) * 1e-9))
+    stage.recorder = None
+    return found
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step as measured and as simulated, with the costs that the simulation took."""
+
+    measured_s: float
+    simulated_s: float
+    costs: Any
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_s / self.simulated_s
+
+
+def compare(stages: Sequence[Recorded], num_chunks: int) -> Prediction:
+    """Return one step of all stages beside its simulation."""
+    from tds.schedule import simulate
+
+    costs = costs_of([each.work for each in stages], num_chunks)
+    actions = [[work.action for work in each.work] for each in stages]
+    timeline = simulate(actions, costs, num_chunks)
+    tail_s = min(each.tail_s for each in stages)  # the others' holds their wait for the slowest
+    return Prediction(max(each.step_s for each in stages), timeline.step_s + tail_s, costs)
+
+
+def costs_of(stages: Sequence[Sequence[Any]], num_chunks: int) -> Any:
+    """Return the costs of a recorded step."""
+    from tds.schedule import Backward, BackwardInput, BackwardWeight, Costs, Forward
+
+    seconds: dict[tuple[type, int], list[float]] = defaultdict(list)
+    for stage, works in enumerate(stages):
+        for work in works:
+            piece = work.action.chunk * len(stages) + stage
+            seconds[type(work.action), piece].append(work.work_ns * 1e-9)
+
+    def means(*kinds: type) -> tuple[float, ...]:
+        found = [[s for kind in kinds for s in seconds[kind, piece]] for piece in range(num_chunks * len(stages))]
+        return tuple(statistics.fmean(each) if each else 0.0 for each in found)
+
+    return Costs(means(Forward), means(Backward, BackwardInput), means(BackwardWeight), transfer_s(stages, num_chunks))
+
+
+def transfer_s(stages: Sequence[Sequence[Any]], num_chunks: int) -> float:
+    """Return the median time of a message that was waited for, from the end of the action that sent it."""
+    from tds.schedule import Forward, sent
+    from tds.schedule.messages import received
+
+    p = len(stages)
+    sent_ns = {}
+    for stage, works in enumerate(stages):
+        for work in works:
+            message = sent(work.action, stage, p, num_chunks)
+            if message is not None:
+                piece = work.action.chunk * p + stage + (1 if isinstance(work.action, Forward) else -1)
+                sent_ns[message.kind, message.micro_batch, piece] = work.ended_ns
+    found = []
+    for stage, works in enumerate(stages):
+        for work in works:
+            message = received(work.action, stage, p, num_chunks)
+            if message is None or not work.waits:
+                continue
+            left = sent_ns[message.kind, message.micro_batch, work.action.chunk * p + stage]
+            began, ended = work.waits[-1]
+            if began < left:
+                found.append(max(0, ended - left) * 1e-9)
+    return statistics.median(found) if found else 0.0

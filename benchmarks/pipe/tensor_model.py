@@ -1,0 +1,47 @@
+"""The model of the tensor-parallel case: the layers of ``megatron.model``, cut over a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.pipe.case import Case
+from benchmarks.pipe.model import SEED, STD, Model
+from megatron.model.init import initialize
+from megatron.model.sizes import Place, Sizes
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.groups import SINGLE
+from megatron.pipe.gpt2 import layer_specs
+
+
+def make_tensor_model(case: Case, group: Any) -> Model:
+    """Return the model over ``group`` (``megatron.mpu``'s; None for one process)."""
+    place = Place(SINGLE if group is None else group)
+    given = case.sizes
+    sizes = Sizes(
+        num_layers=given.num_layers,
+        hidden_size=given.hidden_size,
+        num_attention_heads=given.num_attention_heads,
+        vocab_size=given.vocab_size,
+        max_position_embeddings=given.seq_length,
+        kv_hidden_size=given.hidden_size // given.num_attention_heads,
+        ff_hidden_size=4 * given.hidden_size,
+        activation="gelu-tanh",
+        untie_embeddings=True,
+    )
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        each = vocab_parallel_cross_entropy(
+            logits, labels.t().contiguous(), vocab_size=sizes.vocab_size, group=place.group
+        )
+        return each.mean()
+
+    def finish(module: nn.Module) -> None:
+        initialize(module.named_parameters(), seed=SEED, std=STD, num_layers=sizes.num_layers)
+
+    def inputs_of(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tokens, torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+
+    return Model(layer_specs(sizes, place), loss_fn, finish, inputs_of)

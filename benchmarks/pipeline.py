@@ -1,0 +1,196 @@
+"""Time our pipeline engine beside DeepSpeed's and torch's, in one run.
+
+    python benchmarks/pipeline.py --out runs/pipeline
+
+Every contender is a set of processes with one thread each that stay for a whole case; all train the same GPT from the
+same weights on the same tokens (their first losses must agree to 1e-5). They take turns, in an order that rotates;
+medians over rounds are reported, and ratios within rounds. Which cuts take part is chosen by the time of each layer,
+measured first; every contender may cut between the same layers, attention and feed-forward being two.
+
+DIR gets table.txt, turns.jsonl (a line for each turn) and speed.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import surroundings  # noqa: E402
+from benchmarks.pipe.bars import Bar, bars  # noqa: E402
+from benchmarks.pipe.case import Case, Contender  # noqa: E402
+from benchmarks.pipe.record import Record, check_losses  # noqa: E402
+from benchmarks.pipe.tables import draw, row, table  # noqa: E402
+from benchmarks.pipe.teams import START_METHODS, Team, assembled  # noqa: E402
+from benchmarks.pipe.worker import Order  # noqa: E402
+from benchmarks.plain_gpt import GPTSizes  # noqa: E402
+
+MAIN = GPTSizes(num_layers=8, hidden_size=256, num_attention_heads=8, vocab_size=8192, seq_length=256)
+DEEP = replace(MAIN, num_layers=16, vocab_size=4096)
+SMALL = GPTSizes(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
+KINDS = ("main", "deep", "tensor")
+RECORDED_STEPS = 3
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the benchmark's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns that count, of each contender (default: 5)")
+    parser.add_argument("--warm-up", type=int, default=2, help="turns ahead of them (default: 2)")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps in a turn (default: 1)")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4, 16], help="of the main cases")
+    parser.add_argument("--cases", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--cuts", type=int, default=3, help="how many of its best cuts each engine runs (default: 3)")
+    parser.add_argument("--only", nargs="+", help="take contenders alone whose names hold one of these texts")
+    parser.add_argument("--smoke", action="store_true", help="a model of no use, a few turns: whether it runs at all")
+    parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--start-method", choices=START_METHODS, default=START_METHODS[0], help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Return the cases that the options ask for, in the order of their running."""
+    main, deep, batch = (SMALL, replace(SMALL, num_layers=4), 2) if args.smoke else (MAIN, DEEP, 4)
+    found = []
+    if "main" in args.cases:
+        for m in args.micro_batches:
+            bar = 0.93 if m == 8 else None
+            found.append(Case(name=f"m={m}", sizes=main, micro_batch_size=batch, num_micro_batches=m, bar=bar))
+    if "deep" in args.cases:
+        found.append(Case(name="deep m=16", sizes=deep, micro_batch_size=batch, num_micro_batches=16, bar=0.94))
+    if "tensor" in args.cases:
+        found.append(Case(name="tensor m=8", sizes=main, micro_batch_size=batch, num_micro_batches=8, tensor=2))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the cases; print and write tables, bars, turns and the picture."""
+    args = parse_args(argv)
+    if args.smoke:
+        args.rounds, args.warm_up = min(args.rounds, 2), 1
+    args.out.mkdir(parents=True, exist_ok=True)
+    text, drawn = [], {}
+    result: dict[str, Any] = {"surroundings": surroundings(), "cases": {}}
+    with (args.out / "turns.jsonl").open("w") as lines:
+        _write(lines, what="surroundings", **result["surroundings"])
+        for case in cases_of(args):
+            records = run_case(case, args, lines)
+            drawn[case] = records
+            found = bars(case, records)
+            text.append("\n".join([table(case, records), "", *map(str, found), ""]))
+            print(text[-1], flush=True)
+            rows = [row(case, record, records) for record in records.values()]
+            result["cases"][case.name] = {"rows": rows, "bars": [_told(bar) for bar in found]}
+            _write(lines, what="result", case=case.name, **result["cases"][case.name])
+    (args.out / "table.txt").write_text("\n".join(text))
+    draw(drawn, args.out / "speed.png")
+    print(f"written: {args.out}/table.txt, turns.jsonl, speed.png")
+    return result
+
+
+def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Record]:
+    """Let the contenders of one case take their turns."""
+    from benchmarks.pipe.line_up import line_up
+
+    costs = layer_costs(case, args.start_method)
+    _write(lines, what="layers", case=case.name, seconds=costs)
+    contenders = [each for each in line_up(case, costs, args.cuts) if _is_wanted(each, args.only)]
+    if not contenders:
+        raise ValueError(f"--only must name a contender of case {case.name}, got {args.only}; see {args.out}/table.txt")
+    with assembled(case, contenders, args.start_method) as teams:
+        records = {name: Record(team.contender, cut=_cut(case, team)) for name, team in teams.items()}
+        for number in range(args.warm_up + args.rounds):
+            start = time.time()
+            for name in _rotated(list(teams), number):
+                _turn(case, number, args, teams[name], records[name], lines)
+            _progress(case, number + 1, args, len(teams), time.time() - start)
+        worst = check_losses(records.values())
+        print(f"{case.name}: the first losses differ by at most {worst:.1e}", file=sys.stderr)
+        _look_closer(case, args, teams, records)
+    return records
+
+
+def layer_costs(case: Case, start_method: str) -> list[float]:
+    """Return seconds of each layer, forward and backward, as two processes at once measure them."""
+    layers = "tensor" if case.tensor > 1 else "half"
+    probe = Contender(name="probe", kind="side by side", layers=layers)
+    alone = replace(case, tensor=1, num_stages=2)
+    with assembled(alone, [probe], start_method) as teams:
+        found = teams[probe.name].ask(Order("layers"))
+    return [statistics.fmean(each) for each in zip(*found, strict=True)]
+
+
+def _turn(case: Case, number: int, args: argparse.Namespace, team: Team, record: Record, lines: Any) -> None:
+    answers = team.ask(Order("run", number * args.steps, args.steps))
+    told = next(each["losses"] for each in reversed(answers) if each["losses"][-1] is not None)
+    record.losses += told
+    seconds = [each["seconds"] / args.steps for each in answers]
+    cpu_s = sum(each["cpu_s"] for each in answers) / args.steps
+    if number >= args.warm_up:
+        record.seconds.append(seconds)
+        record.cpu_s.append(cpu_s)
+    name, counts = team.contender.name, number >= args.warm_up
+    _write(lines, what="turn", case=case.name, round=number, counts=counts, contender=name, seconds=seconds,
+           cpu_s=cpu_s, losses=told)  # fmt: skip
+
+
+def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team], records: dict[str, Record]) -> None:
+    """After the turns: memory of the first stage, and steps of ours beside their simulation."""
+    from benchmarks.pipe.predict import compare
+
+    step = (args.warm_up + args.rounds) * args.steps
+    for name, team in teams.items():
+        if team.contender.num_ranks(case) == case.num_stages * case.tensor:
+            held = team.ask(Order("memory", step))[0]
+            records[name].first_stage_bytes = (held["before_bytes"], held["added_bytes"])
+        if team.contender.kind == "ours":
+            ranks = team.ask(Order("costs", step + 1, RECORDED_STEPS))[:: case.tensor]
+            for stages in zip(*ranks, strict=True):
+                records[name].measured_to_simulated.append(compare(stages, team.contender.chunks).ratio)
+
+
+def _cut(case: Case, team: Team) -> str:
+    from benchmarks.pipe.cuts import told
+    from benchmarks.pipe.model import make_model
+
+    bounds = team.ask(Order("cut"))[0]
+    return told(bounds, make_model(case, team.contender.layers).specs) if bounds else ""
+
+
+def _is_wanted(contender: Contender, only: Sequence[str] | None) -> bool:
+    return only is None or any(text in contender.name for text in only)
+
+
+def _rotated(names: list[str], number: int) -> list[str]:
+    shift = number % len(names)
+    return names[shift:] + names[:shift]
+
+
+def _progress(case: Case, done: int, args: argparse.Namespace, num_teams: int, round_s: float) -> None:
+    total = args.warm_up + args.rounds
+    end = time.strftime("%H:%M", time.localtime(time.time() + (total - done) * round_s))
+    print(f"{case.name}: round {done} of {total}, {num_teams} contenders, {round_s:.0f} s; ends about {end}",
+          file=sys.stderr, flush=True)  # fmt: skip
+
+
+def _told(bar: Bar) -> dict[str, Any]:
+    return asdict(bar) | {"is_met": bar.is_met}
+
+
+def _write(lines: Any, **values: Any) -> None:
+    lines.write(json.dumps(values) + "\n")
+    lines.flush()
+
+
+if __name__ == "__main__":
+    main()
