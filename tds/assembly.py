@@ -13,6 +13,7 @@ from tds import channels, section
 from tds.exchange import Exchange
 from tds.optimizers import Gradients, gradients_of
 from tds.plan import Plan
+from tds.reduction import Reduction
 from tds.stage import Stage
 from tds.transport import Links
 from tds.waiting import default_timeout
@@ -63,6 +64,17 @@ def make_gradients(engine: PipelineEngine) -> Gradients | None:
     if engine.optimizer is None:
         return None
     return gradients_of(engine.optimizer, engine.zero_optimization_stage())
+
+
+def make_reduction(engine: PipelineEngine, gradients: Gradients | None) -> Reduction | None:
+    """Return the sums over replicas; None with one replica, or where the optimizer adds up by itself."""
+    if gradients is None or engine.grid.data_parallel_size == 1:
+        return None
+    module = engine.module
+    own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
+    chunks = [own(chunk) for chunk in range(num_chunks(module))]
+    tied = [weight for weight, _ in module.get_tied_weights_and_groups()]
+    return Reduction(chunks, tied, gradients, engine.grid.get_data_parallel_group())
 
 
 def make_stage(engine: PipelineEngine) -> Stage:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.module import PipelineError
 
-from tds import assembly, evaluation, section, train_step
+from tds import assembly, boundary, evaluation, section, train_step
 from tds.batches import BatchSource
 from tds.call import Call
 from tds.loss import LossMeter
@@ -51,6 +51,7 @@ class PipelineEngine(LayerCheckpoints):
         assembly.configure_recompute(self)
         self._plan = assembly.make_plan(self)
         self._gradients = assembly.make_gradients(self)
+        self._reduction = assembly.make_reduction(self, self._gradients)
         self._stage = assembly.make_stage(self)
         if self.training_data:
             self.set_dataloader(assembly.make_dataloader(self))
@@ -72,9 +73,10 @@ class PipelineEngine(LayerCheckpoints):
         self.module.train()
         with self.report.step():
             call = self._training_call()
+            self._stage.exchange.window = self._plan.window(self.micro_batches)
             self._stage.run(self._plan.training(self.micro_batches), call)
             self.micro_steps += self.micro_batches
-            self.agg_train_loss = loss = train_step.finish(self, call.meter, self._gradients)
+            self.agg_train_loss = loss = train_step.finish(self, call.meter, self._gradients, call.reduction)
         return loss
 
     def eval_batch(
@@ -101,17 +103,21 @@ class PipelineEngine(LayerCheckpoints):
         call = self._evaluation_call(data_iter, number, compute_loss)
         with evaluation.untouched(self.module, self.device), torch.no_grad():
             self.module.eval()
+            self._stage.exchange.window = self._plan.window(number, is_training=False)
             self._stage.run(self._plan.evaluation(number), call)
             result = evaluation.result(self, call, compute_loss, reduce_output, bcast_loss)
         return (result, call.last_output) if return_logits else result
 
     def _training_call(self) -> Call:
+        if self._reduction is not None:
+            self._reduction.reset()
         return Call(
             source=BatchSource(self.data_iterator, self.batch_fn, self.stage_id),
             is_training=True,
             meter=LossMeter(self.micro_batches, self.nominal_weight, self.device),
             loss_fn=self.module.loss_fn,
             gradients=self._gradients,
+            reduction=self._reduction,
             loss_scale=1.0 if self._gradients is None else self._gradients.loss_scale(),
             on_micro_batch=self.on_micro_batch,
             part=self.report.part,
@@ -152,6 +158,18 @@ class PipelineEngine(LayerCheckpoints):
                 to the list of that stage's actions (``tds.schedule``), which is proven to run before it is used.
         """
         self._plan.set(schedule)
+
+    def set_input_grad(self, values: Sequence[bool] | None) -> None:
+        """Declare which of the tensors that cross a stage have a gradient, from the next call on."""
+        boundary.set_list(self.module, "_input_grad", values)
+
+    def set_input_type(self, values: Sequence[Any] | None) -> None:
+        """Declare the types ("float", "int", "bool" or a dtype) of the tensors that cross a stage."""
+        boundary.set_list(self.module, "_input_type", values)
+
+    def set_input_pipe_partitioned(self, values: Sequence[bool] | None) -> None:
+        """Declare which of the tensors that cross a stage are cut over the tensor group while they travel."""
+        boundary.set_list(self.module, "_input_pipe_partitioned", values)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size by another number of micro-batches; raises ValueError if it does not divide."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from tds.schedule import Action, ScheduleError, forward_only, schedule_named, validate
 from tds.schedule.orders import Order
+from tds.window import send_window
 
 BY_DEFAULT = {False: "1f1b", True: "interleaved"}
 
@@ -43,14 +44,17 @@ class Plan:
 
     def evaluation(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of an eval_batch."""
-        return _forward_only(self.num_stages, num_micro_batches, self.stage, self.num_chunks)
+        return _forwards(self.num_chunks)(self.num_stages, num_micro_batches, self.stage)
+
+    def window(self, num_micro_batches: int, *, is_training: bool = True) -> int:
+        """Return how many messages of a kind may wait for a neighbour to take them."""
+        order = self.order if is_training else _forwards(self.num_chunks)
+        return send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
 
 
-@functools.lru_cache(maxsize=8)
-def _forward_only(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> list[Action]:
-    if num_chunks == 1:
-        return forward_only(num_stages, num_micro_batches, stage)
-    return forward_only(num_stages, num_micro_batches, stage, num_chunks)
+@functools.lru_cache
+def _forwards(num_chunks: int) -> Order:
+    return forward_only if num_chunks == 1 else functools.partial(forward_only, num_chunks=num_chunks)
 
 
 def _named(name: Any, num_chunks: int) -> Order:

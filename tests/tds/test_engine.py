@@ -77,7 +77,7 @@ def test_a_dead_peer_is_named_with_action_and_micro_batch() -> None:
 def _die_between(rank: int, toy: Toy) -> None:
     engine = make_engine(toy, 1)
     if rank == 1:
-        train_step.reduce_gradients = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        train_step.add_up_replicas = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     engine.train_batch(iter(toy.batches()))
 
 
