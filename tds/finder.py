@@ -22,7 +22,7 @@ OURS, THEIRS = "tds", "deepspeed"
 class Finder(MetaPathFinder, Loader):
     """Finds ``tds.*`` that is no file of tds in DeepSpeed.
 
-    It stands ahead of Python's own finder, which would load the files of ``deepspeed.ops`` a second time as ``tds.ops``.
+    It stands ahead of Python's finder, which would load the files of ``deepspeed.ops`` a second time as ``tds.ops``.
     """
 
     def find_spec(

@@ -1,0 +1,45 @@
+"""Public names of DeepSpeed's pipeline engine that ours has no use for and programs read or call all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class StockNames(DeepSpeedEngine):
+    """The part of the engine that is there for programs written for DeepSpeed's."""
+
+    grid: Any
+    stage_id: int
+
+    @property
+    def prev_stage(self) -> int:
+        """The stage ahead of this one; -1 on the first."""
+        return self.stage_id - 1
+
+    @property
+    def next_stage(self) -> int:
+        """The stage after this one; the number of stages on the last."""
+        return self.stage_id + 1
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """True with more than one stage."""
+        return self.grid.pipe_parallel_size > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """True with more than one replica."""
+        return self.grid.data_parallel_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """True if layers are cut over a tensor group."""
+        return self.grid.model_parallel_size > 1
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: boolean tensors cross a stage as they are, wherever they stand."""
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: each call announces its shapes anew."""
