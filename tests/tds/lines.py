@@ -1,0 +1,136 @@
+"""Exchanges without an engine: pieces of a small model that pass on every form of structure, and one process's result.
+
+Piece k of the model returns, by k modulo 4: a tensor; a tuple (mask, hidden); a dict with a float that has no gradient
+and two that have one; a list (indices, hidden).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tds import channels
+from tds.exchange import Exchange
+from tds.schedule import Action, Backward, Forward, received, sent
+from tds.transport import Links
+from tds.wire import Slice
+
+CPU = torch.device("cpu")
+
+
+def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) -> Exchange:
+    """Return this rank's exchange; the ranks of the world are the stages."""
+    stage, num_stages = dist.get_rank(), dist.get_world_size()
+    grid = SimpleNamespace(
+        get_pipe_parallel_group=lambda: dist.group.WORLD,
+        get_stage_id=lambda: stage,
+        get_global_rank=lambda: stage,
+        pipe_parallel_size=num_stages,
+        pipe_groups=[list(range(num_stages))],
+    )
+    ranks = list(range(num_stages))
+    groups, must_open = channels.message_groups(grid, CPU, num_chunks)
+    if must_open:
+        channels.open_channels(groups, ranks, stage, CPU, num_chunks)
+    links = Links(stage, ranks, groups, Slice(), CPU, timedelta(seconds=timeout_s))
+    return Exchange(links, num_chunks=num_chunks, **options)
+
+
+def run_piece(piece: int, value: Any, weight: torch.Tensor) -> Any:
+    """Return what ``piece`` makes of ``value``."""
+    if isinstance(value, tuple):
+        mask, hidden = value
+        hidden = torch.where(mask, hidden, -2 * hidden)
+    elif isinstance(value, dict):
+        hidden = value["hidden"] * value["factor"] + value["more"]
+    elif isinstance(value, list):
+        hidden = value[1][:, value[0]]
+    else:
+        hidden = value
+    hidden = torch.tanh(hidden * weight + piece)
+    if piece % 4 == 1:
+        return hidden > 0.5, hidden
+    if piece % 4 == 2:
+        return {"hidden": hidden, "factor": hidden.detach() * 0.5, "more": hidden * 3}
+    return [torch.arange(hidden.shape[1]).flip(0), hidden] if piece % 4 == 3 else hidden
+
+
+def loss_of(value: Any) -> torch.Tensor:
+    """Return a number that depends on every float in ``value``."""
+    leaves = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
+    return sum((x * torch.arange(1, 1 + x.numel()).view_as(x)).sum() for x in leaves if x.is_floating_point())  # type: ignore[return-value]
+
+
+def micro_batch(index: int, rows: int = 2) -> torch.Tensor:
+    return torch.randn(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+
+
+def weights(num_pieces: int) -> list[torch.Tensor]:
+    return [torch.full((3,), 0.5 + 0.1 * k, dtype=torch.float64, requires_grad=True) for k in range(num_pieces)]
+
+
+def drive(
+    exchange: Exchange, actions: Sequence[Action], inputs: Sequence[torch.Tensor], is_training: bool = True
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Do ``actions``; return (the losses on the last stage, the gradients of this stage's weights by chunk)."""
+    stage, num_stages, num_chunks = exchange.links.stage, exchange.links.num_stages, exchange.num_chunks
+    every = weights(num_stages * num_chunks)
+    own = [every[chunk * num_stages + stage] for chunk in range(num_chunks)]
+    place = stage, num_stages, num_chunks
+    in_flight: dict[Any, Any] = {}
+    losses = []
+    exchange.begin(actions, is_training=is_training)
+    with torch.set_grad_enabled(is_training):
+        for action in actions:
+            came, goes = received(action, *place), sent(action, *place)
+            key = action.micro_batch, action.chunk
+            if isinstance(action, Forward):
+                value, leaves = exchange.take_activations(came) if came else (inputs[action.micro_batch], [])
+                output = run_piece(action.chunk * num_stages + stage, value, own[action.chunk])
+                if goes is None:
+                    ends = [loss_of(output)]
+                    losses.append(ends[0].item())
+                else:
+                    ends = exchange.send_activations(goes, output)
+                in_flight[key] = leaves, ends
+            else:
+                leaves, ends = in_flight.pop(key)
+                torch.autograd.backward(ends, exchange.take_gradients(came) if came else None)
+                if goes is not None:
+                    exchange.send_gradients(goes, [leaf.grad for leaf in leaves])
+    exchange.finish()
+    return losses, [weight.grad for weight in own]
+
+
+def in_one_process(num_pieces: int, inputs: Sequence[torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:
+    """Return the losses and the gradient of each piece's weight."""
+    own = weights(num_pieces)
+    losses = []
+    for value in inputs:
+        for piece, weight in enumerate(own):
+            value = run_piece(piece, value, weight)
+        loss = loss_of(value)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, [weight.grad for weight in own]
+
+
+def chunk_by_chunk(num_micro_batches: int, num_chunks: int) -> list[Action]:
+    """Return all forwards of one chunk after those of another, then the backwards: valid on every stage."""
+    forwards: list[Action] = [Forward(i, c) for c in range(num_chunks) for i in range(num_micro_batches)]
+    return forwards + [Backward(i, c) for c in reversed(range(num_chunks)) for i in range(num_micro_batches)]
+
+
+def check(results: list[Any], inputs: Sequence[torch.Tensor], num_chunks: int = 1) -> None:
+    """Compare what every rank returned from ``drive`` with one process, to the bit."""
+    num_stages = len(results)
+    losses, gradients = in_one_process(num_stages * num_chunks, inputs)
+    assert results[-1][0] == losses
+    for stage, (_, own) in enumerate(results):
+        for chunk, gradient in enumerate(own):
+            assert torch.equal(gradient, gradients[chunk * num_stages + stage]), (stage, chunk)
