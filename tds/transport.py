@@ -140,7 +140,7 @@ class Transport:
     def _lost(self, error: RuntimeError, transfer: Transfer, doing: str) -> RuntimeError:
         message, peer = transfer.message, transfer.message.peer
         chunk = f" chunk {message.chunk}" if message.chunk else ""
-        during = f" ahead of {self.action}" if self.action is not None and doing == "receiving" else ""
+        during = f" during {self.action}" if self.action is not None and doing == "receiving" else ""
         return RuntimeError(
             f"stage {self.links.stage} lost stage {peer} (rank {self.links.ranks[peer]}) while {doing} the "
             f"{transfer.kind.name.lower()} of micro-batch {message.micro_batch}{chunk}{during}: {error}"

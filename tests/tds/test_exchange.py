@@ -250,9 +250,7 @@ def test_an_exchange_knows_what_it_waits_for_when_a_neighbour_is_gone() -> None:
     transport.action = Backward(3, 1)
     message = Message(Kind.GRADIENT, 3, 1, 2)
     transfer = SimpleNamespace(kind=Kind.GRADIENT, message=message, work=Gone())
-    words = (
-        r"stage 1 lost stage 2 \(rank 6\) while receiving the gradient of micro-batch 3 chunk 1 ahead of Backward\(m"
-    )
+    words = r"stage 1 lost stage 2 \(rank 6\) while receiving the gradient of micro-batch 3 chunk 1 during Backward\(m"
     with pytest.raises(RuntimeError, match=words):
         transport.wait_for(transfer)  # type: ignore[arg-type]
     assert transport.waiting == ("receiving", Kind.GRADIENT, message)
