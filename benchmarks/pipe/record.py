@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -58,13 +59,13 @@ def check_losses(records: Iterable[Record]) -> float:
     worst = 0.0
     for step in range(min(NUM_EQUAL_LOSSES, *(len(record.losses) for record in records))):
         by_name = {record.contender.name: record.losses[step] for record in records}
-        low, high = min(by_name, key=by_name.__getitem__), max(by_name, key=by_name.__getitem__)
-        worst = max(worst, by_name[high] - by_name[low])
-        if not worst <= LOSS_TOLERANCE:
+        difference = max(by_name.values()) - min(by_name.values())
+        if not (all(map(math.isfinite, by_name.values())) and difference <= LOSS_TOLERANCE):
             raise UnequalError(
-                f"contenders must train the same thing, got losses at step {step} that differ by {worst:.2e}, above "
-                f"{LOSS_TOLERANCE}: {by_name}"
+                f"contenders must train the same thing, got losses at step {step} that differ by {difference:.2e}, "
+                f"above {LOSS_TOLERANCE}, or are no numbers: {by_name}"
             )
+        worst = max(worst, difference)
     return worst
 
 

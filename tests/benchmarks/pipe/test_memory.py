@@ -1,0 +1,35 @@
+"""Bytes that a step holds in tensors are counted, not guessed."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.pipe.memory import bytes_alive, measure
+from tests.harness import run_ranks
+
+NUMEL = 1 << 20
+
+
+def counted(rank: int) -> tuple[int, tuple[int, int]]:
+    kept = torch.zeros(NUMEL, requires_grad=True)
+    kept.grad = torch.zeros(NUMEL)
+    views = [kept.detach()[:5], kept.detach().view(2, -1)]
+    alive = bytes_alive()
+
+    def step() -> None:
+        first = torch.empty(NUMEL)
+        del first
+        both = [torch.empty(NUMEL), torch.empty(NUMEL)]
+        both.clear()
+        torch.empty(NUMEL)
+
+    found = measure(step)
+    assert len(views) == 2
+    return alive, found
+
+
+def test_views_count_once_gradients_count_and_the_peak_is_what_lay_there_at_once() -> None:
+    alive, (before, added) = run_ranks(1, counted, init=False)[0]
+    assert 8 * NUMEL <= before <= alive + 4096
+    assert 8 * NUMEL <= alive < 12 * NUMEL
+    assert 8 * NUMEL <= added < 8.1 * NUMEL
