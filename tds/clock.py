@@ -26,6 +26,10 @@ class HostClock:
         """Return when ``mark`` was, in nanoseconds of the host's monotonic clock."""
         return mark
 
+    def is_reached(self, mark: int) -> bool:
+        """True: the host has done what it marks."""
+        return True
+
     def align(self) -> None:
         """Do nothing: this is the host's clock."""
 
@@ -55,6 +59,10 @@ class CudaClock:
     def nanoseconds(self, mark: Any) -> int:
         """Return when ``mark`` was reached, in nanoseconds of the host's monotonic clock. Waits until it is."""
         return self._aligned_ns + round(self.seconds(self._aligned, mark) * 1e9)
+
+    def is_reached(self, mark: Any) -> bool:
+        """True if the device has done all that was queued ahead of ``mark``."""
+        return mark.query()
 
     def align(self) -> None:
         """Note an event and the host's time at one moment, to which ``nanoseconds`` refers. Waits for the stream.

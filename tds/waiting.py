@@ -1,4 +1,4 @@
-"""How long a rank waits for another: as long as the default process group says, in every group of a pipeline.
+"""How long a rank waits for another, in every group of a pipeline: what the JSON or the default process group says.
 
 DeepSpeed makes its groups without a timeout, so they would wait for the backend's 10 or 30 minutes.
 """
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from deepspeed.utils import groups as _deepspeed_groups
 from torch.distributed import distributed_c10d
 
+NCCL_GRACE = timedelta(seconds=2)
+"""NCCL's own watchdog aborts the process without a word of ours, so it comes after the one in ``tds.watchdog``."""
 GRID_GROUPS = ("ds_model_proc_group", "dp_proc_group", "pp_proc_group", "slice_proc_group")
 
 
@@ -23,13 +25,14 @@ def default_timeout() -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def limit_waits(module: Any) -> None:
-    """Give every group that DeepSpeed made for ``module`` the timeout of the default group."""
-    timeout = default_timeout()
-    if timeout is None:
+def limit_waits(module: Any, limit: timedelta | None = None) -> None:
+    """Give every group that DeepSpeed made for ``module`` the time limit, by default that of the default group."""
+    limit = default_timeout() if limit is None else limit
+    if limit is None:
         return
     for group in groups_of(module):
-        distributed_c10d._set_pg_timeout(timeout, group)
+        grace = NCCL_GRACE if dist.get_backend(group) == "nccl" else timedelta()
+        distributed_c10d._set_pg_timeout(limit + grace, group)
 
 
 def groups_of(module: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ def test_the_hosts_clock_counts_seconds_between_marks() -> None:
     after = clock.mark()
     assert 0.01 <= clock.seconds(before, after) < 1
     assert clock.nanoseconds(after) - clock.nanoseconds(before) == after - before
+    assert clock.is_reached(after)
     clock.align()
     clock.free([before, after])
 
@@ -36,7 +37,7 @@ def test_the_gpus_clock_counts_the_work_between_marks_and_reuses_events() -> Non
     torch.cuda._sleep(10_000_000)
     after = clock.mark()
     seconds = clock.seconds(before, after)
-    assert seconds > 1e-3
+    assert seconds > 1e-3 and clock.is_reached(after)
     assert abs(clock.nanoseconds(before) - began) < 50_000_000
     clock.free([before, after])
     assert clock.mark() in (before, after)

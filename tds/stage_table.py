@@ -1,0 +1,101 @@
+"""The table of stages that rank 0 writes once: which layers lie where, and what they cost."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tds.announce import announce
+from tds.peers import waiting_together
+from tds.profile import LayerCost, name_of_layer
+
+_log = logging.getLogger("tds")
+MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One run of layers on a stage. Times and activations are of one micro-batch; None if nobody measured them."""
+
+    stage: int
+    chunk: int
+    layers: str
+    parameters: int
+    weight_bytes: int
+    costs: Sequence[LayerCost] | None = None
+
+    def cells(self) -> list[str]:
+        row = [f"{self.stage}" + (f".{self.chunk}" if self.chunk else ""), self.layers, f"{self.parameters:,}"]
+        row.append(f"{self.weight_bytes / MEBI:.1f}")
+        if self.costs is not None:
+            row.append(f"{sum(each.forward_s for each in self.costs) * 1e3:.2f}")
+            row.append(f"{sum(each.backward_s for each in self.costs) * 1e3:.2f}")
+            row.append(f"{sum(each.activation_bytes for each in self.costs) / MEBI:.1f}")
+        return row
+
+
+def table(pieces: Sequence[Piece]) -> str:
+    """Return the table as text, one line for each piece in the order of the layers."""
+    heads = ["stage", "layers", "parameters", "weights MiB"]
+    if any(piece.costs is not None for piece in pieces):
+        heads += ["forward ms", "backward ms", "activations MiB"]
+    rows = [heads, *(piece.cells() for piece in pieces)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index == 1 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def told_layers(names: Sequence[str], start: int) -> str:
+    """Return "3-6 Block x 3, Norm": the numbers of the first and last layer, and the names in their order."""
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    span = f"{start}" if len(names) == 1 else f"{start}-{start + len(names) - 1}"
+    return f"{span} " + ", ".join(name if number == 1 else f"{name} x {number}" for name, number in runs)
+
+
+def write(module: Any, stage: int, group: Any, device: torch.device) -> None:
+    """Write the table of ``module`` on rank 0: to be seen after a probe, else as information. Collective."""
+    num_chunks = getattr(module, "chunks", 1)
+    counts = _gathered(module, stage, num_chunks, group, device)
+    cut = getattr(module, "profile", None)
+    names = [name_of_layer(spec) for spec in module._layer_specs]
+    pieces = []
+    for index, (start, stop) in enumerate(itertools.pairwise(module.parts)):
+        chunk, owner = divmod(index, len(counts))
+        parameters, weight_bytes = counts[owner][chunk]
+        costs = None if cut is None else cut.layers[start:stop]
+        pieces.append(Piece(owner, chunk, told_layers(names[start:stop], start), parameters, weight_bytes, costs))
+    if dist.get_rank() != 0:
+        return
+    if cut is not None:
+        announce(f"stages by measured time, per micro-batch:\n{table(pieces)}")
+    else:
+        _log.info("stages:\n%s", table(pieces))
+
+
+def _gathered(
+    module: Any, stage: int, num_chunks: int, group: Any, device: torch.device
+) -> list[list[tuple[int, int]]]:
+    """Return (parameters, their bytes) of each chunk of each stage. Collective over the pipeline."""
+    own = []
+    for chunk in range(num_chunks):
+        parameters = list(module.parameters()) if num_chunks == 1 else module.parameters_of(chunk)
+        own.append((sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)))
+    if dist.get_world_size(group) == 1:
+        return [own]
+    mine = torch.tensor(own, dtype=torch.int64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with waiting_together(stage, "counting the parameters of the stages"):
+        dist.all_gather(every, mine, group=group)
+    return [[(int(number), int(size)) for number, size in each.tolist()] for each in every]

@@ -1,0 +1,205 @@
+"""A watchdog that says who did not come when a rank has waited too long.
+
+Each rank has a daemon thread with a connection of its own to the process group's store, because the main thread is
+stuck in a wait then. A rank whose wait times out raises an alarm in the store. The threads, which look there five
+times a second, print one line each and leave in the store what their rank is at; so a rank that is stuck in a user's
+code answers, and one that was stopped does not. The one that raised the alarm reads the answers and writes down who
+did not come, and every rank's error says so. A store that does not answer is itself the news: its host is gone.
+
+A rank that dies closes its connections, so its neighbours fail at once, and theirs after them: no alarm is raised.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tds import peers
+from tds.verdict import Report, report, told_messages, verdict
+
+POLL_S = 0.2
+GATHER_S = 0.7
+LINGER_S = 0.4
+PATIENCE_S = 1.6
+"""After the alarm: for the answers; for the others to read the verdict; for the verdict itself."""
+GRACE_S = 1.0
+"""The thread raises the alarm itself this long after the limit, where a wait cannot time out (on GPUs)."""
+OUTSIDE = "outside of train_batch and eval_batch"
+
+
+class Watchdog:
+    """Watches one rank of an engine.
+
+    Args:
+        exchange: tells ``action``, ``waiting``, ``history`` and ``links``.
+        store: for this engine alone; None: say what this rank knows, without asking others.
+        names: of every rank, for messages.
+        limit_s: longer waits raise the alarm.
+    """
+
+    def __init__(self, exchange: Any, store: Any, rank: int, names: Sequence[str], limit_s: float) -> None:
+        self._exchange, self._store = exchange, store
+        self._rank, self._names, self._limit_s = rank, names, limit_s
+        self._phase = OUTSIDE
+        self._seen: tuple[Any, ...] = ()
+        self._since = time.monotonic()
+        self._asked = self._has_told = self._is_stopped = False
+        self._heard = threading.Event()
+        self._done = threading.Event()
+        self._wake = threading.Event()
+        self._verdict: str | None = None
+        self._thread = threading.Thread(target=self._watch, name="tds watchdog", daemon=True)
+        if store is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._is_stopped = True
+        self._wake.set()
+
+    @contextmanager
+    def over(self, phase: str) -> Iterator[None]:
+        """Watch what is done within; let an error of a peer that is lost name the one who did not come."""
+        peers.forget()
+        self._exchange.waiting = None
+        self._phase = phase
+        try:
+            yield
+        except RuntimeError as error:
+            told = self._explain(error)
+            if told is None:
+                raise
+            raise RuntimeError(f"{told}. {error}") from error
+        finally:
+            self._phase = OUTSIDE
+
+    def _explain(self, error: RuntimeError) -> str | None:
+        """Return who did not come, if ``error`` is a wait that timed out or comes of another's."""
+        if " lost " not in str(error) or not (is_timeout(error) or self._heard.is_set()):
+            return None
+        self._asked = True
+        self._wake.set()
+        if self._thread.is_alive() and not self._done.wait(PATIENCE_S):
+            self._verdict = "the process group's store does not answer: its host, rank 0 or the launcher, is gone"
+        self._tell(self._report())
+        return self._verdict
+
+    def _watch(self) -> None:
+        while not self._done.is_set():
+            self._wake.wait(POLL_S)
+            if self._is_stopped:
+                return
+            self._wake.clear()
+            try:
+                is_late = self._waited_s() > self._limit_s + GRACE_S
+                if self._asked or is_late or self._store.check(["alarm"]):
+                    self._answer()
+            except RuntimeError as error:
+                self._verdict = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
+                self._done.set()
+
+    def _answer(self) -> None:
+        """Say what this rank is at, and find or fetch the verdict."""
+        store = self._store
+        is_first = not store.check(["alarm"]) and store.add("alarm", 1) == 1
+        self._heard.set()
+        own = self._report()
+        store.set(f"report/{self._rank}", own.encode())
+        self._tell(own)
+        if is_first:
+            reports = self._gather()
+            store.set("number", str(len(reports)))
+            store.set("verdict", verdict(reports, self._names, self._rank))
+        if _until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S):
+            self._verdict = store.get("verdict").decode()
+            number = int(store.get("number"))
+            store.add("read", 1)
+            _until(lambda: store.add("read", 0) >= number, LINGER_S)  # one of these ranks may be the store's host
+        self._done.set()
+
+    def _gather(self) -> dict[int, Report]:
+        """Return what the ranks say of themselves within ``GATHER_S``."""
+        reports: dict[int, Report] = {}
+        missing = set(range(len(self._names)))
+
+        def has_everyone_told() -> bool:
+            for rank in list(missing):
+                if self._store.check([f"report/{rank}"]):
+                    reports[rank] = Report.decode(self._store.get(f"report/{rank}"))
+                    missing.discard(rank)
+            return not missing
+
+        _until(has_everyone_told, GATHER_S)
+        return reports
+
+    def _state(self) -> tuple[Any, ...]:
+        exchange = self._exchange
+        return self._phase, exchange.action, exchange.waiting, peers.doing_together()
+
+    def _waited_s(self) -> float:
+        """Return for how long this rank has waited for others; 0 while it works."""
+        state = self._state()
+        if state != self._seen:
+            self._seen, self._since = state, time.monotonic()
+        _, _, waiting, together = state
+        return time.monotonic() - self._since if waiting is not None or together is not None else 0.0
+
+    def _report(self) -> Report:
+        self._waited_s()
+        phase, action, waiting, together = self._state()
+        since_s = time.monotonic() - self._since
+        return report(phase, action, waiting, together, since_s, self._exchange.links.ranks)
+
+    def _tell(self, own: Report) -> None:
+        """Write this rank's one line to standard error in one call, so that lines of several ranks do not mix."""
+        if self._has_told:
+            return
+        self._has_told = True
+        messages = told_messages(self._exchange.history)
+        sys.stderr.write(f"tds watchdog: {self._names[self._rank]} {own.words}; {messages}\n")
+        sys.stderr.flush()
+
+
+def is_timeout(error: BaseException) -> bool:
+    """True if ``error``, or what it came from, is a wait that took too long."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).lower()
+        if "timed out" in text or "timeout" in text:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def name_of(rank: int, place: Any) -> str:
+    """Return "rank 3 (stage 1, replica 0)" from a rank's coordinates in DeepSpeed's topology."""
+    tensor = f", tensor {place.model}" if hasattr(place, "model") else ""
+    return f"rank {rank} (stage {place.pipe}, replica {place.data}{tensor})"
+
+
+def own_store(run: str) -> Any:
+    """Return a connection to the store of the default process group, under the prefix ``run``; None if it has none."""
+    try:
+        store: Any = distributed_c10d._get_default_store()
+    except (RuntimeError, ValueError):
+        return None
+    copy = dist.PrefixStore(f"tds/watchdog/{run}", store.clone())
+    copy.set_timeout(timedelta(seconds=PATIENCE_S))
+    return copy
+
+
+def _until(condition: Callable[[], bool], limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
