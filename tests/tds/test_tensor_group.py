@@ -11,9 +11,9 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import tds
-from tds.specs import TensorSpec
 from tds.header import DTYPES
 from tds.pipe import LayerSpec, PipelineModule
+from tds.specs import TensorSpec
 from tds.wire import Layout, Slice
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, check_equal, make_engine, norm_of, reference, train, worst
@@ -44,7 +44,9 @@ def _declared(rank: int, toy: Toy, cuts: list[bool], num_stages: int) -> Any:
     world = dist.get_world_size()
     topology = PipeModelDataParallelTopology(num_pp=num_stages, num_mp=2, num_dp=world // num_stages // 2)
     module = PipelineModule(toy.specs(), topology=topology, loss_fn=toy.loss_fn, partition_method="uniform")
-    if toy.kind == "chain":
+    if not cuts:
+        pass
+    elif toy.kind == "chain":
         module._input_grad, module._input_type, module._input_pipe_partitioned = [True], ["float"], cuts
     else:
         module._input_grad = [True, False, True, False, False]
@@ -61,9 +63,10 @@ def test_partitioned_boundaries_equal_one_process(rows: int) -> None:
         check_equal(run_ranks(4, _declared, toy, cuts, 2), toy, tolerance=1e-12)
 
 
-def test_a_single_partitioned_tensor_equals_one_process_to_the_bit() -> None:
+@pytest.mark.parametrize("cuts", [[True], [False], []], ids=["cut", "whole", "undeclared"])
+def test_a_single_tensor_under_a_tensor_group_equals_one_process_to_the_bit(cuts: list[bool]) -> None:
     toy = Toy("chain", rows=1, wide=5, dtype=torch.float32)
-    check_equal(run_ranks(4, _declared, toy, [True], 2), toy)
+    check_equal(run_ranks(4, _declared, toy, cuts, 2), toy)
 
 
 class _Copy(torch.autograd.Function):

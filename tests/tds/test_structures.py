@@ -1,0 +1,138 @@
+"""Whole engines with layers that return dicts and lists, pass inputs through, or do not look at them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+import tds
+from tds.boundary import Boundary
+from tds.pipe import LayerSpec, PipelineModule
+from tests.harness import run_ranks
+from tests.tds.toys import Dense, Toy, make_engine, reference, train, worst
+
+
+class Fork(nn.Module):
+    """A tensor in; a dict out, with gradients at the first, third and last place."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.left, self.right = Dense(1, wide, torch.float64), Dense(2, wide, torch.float64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        places = torch.arange(x.shape[-1], dtype=torch.int32)
+        return {
+            "left": self.left(x),
+            "mask": x > 0,
+            "right": self.right(x),
+            "places": places,
+            "unused": 2 * self.left(x),
+        }
+
+
+class Use(nn.Module):
+    """The dict in; a list out: what it made, what came in as it was, and a half-precision float without gradient."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.inner = Dense(3, wide, torch.float64)
+
+    def forward(self, x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        made = self.inner(torch.where(x["mask"], x["left"], -x["right"])[..., x["places"].long()])
+        return [made, x["left"], torch.ones((), dtype=torch.bfloat16)]
+
+
+class Join(nn.Module):
+    """The list in; a tensor out. The last item is 1."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.linspace(0, 1, wide, dtype=torch.float64))
+
+    def forward(self, x: list[torch.Tensor]) -> torch.Tensor:
+        assert type(x) is list
+        return x[0] * x[1] * x[2].double() + self.bias
+
+
+class Deaf(nn.Module):
+    """Returns a parameter of its own, whatever comes in."""
+
+    def __init__(self, rows: int, wide: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, wide, dtype=torch.float64).repeat(rows, 4, 1))
+
+    def forward(self, _: Any) -> torch.Tensor:
+        return self.weight * 2
+
+
+class Structures(Toy):
+    def specs(self) -> list[Any]:
+        if self.kind == "deaf":
+            return [LayerSpec(Dense, 5, self.wide, self.dtype), LayerSpec(Deaf, self.rows, self.wide)]
+        return [LayerSpec(Fork, self.wide), LayerSpec(Use, self.wide), LayerSpec(Join, self.wide)]
+
+
+class Growing(Toy):
+    """Every micro-batch has another number of rows."""
+
+    def batch(self, index: int, wide_rows: int | None = None) -> tuple[Any, Any]:
+        return super().batch(index, 1 + index % 3)
+
+
+def _train(rank: int, toy: Toy, num_stages: int, options: dict[str, Any]) -> Any:
+    return train(make_engine(toy, num_stages, **options), toy)
+
+
+def _check(results: list[Any], toy: Toy) -> None:
+    """Compare with one process, to the bit; what has no gradient there has zeros here."""
+    loss, gradients = reference(toy)
+    for got_loss, got, _ in results:
+        assert torch.equal(got_loss, loss)
+        for name, gradient in got.items():
+            assert torch.equal(gradient, gradients.get(name, torch.zeros_like(gradient))), name
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_layers_that_return_dicts_and_lists_train_as_in_one_process(num_stages: int) -> None:
+    toy = Structures(layers=3)
+    _check(run_ranks(num_stages, _train, toy, num_stages, {}), toy)
+
+
+def test_a_stage_that_does_not_look_at_its_input_returns_zeros() -> None:
+    toy = Structures("deaf", layers=2)
+    results = run_ranks(2, _train, toy, 2, {})
+    _check(results, toy)
+    assert len(results[0][1]) == 2, "the first stage has gradients, all zero"
+
+
+def test_an_engine_with_dynamic_shape_takes_micro_batches_of_any_size() -> None:
+    toy = Growing("many")
+    _check(run_ranks(2, _train, toy, 2, {"dynamic_shape": True}), toy)
+
+
+def _cut(rank: int, toy: Toy) -> Any:
+    tds.init_distributed("gloo", verbose=False)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    module = PipelineModule(toy.specs(), topology=topology, loss_fn=toy.loss_fn, partition_method=[0, 1, 3])
+    module.boundary = {
+        0: [
+            Boundary("left", torch.float64, partitioned=True),
+            Boundary("mask", "bool", partitioned=True),
+            Boundary("right"),
+            Boundary("places", torch.int32, partitioned=True),
+            Boundary("unused", "float", partitioned=True),
+        ]
+    }
+    return train(make_engine(toy, 2, module=module), toy)
+
+
+def test_a_dict_crosses_cut_over_the_tensor_group() -> None:
+    """3 x 4 x 5 elements over two ranks divide, 5 indices do not."""
+    toy = Structures(layers=3, wide=5)
+    loss, gradients = reference(toy)
+    for got_loss, got, _ in run_ranks(4, _cut, toy):
+        assert abs(float(got_loss - loss)) < 1e-14 and worst(got, gradients) < 1e-13
