@@ -30,8 +30,8 @@ def _fresh(code: str) -> str:
 
 
 def test_a_program_that_imports_by_our_names_gets_deepspeeds_modules_and_leaves_them_alone() -> None:
-    """In a process of its own: what is loaded when decides much of this."""
-    _fresh(
+    """In a process of its own: what is loaded when decides much of this. Nothing is printed or compiled."""
+    printed = _fresh(
         f"""
 import importlib, sys
 import deepspeed
@@ -63,8 +63,11 @@ files = {{}}
 for name, module in sys.modules.items():
     if name.split(".")[0] in ("tds", "deepspeed") and getattr(module, "__file__", None):
         assert files.setdefault(module.__file__, module) is module, name
+assert not [name for name in sys.modules if name.split(".")[0] == "megatron"]
+assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
 """
     )
+    assert printed == ""
 
 
 def test_every_loaded_module_of_deepspeed_is_ours_by_name_but_four() -> None:
