@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
-from tds import train_step
-from tds.stage import Call
+from tds import report, train_step
+from tds.call import Call
+from tds.module import forwards_uncounted
 
 if TYPE_CHECKING:
     from tds.engine import PipelineEngine
@@ -19,38 +20,64 @@ if TYPE_CHECKING:
 
 @contextmanager
 def untouched(module: Any, device: torch.device) -> Iterator[None]:
-    """Put random numbers and the module's count of forwards (which seeds layers) back as they were."""
+    """Put random numbers and the module's counts of forwards (which seed layers) back as they were."""
     devices = [device] if device.type == "cuda" else []
-    offset = module.micro_offset
-    with torch.random.fork_rng(devices=devices):
+    tracker = checkpointing.get_cuda_rng_tracker()
+    states = tracker.get_states()
+    with torch.random.fork_rng(devices=devices), forwards_uncounted(module):
         yield
-    module.micro_offset = offset
+    tracker.set_states(states)
     checkpointing.reset()
 
 
-def result(engine: PipelineEngine, call: Call, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
-    """Return the loss or the outputs as ``eval_batch`` promises. Collective.
+def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
+    """Raise for what ``eval_batch`` cannot do, before it runs.
 
     Raises:
         NotImplementedError: an unknown ``reduce_output``.
+        ValueError: no micro-batches.
     """
-    if reduce_output not in (None, "avg"):
+    if reduce_output is not None and str(reduce_output).lower() != "avg":
         raise NotImplementedError(f'reduce_output must be "avg" or None, got {reduce_output!r}')
-    if compute_loss and (reduce_output is not None or bcast_loss):
-        loss, _ = train_step.mean_loss(engine, call.meter)
-        if reduce_output is not None:
-            return loss if bcast_loss or engine.is_last_stage() else None
-    if not engine.is_last_stage():
-        return None
+    if isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches must be a whole number of 1 or more, got {num_micro_batches!r}")
+
+
+def result(engine: PipelineEngine, call: Call, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
+    """Return the loss or the outputs as ``eval_batch`` promises. Collective."""
+    check_arguments(reduce_output, len(call.outputs) or 1)
+    is_last = engine.is_last_stage()
+    if not compute_loss:
+        return _outputs(engine, call.outputs, reduce_output) if is_last else None
+    means = train_step.agree(engine, call.meter).means()
+    report.write_evaluation(engine, means)
     if reduce_output is None:
-        return call.outputs
-    return _mean_output(engine, call.outputs)
+        return call.outputs if is_last else None
+    if not (bcast_loss or is_last):
+        return None
+    return means.loss if len(means.own) == 1 else means.own
 
 
-def _mean_output(engine: PipelineEngine, outputs: list[Any]) -> Any:
-    """Return the mean of the model's outputs over micro-batches and replicas."""
-    if not all(isinstance(output, torch.Tensor) for output in outputs):
-        return [_mean_output(engine, list(parts)) for parts in zip(*outputs, strict=True)]
+def _outputs(engine: PipelineEngine, outputs: list[Any], reduce_output: str | None) -> Any:
+    return outputs if reduce_output is None else mean_output(engine, outputs)
+
+
+def mean_output(engine: PipelineEngine, outputs: Sequence[Any]) -> Any:
+    """Return the mean of the model's outputs over micro-batches and replicas, tensor by tensor. Collective.
+
+    Raises:
+        TypeError: something else than tensors, and tuples, lists and dicts of them.
+    """
+    first = outputs[0]
+    if isinstance(first, Mapping):
+        return {key: mean_output(engine, [output[key] for output in outputs]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return [mean_output(engine, parts) for parts in zip(*outputs, strict=True)]
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(
+            f'reduce_output="avg" takes the mean of tensors, got an output of {type(first).__name__}. '
+            "Pass reduce_output=None to have the outputs as they are."
+        )
     mean = sum(outputs) / len(outputs)
     if engine.grid.data_parallel_size > 1:
         dist.all_reduce(mean, group=engine.grid.get_data_parallel_group())

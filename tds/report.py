@@ -1,7 +1,8 @@
 """The lines that the JSON's "steps_per_print" and "wall_clock_breakdown" ask for, written by rank 0.
 
 "steps_per_print" speaks through DeepSpeed's logger, so it is heard where DeepSpeed's own lines are; the timers print
-in any case, as DeepSpeed's do. Both tell means over the steps since the last line.
+in any case, as DeepSpeed's do. Both tell means over the steps since the last line. DeepSpeed's monitors (TensorBoard,
+CSV, ...) get every step and every evaluation, under DeepSpeed's names.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from deepspeed.utils import log_dist
 from deepspeed.utils import logger as _deepspeed_logger
+
+from tds.agreement import Means
 
 if TYPE_CHECKING:
     from tds.engine import PipelineEngine
@@ -68,8 +71,31 @@ class StepReport:
                 timer.reset()
         if has_line and engine.global_rank == 0 and _deepspeed_logger.isEnabledFor(logging.INFO):
             step_s = self._elapsed_s / self._num_steps
+            others = "".join(f"{name}: {mean:0.4f} " for name, mean in (engine.agg_additional_losses or {}).items())
             log_dist(
-                f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} iter time (s): {step_s:0.3f} "
+                f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} {others}iter time (s): {step_s:0.3f} "
                 f"samples/sec: {engine.train_batch_size() / step_s:0.3f}",
                 ranks=[0],
             )
+
+
+def write_training(engine: PipelineEngine, means: Means) -> None:
+    """Tell the monitors the losses of a step, the learning rate and, with fp16, the scale of the loss."""
+    values = {"train_loss": float(means.loss)} | {name: float(mean) for name, mean in means.additional.items()}
+    values["lr"] = engine.get_lr()[0]
+    if engine.fp16_enabled():
+        values["loss_scale"] = engine.optimizer.loss_scale
+    _write_events(engine, values)
+
+
+def write_evaluation(engine: PipelineEngine, means: Means) -> None:
+    """Tell the monitors the losses of an evaluation."""
+    others = {f"eval_{name}": float(mean) for name, mean in means.additional.items()}
+    _write_events(engine, {"eval_loss": float(means.loss), **others})
+
+
+def _write_events(engine: PipelineEngine, values: dict[str, float]) -> None:
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        engine.monitor.write_events(
+            [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
+        )

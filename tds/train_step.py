@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tds import report
+from tds.agreement import Agreement, agree_on_loss
 from tds.gradients import reduce_gradients, sum_tied
-from tds.loss import LossMeter, agree_on_loss
+from tds.loss import LossMeter
 from tds.norm import clip, global_norm, is_counted
 from tds.optimizers import Gradients, clips_itself
 from tds.peers import waiting_together
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
 def finish(
     engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None, reduction: Reduction | None = None
 ) -> torch.Tensor:
-    """Reduce, step, and return the mean loss of the global batch. Collective.
+    """Reduce, step, and return the mean loss of the global batch; others go to ``engine.agg_additional_losses``.
 
-    Every rank runs the same collectives in the same order: the sums over replicas that the backward has not started
-    yet, the loss, the sums of tied weights, the wait for all sums. Only then may ``on_loss`` raise:
-    nothing is in flight.
+    Collective. Every rank runs the same in the same order: the sums over replicas that the backward has not started
+    yet, the losses, the sums of tied weights, the wait for all sums. Only then may ``on_loss`` or what is wrong with
+    the losses raise: nothing is in flight.
 
     Args:
         reduction: sums over replicas, some of them under way; None to start and await them here.
@@ -34,16 +36,18 @@ def finish(
         raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
     if reduction is not None:
         reduction.start_rest()
-    loss, factor = mean_loss(engine, meter)
+    agreement = agree(engine, meter)
     doing = "adding up the gradients of tied weights and replicas"
     with waiting_together(engine.stage_id, doing), engine.report.part(REDUCTION):
         add_up_tied(engine, gradients)
-        add_up_replicas(engine, gradients, reduction, float(factor))
+        add_up_replicas(engine, gradients, reduction, agreement.factor)
+    means = agreement.means()
     if engine.on_loss is not None:
-        engine.on_loss(loss)
+        engine.on_loss(means.loss)
     take_step(engine, gradients)
-    _write_monitor(engine, loss)
-    return loss
+    engine.agg_train_loss, engine.agg_additional_losses = means.loss, means.additional or None
+    report.write_training(engine, means)
+    return means.loss
 
 
 def add_up_tied(engine: PipelineEngine, gradients: Gradients) -> None:
@@ -69,12 +73,12 @@ def take_step(engine: PipelineEngine, gradients: Gradients) -> None:
     gradients.after_step()
 
 
-def mean_loss(engine: PipelineEngine, meter: LossMeter) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (mean loss, factor for the gradients), the same on every rank. Collective."""
+def agree(engine: PipelineEngine, meter: LossMeter) -> Agreement:
+    """Return what the losses of all replicas came to, the same on every rank. Collective."""
     grid = engine.grid
     with waiting_together(engine.stage_id, "agreeing on the loss"):
         return agree_on_loss(
-            meter.local_numbers() if engine.is_last_stage() else None,
+            meter if engine.is_last_stage() else None,
             data_group=grid.get_data_parallel_group(),
             data_size=grid.data_parallel_size,
             pipe_group=grid.get_pipe_parallel_group(),
@@ -101,12 +105,3 @@ def clip_gradients(engine: PipelineEngine, gradients: Gradients | None) -> None:
         norm = global_norm(counted, engine.grid.get_model_parallel_group(), engine.device)
     clip([gradients.of(p) for p in parameters], norm, engine.gradient_clipping())
     engine._global_grad_norm = float(norm)
-
-
-def _write_monitor(engine: PipelineEngine, loss: torch.Tensor) -> None:
-    """Tell DeepSpeed's monitors (TensorBoard, CSV, ...) loss and learning rate, under DeepSpeed's names."""
-    if engine.global_rank != 0 or not engine.monitor.enabled:
-        return
-    events = [("Train/Samples/train_loss", float(loss), engine.global_samples)]
-    events.append(("Train/Samples/lr", engine.get_lr()[0], engine.global_samples))
-    engine.monitor.write_events(events)

@@ -23,6 +23,7 @@ from megatron.mpu.random import checkpoint
 from megatron.mpu.topology import Topology
 from megatron.ops.attention import document_mask
 from megatron.pipe.topology import pipe_topology
+from tds.loss import Weighted
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # hidden states, or hidden states and segment ids
@@ -79,13 +80,27 @@ def layer_specs(sizes: Sizes, place: Place) -> list[LayerSpec]:
     return [first, *layers, norm, last]
 
 
+def random_batch(vocab_size: int, shape: tuple[int, int], has_segments: bool) -> tuple[Any, Any]:
+    """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
+
+    Shapes:
+        each tensor [b, s], by ``shape``
+    """
+    tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(shape[1]).expand(shape).contiguous()
+    segments = (torch.zeros(shape, dtype=torch.int32),) if has_segments else ()
+    return (tokens, positions, *segments), (tokens.roll(-1, dims=1), torch.ones(shape))
+
+
 class GPT2ModelPipe(PipelineModule):
     """GPT-2 over the pipeline stages of ``topology``.
 
     Args:
-        partition: bounds of the stages in layers (embedding, transformer layers, norm, head), or the name of a
-            partition method.
+        partition: bounds of the pieces in layers (embedding, transformer layers, norm, head), or the name of a
+            partition method; "profile" times the layers on ``probe``.
+        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
         has_segments: segment ids travel with the hidden states.
+        probe: (micro-batch size, sequence length).
     """
 
     loss_weighting = "tokens"  # for the start table
@@ -97,17 +112,22 @@ class GPT2ModelPipe(PipelineModule):
         topology: Topology,
         *,
         partition: str | list[int] = "parameters",
+        chunks: int = 1,
         has_segments: bool = False,
+        probe: tuple[int, int] | None = None,
     ) -> None:
         self.sizes, self.place = sizes, place
+        profile = {} if probe is None else {"profile_batch": random_batch(sizes.vocab_size, probe, has_segments)}
         every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
         super().__init__(
             layer_specs(sizes, place),
             topology=pipe_topology(topology),
             loss_fn=self._loss,
             partition_method=partition,
+            chunks=chunks,
             activation_checkpoint_interval=every,
             activation_checkpoint_func=partial(checkpoint, place.streams),
+            **profile,
         )
         self._input_grad = [True, False] if has_segments else [True]
         self._input_type = ["float", "int"] if has_segments else ["float"]
@@ -117,8 +137,8 @@ class GPT2ModelPipe(PipelineModule):
         """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
         return any(isinstance(func, TransformerLayerPipe) for func in funcs)
 
-    def _loss(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        return gpt2_loss(logits, labels[0], labels[1], self.sizes, self.place)
+    def _loss(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
+        return Weighted(*gpt2_loss(logits, labels[0], labels[1], self.sizes, self.place))
 
     def logical_name(self, local_name: str) -> str:
         """Return the name that this parameter has in the single-stage model."""

@@ -15,11 +15,11 @@ import torch
 
 from megatron.errors import NumericsError
 from megatron.mpu.groups import Grid
-from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams, Position
 from megatron.optim import MixedPrecisionOptimizer
 from tds import reduce_gradients
-from tds.loss import LossMeter, agree_on_loss
+from tds.agreement import Agreement, agree_on_loss
+from tds.loss import LossMeter, Weighted
 
 DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
@@ -81,18 +81,19 @@ class SingleStageEngine:
     def train_step(self, data: DataIterator, step: int) -> StepResult:
         """Run all micro-batches of step number ``step`` and update the weights. Collective."""
         self.engine.train()
-        meter = LossMeter(self.num_micro_batches, self.nominal, self.device)
         reported: dict[str, torch.Tensor] = {}
+        meter = LossMeter(self.num_micro_batches, self.nominal, self.device, lambda: reported)
         self.engine.set_gradient_accumulation_boundary(False)
         for micro_batch in range(self.num_micro_batches):
             self.streams.position = Position(step, micro_batch)
             loss, report = self.forward_step(data, self.engine)
-            share = meter.add(loss, micro_batch)
+            reported = _numbers(report, loss)
+            share = meter.add(as_weighted(loss), micro_batch)
             self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
-            _add_report(reported, report, loss)
-        mean, factor = self._agree(meter)
-        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, float(factor))
-        return self._update(mean.item(), self._means(reported))
+        agreement = self._agree(meter)
+        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, agreement.factor)
+        means = agreement.means()
+        return self._update(means.loss.item(), {name: mean.item() for name, mean in means.additional.items()})
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
@@ -101,15 +102,15 @@ class SingleStageEngine:
         meter = LossMeter(self.num_micro_batches, self.nominal, self.device)
         for micro_batch in range(self.num_micro_batches):
             loss, _ = self.forward_step(data, self.engine)
-            meter.add(loss, micro_batch)
+            meter.add(as_weighted(loss), micro_batch)
         self.engine.train()
-        return self._agree(meter)[0].item()
+        return self._agree(meter).means().loss.item()
 
-    def _agree(self, meter: LossMeter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (mean loss of all replicas, factor for their summed gradients). Collective."""
+    def _agree(self, meter: LossMeter) -> Agreement:
+        """Return what the losses of all replicas came to. Collective."""
         data = self.grid.data
         return agree_on_loss(
-            meter.local_numbers(),
+            meter,
             data_group=data.handle,
             data_size=data.size,
             pipe_group=None,
@@ -131,15 +132,6 @@ class SingleStageEngine:
             losses=losses,
         )
 
-    def _means(self, reported: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Average named losses over micro-batches and replicas."""
-        if not reported:
-            return {}
-        values = torch.stack([value.double() for value in reported.values()])
-        all_reduce(values, self.grid.data)
-        count = self.num_micro_batches * self.grid.data.size
-        return dict(zip(reported, (values / count).tolist(), strict=True))
-
 
 class PipelineEngine:
     """``tds``: the same step with the model's layers on several stages."""
@@ -152,6 +144,7 @@ class PipelineEngine:
         self.num_micro_batches = num_micro_batches
         self._step = 0
         engine.nominal_weight = nominal
+        engine.module.loss_fn = _reading_pairs(engine.module.loss_fn)
         engine.on_micro_batch = self._start_micro_batch
         engine.on_loss = lambda loss: raise_unless_finite(float(loss), self.optimizer)
 
@@ -165,12 +158,14 @@ class PipelineEngine:
             grad_norm=self.optimizer._global_grad_norm,
             loss_scale=scale,
             is_skipped=self.optimizer.overflow,
+            losses={name: float(mean) for name, mean in (self.engine.agg_additional_losses or {}).items()},
         )
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
-        return float(self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches))
+        means = self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
+        return float(next(iter(means.values())) if isinstance(means, dict) else means)
 
     def _start_micro_batch(self, micro_batch: int) -> None:
         self.streams.position = Position(self._step, micro_batch)
@@ -182,9 +177,20 @@ def raise_unless_finite(loss: float, optimizer: MixedPrecisionOptimizer) -> None
         raise NumericsError(f"the loss must be finite, got {loss}. Lower --lr, or look at the batch.")
 
 
-def _add_report(reported: dict[str, torch.Tensor], report: dict[str, Any], loss: Any) -> None:
-    """Add named losses of one micro-batch; the loss itself is reported apart."""
-    for name, value in report.items():
-        if value is loss or not isinstance(value, torch.Tensor) or value.numel() != 1:
-            continue
-        reported[name] = reported.get(name, torch.zeros((), device=value.device)) + value.detach()
+def as_weighted(loss: Any) -> Any:
+    """Return a plain pair (sum, count), as users of Megatron write it, as what ``tds`` calls ``Weighted``."""
+    is_pair = isinstance(loss, (tuple, list)) and not hasattr(loss, "_fields") and len(loss) == 2
+    return Weighted(*loss) if is_pair else loss
+
+
+def _reading_pairs(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
+    return lambda output, labels: as_weighted(output if loss_fn is None else loss_fn(output, labels))
+
+
+def _numbers(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
+    """Return what is to be averaged of a report: tensors of one element; the loss itself is reported apart."""
+    return {
+        name: value
+        for name, value in report.items()
+        if value is not loss and isinstance(value, torch.Tensor) and value.numel() == 1
+    }

@@ -95,11 +95,11 @@ GRADIENTS = (
     Mutant(
         "the mean of means is taken, in a pipeline",
         "tds/loss.py",
-        "        is_pair = count is not None\n",
-        "        is_pair = count is not None\n"
-        "        if count is not None:\n"
-        "            value, count = value / count, torch.ones_like(value)\n",
-        ("tests/tds/test_parity.py::test_two_replicas_equal_one_process_over_both_their_batches",),
+        "    if isinstance(loss, torch.Tensor) or is_weighted(loss):\n",
+        "    if is_weighted(loss):\n"
+        "        loss = loss.total / loss.count\n"
+        "    if isinstance(loss, torch.Tensor) or is_weighted(loss):\n",
+        ("tests/tds/test_loss.py::test_named_losses_are_averaged_each_in_its_way_on_every_rank",),
     ),
 )
 

@@ -185,24 +185,6 @@ def test_mistakes_are_told_with_what_to_do() -> None:
     assert "one length" in told["lists"] and "Leave it out" in told["mpu"]
 
 
-def _bad_loss(rank: int, toy: Toy) -> str:
-    engine = make_engine(toy, 1)
-    told = []
-    for loss_fn in (lambda o, y: o, lambda o, y: {"a": o}, lambda o, y: (o.sum(), 1, 2), lambda o, y: y[0].sum()):
-        engine.module.loss_fn = loss_fn
-        with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
-            engine.train_batch(iter(toy.batches()))
-        told.append(str(raised.value))
-    return "\n".join(told)
-
-
-def test_a_loss_of_another_form_is_refused() -> None:
-    told = run_ranks(1, _bad_loss, Toy("chain"))[0].splitlines()
-    assert "one number, got a tensor of shape [3, 4, 6]" in told[0]
-    assert "pair (sum, count), got dict" in told[1] and "got a tuple of 3" in told[2]
-    assert "without a gradient" in told[3]
-
-
 def _skipped(rank: int, toy: Toy) -> list[Any]:
     """An optimizer of our own with everything of the protocol, that overflows at its first step."""
     tds.init_distributed("gloo", verbose=False)

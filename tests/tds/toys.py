@@ -131,7 +131,7 @@ class Toy:
             each = ((output - target) ** 2).mean(-1)
         if self.loss == "scalar":
             return each.mean()
-        return (each * mask).sum(), mask.sum()
+        return tds.loss.Weighted((each * mask).sum(), mask.sum())
 
     def batch(self, index: int, wide_rows: int | None = None) -> tuple[Any, Any]:
         generator = torch.Generator().manual_seed(1000 + index)
@@ -169,9 +169,9 @@ def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
             for step in steps:
                 x = step(x)
             loss = toy.loss_fn(x, labels)
-            if isinstance(loss, tuple):
-                loss, count = loss
-                weight += float(count)
+            if isinstance(loss, tds.loss.Weighted):
+                weight += float(loss.count)
+                loss = loss.total
             else:
                 loss = loss / toy.micro_batches
                 weight += 1 / toy.micro_batches
@@ -229,7 +229,9 @@ def run_toys(rank: int, toys: list[Toy], num_stages: int, more: dict[str, Any] |
         if engine is None:
             engine = engines[key] = make_engine(toy, num_stages, **(more or {}))
         engine.set_train_batch_size(toy.rows * toy.micro_batches * engine.grid.data_parallel_size)
-        engine.set_schedule(toy.pipeline.get("schedule", "interleaved" if getattr(engine.module, "chunks", 1) > 1 else "1f1b"))
+        engine.set_schedule(
+            toy.pipeline.get("schedule", "interleaved" if getattr(engine.module, "chunks", 1) > 1 else "1f1b")
+        )
         engine.module.loss_fn = toy.loss_fn
         results.append(train(engine, toy))
     return results

@@ -1,0 +1,221 @@
+"""Losses of every form: what is trained on, what is reported, and what is refused."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tds.agreement import MAX_BYTES, MAX_LOSSES, Means, agree_on_loss
+from tds.loss import LossMeter, Weighted, named_losses
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine, worst
+
+CPU = torch.device("cpu")
+Named = namedtuple("Named", ["aux", "loss"])
+ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (ONE, ["loss"]),
+        (Weighted(ONE, 3), ["loss"]),
+        ({"lm": ONE, "aux": TWO}, ["lm", "aux"]),
+        ({"aux": TWO, "loss": ONE}, ["loss", "aux"]),
+        (Named(TWO, ONE), ["loss", "aux"]),
+        ((ONE, TWO, 3.0), ["loss", "loss_1", "loss_2"]),
+        ([ONE, Weighted(TWO, 2)], ["loss", "loss_1"]),
+    ],
+)
+def test_the_loss_called_loss_or_else_the_first_is_trained_on(loss: Any, names: list[str]) -> None:
+    named = named_losses(loss, 0)
+    assert list(named) == names
+    first = named[names[0]]
+    assert (first.total if isinstance(first, Weighted) else first) is ONE
+
+
+def _agreed(*losses: Any, more: Any = None, nominal: float = 1.0) -> Means:
+    meter = LossMeter(len(losses), nominal, CPU, more)
+    for micro_batch, loss in enumerate(losses):
+        meter.add(loss, micro_batch)
+    return agree_on_loss(
+        meter, data_group=None, data_size=1, pipe_group=None, pipe_size=1, last_rank=0, device=CPU
+    ).means()
+
+
+def test_losses_of_16_bits_are_added_up_in_32_and_those_of_64_in_64() -> None:
+    half = torch.tensor(1.0, dtype=torch.bfloat16)
+    many = _agreed(*[half] * 300)  # in bf16 the sum would stand still at 256
+    assert many.loss.dtype is torch.float32 and many.loss == 1.0
+    tiny = torch.tensor(1.0 + 2.0**-40, dtype=torch.float64)
+    both = _agreed({"loss": tiny, "aux": half})
+    assert both.loss == tiny and both.loss.dtype is torch.float64 and both.additional["aux"].dtype is torch.float32
+
+
+def test_weighted_losses_are_a_mean_over_what_was_counted_and_zero_where_nothing_was() -> None:
+    means = _agreed(Weighted(torch.tensor(6.0), 2), Weighted(torch.tensor(1.0), torch.tensor(5)), nominal=4.0)
+    assert means.loss == 1.0
+    assert _agreed(Weighted(torch.tensor(0.0), 0)).loss == 0.0
+
+
+def test_reported_losses_may_be_numbers_and_need_no_gradient() -> None:
+    means = _agreed({"loss": ONE, "right": torch.tensor(3)}, {"loss": TWO, "right": 4}, more=lambda: {"of module": 2})
+    assert list(means.own) == ["loss", "right"] and means.loss == 1.5
+    assert {name: float(mean) for name, mean in means.additional.items()} == {"right": 3.5, "of module": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([None], "must return one number (a tensor), tds.Weighted(total, count), or a dict"),
+        ([None], "got None at micro-batch 0. A model that has no loss can be run by eval_batch(..., compute_loss="),
+        (["1.0"], "got str at micro-batch 0"),
+        ([3.0], "got float at"),
+        ([{}], "got a dict of 0"),
+        ([()], "got a tuple of 0"),
+        ([{1: ONE}], "got a dict of 1"),
+        ([torch.ones(3, 4)], 'the loss "loss" must be one number, got a tensor of float32[3, 4] at micro-batch 0'),
+        ([{"loss": ONE, "aux": torch.ones(2)}], 'the loss "aux" must be one number, got a tensor of float32[2]'),
+        ([(ONE, (ONE, TWO))], 'the loss "loss_1" must be one number, got a tuple of 2'),
+        ([Weighted(ONE, torch.ones(2))], 'the loss "loss"\'s count must be one number, got a tensor of float32[2]'),
+        ([Weighted(1.0, 2)], 'to train on, "loss", must be a tensor of a floating-point type, got float'),  # type: ignore[arg-type]
+        ([torch.tensor(3)], 'to train on, "loss", must be a tensor of a floating-point type, got a tensor of int64[]'),
+        ([torch.tensor(1j)], "got a tensor of complex64[]"),
+        ([ONE, Weighted(ONE, 1)], "always have the same form, got Weighted at micro-batch 1 after one number"),
+        ([Weighted(ONE, 1), ONE], "got a tensor of float32[] at micro-batch 1 after tds.Weighted"),
+        ([{"a": ONE}, {"b": ONE}], "same names at each micro-batch, got ['b'] at micro-batch 1 after ['a']"),
+        ([{str(i): ONE for i in range(MAX_LOSSES + 1)}], f"at most {MAX_LOSSES} losses"),
+        ([{"x" * MAX_BYTES: ONE}], f"less than {MAX_BYTES} bytes, got {MAX_BYTES}"),
+        ([{"a\nb": ONE}], "no line breaks"),
+    ],
+)  # fmt: skip
+def test_another_form_is_refused_with_what_was_got(losses: list[Any], told: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        _agreed(*losses)
+    assert told in str(raised.value)
+
+
+def test_names_of_the_module_must_not_be_those_of_the_loss_function() -> None:
+    with pytest.raises(ValueError, match=r'"loss" of get_additional_losses\(\) is also a loss'):
+        _agreed(ONE, more=lambda: {"loss": TWO})
+
+
+def _bad_loss(rank: int, toy: Toy) -> list[str]:
+    engine = make_engine(toy, 1)
+    told = []
+    for loss_fn in (lambda o, y: o, lambda o, y: y[0].sum()):
+        engine.module.loss_fn = loss_fn
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            engine.train_batch(iter(toy.batches()))
+        told.append(str(raised.value))
+    return told
+
+
+def test_train_batch_refuses_a_loss_that_is_no_number_or_has_no_gradient() -> None:
+    """Row P10."""
+    shape, gradient = run_ranks(1, _bad_loss, Toy("chain"))[0]
+    assert "must be one number, got a tensor of float64[3, 4, 6] at micro-batch 0" in shape
+    assert "must depend on the parameters, got one without a gradient at micro-batch 0" in gradient
+
+
+def _several(output: torch.Tensor, labels: Any) -> dict[str, Any]:
+    target, mask = labels
+    each = ((output - target) ** 2).mean(-1)
+    return {"far": each.max(), "loss": Weighted((each * mask).sum(), mask.sum()), "right": int(mask.sum())}
+
+
+def _counting(calls: list[str]) -> None:
+    for name in ("all_reduce", "broadcast"):
+        call = getattr(dist, name)
+
+        def counted(tensor: torch.Tensor, *args: Any, name: str = name, call: Any = call, **kwargs: Any) -> Any:
+            calls.append(f"{name} {tensor.dtype}{list(tensor.shape)}")
+            return call(tensor, *args, **kwargs)
+
+        setattr(dist, name, counted)
+
+
+def _train_named(rank: int, toy: Toy) -> dict[str, Any]:
+    engine = make_engine(toy, 2)
+    engine.module.get_additional_losses = lambda: {"of module": 7.0}
+    batches = toy.batches(engine.grid.get_data_parallel_rank())
+    calls: list[str] = []
+    _counting(calls)
+    plain = engine.train_batch(iter(batches))
+    once, calls[:] = list(calls), []
+    engine.module.loss_fn = _several
+    gradients: dict[str, torch.Tensor] = {}
+    handle = engine.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update({n: p.grad.clone() for n, p in engine.module.named_parameters()})
+    )
+    loss = engine.train_batch(iter(batches))
+    handle.remove()
+    return {
+        "plain": plain,
+        "loss": loss,
+        "others": {name: float(mean) for name, mean in engine.get_additional_losses().items()},
+        "collectives": (once, list(calls)),
+        "gradients": gradients,
+        "eval": engine.eval_batch(iter(batches)),
+    }
+
+
+def test_named_losses_are_averaged_each_in_its_way_on_every_rank() -> None:
+    """Two stages x two replicas, unequal masks: means over micro-batches, over tokens, no collective more."""
+    toy = Toy("chain")
+    wanted = _expected(toy, replicas=2)
+    for got in run_ranks(4, _train_named, toy):
+        assert abs(float(got["loss"]) - wanted["loss"]) < 1e-14
+        assert list(got["others"]) == ["far", "right", "of module"]
+        for name in ("far", "right"):
+            assert abs(got["others"][name] - wanted[name]) < 1e-14, name
+        assert got["others"]["of module"] == 7.0
+        assert {name: float(mean) for name, mean in got["eval"].items()} == {
+            "loss": float(got["loss"]), "far": got["others"]["far"], "right": got["others"]["right"]
+        }  # fmt: skip
+        assert got["collectives"][0] == got["collectives"][1]
+        assert worst(got["gradients"], wanted["gradients"]) < 1e-12
+
+
+def _expected(toy: Toy, replicas: int) -> dict[str, Any]:
+    """The same by one process, written down anew."""
+    layers = [spec.build() for spec in toy.specs()]
+    total, count, far, right = torch.zeros((), dtype=toy.dtype), 0.0, [], []
+    for replica in range(replicas):
+        for x, (target, mask) in toy.batches(replica):
+            for layer in layers:
+                x = layer(x)
+            each = ((x - target) ** 2).mean(-1)
+            total = total + (each * mask).sum()
+            count += float(mask.sum())
+            far.append(float(each.detach().max()))
+            right.append(float(mask.sum()))
+    (total / count).backward()
+    gradients = {f"{i}.{n}": p.grad for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
+    return {
+        "loss": float(total / count), "far": sum(far) / len(far), "right": sum(right) / len(right),
+        "gradients": gradients,
+    }  # fmt: skip
+
+
+def _differ(rank: int, toy: Toy) -> list[Any]:
+    engine = make_engine(toy, 2)
+    replica = engine.grid.get_data_parallel_rank()
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    engine.optimizer.param_groups[0]["lr"] = 1.0
+    engine.module.loss_fn = lambda o, y: {"loss": o.sum(), f"aux {replica}": 1.0}
+    with pytest.raises(ValueError, match="same names on each of the 2 replicas") as raised:
+        engine.train_batch(iter(toy.batches()))
+    same = all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+    engine.module.loss_fn = toy.loss_fn
+    return [str(raised.value), same, float(engine.eval_batch(iter(toy.batches())))]
+
+
+def test_replicas_with_other_names_raise_on_every_rank_and_leave_nothing_in_flight() -> None:
+    results = run_ranks(4, _differ, Toy("chain"))
+    assert all(same for _, same, _ in results)
+    assert len({loss for *_, loss in results}) == 1
