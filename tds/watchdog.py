@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -51,19 +52,16 @@ class Watchdog:
         self._phase = OUTSIDE
         self._seen: tuple[Any, ...] = ()
         self._since = time.monotonic()
-        self._asked = self._has_told = self._is_stopped = False
+        self._asked = self._has_told = False
         self._heard = threading.Event()
         self._done = threading.Event()
         self._wake = threading.Event()
         self._verdict: str | None = None
-        self._thread = threading.Thread(target=self._watch, name="tds watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._wake), name="tds watchdog", daemon=True
+        )
         if store is not None:
             self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._is_stopped = True
-        self._wake.set()
 
     @contextmanager
     def over(self, phase: str) -> Iterator[None]:
@@ -92,19 +90,16 @@ class Watchdog:
         self._tell(self._report())
         return self._verdict
 
-    def _watch(self) -> None:
-        while not self._done.is_set():
-            self._wake.wait(POLL_S)
-            if self._is_stopped:
-                return
-            self._wake.clear()
-            try:
-                is_late = self._waited_s() > self._limit_s + GRACE_S
-                if self._asked or is_late or self._store.check(["alarm"]):
-                    self._answer()
-            except RuntimeError as error:
-                self._verdict = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
-                self._done.set()
+    def look(self) -> bool:
+        """Answer an alarm if there is one; return whether to look again."""
+        try:
+            is_late = self._waited_s() > self._limit_s + GRACE_S
+            if self._asked or is_late or self._store.check(["alarm"]):
+                self._answer()
+        except RuntimeError as error:
+            self._verdict = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
+            self._done.set()
+        return not self._done.is_set()
 
     def _answer(self) -> None:
         """Say what this rank is at, and find or fetch the verdict."""
@@ -166,6 +161,17 @@ class Watchdog:
         messages = told_messages(self._exchange.history)
         sys.stderr.write(f"tds watchdog: {self._names[self._rank]} {own.words}; {messages}\n")
         sys.stderr.flush()
+
+
+def _watch(watchdog: weakref.ref[Watchdog], wake: threading.Event) -> None:
+    """Look again and again until the watchdog is gone with its engine, which the thread must not keep alive."""
+    is_on = True
+    while is_on:
+        wake.wait(POLL_S)
+        wake.clear()
+        present = watchdog()
+        is_on = present is not None and present.look()
+        del present
 
 
 def is_timeout(error: BaseException) -> bool:

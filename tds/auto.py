@@ -1,0 +1,113 @@
+"""``"schedule": "auto"``: measure, then choose among the schedules that fit the layers as they lie.
+
+Two steps of 1f1b and two of zb-h1 are run, the second of each measured: F and the whole backward in the one, the two
+halves of it in the other. Then the costs of all ranks are averaged, each schedule is simulated with the costs that it
+has, and all ranks go on with the fastest. Schedules give the same bits, so this changes nothing but the time. No
+layer is moved. A stage of several chunks leaves no choice: interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tds.announce import announce
+from tds.peers import waiting_together
+from tds.recorder import Work, costs_of, durations_of, medians
+from tds.schedule import Costs, choose, schedule_named
+
+WHOLE, SPLIT = "1f1b", "zb-h1"
+TRIALS = (WHOLE, WHOLE, SPLIT, SPLIT)
+MEASURED = (1, 3)
+MARGIN = 0.01
+"""A schedule that splits the backward must be faster than one that does not by this share: it holds more at once."""
+
+
+def first_name(num_chunks: int) -> str:
+    """Return the schedule that "auto" begins with."""
+    return "interleaved" if num_chunks > 1 else WHOLE
+
+
+class Auto:
+    """Decides on the schedule of one engine, the same on every rank.
+
+    Args:
+        set_schedule: called with the name of the schedule of the steps to come.
+        group: all ranks.
+    """
+
+    def __init__(
+        self, set_schedule: Callable[[str], None], *, num_stages: int, num_chunks: int, stage: int, group: Any,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._set_schedule = set_schedule
+        self._num_stages, self._num_chunks, self._stage = num_stages, num_chunks, stage
+        self._group, self._device = group, device
+        self._step = 0
+        self._measured: list[Costs] = []
+        self.told: str | None = None
+        self.is_settled = num_chunks > 1 or num_stages == 1
+        self._set_schedule(first_name(num_chunks))
+        if self.is_settled:
+            self._say(f"{first_name(num_chunks)}, the only schedule for {num_stages} stages of {num_chunks} chunks")
+
+    @property
+    def measures(self) -> bool:
+        """True if ``observe`` needs the times of the step that comes."""
+        return not self.is_settled and self._step in MEASURED
+
+    def before_step(self) -> None:
+        """Set the schedule of the step that comes."""
+        if not self.is_settled:
+            self._set_schedule(TRIALS[self._step])
+
+    def observe(self, work: Iterable[Work] | None, num_micro_batches: int) -> None:
+        """Take the times of a step that ended; after the last trial, choose. Collective over all ranks."""
+        if self.is_settled:
+            return
+        if work is not None and self.measures:
+            self._measured.append(self._average(work))
+        self._step += 1
+        if self._step == len(TRIALS):
+            self.is_settled = True
+            whole, split = self._measured
+            name, reason = best(whole, split, self._num_stages, num_micro_batches)
+            self._set_schedule(name)
+            self._say(reason)
+
+    def _average(self, work: Iterable[Work]) -> Costs:
+        """Return the costs of every piece, the mean over the ranks that hold it. Collective."""
+        own: list[dict[Any, float]] = [{} for _ in range(self._num_stages)]
+        own[self._stage] = medians(durations_of(work))
+        costs = costs_of(own, 1)
+        rows = [*map(list, (costs.forward, costs.backward_input, costs.backward_weight))]
+        total = torch.tensor(rows, dtype=torch.float32, device=self._device)
+        with waiting_together(self._stage, "averaging the times of its actions"):
+            dist.all_reduce(total, group=self._group)
+        mean = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
+        return Costs(*map(tuple, mean))
+
+    def _say(self, reason: str) -> None:
+        self.told = f'"schedule": "auto" runs {reason}'
+        if dist.get_rank() == 0:
+            announce(self.told)
+
+
+def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int) -> tuple[str, str]:
+    """Return (the schedule to run, why), from the costs measured with a whole and with a split backward."""
+    plain = {name: schedule_named(name) for name in (WHOLE, "gpipe")}
+    chosen = choose(plain, whole, num_stages, num_micro_batches, 1)
+    halves = choose({SPLIT: schedule_named(SPLIT)}, split, num_stages, num_micro_batches, 1)
+    times = {name: timeline.step_s for name, timeline in {**chosen.timelines, **halves.timelines}.items()}
+    name = SPLIT if times[SPLIT] < times[chosen.name] * (1 - MARGIN) else chosen.name
+    timelines = {**chosen.timelines, **halves.timelines}
+    listed = ", ".join(f"{each} {seconds * 1e3:.1f}" for each, seconds in sorted(times.items(), key=lambda t: t[1]))
+    pieces = zip(whole.forward, whole.backward_input, split.backward_input, split.backward_weight, strict=True)
+    measured = "; ".join(f"stage {i}: " + " ".join(f"{1e3 * t:.1f}" for t in each) for i, each in enumerate(pieces))
+    return name, (
+        f"{name}, with a bubble of {100 * timelines[name].bubble:.1f} %: a step takes by simulation, in ms, {listed}; "
+        f"measured per micro-batch, in ms, forward, backward, its two halves: {measured}"
+    )

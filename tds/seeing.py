@@ -1,0 +1,117 @@
+"""What an engine shows of itself: the bubble, traces, the watchdog, what "auto" chose, the table of stages."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tds import stage_table, watchdog
+from tds.auto import Auto
+from tds.bubble import BubbleMeter, gathered_bubble
+from tds.clock import clock_for, offset_to_wall_ns
+from tds.recorder import Recorder, Work
+from tds.tracing import Tracing, asked_window
+
+if TYPE_CHECKING:
+    from tds.engine import PipelineEngine
+
+
+class Seeing:
+    """Made by the engine once its stage stands. Collective over all ranks."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self._stage = engine._stage
+        self._exchange = engine._stage.exchange
+        self._device = torch.device(engine.device)
+        self._exchange.clock = clock_for(self._device)
+        self._recorder = Recorder(self._exchange)
+        self._bubble = BubbleMeter(self._exchange.clock)
+        offset_ns = offset_to_wall_ns()
+        origin_ns = self._agreed_time_ns(offset_ns)
+        self._watchdog = self._make_watchdog(origin_ns)
+        self._tracing = self._make_tracing(origin_ns, offset_ns)
+        self._auto = self._make_auto()
+        stage_table.write(engine.module, engine.stage_id, engine.grid.get_pipe_parallel_group(), self._device)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch, measure and record one train_batch; an error loses nothing of what was recorded."""
+        if self._auto is not None:
+            self._auto.before_step()
+        if self._tracing is not None:
+            self._tracing.before_step()
+        is_traced = self._tracing is not None and self._tracing.wants_step
+        is_recorded = is_traced or (self._auto is not None and self._auto.measures)
+        about = {"step": self._engine.global_steps, "schedule": self._engine._plan.name}
+        self._stage.recorder = self._recorder if is_recorded else None
+        self._stage.span = None
+        work: list[Work] | None = None
+        is_whole = False
+        with self._watchdog.over("in train_batch"):
+            try:
+                yield
+                is_whole = True
+            finally:
+                self._stage.recorder = None
+                if is_recorded:
+                    work = self._recorder.take(is_whole=is_whole)
+                if is_traced and work is not None and self._tracing is not None:
+                    self._tracing.write(work, num_micro_batches=self._engine.micro_batches, **about)
+            if self._stage.span is not None:
+                self._bubble.note(*self._stage.span, list(self._exchange.waits))
+            if self._auto is not None:
+                self._auto.observe(work, self._engine.micro_batches)
+
+    @contextmanager
+    def watching(self, phase: str) -> Iterator[None]:
+        """Let the watchdog know what this rank is in, such as "in eval_batch"."""
+        with self._watchdog.over(phase):
+            yield
+
+    def bubble(self) -> float | None:
+        """Return the share of idle time in the training steps since the last call. Collective over the pipeline."""
+        group = self._engine.grid.get_pipe_parallel_group()
+        return gathered_bubble(self._bubble.drain(), self._engine.stage_id, group, self._device)
+
+    def _agreed_time_ns(self, offset_ns: int) -> int:
+        """Return the wall clock of rank 0: the origin of traces, and a name that no other engine has. Collective."""
+        now = torch.tensor([time.perf_counter_ns() + offset_ns], dtype=torch.int64, device=self._device)
+        if dist.get_world_size() > 1:
+            dist.broadcast(now, src=0)
+        return int(now)
+
+    def _make_watchdog(self, origin_ns: int) -> watchdog.Watchdog:
+        topology, limit = self._engine.grid._topo, self._exchange.links.timeout
+        names = [watchdog.name_of(rank, topology.get_coord(rank)) for rank in range(dist.get_world_size())]
+        store = watchdog.own_store(str(origin_ns)) if len(names) > 1 else None
+        limit_s = math.inf if limit is None else limit.total_seconds()
+        return watchdog.Watchdog(self._exchange, store, dist.get_rank(), names, limit_s)
+
+    def _make_tracing(self, origin_ns: int, offset_ns: int) -> Tracing | None:
+        asked = asked_window(self._engine._config.pipeline)
+        if asked is None:
+            return None
+        engine, grid = self._engine, self._engine.grid
+        about = {
+            "stage": engine.stage_id, "num_stages": engine.num_stages, "num_chunks": self._stage.num_chunks,
+            "num_micro_batches": engine.micro_batches, "schedule": engine._plan.name,
+            "replica": grid.get_data_parallel_rank(), "tensor_rank": grid.get_slice_parallel_rank(),
+        }  # fmt: skip
+        return Tracing(engine, *asked, dist.get_rank(), about, origin_ns=origin_ns, offset_ns=offset_ns)
+
+    def _make_auto(self) -> Auto | None:
+        name: Any = self._engine._config.pipeline.get("schedule")
+        if not isinstance(name, str) or name.lower() != "auto":
+            return None
+        engine = self._engine
+        return Auto(
+            engine.set_schedule, num_stages=engine.num_stages, num_chunks=self._stage.num_chunks,
+            stage=engine.stage_id, group=engine.module.world_group, device=self._device,
+        )  # fmt: skip

@@ -1,0 +1,187 @@
+"""The trace that ``"pipeline": {"trace": "DIR"}`` asks for: one Chrome/Perfetto file for each rank.
+
+An action is an event ``F3`` (forward of micro-batch 3), ``B3`` (backward), ``I3`` or ``W3`` (its halves), with ``.1``
+for chunk 1; what it waited for a message is an event ``wait`` ahead of it. The file is whole JSON after each step, and
+holds the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks.
+
+Times are microseconds since rank 0 built its engine. Ranks of one host share a clock; hosts compare as well as their
+wall clocks do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tds.recorder import Durations, Work, costs_of, medians
+from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Costs, Forward, Span, Timeline
+
+DEFAULT_STEPS = 20
+LETTERS: dict[type[Action], tuple[str, str]] = {
+    Forward: ("F", "forward"),
+    Backward: ("B", "backward"),
+    BackwardInput: ("I", "backward_input"),
+    BackwardWeight: ("W", "backward_weight"),
+}
+_ACTIONS = {category: kind for kind, (_, category) in LETTERS.items()}
+_END = "\n]}\n"
+
+
+def name_of(action: Action) -> str:
+    """Return "F3", or "F3.1" in chunk 1."""
+    letter, _ = LETTERS[type(action)]
+    return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if action.chunk else "")
+
+
+def events(
+    work: Iterable[Work], *, step: int, schedule: str, num_micro_batches: int, replica: int, stage: int, origin_ns: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of one step: what it is, each action, and ahead of it each of its waits."""
+    place = {"pid": replica, "tid": stage}
+    for index, each in enumerate(work):
+        if index == 0:
+            about = {"step": step, "schedule": schedule, "num_micro_batches": num_micro_batches}
+            at = _time(each.began_ns, each.began_ns, origin_ns)["ts"]
+            yield {"ph": "i", "name": f"step {step}", "cat": "step", "s": "t", **place, "ts": at, "args": about}
+        args = {"micro_batch": each.action.micro_batch, "chunk": each.action.chunk, "step": step}
+        for before, after in each.waits:
+            times = _time(before, after, origin_ns)
+            yield {"ph": "X", "name": "wait", "cat": "wait", **place, **times, "args": args}
+        times = _time(each.started_ns, each.ended_ns, origin_ns)
+        own = {**args, "work": each.work_ns / 1e3}
+        name, category = name_of(each.action), LETTERS[type(each.action)][1]
+        yield {"ph": "X", "name": name, "cat": category, **place, **times, "args": own}
+
+
+def _time(began_ns: int, ended_ns: int, origin_ns: int) -> dict[str, float]:
+    return {"ts": (began_ns - origin_ns) / 1e3, "dur": (ended_ns - began_ns) / 1e3}
+
+
+class TraceFile:
+    """One rank's file. It is opened to add a step and closed again.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, Any]) -> None:
+        self.path = Path(folder) / f"trace-rank{rank}.json"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        head = json.dumps({"displayTimeUnit": "ms", "tds": dict(about)})
+        pid, tid = about["replica"], about["stage"]
+        names = [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"replica {pid}"}},
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"stage {tid}"}},
+        ]
+        lines = ",\n".join(map(json.dumps, names))
+        self.path.write_text(f'{head[:-1]}, "traceEvents": [\n{lines}{_END}')
+
+    def add(self, more: Iterable[Mapping[str, Any]]) -> None:
+        """Add events; the file is whole JSON again afterwards."""
+        text = "".join(f",\n{json.dumps(event)}" for event in more)
+        with self.path.open("r+b") as file:
+            file.seek(-len(_END), os.SEEK_END)
+            file.write((text + _END).encode())
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One training step of one replica as it ran, over all stages.
+
+    ``timeline`` counts from the start of the first action; a wait is a gap. ``costs`` are medians over the step's
+    micro-batches; a whole backward counts as ``backward_input``.
+    """
+
+    step: int
+    replica: int
+    schedule: str
+    num_chunks: int
+    num_micro_batches: int
+    timeline: Timeline
+    costs: Costs
+
+
+def read_traces(folder: str | os.PathLike[str]) -> list[MeasuredStep]:
+    """Return the whole steps that the newest run has left in ``folder``, by replica and then step.
+
+    Raises:
+        FileNotFoundError: there is no trace.
+        ValueError: a file is no trace, a stage's is missing, or no step is whole.
+    """
+    paths = sorted(Path(folder).glob("trace-rank*.json"))
+    if not paths:
+        raise FileNotFoundError(
+            f'a trace needs files trace-rank*.json, got none in {folder}. Train with "pipeline": {{"trace": DIR}}.'
+        )
+    traces = [_read(path) for path in paths]
+    newest = max(trace["tds"]["run"] for trace in traces)
+    replicas: dict[int, dict[int, dict[str, Any]]] = {}
+    for trace in traces:
+        about = trace["tds"]
+        if about["run"] == newest and about["tensor_rank"] == 0:
+            replicas.setdefault(about["replica"], {})[about["stage"]] = trace
+    measured = [step for replica, stages in sorted(replicas.items()) for step in _steps(replica, stages, folder)]
+    if not measured:
+        raise ValueError(f"no step in {folder} is whole: the run ended within its first one. Train a step or more.")
+    return measured
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        trace = json.loads(path.read_text())
+        trace["tds"]["run"], trace["traceEvents"]  # noqa: B018 - are they there?
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of tds, or cut off ({error}). Remove it or trace again.") from error
+    return trace
+
+
+def _steps(replica: int, of_stage: Mapping[int, dict[str, Any]], folder: Any) -> Iterator[MeasuredStep]:
+    about = next(iter(of_stage.values()))["tds"]
+    if set(of_stage) != set(range(about["num_stages"])):
+        raise ValueError(
+            f"a trace needs one file trace-rank*.json for each of {about['num_stages']} stages, got stages "
+            f"{sorted(of_stage)} of replica {replica} in {folder}. Copy the files of all hosts into one folder."
+        )
+    stages = [_by_step(of_stage[stage]) for stage in sorted(of_stage)]
+    for number in sorted(set(stages[0]).intersection(*stages[1:])):
+        step = _measured(number, replica, [rows[number] for rows in stages], about["num_chunks"])
+        if step is not None:
+            yield step
+
+
+def _by_step(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] != "M":
+            steps.setdefault(event["args"]["step"], []).append(event)
+    return steps
+
+
+def _measured(number: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int) -> MeasuredStep | None:
+    """Return one step from the events of each stage; None if a stage did not end it."""
+    about = stages[0][0]["args"]
+    actions = [[e for e in row if e["cat"] in _ACTIONS] for row in stages]
+    ended = [sum(e["cat"] in ("backward", "backward_weight") for e in row) for row in actions]
+    if any(count != about["num_micro_batches"] * num_chunks for count in ended):
+        return None
+    origin = min(e["ts"] for row in actions for e in row)
+    work: list[Durations] = [{} for _ in stages]
+    for durations, row in zip(work, actions, strict=True):
+        for e in row:
+            durations.setdefault((_ACTIONS[e["cat"]], e["args"]["chunk"]), []).append(e["args"]["work"] * 1e-6)
+    spans = tuple(tuple(Span(_action(e), *_seconds(e, origin)) for e in row) for row in actions)
+    costs = costs_of([medians(durations) for durations in work], num_chunks)
+    names = about["schedule"], num_chunks, about["num_micro_batches"]
+    return MeasuredStep(number, replica, *names, Timeline(spans), costs)
+
+
+def _action(event: Mapping[str, Any]) -> Action:
+    return _ACTIONS[event["cat"]](event["args"]["micro_batch"], event["args"]["chunk"])
+
+
+def _seconds(event: Mapping[str, Any], origin: float) -> tuple[float, float]:
+    return (event["ts"] - origin) * 1e-6, (event["ts"] + event["dur"] - origin) * 1e-6
