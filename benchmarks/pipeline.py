@@ -76,6 +76,8 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the cases; print and write tables, bars, turns and the picture."""
     args = parse_args(argv)
+    if min(args.rounds, args.warm_up, args.steps, args.cuts, *args.micro_batches) < 1:
+        raise SystemExit("--rounds, --warm-up, --steps, --cuts and --micro-batches must be at least 1")
     if args.smoke:
         args.rounds, args.warm_up = min(args.rounds, 2), 1
     args.out.mkdir(parents=True, exist_ok=True)
@@ -131,17 +133,20 @@ def layer_costs(case: Case, start_method: str) -> list[float]:
 
 
 def _turn(case: Case, number: int, args: argparse.Namespace, team: Team, record: Record, lines: Any) -> None:
-    answers = team.ask(Order("run", number * args.steps, args.steps))
+    is_last_warm_up = number == args.warm_up - 1
+    trials_left = team.contender.num_trials - args.warm_up * args.steps
+    num_steps = args.steps + (max(0, trials_left) if is_last_warm_up else 0)
+    answers = team.ask(Order("run", number * args.steps, num_steps))
     told = next(each["losses"] for each in reversed(answers) if each["losses"][-1] is not None)
     record.losses += told
-    seconds = [each["seconds"] / args.steps for each in answers]
-    cpu_s = sum(each["cpu_s"] for each in answers) / args.steps
-    if number >= args.warm_up:
+    seconds = [each["seconds"] / num_steps for each in answers]
+    cpu_s = sum(each["cpu_s"] for each in answers) / num_steps
+    counts = number >= args.warm_up
+    if counts:
         record.seconds.append(seconds)
         record.cpu_s.append(cpu_s)
-    name, counts = team.contender.name, number >= args.warm_up
-    _write(lines, what="turn", case=case.name, round=number, counts=counts, contender=name, seconds=seconds,
-           cpu_s=cpu_s, losses=told)  # fmt: skip
+    _write(lines, what="turn", case=case.name, round=number, counts=counts, contender=team.contender.name,
+           seconds=seconds, cpu_s=cpu_s, losses=told)  # fmt: skip
 
 
 def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team], records: dict[str, Record]) -> None:

@@ -41,7 +41,9 @@ class Bar:
 
 
 def bars(case: Case, records: Mapping[str, Record]) -> list[Bar]:
-    """Return every bar of the case whose contenders took part."""
+    """Return every bar of the case whose contenders took part; none with more ranks than the bars are meant for."""
+    if case.tensor > 1:
+        return []
     found = [*_same_cut(case, records), *_predicted(records)]
     if case.bar is None:
         return found

@@ -48,6 +48,11 @@ class Contender:
     schedule: str = "1f1b"
     chunks: int = 1
 
+    @property
+    def num_trials(self) -> int:
+        """How many steps it takes before it runs as it will: "auto" tries schedules first."""
+        return 4 if self.schedule == "auto" else 0
+
     def num_ranks(self, case: Case) -> int:
         """Return how many processes it runs in."""
         if self.kind in ("alone", "side by side"):

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.pipe.model import Batch
@@ -30,17 +29,23 @@ def record_steps(engine: Any, steps: list[list[Batch]]) -> list[Recorded]:
     """Take steps of our engine and return what each was. Collective."""
     from tds.recorder import Recorder
 
-    stage = engine._stage
+    stage, run = engine._stage, engine._stage.run
     recorder = Recorder(stage.exchange)
+
+    def recorded_run(*args: Any, **kwargs: Any) -> None:
+        stage.recorder = recorder
+        run(*args, **kwargs)
+        stage.recorder = None
+
+    stage.run = recorded_run
     found = []
     for batches in steps:
-        stage.recorder = recorder
         start = time.perf_counter_ns()
         engine.train_batch(iter(batches))
         stop = time.perf_counter_ns()
         work = recorder.take()
         found.append(Recorded(work, (stop - start) * 1e-9, (stop - work[-1].ended_ns) * 1e-9))
-    stage.recorder = None
+    del stage.run
     return found
 
 
@@ -69,20 +74,12 @@ def compare(stages: Sequence[Recorded], num_chunks: int) -> Prediction:
 
 
 def costs_of(stages: Sequence[Sequence[Any]], num_chunks: int) -> Any:
-    """Return the costs of a recorded step."""
-    from tds.schedule import Backward, BackwardInput, BackwardWeight, Costs, Forward
+    """Return the costs of a recorded step: means over the micro-batches."""
+    from tds import recorder
 
-    seconds: dict[tuple[type, int], list[float]] = defaultdict(list)
-    for stage, works in enumerate(stages):
-        for work in works:
-            piece = work.action.chunk * len(stages) + stage
-            seconds[type(work.action), piece].append(work.work_ns * 1e-9)
-
-    def means(*kinds: type) -> tuple[float, ...]:
-        found = [[s for kind in kinds for s in seconds[kind, piece]] for piece in range(num_chunks * len(stages))]
-        return tuple(statistics.fmean(each) if each else 0.0 for each in found)
-
-    return Costs(means(Forward), means(Backward, BackwardInput), means(BackwardWeight), transfer_s(stages, num_chunks))
+    seconds = [recorder.durations_of(works) for works in stages]
+    means = [{key: statistics.fmean(each) for key, each in stage.items()} for stage in seconds]
+    return replace(recorder.costs_of(means, num_chunks), transfer=transfer_s(stages, num_chunks))
 
 
 def transfer_s(stages: Sequence[Sequence[Any]], num_chunks: int) -> float:

@@ -37,7 +37,7 @@ def table(case: Case, records: Mapping[str, Record]) -> str:
     lines = [
         f"{case.name}: {case.num_stages} stages x {case.tensor} tensor, {case.num_micro_batches} micro-batches of "
         f"{case.micro_batch_size}, {case.sizes.num_layers} layers, vocabulary {case.sizes.vocab_size}",
-        f"  {'':28}{'cut':>16}{'tokens/s':>10}{'ms/step':>10}{'CPU ms':>9}{'of two':>8}{'MiB before+step':>17}"
+        f"  {'':32}{'cut':>18}{'tokens/s':>10}{'ms/step':>10}{'CPU ms':>9}{'of two':>8}{'MiB before+step':>17}"
         f"{'/simulate':>11}{'third loss':>12}",
     ]
     rows = [row(case, record, records) for record in records.values()]
@@ -47,7 +47,7 @@ def table(case: Case, records: Mapping[str, Record]) -> str:
         memory = "" if before is None else f"{before / 2**20:.1f}+{added / 2**20:.1f}"
         simulated = each["measured_to_simulated"]
         lines.append(
-            f"  {each['contender']:28}{each['cut']:>16}{each['tokens_per_s']:10.0f}{each['ms_per_step']:10.1f}"
+            f"  {each['contender']:32}{each['cut']:>18}{each['tokens_per_s']:10.0f}{each['ms_per_step']:10.1f}"
             f"{each['cpu_ms_per_step']:9.1f}{'' if of_two is None else f'{of_two:.3f}':>8}{memory:>17}"
             f"{'' if simulated != simulated else f'{simulated:.3f}':>11}{each['losses'][-1]:12.6f}"
         )

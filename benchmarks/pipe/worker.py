@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -151,6 +152,7 @@ def make_seat(case: Case, contender: Contender, rank: int) -> Any:
 
 
 def _be_quiet() -> None:
-    """Keep what engines print out of the table: only errors are heard, on stderr."""
+    """Keep what engines print and warn of out of the table: only errors are heard, on stderr."""
+    warnings.simplefilter("ignore")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     os.dup2(sys.stdout.fileno(), 1)

@@ -67,8 +67,8 @@ def test_unequal_losses_end_a_run() -> None:
 
 def test_table_and_picture_name_every_contender(tmp_path) -> None:
     lines = table(CASE, records()).splitlines()[2:]
-    assert [line[:30].strip() for line in lines][:3] == ["side by side", "ours zb-h1 5+3", "dualpipev"]  # by speed
-    assert {line[:30].strip() for line in lines} == set(records())
+    assert [line[:34].strip() for line in lines][:3] == ["side by side", "ours zb-h1 5+3", "dualpipev"]  # by speed
+    assert {line[:34].strip() for line in lines} == set(records())
     assert lines[1].split()[-2:] == ["1.040", "1.000000"]
     draw({CASE: records()}, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 1000
