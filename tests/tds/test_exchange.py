@@ -12,6 +12,7 @@ from tds.boundary import Boundary, BoundaryError, set_list
 from tds.exchange import RECEIVES_AHEAD, Exchange
 from tds.schedule import Action, Backward, Forward, Kind, Message, forward_only, one_forward_one_backward
 from tds.transport import Transport
+from tds.wire import Slice
 from tests.harness import fork_ranks, run_ranks
 from tests.tds.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
 
@@ -254,3 +255,62 @@ def test_an_exchange_knows_what_it_waits_for_when_a_neighbour_is_gone() -> None:
     with pytest.raises(RuntimeError, match=words):
         transport.wait_for(transfer)  # type: ignore[arg-type]
     assert transport.waiting == ("receiving", Kind.GRADIENT, message)
+
+
+def _alone(**module: Any) -> tuple[Exchange, list[Kind]]:
+    """Return the exchange of a first stage without neighbours, and the kinds of what it would have sent."""
+    links = SimpleNamespace(stage=0, num_stages=2, ranks=[0, 1], device=torch.device("cpu"), cut=Slice())
+    exchange = Exchange(links, SimpleNamespace(parts=[0, 1, 2], _layer_specs=[torch.nn.Tanh(), len], **module))  # type: ignore[arg-type]
+    kinds: list[Kind] = []
+    exchange.send = lambda kind, *_: kinds.append(kind)  # type: ignore[method-assign]
+    exchange.begin([], is_training=True)
+    return exchange, kinds
+
+
+GRAD = torch.ones(2, 8, requires_grad=True)
+ISSUE_DTYPES = (
+    torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "P03-number": ({"_input_grad": [True]}, (GRAD, GRAD), "the 1 tensors that are declared (any), got 2"),
+    "P03-type": ({"_input_type": ["float", "bool"]}, (GRAD, GRAD.detach()), "declared bool, got float32[2, 8]"),
+    "P07-detached": ({"_input_grad": [True]}, GRAD.detach(), "declared with a gradient, got float32[2, 8] that"),
+    "P07-needed": ({"_input_grad": [False]}, GRAD, "declared without a gradient, got float32[2, 8] that requires"),
+    "P13-swapped": ({"boundary": [Boundary("a"), Boundary("b")]}, {"b": GRAD, "a": GRAD}, "names ('a', 'b') in order"),
+    "long-name": ({}, {"k" * 2000: GRAD}, "keys of a dict that crosses a stage must fit into 1024 bytes"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_output_that_does_not_match_sends_nothing(fault: str) -> None:
+    module, output, words = FAULTS[fault]
+    exchange, sent = _alone(**module)
+    with pytest.raises(BoundaryError) as raised:
+        exchange.send_activations(Message(Kind.ACTIVATION, 0, 0, 1), output)
+    assert all(part in str(raised.value) for part in ("stage 0", "layer 0 (Tanh)", words)), raised.value
+    assert sent == []
+
+
+def test_a_change_of_dtype_shape_or_form_sends_nothing_more() -> None:
+    """P01: each pair of dtypes; P02: another shape of the same bytes; a gradient, a name, a structure that changes."""
+    message = Message(Kind.ACTIVATION, 0, 0, 1)
+    changes: list[tuple[Any, Any, str]] = [
+        (torch.ones(2).to(a), torch.ones(2).to(b), f"was {str(a)[6:]}.2., got {str(b)[6:]}.2. at micro-batch 0")
+        for a in ISSUE_DTYPES
+        for b in ISSUE_DTYPES
+        if a is not b
+    ]
+    changes += [
+        (GRAD, torch.ones(8, 2, requires_grad=True), r"was float32\[2, 8\], got float32\[8, 2\]"),
+        (GRAD, GRAD.detach(), "with gradient=False"),
+        ({"a": GRAD}, {"b": GRAD}, "1 tensors as dict of 'a' before, got 1 as dict of 'b'"),
+        ((GRAD,), [GRAD], "as tuple before, got 1 as list"),
+    ]
+    for first, then, words in changes:
+        exchange, sent = _alone()
+        exchange.send_activations(message, first)
+        with pytest.raises(BoundaryError, match=rf"stage 0.*layer 0 \(Tanh\).*{words}"):
+            exchange.send_activations(message, then)
+        assert sent == [Kind.HEADER, Kind.ACTIVATION]
