@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import get_pipeline_config
@@ -129,3 +130,24 @@ def _engine_parts(rank: int) -> dict[str, bool]:
 def test_a_built_engine_has_the_parts_we_use() -> None:
     parts = run_ranks(1, _engine_parts)[0]
     assert all(parts.values()), parts
+
+
+def test_saving_and_loading_call_what_we_override_and_keep_the_path_where_we_read_it() -> None:
+    save, load = _source(DeepSpeedEngine._save_checkpoint), _source(DeepSpeedEngine._load_checkpoint)
+    for name in ("self._curr_ckpt_path = os.path.join(", "self.module_state_dict(", "self._common_checkpoint_state("):
+        assert name in save, name
+    for name in ("self._curr_ckpt_path = os.path.join(", "self.load_module_state_dict(", "checkpoint['mp_world_size']"):
+        assert name in load, name
+    assert callable(DeepSpeedEngine._get_all_ckpt_names) and callable(DeepSpeedEngine._get_zero_param_shapes)
+    assert "self._get_zero_param_shapes()" in _source(DeepSpeedEngine._common_checkpoint_state)
+    assert "self._last_lr" in _source(lr_schedules.WarmupLR)
+
+
+def test_layers_are_saved_under_the_path_that_we_number() -> None:
+    module = deepspeed.PipelineModule
+    for path in (module.ckpt_layer_path, module.ckpt_layer_path_list):
+        assert "local_layer_idx + self._local_start" in _source(path)
+    for name in ("self.ckpt_layer_path(", "self.checkpoint_parallel_write_pipeline", "self._grid.data_parallel_id"):
+        assert name in _source(module.save_state_dict), name
+    assert callable(module._recursive_getattr) and "self._topo" in _source(module.__init__)
+    assert "self.tied_weight_attrs[layer.key] = " in _source(module._build)
