@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 
-from tds import channels, section
+from tds import auto, channels, section
 from tds.exchange import Exchange
 from tds.optimizers import Gradients, gradients_of
 from tds.plan import Plan
@@ -97,9 +97,10 @@ def make_stage(engine: PipelineEngine) -> Stage:
 
 
 def make_plan(engine: PipelineEngine) -> Plan:
-    """Return the schedule that the JSON asks for."""
+    """Return the schedule that the JSON asks for; that which "auto" starts with."""
+    chosen = section.chosen_schedule(engine._config.pipeline, engine.module)
     return Plan(
-        section.chosen_schedule(engine._config.pipeline, engine.module),
+        auto.first_name(num_chunks(engine.module)) if section.is_auto(chosen) else chosen,
         num_stages=engine.num_stages,
         num_chunks=num_chunks(engine.module),
         stage=engine.stage_id,

@@ -14,7 +14,8 @@ from tds.call import Call
 from tds.loss import LossMeter
 from tds.report import StepReport
 from tds.saving import LayerCheckpoints
-from tds.waiting import limit_waits
+from tds.seeing import Seeing
+from tds.waiting import default_timeout, limit_waits
 
 
 class PipelineEngine(LayerCheckpoints):
@@ -22,7 +23,7 @@ class PipelineEngine(LayerCheckpoints):
 
     ``tds.initialize`` makes it. Attributes that a program may set:
 
-        nominal_weight    power of two by which losses given as (sum, count) are divided in the backward; about the
+        nominal_weight    power of two by which losses given as ``tds.Weighted`` are divided in the backward; about the
                           number of tokens of a micro-batch keeps 16-bit gradients in range
         on_micro_batch    called with the micro-batch's index ahead of each forward in training
         on_loss           called with the mean loss, the same on every rank, ahead of the optimizer's step; may raise
@@ -41,11 +42,12 @@ class PipelineEngine(LayerCheckpoints):
         self.on_micro_batch: Callable[[int], None] | None = None
         self.on_loss: Callable[[torch.Tensor], None] | None = None
         self.agg_train_loss: torch.Tensor | None = None
+        self.agg_additional_losses: dict[str, torch.Tensor] | None = None
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
         self._force_grad_boundary = False
         self.report = StepReport(self)
-        limit_waits(self.module)
+        limit_waits(self.module, section.wait_limit(self._config.pipeline, default_timeout()))
         assembly.refuse_unsupported(self)
         section.check_keys(self._config.pipeline)
         assembly.configure_recompute(self)
@@ -53,6 +55,7 @@ class PipelineEngine(LayerCheckpoints):
         self._gradients = assembly.make_gradients(self)
         self._reduction = assembly.make_reduction(self, self._gradients)
         self._stage = assembly.make_stage(self)
+        self._seeing = Seeing(self)
         if self.training_data:
             self.set_dataloader(assembly.make_dataloader(self))
 
@@ -71,7 +74,7 @@ class PipelineEngine(LayerCheckpoints):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
-        with self.report.step():
+        with self.report.step(), self._seeing.step():
             call = self._training_call()
             self._stage.exchange.window = self._plan.window(self.micro_batches)
             self._stage.run(self._plan.training(self.micro_batches), call)
@@ -90,23 +93,37 @@ class PipelineEngine(LayerCheckpoints):
     ) -> Any:
         """Return the mean loss over one global batch without training on it. Collective.
 
-        Random numbers and the state of training are as before afterwards.
+        With several named losses the mean of each, by name. Random numbers and the state of training are as before
+        afterwards.
 
         Args:
             return_logits: return (loss, output of the last micro-batch); the output is None but on the last stage.
-            compute_loss: False: return the model's outputs instead of losses.
+            compute_loss: False: return the model's outputs; with reduce_output="avg" their means, tensor by tensor.
             reduce_output: "avg", or None for a list with one entry for each micro-batch.
             bcast_loss: give the loss to every stage; else only the last stage has it, the others None.
             num_micro_batches: read this many instead of ``gradient_accumulation_steps``.
         """
         number = self.micro_batches if num_micro_batches is None else num_micro_batches
+        evaluation.check_arguments(reduce_output, number)
         call = self._evaluation_call(data_iter, number, compute_loss)
-        with evaluation.untouched(self.module, self.device), torch.no_grad():
+        watching = self._seeing.watching("in eval_batch")
+        with watching, evaluation.untouched(self.module, self.device), torch.no_grad():
             self.module.eval()
             self._stage.exchange.window = self._plan.window(number, is_training=False)
             self._stage.run(self._plan.evaluation(number), call)
             result = evaluation.result(self, call, compute_loss, reduce_output, bcast_loss)
         return (result, call.last_output) if return_logits else result
+
+    def bubble(self) -> float | None:
+        """Return the share of idle time in the training steps since the last call. Collective over the pipeline.
+
+        None if there was no step.
+        """
+        return self._seeing.bubble()
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Return the means of the last train_batch's other named losses by name, on every rank; None without."""
+        return self.agg_additional_losses
 
     def _training_call(self) -> Call:
         if self._reduction is not None:
@@ -114,7 +131,7 @@ class PipelineEngine(LayerCheckpoints):
         return Call(
             source=BatchSource(self.data_iterator, self.batch_fn, self.stage_id),
             is_training=True,
-            meter=LossMeter(self.micro_batches, self.nominal_weight, self.device),
+            meter=self._meter(self.micro_batches),
             loss_fn=self.module.loss_fn,
             gradients=self._gradients,
             reduction=self._reduction,
@@ -129,10 +146,13 @@ class PipelineEngine(LayerCheckpoints):
         return Call(
             source=BatchSource(iterator, self.batch_fn, self.stage_id),
             is_training=False,
-            meter=LossMeter(number, self.nominal_weight, self.device),
+            meter=self._meter(number),
             loss_fn=self.module.loss_fn,
             collects_losses=compute_loss,
         )
+
+    def _meter(self, num_micro_batches: int) -> LossMeter:
+        return LossMeter(num_micro_batches, self.nominal_weight, self.device, self.module.get_additional_losses)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read training data from ``iterator`` from now on."""

@@ -9,10 +9,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule as _DeepSpeedModule
 
 from tds.chatter import without_prints
 from tds.layer_files import index_in_one_run
+from tds.profile import ProfiledCut, profiled_cut
 from tds.waiting import limit_waits
 
 
@@ -24,6 +26,7 @@ class PipelineModule(_DeepSpeedModule):
             holds the layers ``bounds[i] ... bounds[i + 1]``. The same on every rank.
         chunks: pieces per stage. Piece ``chunk * num_stages + stage`` of the ``chunks * num_stages`` lies on ``stage``,
             so every stage has several short runs of layers; the schedule "interleaved" needs two or more.
+        profile_batch: one micro-batch (inputs, labels), on which "profile" times each layer; of one shape on all ranks.
 
     Raises:
         ValueError: bounds that do not hold each layer exactly once, a piece without layers, or no whole ``chunks``.
@@ -32,12 +35,17 @@ class PipelineModule(_DeepSpeedModule):
     parts: list[int]
     num_stages: int
 
-    def __init__(self, layers: Any, *args: Any, chunks: int = 1, **kwargs: Any) -> None:
+    def __init__(
+        self, layers: Any, *args: Any, chunks: int = 1, profile_batch: tuple[Any, Any] | None = None, **kwargs: Any
+    ) -> None:
         if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
             raise ValueError(f"chunks must be a whole number of 1 or more, got {chunks!r}")
         if dist.is_initialized() and not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.chunks = chunks
+        self.profile: ProfiledCut | None = None
+        self._profile_batch = profile_batch
+        self._recomputes = bool(kwargs.get("activation_checkpoint_interval", 0))
         self._runs: list[_Run] = []
         with without_prints():
             super().__init__(layers, *args, **kwargs)
@@ -75,6 +83,17 @@ class PipelineModule(_DeepSpeedModule):
             super()._build()
             self._runs.append(_Run(self, start, self.forward_funcs[first:]))
 
+    def _profiled_cut(self) -> ProfiledCut:
+        return profiled_cut(
+            self._layer_specs,
+            num_stages=self.num_stages,
+            num_chunks=self.chunks,
+            batch=self._profile_batch,
+            loss_fn=self.loss_fn,
+            device=torch.device(get_accelerator().device_name(self.local_rank)),
+            recomputes=self._recomputes,
+        )
+
     def _precompute_checkpointable_values(self) -> None:
         for run in self._runs or [self]:
             _DeepSpeedModule._precompute_checkpointable_values(run)
@@ -87,7 +106,10 @@ class PipelineModule(_DeepSpeedModule):
     def _partition_layers(self, method: Any = "uniform") -> None:
         number = len(self._layer_specs)
         num_pieces = self.num_stages * self.chunks
-        if isinstance(method, str):
+        if isinstance(method, str) and method.lower() == "profile":
+            self.profile = self._profiled_cut()
+            self.parts = self.profile.bounds
+        elif isinstance(method, str):
             with _as_stages(self, num_pieces):
                 super()._partition_layers(method=method)
         else:

@@ -11,9 +11,9 @@ from tds.module import PipelineModule
 
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
-    "use_reentrant", "schedule", "chunks", "trace", "timeout_s",
+    "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, timeout_s."""
+"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s."""
 
 
 def check_keys(section: Mapping[str, Any]) -> None:
@@ -48,6 +48,11 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
             "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
         )
     return schedule
+
+
+def is_auto(schedule: Any) -> bool:
+    """True if the engine is to choose the schedule by itself."""
+    return isinstance(schedule, str) and schedule.lower() == "auto"
 
 
 def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
