@@ -2,7 +2,8 @@
 
 Every public name of ``deepspeed`` is reachable here, looked up in DeepSpeed at the moment of use, and every module of
 it under its name in tds. Ours are ``initialize`` (a pipeline model gets our engine, anything else exactly what
-DeepSpeed does), ``PipelineEngine``, ``PipelineModule``, ``reduce_gradients`` and ``quiet``.
+DeepSpeed does), ``PipelineEngine``, ``PipelineModule``, ``Weighted`` (a loss as a mean over tokens),
+``reduce_gradients`` and ``quiet``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from tds.engine import PipelineEngine as PipelineEngine  # noqa: E402
 from tds.finder import follow, install  # noqa: E402
 from tds.gradients import reduce_gradients as reduce_gradients  # noqa: E402
 from tds.initialize import initialize as initialize  # noqa: E402
+from tds.loss import Weighted as Weighted  # noqa: E402
 from tds.module import PipelineModule as PipelineModule  # noqa: E402
 
-follow(__name__, ("PipelineEngine", "PipelineModule", "initialize", "pipe", "quiet", "reduce_gradients", "runtime"))
+follow(
+    __name__,
+    ("PipelineEngine", "PipelineModule", "Weighted", "initialize", "pipe", "quiet", "reduce_gradients", "runtime"),
+)
 install()
 
 if TYPE_CHECKING:

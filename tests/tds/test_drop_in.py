@@ -15,9 +15,10 @@ import tds
 import tds.pipe
 from tds.compatibility import check_versions
 from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.tds.toys import Toy, check_equal, make_engine, train
 
 OURS = {"PipelineEngine", "PipelineModule", "initialize", "pipe", "runtime"}
+"""And names that DeepSpeed does not have."""
 
 
 def test_every_public_name_is_deepspeeds_but_ours() -> None:
@@ -74,3 +75,26 @@ def _stays_quiet(rank: int, place: str) -> None:
 def test_deepspeed_is_quiet_by_default(tmp_path: Path) -> None:
     run_ranks(2, _stays_quiet, str(tmp_path))
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["", ""]
+
+
+def _stock_module(toy: Toy) -> Any:
+    tds.init_distributed("gloo", verbose=False)
+    return deepspeed.PipelineModule(toy.specs(), num_stages=2, loss_fn=toy.loss_fn, partition_method="uniform")
+
+
+def _plain_pipeline(rank: int, toys: list[Toy]) -> Any:
+    results = [train(make_engine(toy, 2, module=_stock_module(toy)), toy) for toy in toys]
+    told = []
+    for pipeline in ({"schedule": "interleaved"}, {"chunks": 2}):
+        with pytest.raises(ValueError) as raised:
+            make_engine(Toy(pipeline=pipeline), 2, module=_stock_module(Toy()))
+        told.append(str(raised.value))
+    return results, told
+
+
+def test_a_plain_pipeline_module_trains_with_every_schedule_but_those_of_chunks() -> None:
+    toys = [Toy("tied", pipeline={"schedule": name}) for name in ("1f1b", "gpipe", "zb-h1")]
+    ranks = run_ranks(2, _plain_pipeline, toys)
+    for index, toy in enumerate(toys):
+        check_equal([results[index] for results, _ in ranks], toy, tolerance=1e-13)
+    assert all("tds.PipelineModule" in told for _, each in ranks for told in each)

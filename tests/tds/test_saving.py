@@ -234,3 +234,33 @@ class _Cut:
 
 def test_layers_of_chunks_are_numbered_as_in_the_whole_model() -> None:
     assert layer_numbers(_Cut()) == [2, 5, 6, 7, 8]
+
+
+def _chunks(rank: int, place: str, chunks: int, loads: bool) -> Any:
+    engine = _engine("ours", 2, chunks=chunks)
+    if not loads:
+        _steps(engine, 0, 1)
+        engine.save_checkpoint(place)
+        return _steps(engine, 1, 1), _weights(engine)
+    told = ""
+    try:
+        engine.load_checkpoint(place)
+    except CheckpointError as error:
+        told = str(error)
+        engine.load_checkpoint(place, load_optimizer_states=False)
+    return told, _weights(engine), _steps(engine, 1, 1)
+
+
+def test_chunks_are_saved_by_the_numbers_of_their_layers(tmp_path: Path) -> None:
+    """Tied weights that meet on one stage, and two runs of layers on each."""
+    saved = run_ranks(2, _chunks, str(tmp_path), 3, False)
+    again = run_ranks(2, _chunks, str(tmp_path), 3, True)
+    for (losses, after), (told, _, continued) in zip(saved, again, strict=True):
+        assert told == "" and continued == losses and after
+    names = {name for _, loaded, _ in again for name in loaded}
+    weights = {name: weight for _, loaded, _ in again for name, weight in loaded.items()}
+    others = run_ranks(2, _chunks, str(tmp_path), 1, True)
+    assert {name for _, loaded, _ in others for name in loaded} == names
+    for told, loaded, _ in others:
+        assert "stage " in told and "had the layers" in told and "load_optimizer_states=False" in told
+        assert all(torch.equal(weight, weights[name]) for name, weight in loaded.items())
