@@ -64,10 +64,18 @@ def model_provider() -> torch.nn.Module:
     if not parallel.has_pipeline:
         return model.GPT2Model(sizes, place)
     partition: str | list[int] = parallel.partition_method
+    length, chunks = config.batch.seq_length, parallel.chunks
     if partition == "balanced":
-        partition = cost.stage_bounds(sizes, config.batch.seq_length, grid.pipe.size)
-    documents = config.data.reset_attention_mask
-    stages = pipe.GPT2ModelPipe(sizes, place, grid.topology, partition=partition, has_segments=documents)
+        partition = cost.stage_bounds(sizes, length, grid.pipe.size, chunks)
+    stages = pipe.GPT2ModelPipe(
+        sizes,
+        place,
+        grid.topology,
+        partition=partition,
+        chunks=chunks,
+        has_segments=config.data.reset_attention_mask,
+        probe=(config.batch.batch_size, length) if partition == "profile" else None,
+    )
     stages._megatron_batch_fn = get_batch_pipe
     return stages
 

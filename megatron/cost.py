@@ -1,4 +1,4 @@
-"""What a GPT-2 costs: parameters, FLOPs, memory, and how to share its layers over pipeline stages. Arithmetic only.
+"""What a GPT-2 costs: parameters, FLOPs, memory; and how its layers are shared out over stages. Arithmetic only.
 
 | count | formula | |
 |---|---|---|
@@ -12,12 +12,12 @@ Letters as in docs/glossary.md: ``L`` layers, ``h`` hidden, ``a`` heads, ``d`` s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
-from operator import add
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from megatron.stages import balanced_bounds, in_flight, layers_in_chunks, pieces_on
 
 ELEMENTWISE = 64
 """Cost of passing over one number (norm, softmax) in FLOPs of a matrix product. With it a head counts 2.77 layers where
@@ -37,6 +37,7 @@ PEAK_TFLOPS = {
 }
 """Dense 16-bit peaks (bf16; fp16 on V100), by a part of the device's name; the longest part that fits is taken."""
 
+Number = TypeVar("Number", int, float)
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -83,18 +84,31 @@ def num_parameters(sizes: Sizes) -> int:
     return tables + positions + sizes.num_layers * layer_parameters(sizes) + 2 * sizes.hidden_size
 
 
-def stage_parameters(sizes: Sizes, bounds: Sequence[int], tensor: int = 1) -> list[int]:
+def stage_parameters(sizes: Sizes, bounds: Sequence[int], tensor: int = 1, stages: int | None = None) -> list[int]:
     """Return the parameters that one rank of each stage holds; a tied table lies on the first and the last stage.
 
     Args:
         bounds: as ``stage_bounds`` returns them, over embedding, layers, final norm and head.
+        stages: their number; None: one for each piece.
     """
     table, positions = table_parameters(sizes, tensor), sizes.max_position_embeddings * sizes.hidden_size
     units = [table + positions, *[layer_parameters(sizes, tensor)] * sizes.num_layers, 2 * sizes.hidden_size, table]
-    held = [sum(units[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    held = _on_stages(units, bounds, stages)
     if len(held) == 1 and not sizes.untie_embeddings:
         held[0] -= table
     return held
+
+
+def piece_costs(sizes: Sizes, bounds: Sequence[int], seq_length: int) -> list[float]:
+    """Return the cost of each piece, with one layer as 1.0."""
+    return _on_stages(unit_costs(sizes, seq_length), bounds, None)
+
+
+def _on_stages(units: Sequence[Number], bounds: Sequence[int], stages: int | None) -> list[Number]:
+    """Return the sum of ``units`` over the pieces of each stage."""
+    number = stages or len(bounds) - 1
+    each = [[unit for start, stop in pieces_on(bounds, number, i) for unit in units[start:stop]] for i in range(number)]
+    return [sum(own) for own in each]
 
 
 def flops_per_token(sizes: Sizes, seq_length: int, *, causal: bool = True) -> float:
@@ -119,58 +133,21 @@ def unit_costs(sizes: Sizes, seq_length: int) -> list[float]:
     return [norm / layer, *[1.0] * sizes.num_layers, norm / layer, head / layer]
 
 
-def balanced_bounds(costs: Sequence[float], parts: int) -> list[int]:
-    """Return bounds ``[0, ..., len(costs)]`` of contiguous, non-empty parts whose most expensive one is cheapest.
+def stage_bounds(sizes: Sizes, seq_length: int, stages: int, chunks: int = 1) -> list[int]:
+    """Return the bounds of the pieces over embedding, layers, final norm and head; each piece has a layer at least.
 
-    Among those the parts are as even as can be (least sum of squares), shorter ones first: an early stage keeps more
-    micro-batches.
-
-    Raises:
-        ValueError: more parts than costs, or less than one part.
-    """
-    count = len(costs)
-    if not 1 <= parts <= count:
-        raise ValueError(f"{count} layers can be cut into 1 to {count} parts, got {parts}")
-    total = [0.0, *accumulate(costs)]
-    limit = _best_rests(total, parts, lambda part: part, max)[parts][0]
-
-    def price(part: float) -> float:
-        return part * part if part <= limit else inf
-
-    rests = _best_rests(total, parts, price, add)
-    bounds = [0]
-    for left in range(parts - 1, -1, -1):
-        start, rest = bounds[-1], rests[left]
-        whole = {stop: price(total[stop] - total[start]) + rest[stop] for stop in range(start + 1, count + 1)}
-        bounds.append(min(whole, key=lambda stop: whole[stop]))
-    return bounds
-
-
-def _best_rests(
-    total: list[float], parts: int, price: Callable[[float], float], join: Callable[[float, float], float]
-) -> list[list[float]]:
-    """Return best[k][i]: the least joined price when units i ... are cut into k parts."""
-    count = len(total) - 1
-    best = [[inf] * count + [0.0]]
-    for _ in range(parts):
-        rest = best[-1]
-        row = [
-            min(join(price(total[stop] - total[start]), rest[stop]) for stop in range(start + 1, count + 1))
-            for start in range(count)
-        ]
-        best.append([*row, inf])
-    return best
-
-
-def stage_bounds(sizes: Sizes, seq_length: int, stages: int) -> list[int]:
-    """Return the bounds of the stages over embedding, layers, final norm and head; each stage has a layer at least.
+    The embedding is in the first piece, norm and head are in the last. With one chunk the slowest stage is as fast as
+    contiguous layers allow; with more, ``layers_in_chunks`` says the rule.
 
     Raises:
-        ValueError: fewer layers than stages.
+        ValueError: fewer layers than pieces.
     """
     costs = unit_costs(sizes, seq_length)
     if stages == 1:
         return [0, len(costs)]
+    if chunks > 1:
+        pieces = layers_in_chunks(sizes.num_layers, stages, chunks, costs[0], costs[-2] + costs[-1])
+        return [0, *[1 + bound for bound in accumulate(pieces[:-1])], len(costs)]
     layers = costs[1:-2]
     layers[:1] = [cost + costs[0] for cost in layers[:1]]
     layers[-1:] = [cost + costs[-2] + costs[-1] for cost in layers[-1:]]
@@ -204,15 +181,18 @@ def memory_per_stage(
     dtype: str = "fp32",
     optimizer: str = "adamw",
     checkpoint_activations: bool = False,
+    schedule: str = "1f1b",
+    chunks: int = 1,
 ) -> list[Memory]:
-    """Return an estimate of what one rank of each stage holds under 1F1B: stage i keeps min(p - i, m) micro-batches.
+    """Return an estimate of what one rank of each stage holds, with the micro-batches that its schedule keeps.
 
     16-bit weights have fp32 masters, gradients and moments (18 bytes per parameter with AdamW); others 16 or 32 in all.
-    Attention keeps no s x s matrix. Allocator, kernels' work space and Python are not counted.
+    Attention keeps no s x s matrix. A stage's chunks count as alike. Allocator, kernels' work space and Python are not
+    counted.
 
     Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.
     """
-    width, stages = BYTES[dtype], len(bounds) - 1
+    width, stages = BYTES[dtype], (len(bounds) - 1) // chunks
     state = max(width, 4)
     master = state if width < 4 else 0
     moments = 2 * state if optimizer == "adamw" else 0
@@ -220,22 +200,25 @@ def memory_per_stage(
     full = tokens * _layer_bytes(sizes, tensor, width)
     logits = tokens * -(-_vocabulary(sizes) // tensor) * (width + 4)
     estimates = []
-    for stage, held in enumerate(stage_parameters(sizes, bounds, tensor)):
-        layers = min(bounds[stage + 1], sizes.num_layers + 1) - max(bounds[stage], 1)
-        in_flight = min(stages - stage, num_micro_batches)
-        kept = in_flight * layers * full
-        if checkpoint_activations and layers:
-            kept = in_flight * layers * tokens * sizes.hidden_size * width + full
+    for stage, held in enumerate(stage_parameters(sizes, bounds, tensor, stages)):
+        layers = num_layers_on(sizes, bounds, stages, stage)
+        kept = in_flight(stages, num_micro_batches, schedule, chunks, stage) * layers // chunks
+        recomputed = kept * tokens * sizes.hidden_size * width + full if layers else 0
         estimates.append(
             Memory(
                 weights=held * width,
                 gradients=held * state,
                 optimizer=held * (master + moments),
-                activations=kept,
+                activations=recomputed if checkpoint_activations else kept * full,
                 logits=logits if stage == stages - 1 else 0,
             )
         )
     return estimates
+
+
+def num_layers_on(sizes: Sizes, bounds: Sequence[int], stages: int, stage: int) -> int:
+    """Return how many transformer layers lie on ``stage``."""
+    return sum(min(stop, sizes.num_layers + 1) - max(start, 1) for start, stop in pieces_on(bounds, stages, stage))
 
 
 def _layer_bytes(sizes: Sizes, tensor: int, width: int) -> int:
@@ -250,11 +233,6 @@ def peak_flops(device_name: str) -> float | None:
     name = device_name.upper()
     parts = [part for part in PEAK_TFLOPS if all(word in name for word in part.split())]
     return PEAK_TFLOPS[max(parts, key=len)] * 1e12 if parts else None
-
-
-def bubble(stages: int, num_micro_batches: int) -> float:
-    """Return the part of a 1F1B or GPipe step in which a stage of equal stages is idle: (p - 1) / (m + p - 1)."""
-    return (stages - 1) / (num_micro_batches + stages - 1)
 
 
 def _width(sizes: Sizes) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.config import deepspeed_keys as keys
 from megatron.config.batch_sizes import resolve_batch
+from megatron.config.chunks import resolve_chunks
 from megatron.config.config import Config, all_options
 from megatron.config.defaults import step_back
 from megatron.config.json_text import JsonText, read_json
@@ -93,7 +94,6 @@ def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterato
         keys.TEXT_OR_NULL: value is None or isinstance(value, str),
         keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
         keys.DEPTH: is_integer and value >= -1,
-        keys.ONE: is_integer and value == 1,
         keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
     if not good[key.kind]:
@@ -129,7 +129,9 @@ def resolve(
     """Return field -> value from flags, JSON and ``defaults`` together; disagreements go to ``found.problems``."""
     firm, soft = dict(found.values), dict(defaults or {})
     options = {option.name: option for _, option in all_options()}
-    for name, (key, value) in _json_values(json, found.problems).items():
+    has_pipeline = found.values.get("pipe_parallel_size", soft.get("pipe_parallel_size", 0)) > 1
+    stated = _json_values(json, found.problems) | (_pipeline_values(json) if has_pipeline else {})
+    for name, (key, value) in stated.items():
         given = found.values.get(name)
         if problem := options[name].problem(value, f"{key} in the JSON"):
             found.problems.append(problem)
@@ -138,11 +140,12 @@ def resolve(
         elif given != value:
             found.problems.append(
                 f"the command line and the JSON must agree, got {found.spelling[name]} and {key} {_text(value)}. "
-                f'Change one of them, or write "auto" in the JSON'
+                f"Change one of them, or {_way_out(key)}"
             )
     _check_precision(found, json)
     step_back(soft, firm, excluded(json), found.notes)
-    return soft | firm | resolve_batch(found, firm, soft, world_size)
+    derived = resolve_batch(found, firm, soft, world_size) | resolve_chunks(found, firm, soft)
+    return soft | firm | derived
 
 
 def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
@@ -173,6 +176,17 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
         stated["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
         stated["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
     return stated
+
+
+def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return field -> (key, value) of what "pipeline" states; its schedule "auto" is a schedule."""
+    section = json.get("pipeline", {})
+    stated = [name for name in keys.PIPELINE if name in section and (name == "schedule" or _is_stated(section[name]))]
+    return {keys.PIPELINE[name].field: (f"pipeline.{name}", section[name]) for name in stated}
+
+
+def _way_out(key: str) -> str:
+    return "leave the key out" if key.startswith("pipeline.") else 'write "auto" in the JSON'
 
 
 def _check_precision(found: Scan, json: Mapping[str, Any]) -> None:
@@ -206,7 +220,20 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
         gradient_clipping=0.0,
         zero_optimization={"stage": 0},
     )
+    if config.parallel.has_pipeline:
+        engine["pipeline"] = engine.get("pipeline", {}) | _pipeline_section(config)
     return engine
+
+
+def _pipeline_section(config: Config) -> dict[str, Any]:
+    """Return what was said of the pipeline.
+
+    Of the rest the engine knows better: chunks and so the schedule are its module's, the time limit its group's.
+    """
+    said = {name: getattr(config.parallel, key.field) for name, key in keys.PIPELINE.items()}
+    if said["chunks"] == 1 and "pipeline_chunks" not in config.given:
+        del said["chunks"]
+    return {name: value for name, value in said.items() if value}
 
 
 def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:

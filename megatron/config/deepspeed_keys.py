@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.stages import SCHEDULES
+
 
 @dataclass(frozen=True)
 class Key:
@@ -24,7 +26,6 @@ OBJECT = "an object {...}"
 TEXT_OR_NULL = "a text or null"
 TEXTS = "a list of texts"
 DEPTH = "an integer of at least -1"
-ONE = "1"
 BETAS = "two numbers"
 
 VALUES = {
@@ -53,6 +54,14 @@ OPTIMIZER_PARAMS = {
     "eps": Key(NUMBER, "adam_eps"),
     "betas": Key(BETAS),
 }
+
+PIPELINE = {
+    "schedule": Key(TEXT, "pipeline_schedule", choices=SCHEDULES),
+    "chunks": Key(POSITIVE, "pipeline_chunks"),
+    "trace": Key(TEXT, "pipeline_trace"),
+    "timeout_s": Key(POSITIVE, "distributed_timeout_s"),
+}
+"""Keys of "pipeline" that set a field of ours where there is a pipeline."""
 
 SECTIONS = {"fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER}
 """Objects that are read here; none but zero_optimization is handed to DeepSpeed."""
@@ -93,8 +102,7 @@ INNER = {
     "pipeline": {
         "activation_checkpoint_interval": Key(INTEGER, about="layers between two kept inputs; 0: as the flags say"),
         "use_reentrant": Key(BOOLEAN, about="false: recompute without re-entering autograd"),
-        "schedule": Key(TEXT, about="order of the micro-batches", choices=("1f1b", "gpipe")),
-        "chunks": Key(ONE, about="a stage holds one chunk in this version"),
+        **PIPELINE,
         "stages": Key(POSITIVE),
         "partition": Key(TEXT),
         "seed_layers": Key(BOOLEAN),

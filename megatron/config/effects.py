@@ -11,11 +11,19 @@ from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.deepspeed_keys import FP16, NOT_READ
+from megatron.config.parallel import ParallelConfig
 
 SCALING = ("loss_scale", "initial_scale_power")
 """Fields that act on fp16 only, and that nobody gives by habit."""
 SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
 """The same, given by habit."""
+PIPELINE = {
+    "pipeline_schedule": "--pipeline-schedule",
+    "pipeline_chunks": "--pipeline-chunks",
+    "layers_per_chunk": "--num-layers-per-virtual-pipeline-stage",
+    "pipeline_trace": "--pipeline-trace",
+}
+"""Fields that act on a pipeline only, and their flags."""
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 
@@ -38,6 +46,14 @@ def problems(config: Config) -> Iterator[str]:
             yield f"{', '.join(named)} acts on AdamW only, got --optimizer sgd. Leave it out, or use --optimizer adamw"
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
         yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
+    named = [flag for name, flag in PIPELINE.items() if name in given]
+    if named and not config.parallel.has_pipeline:
+        yield (
+            f"{', '.join(named)} acts on a pipeline only, got --pipe-parallel-size "
+            f"{config.parallel.pipe_parallel_size}. Leave it out, or use --pipe-parallel-size 2 or more"
+        )
+    if config.checkpoint.eval_only and "pipeline_trace" in given:
+        yield "--pipeline-trace shows training steps, got --eval-only. Leave one out"
     if config.checkpoint.eval_only and "save_interval" in given:
         yield "--save-interval acts in training only, got --eval-only. Leave one out"
 
@@ -58,6 +74,9 @@ def notes(config: Config) -> Iterator[str]:
         yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"
     if "min_lr" in config.given and optimizer.min_lr > 0 and optimizer.lr_decay_style == "constant":
         yield f"--min-lr {optimizer.min_lr:g} has no effect with --lr-decay-style constant"
+    soft = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]
+    if soft and not parallel.has_pipeline:
+        yield f"{', '.join(soft)} in the defaults has no effect without a pipeline"
     if json.get("pipeline") and not parallel.has_pipeline:
         yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
     elif parallel.has_pipeline:

@@ -33,7 +33,8 @@ KINDS = """
 
 JSON_HEAD = """
 A key acts with and without a pipeline unless its row says otherwise. Unknown keys and wrong kinds of values are errors
-with file, line and column; "auto" may stand for every number and switch, and means "as the flags say".
+with file, line and column; "auto" may stand for every number and switch, and means "as the flags say" (but for
+pipeline.schedule, where it is a schedule).
 """
 
 SAID = {
@@ -90,7 +91,7 @@ def lines() -> Iterator[str]:
 
 
 def _json_rows() -> Iterator[str]:
-    flags = {option.name: option.flag or "/".join(option.constants) for _, option in all_options()}
+    flags = _flags_of_fields()
     inner = {f"{name}.{key}": value for name, section in keys.SECTIONS.items() for key, value in section.items()}
     params = {f"optimizer.params.{name}": key for name, key in keys.INNER["optimizer.params"].items()}
     for name, key in {**keys.VALUES, **inner, **params}.items():
@@ -103,10 +104,16 @@ def _json_rows() -> Iterator[str]:
         yield f"| `{name}` | | refused: {reason} |"
 
 
+def _flags_of_fields() -> dict[str, str]:
+    return {option.name: option.flag or "/".join(option.constants) for _, option in all_options()}
+
+
 def _inner_rows(section: str) -> Iterator[str]:
+    flags = _flags_of_fields()
     for name, key in keys.INNER.get(section, {}).items():
         is_idle = section == "pipeline" and name in keys.NOT_READ
         about = f"no effect: {keys.NOT_READ[name]}" if is_idle else key.about
+        about = f"as `{flags[key.field]}`" if section == "pipeline" and key.field else about
         yield f"| `{section}.{name}` | {', '.join(key.choices) or key.kind} | {about} |"
         yield from _inner_rows(f"{section}.{name}")
 

@@ -105,8 +105,6 @@ MEGATRON_REFUSED = {
     "--overlap-param-gather": _ZERO,
     "--sequence-parallel": "activations between the cut layers are whole on every tensor rank; leave it out",
     "--context-parallel-size": "sequences are not cut; leave it out",
-    "--num-layers-per-virtual-pipeline-stage": "a stage holds one chunk in this version; leave it out",
-    "--virtual-pipeline-model-parallel-size": "a stage holds one chunk in this version; leave it out",
     "--standalone-embedding-stage": "stages are balanced by cost: see --partition-method",
     "--decoder-first-pipeline-num-layers": "use --partition-method",
     "--decoder-last-pipeline-num-layers": "use --partition-method",

@@ -7,18 +7,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.option import option
+from megatron.stages import AUTO, MANY_CHUNKS, SCHEDULES, by_default
 
+METHODS = ("balanced", "uniform", "parameters", "profile")
 TIMEOUT_S = {"cpu": 60, "cuda": 600}
 """A rank that does not answer for so long ends the job; GPUs get longer for first kernels and big gathers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the tensor and pipe axes, and the device that carries them."""
+    """Sizes of the tensor and pipe axes, how the pipeline runs, and the device that carries them."""
 
     model_parallel_size: int = option(1, "tensor-parallel size t", minimum=1, aliases=("--tensor-model-parallel-size",))
     pipe_parallel_size: int = option(
         0, "pipeline stages p; 0 or 1: no pipeline engine", minimum=0, aliases=("--pipeline-model-parallel-size",)
+    )
+    pipeline_schedule: str | None = option(
+        None,
+        "order of work in the pipeline; auto: the one that is fastest in the first steps",
+        choices=SCHEDULES,
+        shown_default="1f1b; interleaved with more than 1 chunk",
+    )
+    pipeline_chunks: int = option(
+        1,
+        "runs of layers that each stage holds; with more than 1 the pipeline fills and drains faster and sends more",
+        minimum=1,
+        aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
+    )
+    layers_per_chunk: int = option(
+        0,
+        "Megatron's way to say --pipeline-chunks: layers / (stages x this); --partition-method cuts all the same",
+        flag="--num-layers-per-virtual-pipeline-stage",
+        minimum=1,
+        shown_default="--pipeline-chunks counts",
+    )
+    pipeline_trace: str | None = option(
+        None,
+        "folder for a trace of the pipeline's first steps, for Perfetto; the run folder gets its picture, schedule.png",
+        shown_default="none",
     )
     checkpoint_activations: bool = option(
         False, "keep only the inputs of layers in the forward pass and compute the rest again in the backward pass"
@@ -27,14 +53,19 @@ class ParallelConfig:
         1, "layers between two kept inputs", minimum=1, aliases=("--recompute-num-layers",)
     )
     partition_method: str = option(
-        "balanced", "layers per stage: balanced (by cost), uniform, parameters, or type:REGEX of layer names"
+        "balanced",
+        "layers per stage: balanced (by estimated cost), profile (by the time that each layer takes in a probe at the "
+        "start), uniform, parameters, or type:REGEX of layer names",
     )
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     distributed_backend: str | None = option(
         None, "backend of torch.distributed", choices=("nccl", "gloo"), shown_default="nccl on GPUs, gloo on CPU"
     )
     distributed_timeout_s: int = option(
-        0, "seconds without an answer after which a rank gives up", minimum=1, shown_default="60 on CPU, 600 on GPUs"
+        0,
+        "seconds without an answer after which a rank gives up, in the pipeline too",
+        minimum=1,
+        shown_default="60 on CPU, 600 on GPUs",
     )
 
     @property
@@ -45,6 +76,16 @@ class ParallelConfig:
     @property
     def has_pipeline(self) -> bool:
         return self.pipe_parallel_size > 1
+
+    @property
+    def schedule(self) -> str:
+        """The schedule's name, said or by default."""
+        return self.pipeline_schedule or by_default(self.pipeline_chunks)
+
+    @property
+    def chunks(self) -> int:
+        """c, which is 1 without a pipeline."""
+        return self.pipeline_chunks if self.has_pipeline else 1
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return d: what the tensor and pipe axes leave of ``world_size`` ranks."""
@@ -62,5 +103,18 @@ class ParallelConfig:
                 re.compile(method[5:])
             except re.error as error:
                 yield f"--partition-method type:REGEX needs a regular expression, got {method!r}: {error}"
-        elif method not in ("balanced", "uniform", "parameters"):
-            yield f"--partition-method must be balanced, uniform, parameters or type:REGEX, got {method!r}"
+        elif method not in METHODS:
+            yield f"--partition-method must be one of {', '.join(METHODS)}, or type:REGEX, got {method!r}"
+        if self.has_pipeline:
+            yield from self._schedule_problems()
+
+    def _schedule_problems(self) -> Iterator[str]:
+        schedule, chunks = self.schedule, self.pipeline_chunks
+        got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"
+        if chunks == 1 and schedule in MANY_CHUNKS:
+            yield f"the schedule interleaved needs several chunks on each stage, {got}. Use --pipeline-chunks 2"
+        if chunks > 1 and schedule not in (*MANY_CHUNKS, AUTO):
+            yield (
+                f"several chunks on each stage need the schedule {' or '.join(MANY_CHUNKS)}, {got}. "
+                "Leave one of the two out"
+            )

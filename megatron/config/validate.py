@@ -11,8 +11,8 @@ from dataclasses import replace
 from megatron.config import effects
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
-from megatron.cost import bubble
 from megatron.errors import ConfigError
+from megatron.stages import bubble, candidates
 
 FALLBACKS = ("bf16", "fp16", "fp32")
 """Number formats in the order in which they are taken when the one before is excluded."""
@@ -62,6 +62,14 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"every pipeline stage must hold a layer, got --num-layers {layers} on --pipe-parallel-size {p}. "
             f"Use --pipe-parallel-size {allowed}, or --num-layers {p} or more"
+        )
+    elif config.parallel.chunks > 1 and p * config.parallel.chunks > config.model.num_layers:
+        layers, chunks = config.model.num_layers, config.parallel.chunks
+        allowed = f"1 to {layers // p}" if layers // p > 1 else "1"
+        yield (
+            f"every chunk of every pipeline stage must hold a layer, got --num-layers {layers} on --pipe-parallel-size "
+            f"{p} x --pipeline-chunks {chunks} = {p * chunks}. Use --pipeline-chunks {allowed}, or --num-layers "
+            f"{p * chunks} or more"
         )
 
 
@@ -154,14 +162,22 @@ def resolve_dtype(config: Config, device_default: str) -> Config:
     return replace(config, notes=(*notes, *effects.scaling_notes(config)))
 
 
+def expected_bubble(config: Config, num_micro_batches: int | None = None) -> float:
+    """Return the share of idle time of equal stages; for the schedule "auto" that of the best one."""
+    parallel, m = config.parallel, num_micro_batches or config.batch.gas
+    names = candidates(parallel.schedule, parallel.chunks)
+    return min(bubble(parallel.num_stages, m, name, parallel.chunks) for name in names)
+
+
 def notes_of(config: Config) -> list[str]:
     """Return what a user should know about a configuration that works."""
     notes = []
     p, m = config.parallel.num_stages, config.batch.gas
     if config.parallel.has_pipeline and m < p:
+        idle, less = expected_bubble(config), expected_bubble(config, 4 * p)
         notes.append(
-            f"warning: {m} micro-batches on {p} stages leave the stages idle {bubble(p, m):.0%} of the time; "
-            f"raise --gas to {4 * p} for {bubble(p, 4 * p):.0%}"
+            f"warning: {m} micro-batches on {p} stages leave the stages idle {idle:.0%} of the time; "
+            f"raise --gas to {4 * p} for {less:.0%}"
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")

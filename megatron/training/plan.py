@@ -10,6 +10,7 @@ from megatron import cost
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Topology
+from megatron.stages import bubble, by_default, candidates, in_flight, pieces_on
 from megatron.tokenizer import build as build_tokenizer
 from megatron.training.screen import Screen, human_bytes, human_count
 
@@ -34,7 +35,7 @@ def dry_run(config: Config, world_size: int) -> None:
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
     parallel = config.parallel
     topology = Topology.of_world(world_size, parallel.model_parallel_size, parallel.num_stages)
-    bounds = cost.stage_bounds(config.model, config.batch.seq_length, topology.pipe)
+    bounds = cost.stage_bounds(config.model, config.batch.seq_length, topology.pipe, parallel.chunks)
     dtype = config.precision.dtype or "the device's default"
     screen = Screen("plain", config.batch.train_iters)
     screen.table("Plan (nothing was started)", plan_rows(config, topology, bounds, dtype))
@@ -51,33 +52,35 @@ def plan_rows(
     """Yield name and text of each row.
 
     Args:
-        bounds: of the stages, in layers as the pipeline counts them.
+        bounds: of the pieces, in layers as the pipeline counts them; with chunks a stage has several pieces.
         counted: parameters of the whole model, then of one rank of each stage; None for GPT-2 before it is built.
     """
     batch, d = config.batch, topology.data
     yield "layout", f"{topology.world_size} ranks = pipe {topology.pipe} x data {d} x tensor {topology.tensor}"
-    if counted is None or is_gpt2(config, counted):
+    known = counted is None or is_gpt2(config, counted)
+    if counted is None or known:
         yield from _gpt2_rows(config, topology, bounds, dtype)
     else:
-        yield from _own_model_rows(counted, bounds)
+        yield from _own_model_rows(config, counted, bounds)
     yield (
         "tokens per step",
         f"{batch.global_batch_size(d) * batch.seq_length:,} = sequence {batch.seq_length} x micro-batch "
         f"{batch.batch_size} x {batch.gas} micro-batches x {d} replicas",
     )
     if topology.pipe > 1:
-        note = " (fewer micro-batches than stages: raise --gas)" if batch.gas < topology.pipe else ""
-        yield "pipeline bubble", f"{100 * cost.bubble(topology.pipe, batch.gas):.1f} % for equal stages{note}"
+        yield from _pipeline_rows(config, topology.pipe, bounds, known, is_built=counted is not None)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", f"{config.data.data_path}, split {config.data.split}" if config.data.data_path else "the script's own"
 
 
-def _own_model_rows(counted: Sequence[int], bounds: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a model of which nothing is known but its parameters and the bounds of its stages."""
+def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a model of which nothing is known but its parameters and the bounds of its pieces."""
     yield "model", f"{human_count(counted[0])} parameters"
+    stages = len(counted) - 1
     for stage, held in enumerate(counted[1:]):
-        layers = f"layers {bounds[stage]}-{bounds[stage + 1] - 1}, " if len(counted) > 2 else ""
-        yield f"stage {stage}", f"{layers}{human_count(held)} parameters on each rank"
+        layers = f"layers {layers_text(bounds, stages, stage)}, " if stages > 1 else ""
+        kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
+        yield f"stage {stage}", f"{layers}{human_count(held)} parameters on each rank{kept}"
 
 
 def _gpt2_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
@@ -91,8 +94,7 @@ def _gpt2_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype:
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
-    model, batch = config.model, config.batch
-    num_units = model.num_layers + 3
+    model, batch, stages = config.model, config.batch, topology.pipe
     memory = cost.memory_per_stage(
         model,
         bounds,
@@ -103,11 +105,53 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         dtype=dtype if dtype in cost.BYTES else "fp32",
         optimizer=config.optimizer.optimizer,
         checkpoint_activations=config.parallel.checkpoint_activations,
+        **_schedule(config, bounds, stages),
     )
-    held = cost.stage_parameters(model, bounds, topology.tensor)
-    for stage in range(topology.pipe):
+    held = cost.stage_parameters(model, bounds, topology.tensor, stages)
+    for stage in range(stages):
+        kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
         yield (
             f"stage {stage}",
-            f"layers {bounds[stage]}-{bounds[stage + 1] - 1} of {num_units}, {human_count(held[stage])} parameters "
-            f"and about {human_bytes(memory[stage].total)} on each rank",
+            f"layers {layers_text(bounds, stages, stage)} of {model.num_layers + 3}, {human_count(held[stage])} "
+            f"parameters and about {human_bytes(memory[stage].total)} on each rank{kept}",
         )
+
+
+def _pipeline_rows(
+    config: Config, stages: int, bounds: Sequence[int], is_known: bool, is_built: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the schedule and the share of a step in which stages will idle, by the closed forms."""
+    schedule, chunks = _schedule(config, bounds, stages).values()
+    m, method = config.batch.gas, config.parallel.partition_method
+    each = f", {chunks} chunks on each stage" if chunks > 1 else ""
+    yield "pipeline", f"schedule {schedule}{each}"
+    if not is_built and method != "balanced":
+        yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
+    names = candidates(schedule, chunks)
+    costs = cost.piece_costs(config.model, bounds, config.batch.seq_length) if is_known else None
+    told = [
+        f"{100 * bubble(stages, m, name, chunks, costs):.1f} % {'of ' + name if len(names) > 1 else ''}"
+        for name in names
+    ]
+    equal = min(bubble(stages, m, name, chunks) for name in names)
+    note = " (fewer micro-batches than stages: raise --gas)" if m < stages else ""
+    yield "pipeline bubble", f"{', '.join(told).rstrip()} expected, {100 * equal:.1f} % with equal stages{note}"
+
+
+def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:
+    """Return the schedule's name, and the chunks as they were built: a script may have its own."""
+    chunks = (len(bounds) - 1) // stages
+    return {"schedule": config.parallel.pipeline_schedule or by_default(chunks), "chunks": chunks}
+
+
+def layers_text(bounds: Sequence[int], stages: int, stage: int) -> str:
+    """Return the layers of a stage in words, the pieces of its chunks in their order: "0-2 and 6-8"."""
+    pieces = pieces_on(bounds, stages, stage)
+    return " and ".join(str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in pieces)
+
+
+def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+    schedule, chunks = _schedule(config, bounds, stages).values()
+    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage)
+    whole = f"{config.batch.gas} micro-batches" + (f" x {chunks} chunks" if chunks > 1 else "")
+    return f"keeps the activations of {kept} of {whole}"

@@ -11,10 +11,12 @@ from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.config import get_pipeline_config
 
+from megatron import stages
 from megatron.config import Config, engine_dict, parse
 from megatron.config import deepspeed_keys as keys
 from megatron.errors import ConfigError
-from tds.schedule.orders import TRAINING_ORDERS
+from tds import section
+from tds.schedule import SCHEDULE_NAMES, schedule_named
 
 SHIPPED = Path(__file__).parents[2] / "ds_config_gpt2.json"
 
@@ -147,8 +149,10 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
             [":1:15:", "did you mean activation_checkpoint_interval"],
         ),
         ('{"pipeline": {"qqq": 1}}', ["unknown key qqq in pipeline: it takes activation_checkpoint_interval, "]),
-        ('{"pipeline": {"schedule": "zb"}}', ["pipeline.schedule must be one of 1f1b, gpipe, got 'zb'"]),
-        ('{"pipeline": {"chunks": 2}}', ["pipeline.chunks must be 1, got 2"]),
+        ('{"pipeline": {"schedule": "zb"}}', ["pipeline.schedule must be one of 1f1b, gpipe, zb-h1, ", "got 'zb'"]),
+        ('{"pipeline": {"chunks": 0}}', ["pipeline.chunks must be a positive integer, got 0"]),
+        ('{"pipeline": {"timeout_s": "3"}}', ["pipeline.timeout_s must be a positive integer, got '3'"]),
+        ('{"pipeline": {"trace": true}}', ["pipeline.trace must be a text, got True"]),
         ('{"tensorboard": {"output": "x"}}', ["did you mean output_path? in tensorboard"]),
         ('{"csv_monitor": {"enabled": 1}}', ["csv_monitor.enabled must be true or false, got 1"]),
         ('{"wandb": {"proyect": "x"}}', ["did you mean project? in wandb"]),
@@ -188,8 +192,42 @@ def test_bytes_that_are_not_utf8_are_told_and_a_byte_order_mark_is_accepted(tmp_
     assert parse(["--deepspeed_config", str(path)], world_size=1, env={}).optimizer.clip_grad == 2
 
 
-def test_a_schedule_of_the_json_is_one_that_tds_has():
-    assert keys.INNER["pipeline"]["schedule"].choices == tuple(TRAINING_ORDERS)
+def test_the_schedules_and_keys_of_a_pipeline_are_those_that_tds_has():
+    assert set(stages.SCHEDULES) == {*SCHEDULE_NAMES, stages.AUTO}
+    for name in stages.ONE_CHUNK:
+        schedule_named(name)
+    for name in stages.MANY_CHUNKS:
+        schedule_named(name, 2)
+    assert set(keys.INNER["pipeline"]) == set(section.KEYS)
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ({"schedule": "gpipe"}, "--pipeline-schedule zb-h1"),
+        ({"schedule": "auto"}, "--pipeline-schedule 1f1b"),
+        ({"chunks": 2}, "--pipeline-chunks 3"),
+        ({"trace": "here"}, "--pipeline-trace there"),
+        ({"timeout_s": 5}, "--distributed-timeout-s 6"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_pipeline_of_the_json_acts_and_must_agree_with_the_flags(tmp_path, key, flag):
+    line = "--pipe-parallel-size 2 --num-layers 12"
+    ((name, value),) = key.items()
+    config = merged(tmp_path, {"pipeline": key}, line, 2)
+    assert getattr(config.parallel, keys.PIPELINE[name].field) == value
+    assert engine_dict(config, 2)["pipeline"] == key
+    merged(tmp_path, {"pipeline": key}, f"{line} {flag.rpartition(' ')[0]} {value}", 2)
+    told = error_of(tmp_path, {"pipeline": key}, f"{line} {flag}", 2)
+    assert f"got {flag} and pipeline.{name} {value}. Change one of them, or leave the key out" in told
+
+
+def test_a_pipeline_of_the_json_says_nothing_where_there_is_none(tmp_path):
+    content = {"pipeline": {"schedule": "zb-h1", "chunks": 9, "trace": "x", "timeout_s": 5}}
+    config = merged(tmp_path, content, "", 1)
+    assert config.parallel == merged(tmp_path, {}, "", 1).parallel
+    assert any('"pipeline" has no effect without a pipeline' in note for note in config.notes)
 
 
 def test_the_keys_of_the_sections_are_those_of_deepspeeds_own_classes():

@@ -26,6 +26,10 @@ def read(line: str, folder=None, content: object = None, world_size: int = 1) ->
         ("--fp32 --initial-scale-power 8", ["--initial-scale-power acts on fp16 only, got --fp32"]),
         ("--eval-only --load x --eval-iters 0", ["--eval-only needs steps", "--eval-iters 0"]),
         ("--eval-only --load x --save-interval 5", ["--save-interval acts in training only"]),
+        ("--pipeline-chunks 2", ["--pipeline-chunks acts on a pipeline only", "--pipe-parallel-size 2 or more"]),
+        ("--pipeline-schedule zb-h1 --pipeline-trace x", ["--pipeline-schedule, --pipeline-trace acts on a pipeline"]),
+        ("--num-layers-per-virtual-pipeline-stage 2", ["--num-layers-per-virtual-pipeline-stage acts on a pipeline"]),
+        ("--eval-only --load x --pipeline-trace x", ["--pipeline-trace shows training steps, got --eval-only"]),
     ],
 )
 def test_flags_that_cannot_act_are_refused(line, parts):
@@ -54,6 +58,13 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
 )
 def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, world_size, told):
     assert any(told in note for note in read(line, tmp_path, content, world_size).notes)
+
+
+def test_a_recipe_for_pipelines_has_no_effect_without_one_and_says_so():
+    config = parse([], world_size=1, env={"MEGATRON_DEFAULTS": "--pipeline-chunks 2 --pipeline-schedule auto"})
+    assert config.parallel.chunks == 1
+    told = "--pipeline-schedule, --pipeline-chunks in the defaults has no effect without a pipeline"
+    assert told in config.notes
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,17 @@ NEEDS = {
     "--hidden-size": ["--kv-hidden-size", "8"],
     "--pipe-parallel-size": ["--num-layers", "6"],
     "--pipeline-model-parallel-size": ["--num-layers", "6"],
+    "--pipeline-schedule": ["--pipe-parallel-size", "2"],
+    "--pipeline-trace": ["--pipe-parallel-size", "2"],
+    **{
+        flag: ["--pipe-parallel-size", "2", "--num-layers", "12"]
+        for flag in (
+            "--pipeline-chunks",
+            "--num-virtual-stages-per-pipeline-rank",
+            "--virtual-pipeline-model-parallel-size",
+            "--num-layers-per-virtual-pipeline-stage",
+        )
+    },
     **{flag: ["--load", "x"] for flag in ("--finetune", "--no-load-optim", "--no-load-rng", "--eval-only")},
 }
 

@@ -57,6 +57,17 @@ def test_the_time_out_follows_the_device_until_it_is_set():
     assert read("--distributed-timeout-s 3").parallel.timeout_s("cpu") == 3
 
 
+def test_layers_of_a_chunk_say_how_many_chunks_there_are():
+    each = "--num-layers 12 --pipe-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
+    assert read(f"{each} 3", 2).parallel.chunks == 2
+    assert read(f"{each} 3 --pipeline-chunks 2", 2).parallel.schedule == "interleaved"
+    assert read(f"{each} 6", 2).parallel.schedule == "1f1b"
+    assert "12 layers / (2 stages x 3) = 2 and 3. Leave one of them out" in error_of(f"{each} 3 --pipeline-chunks 3", 2)
+    told = error_of(f"{each} 5", 2)
+    assert "--num-layers must be a multiple of --pipe-parallel-size x --num-layers-per-virtual-pipeline-stage" in told
+    assert "got 12 and 2 x 5 = 10" in told
+
+
 def test_the_namespace_has_the_names_of_megatron_and_cpm():
     for given, told in ((0, 0), (1, 0), (2, 2)):
         args = read(SMALL + f" --pipe-parallel-size {given} --tensor-model-parallel-size 2 --fp16", 4).namespace()
@@ -148,7 +159,7 @@ def test_a_users_flag_may_not_replace_ours():
         ("--finetune", ["--finetune needs a checkpoint", "Add --load"]),
         ("--eval-only", ["--eval-only needs a checkpoint"]),
         ("--partition-method type:(", ["needs a regular expression"]),
-        ("--partition-method profile", ["balanced, uniform, parameters or type:REGEX, got 'profile'"]),
+        ("--partition-method even", ["one of balanced, uniform, parameters, profile, or type:REGEX, got 'even'"]),
         ("--checkpoint-num-layers 2", ["with --checkpoint-activations only"]),
         ("--mask-prob 0.1", ["--mask-prob is refused", "BERT"]),
         ("--data-impl lazy", ["one of mmap, got 'lazy'"]),
@@ -171,6 +182,10 @@ def test_a_value_that_cannot_be_used_is_told_with_its_cure(line, parts):
         ),
         ("--model-parallel-size 2 --pipe-parallel-size 2", 2, ["(2 x 2 = 4)", "Start 4 processes"]),
         ("--model-parallel-size 4", 2, ["must not exceed the world size", "world_size=2", "--model-parallel-size 4"]),
+        ("--pipe-parallel-size 2 --pipeline-chunks 3", 2, ["2 x --pipeline-chunks 3 = 6", "1 to 2", "--num-layers 6"]),
+        ("--pipe-parallel-size 4 --pipeline-chunks 2", 4, ["Use --pipeline-chunks 1, or --num-layers 8 or more"]),
+        ("--pipe-parallel-size 2 --pipeline-schedule interleaved", 2, ["needs several chunks", "--pipeline-chunks 2"]),
+        ("--pipe-parallel-size 2 --pipeline-chunks 2 --pipeline-schedule gpipe", 2, ["need the schedule interleaved"]),
         ("--pipe-parallel-size 5", 5, ["--num-layers 4 on --pipe-parallel-size 5", "0 to 4", "--num-layers 5"]),
         (
             "--model-parallel-size 3 --hidden-size 48",
