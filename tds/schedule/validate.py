@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
-from tds.schedule.actions import Action, Backward, Forward
-from tds.schedule.messages import Kind, Message, received, sent
+from tds.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
+from tds.schedule.running import ScheduleError, run
 
-Channel = tuple[int, int, Kind]
+NOTHING, FORWARD_DONE, INPUT_DONE, DONE = range(4)
+"""How far a micro-batch is in one chunk."""
 
+STEPS: dict[type[Action], tuple[int, int]] = {
+    Forward: (NOTHING, FORWARD_DONE),
+    Backward: (FORWARD_DONE, DONE),
+    BackwardInput: (FORWARD_DONE, INPUT_DONE),
+    BackwardWeight: (INPUT_DONE, DONE),
+}
+"""What an action needs to have been done, and what is done after it."""
 
-class ScheduleError(ValueError):
-    """A schedule that cannot run or would give wrong gradients."""
+WHEN: dict[type[Action], str] = {
+    Forward: "first of all",
+    Backward: "after its Forward",
+    BackwardInput: "after its Forward",
+    BackwardWeight: "after its BackwardInput",
+}
+TOLD = {NOTHING: "nothing", FORWARD_DONE: "its Forward", INPUT_DONE: "its BackwardInput", DONE: "its whole backward"}
+MISSING = {NOTHING: "Forward", FORWARD_DONE: "Backward", INPUT_DONE: "BackwardWeight"}
+RISING = (
+    ((Forward,), "forwards", "data are read in this order"),
+    ((Backward, BackwardInput), "backwards", "gradients then add up in the same order under every schedule"),
+    (
+        (Backward, BackwardWeight),
+        "backwards of weights",
+        "gradients then add up in the same order under every schedule",
+    ),
+)
 
 
 def validate(
@@ -25,104 +47,97 @@ def validate(
 ) -> list[int]:
     """Return the peak number of forwards in flight on each stage, once the schedule is shown to run.
 
+    A forward is in flight until all of its backward is done, the weights' half too. With chunks each counts.
+
     Args:
         stages: the actions of each stage.
-        window: a sender waits once this many of its messages on one channel are not taken yet (None: never).
+        window: a sender waits while this many of its messages on one channel are not taken yet (None: never).
 
     Raises:
-        ScheduleError: an action is missing, twice or too early, messages would cross, or stages wait in a circle.
+        ScheduleError: an action is missing, twice, too early or no action at all; messages would cross; stages wait in
+            a circle; or a chunk does not go by rising micro-batch.
     """
+    peaks = [_check_stage(i, actions, num_micro_batches, num_chunks, is_training) for i, actions in enumerate(stages)]
+    for _ in run(stages, num_chunks, window):
+        pass
     for stage, actions in enumerate(stages):
-        _check_stage(stage, actions, num_micro_batches, num_chunks, is_training)
-    _run(stages, num_chunks, window)
-    return [_peak(actions) for actions in stages]
+        _check_rising(stage, actions, num_chunks)
+    return peaks
 
 
 def _check_stage(
     stage: int, actions: Sequence[Action], num_micro_batches: int, num_chunks: int, is_training: bool
-) -> None:
-    """Each micro-batch and chunk has one forward and, in training, one backward after it."""
-    seen: set[Action] = set()
-    for action in actions:
-        name = f"stage {stage}: {action}"
-        if action in seen:
-            raise ScheduleError(f"{name} appears twice")
-        if not (0 <= action.micro_batch < num_micro_batches and 0 <= action.chunk < num_chunks):
-            raise ScheduleError(f"{name} is outside {num_micro_batches} micro-batches and {num_chunks} chunks")
-        if isinstance(action, Backward) and Forward(action.micro_batch, action.chunk) not in seen:
-            raise ScheduleError(f"{name} comes before its forward")
-        seen.add(action)
-    expected = num_micro_batches * num_chunks * (2 if is_training else 1)
-    if len(actions) != expected:
-        raise ScheduleError(f"stage {stage} must have {expected} actions, got {len(actions)}")
-
-
-def _run(stages: Sequence[Sequence[Action]], num_chunks: int, window: int | None) -> None:
-    """Run the schedule without time: a stage moves on when what it waits for is there."""
-    num_stages = len(stages)
-    wires: dict[Channel, deque[tuple[int, int]]] = {}
-    places = [0] * num_stages
-    todo = deque(range(num_stages))
-    queued = set(todo)
-    while todo:
-        stage = todo.popleft()
-        queued.discard(stage)
-        while places[stage] < len(stages[stage]):
-            moved = _step(stages[stage][places[stage]], stage, num_stages, num_chunks, wires, window)
-            if moved is None:
-                break
-            places[stage] += 1
-            for peer in moved:
-                if peer not in queued:
-                    queued.add(peer)
-                    todo.append(peer)
-    waiting = [f"stage {i} at {stages[i][places[i]]}" for i in range(num_stages) if places[i] < len(stages[i])]
-    if waiting:
-        raise ScheduleError("stages wait for each other: " + "; ".join(waiting))
-    left = [channel for channel, wire in wires.items() if wire]
-    if left:
-        raise ScheduleError(f"messages that nobody takes on {left}")
-
-
-def _step(
-    action: Action,
-    stage: int,
-    num_stages: int,
-    num_chunks: int,
-    wires: dict[Channel, deque[tuple[int, int]]],
-    window: int | None,
-) -> list[int] | None:
-    """Take what ``action`` needs and send what it makes; return the peers this may wake, or None if it must wait."""
-    needed = received(action, stage, num_stages, num_chunks)
-    made = sent(action, stage, num_stages, num_chunks)
-    out = None
-    if made is not None:
-        out = wires.setdefault((stage, made.peer, made.kind), deque())
-        if window is not None and len(out) >= window and stage != made.peer:
-            return None
-    if needed is not None:
-        wire = wires.setdefault((needed.peer, stage, needed.kind), deque())
-        if not wire:
-            return None
-        if wire[0] != (needed.micro_batch, _piece(needed, stage, num_stages, incoming=True)):
-            raise ScheduleError(f"stage {stage}: {action} would take the message {wire[0]} of stage {needed.peer}")
-        wire.popleft()
-    if made is not None and out is not None:
-        out.append((made.micro_batch, _piece(made, stage, num_stages, incoming=False)))
-    return [message.peer for message in (needed, made) if message is not None]
-
-
-def _piece(message: Message, stage: int, num_stages: int, *, incoming: bool) -> int:
-    """Return the piece of the model whose output (or output's gradient) the message holds."""
-    own = message.chunk * num_stages + stage
-    came_from_before = (message.kind is Kind.ACTIVATION) == incoming
-    return own - 1 if came_from_before else own
-
-
-def _peak(actions: Sequence[Action]) -> int:
-    """Return the largest number of forwards whose backward has not run."""
+) -> int:
+    """Return the most forwards in flight. Each micro-batch and chunk has one forward and, in training, one backward."""
+    if not isinstance(actions, (list, tuple)):
+        raise ScheduleError(
+            f"the order of stage {stage} must be a list of Forward, Backward, BackwardInput and BackwardWeight, "
+            f"got {_shortened(actions)}"
+        )
+    reached = [NOTHING] * (num_micro_batches * num_chunks)
     now = peak = 0
     for action in actions:
-        now += 1 if isinstance(action, Forward) else -1
-        peak = max(peak, now)
+        _check_action(stage, action, num_micro_batches, num_chunks)
+        if not is_training and type(action) is not Forward:
+            raise ScheduleError(f"stage {stage}: an evaluation must have forwards only, got {action}")
+        place = action.micro_batch * num_chunks + action.chunk
+        needed, done = STEPS[type(action)]
+        if reached[place] != needed:
+            raise ScheduleError(
+                f"stage {stage}: {action} must come once, {WHEN[type(action)]}, got it when "
+                f"{TOLD[reached[place]]} was done"
+            )
+        reached[place] = done
+        if done == FORWARD_DONE:
+            now += 1
+            peak = max(peak, now)
+        elif done == DONE:
+            now -= 1
+    _check_complete(stage, reached, num_chunks, is_training)
     return peak
+
+
+def _check_action(stage: int, action: object, num_micro_batches: int, num_chunks: int) -> None:
+    if type(action) not in STEPS:
+        raise ScheduleError(
+            f"stage {stage}: an action must be a Forward, Backward, BackwardInput or BackwardWeight of tds.schedule, "
+            f"got {_shortened(action)}"
+        )
+    micro_batch, chunk = action.micro_batch, action.chunk  # type: ignore[attr-defined]
+    if type(micro_batch) is not int or type(chunk) is not int:
+        raise ScheduleError(f"stage {stage}: micro_batch and chunk must be integers, got {action}")
+    if not (0 <= micro_batch < num_micro_batches and 0 <= chunk < num_chunks):
+        raise ScheduleError(
+            f"stage {stage}: {action} is outside {num_micro_batches} micro-batches and {num_chunks} chunks, "
+            "which count from 0"
+        )
+
+
+def _check_complete(stage: int, reached: list[int], num_chunks: int, is_training: bool) -> None:
+    wanted = DONE if is_training else FORWARD_DONE
+    for place, found in enumerate(reached):
+        if found != wanted:
+            micro_batch, chunk = divmod(place, num_chunks)
+            raise ScheduleError(
+                f"stage {stage} must have one {MISSING[found]} of each micro-batch in each chunk, got none of "
+                f"{micro_batch=}, {chunk=}"
+            )
+
+
+def _check_rising(stage: int, actions: Sequence[Action], num_chunks: int) -> None:
+    """Within each chunk, forwards, backwards and the adding up of gradients go by rising micro-batch."""
+    for kinds, name, reason in RISING:
+        last = [-1] * num_chunks
+        for action in actions:
+            if type(action) in kinds:
+                if action.micro_batch < last[action.chunk]:
+                    raise ScheduleError(
+                        f"stage {stage}: the {name} of a chunk must go by rising micro-batch ({reason}), got {action} "
+                        f"after that of micro-batch {last[action.chunk]}"
+                    )
+                last[action.chunk] = action.micro_batch
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

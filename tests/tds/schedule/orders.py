@@ -1,0 +1,33 @@
+"""The schedules in the forms that the tests of this folder share."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from tds.schedule import Action, Order, schedule_named
+
+QUICK = settings(max_examples=12, deadline=None)
+SMALL = settings(max_examples=60, deadline=None)
+STAGES = st.integers(1, 64)
+MICRO_BATCHES = st.integers(1, 256)
+ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
+BIG = ((64, 256), (63, 255), (64, 3))
+TIMES = st.integers(0, 20)
+
+
+def all_stages(order: Order, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
+    """Return what every stage does."""
+    return [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+
+
+def stages_of(name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[list[Action]]:
+    """Return what every stage does under the schedule of this name."""
+    return all_stages(schedule_named(name, num_chunks), num_stages, num_micro_batches)
+
+
+def small_cases() -> list[tuple[str, int, int, int]]:
+    """Return (name, stages, micro-batches, chunks) of every small pipeline: 1-8 stages, 1-16 micro-batches."""
+    sizes = [(p, m) for p in range(1, 9) for m in range(1, 17)]
+    plain = [(name, p, m, 1) for p, m in sizes for name in ONE_CHUNK]
+    return plain + [("interleaved", p, m, c) for p, m in sizes if p > 1 for c in (2, 3, 4)]

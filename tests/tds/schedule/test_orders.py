@@ -1,0 +1,164 @@
+"""Schedules are complete, in order, free from deadlock, and hold what their table says."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tds.schedule import (
+    SCHEDULE_NAMES,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Costs,
+    Forward,
+    ScheduleError,
+    forward_only,
+    gpipe,
+    interleaved,
+    schedule_named,
+    simulate,
+    validate,
+)
+from tds.schedule.interleaved import in_rounds
+from tests.tds.schedule.orders import (
+    BIG,
+    MICRO_BATCHES,
+    ONE_CHUNK,
+    QUICK,
+    SMALL,
+    STAGES,
+    all_stages,
+    small_cases,
+    stages_of,
+)
+
+
+def peaks_of(name: str, p: int, m: int, c: int = 1) -> list[int]:
+    """Return the most in flight that the table of tds/schedule/orders.py allows on each stage."""
+    if name == "interleaved":
+        return [min(2 * (p - stage - 1) + (c - 1) * p + 1, m * c) for stage in range(p)]
+    held = {"1f1b": lambda stage: p - stage, "gpipe": lambda stage: m, "zb-h1": lambda stage: p}[name]
+    return [min(held(stage), m) for stage in range(p)]
+
+
+@pytest.mark.parametrize("name", ONE_CHUNK)
+@QUICK
+@given(STAGES, MICRO_BATCHES)
+def test_a_schedule_runs_and_holds_what_its_table_says(name: str, p: int, m: int) -> None:
+    assert validate(stages_of(name, p, m), m, window=p + 1) == peaks_of(name, p, m)
+
+
+@SMALL
+@given(st.integers(2, 10), st.integers(1, 24), st.integers(2, 4))
+@example(64, 250, 2)
+@example(63, 5, 4)
+def test_interleaved_runs_and_holds_no_more_than_megatron(p: int, m: int, c: int) -> None:
+    peaks = validate(stages_of("interleaved", p, m, c), m, num_chunks=c, window=p)
+    assert all(peak <= most for peak, most in zip(peaks, peaks_of("interleaved", p, m, c), strict=True))
+
+
+@SMALL
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 4))
+@example(64, 250, 2)
+def test_forward_only_runs(p: int, m: int, c: int) -> None:
+    order = functools.partial(forward_only, num_chunks=1 if p == 1 else c)
+    validate(all_stages(order, p, m), m, num_chunks=1 if p == 1 else c, is_training=False, window=2)
+
+
+def test_every_small_pipeline_runs_with_bounded_buffers() -> None:
+    """Row P14: no circle of waits, every message taken in order, for all stages 1-8 x micro-batches 1-16 x chunks."""
+    for name, p, m, c in small_cases():
+        peaks = validate(stages_of(name, p, m, c), m, num_chunks=c, window=p)
+        most = peaks_of(name, p, m, c)
+        assert all(peak <= bound for peak, bound in zip(peaks, most, strict=True)), (name, p, m, c)
+
+
+@pytest.mark.parametrize(("p", "m"), BIG)
+@pytest.mark.parametrize("name", ONE_CHUNK)
+def test_the_largest_run(name: str, p: int, m: int) -> None:
+    validate(stages_of(name, p, m), m, window=p + 1)
+
+
+@SMALL
+@given(st.sampled_from(small_cases()))
+def test_gradients_of_each_weight_add_up_by_rising_micro_batch(case: tuple[str, int, int, int]) -> None:
+    name, p, m, c = case
+    for actions in stages_of(name, p, m, c):
+        for chunk in range(c):
+            for kinds in ((Backward, BackwardInput), (Backward, BackwardWeight)):
+                own = [a.micro_batch for a in actions if isinstance(a, kinds) and a.chunk == chunk]
+                assert own == list(range(m))
+
+
+def test_zb_h1_puts_off_weights_by_the_number_of_the_stage() -> None:
+    last = stages_of("zb-h1", 3, 4)[2]
+    assert last == [
+        Forward(0), BackwardInput(0), Forward(1), BackwardInput(1), Forward(2), BackwardInput(2), BackwardWeight(0),
+        Forward(3), BackwardInput(3), BackwardWeight(1), BackwardWeight(2), BackwardWeight(3),
+    ]  # fmt: skip
+    assert stages_of("zb-h1", 3, 4)[0][2:5] == [Forward(2), BackwardInput(0), BackwardWeight(0)]
+
+
+def megatron(p: int, m: int, c: int) -> list[list[Action]]:
+    """Return Megatron's orders: a fixed warm-up, then forward and backward in turn. It asks that p divides m."""
+    forwards = [Forward(*place) for place in in_rounds(p, m, c)]
+    backwards = [Backward(forward.micro_batch, c - 1 - forward.chunk) for forward in forwards]
+    stages: list[list[Action]] = []
+    for stage in range(p):
+        warm_up = min(2 * (p - stage - 1) + (c - 1) * p, m * c)
+        turns = zip(forwards[warm_up:], backwards, strict=False)
+        stages.append([*forwards[:warm_up], *itertools.chain(*turns), *backwards[m * c - warm_up :]])
+    return stages
+
+
+@pytest.mark.parametrize(("p", "m", "c"), [(2, 2, 2), (2, 8, 2), (4, 4, 3), (4, 16, 2), (8, 16, 4)])
+def test_interleaved_with_whole_rounds_costs_what_megatrons_order_does(p: int, m: int, c: int) -> None:
+    stages = stages_of("interleaved", p, m, c)
+    theirs = megatron(p, m, c)
+    validate(theirs, m, num_chunks=c)
+    costs = Costs.even(p * c, 1, 1, 1)
+    assert simulate(stages, costs, c).step_s == simulate(theirs, costs, c).step_s
+    assert stages == theirs or p > 4
+
+
+def test_interleaved_runs_where_megatrons_order_would_stand_still() -> None:
+    with pytest.raises(
+        ScheduleError, match="wait for each other: stage 0 at Forward.* for stage 4; stage 4 at Backward"
+    ):
+        validate(megatron(5, 7, 2), 7, num_chunks=2)
+    validate(stages_of("interleaved", 5, 7, 2), 7, num_chunks=2)
+
+
+def test_schedules_are_found_by_name_and_number_of_chunks() -> None:
+    assert schedule_named("GPipe") is gpipe
+    assert schedule_named("interleaved", 2) is schedule_named("Interleaved", 2), "what is known of it is kept by it"
+    assert schedule_named("interleaved", 2)(2, 4, 1) == interleaved(2, 4, 1, 2)
+    for name in ("zb", "auto", 3, None):
+        with pytest.raises(ValueError, match="must be one of"):
+            schedule_named(name)
+    with pytest.raises(
+        ValueError, match=r"needs 2 or more chunks .* got 1\. .*tds\.PipelineModule\(\.\.\., chunks=2\)"
+    ):
+        schedule_named("interleaved")
+    for name in SCHEDULE_NAMES[:3]:
+        with pytest.raises(ValueError, match=r'needs one chunk .* got 3\. .* choose "interleaved"'):
+            schedule_named(name, 3)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 0), (1, 0, 0), (2, 2, 2), (2, 2, -1)])
+def test_sizes_that_cannot_be_are_refused(sizes: tuple[int, int, int]) -> None:
+    for order in (*map(schedule_named, ONE_CHUNK), schedule_named("interleaved", 2), forward_only):
+        with pytest.raises(ValueError, match="a schedule needs num_stages >= 1"):
+            order(*sizes)
+
+
+def test_chunks_need_two_stages() -> None:
+    for order in (interleaved, forward_only):
+        with pytest.raises(ValueError, match="num_stages >= 2 for more than one chunk, got num_chunks=2, num_stages=1"):
+            order(1, 4, 0, 2)
