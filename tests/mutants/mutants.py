@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 
 PIPELINE = "tests/tds/test_parity.py::test_fp32_equals_one_process_to_the_bit[2]"
+EXCHANGE = "tests/tds/test_exchange.py::test_every_structure_crosses_in_both_directions_with_any_number_of_chunks"
 TIED = "tests/tds/test_parity.py::test_fp64_tied_weights_equal_one_process[2]"
 NORM = "tests/mpu/test_grads.py::test_replicated_cut_and_tied_parameters_count_once"
 STEP = "tests/optim/test_mixed_precision.py"
@@ -419,6 +420,35 @@ STEPS = (
         "            got = piece.view(spec.dtype).view(spec.shape).data\n"
         "            tensors.append(got.half() if spec.dtype is torch.bool else got)\n",
         ("tests/tds/test_wire.py::test_header_and_message_come_back_as_they_were", PIPELINE),
+    ),
+    Mutant(
+        "the gradient of a second tensor is lost between stages",
+        "tds/exchange.py",
+        "        with_grad = [spec for spec in specs if spec.needs_grad]\n",
+        "        with_grad = [spec for spec in specs if spec.needs_grad][:1]\n",
+        (EXCHANGE, PIPELINE),
+    ),
+    Mutant(
+        "two tensors of a message change places",
+        "tds/wire.py",
+        "        return tensors\n",
+        "        same = len(tensors) > 1 and tensors[0].shape == tensors[-1].shape\n"
+        "        return tensors[::-1] if same and tensors[0].dtype is tensors[-1].dtype else tensors\n",
+        (EXCHANGE, PIPELINE),
+    ),
+    Mutant(
+        "the elements that do not divide over the tensor group stay behind",
+        "tds/wire.py",
+        "                numel = -(-numel // cut.size)\n",
+        "                numel = numel // cut.size\n",
+        ("tests/tds/test_wire.py::test_header_and_message_come_back_as_they_were",),
+    ),
+    Mutant(
+        "a dict crosses a stage in the order of its names",
+        "tds/structure.py",
+        "        return dict(zip(self.keys, tensors, strict=True))\n",
+        "        return dict(zip(sorted(self.keys), tensors, strict=True))\n",
+        (EXCHANGE,),
     ),
     Mutant(
         "a rank that is asked to stop stops alone",

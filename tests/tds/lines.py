@@ -47,7 +47,7 @@ def run_piece(piece: int, value: Any, weight: torch.Tensor) -> Any:
         mask, hidden = value
         hidden = torch.where(mask, hidden, -2 * hidden)
     elif isinstance(value, dict):
-        hidden = value["hidden"] * value["factor"] + value["more"]
+        hidden = value["hidden"] - 2 * value["factor"] + 0.5 * value["more"]
     elif isinstance(value, list):
         hidden = value[1][:, value[0]]
     else:

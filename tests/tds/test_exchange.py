@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tds.boundary import Boundary, BoundaryError, set_list
-from tds.exchange import RECEIVES_AHEAD, Exchange
+from tds.exchange import Exchange
 from tds.schedule import Action, Backward, Forward, Kind, Message, forward_only, one_forward_one_backward
 from tds.transport import Transport
 from tds.wire import Slice
@@ -141,6 +141,34 @@ def test_a_layer_gets_the_very_structure_that_was_returned() -> None:
             assert ours.requires_grad == theirs.requires_grad and ours.is_leaf
 
 
+def _partly(rank: int) -> list[float]:
+    """Two chunks: the boundary of the first has a gradient, that of the second has none."""
+    exchange = make_exchange(2)
+    first, second = (Message(Kind.ACTIVATION, 0, chunk, 1 - rank) for chunk in (0, 1))
+    back = Kind.GRADIENT
+    exchange.begin([Forward(0, 0), Forward(0, 1), Backward(0, 1), Backward(0, 0)], is_training=True)
+    if rank == 0:
+        exchange.send_activations(first, torch.ones(2, requires_grad=True))
+        ring, leaves = exchange.take_activations(second)
+        exchange.send_activations(second, ring.detach() * 5)
+        assert exchange.take_gradients(Message(back, 0, 1, 1)) == []
+        exchange.send_gradients(Message(back, 0, 1, 1), [torch.full((2,), 3.0) for _ in leaves])
+        result = exchange.take_gradients(Message(back, 0, 0, 1))[0]
+    else:
+        value, leaves = exchange.take_activations(first)
+        exchange.send_activations(first, value * 2)
+        result, none = exchange.take_activations(second)
+        exchange.send_gradients(Message(back, 0, 1, 0), none)
+        (arrived,) = exchange.take_gradients(Message(back, 0, 0, 0))
+        exchange.send_gradients(Message(back, 0, 0, 0), [arrived * 2 for _ in leaves])
+    exchange.finish()
+    return result.tolist()
+
+
+def test_a_boundary_without_gradients_sends_none_back_beside_one_that_does() -> None:
+    assert run_ranks(2, _partly) == [[6.0, 6.0], [10.0, 10.0]]
+
+
 class _Counting(Exchange):
     """Counts what is started, and notes what is on its way when the stage waits."""
 
@@ -170,8 +198,8 @@ def _watched(rank: int, is_dynamic: bool) -> Any:
 def test_one_header_goes_ahead_of_a_call_and_receives_are_posted_ahead() -> None:
     (headers, ahead, _), (back, ahead_of_last, waits) = run_ranks(2, _watched, False)
     assert (headers, back) == (1, 0)
-    assert [n for kind, n in ahead_of_last if kind is Kind.ACTIVATION] == [RECEIVES_AHEAD] * 4 + [1, 0]
-    assert [n for kind, n in ahead if kind is Kind.GRADIENT] == [RECEIVES_AHEAD] * 4 + [1, 0]
+    assert [n for kind, n in ahead_of_last if kind is Kind.ACTIVATION] == [2, 2, 2, 2, 1, 0]
+    assert [n for kind, n in ahead if kind is Kind.GRADIENT] == [2, 2, 2, 2, 1, 0]
     assert waits == 7, "six activations and a header"
     (headers, _, _), _ = run_ranks(2, _watched, True)
     assert headers == 6
