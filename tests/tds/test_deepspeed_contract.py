@@ -151,3 +151,10 @@ def test_layers_are_saved_under_the_path_that_we_number() -> None:
         assert name in _source(module.save_state_dict), name
     assert callable(module._recursive_getattr) and "self._topo" in _source(module.__init__)
     assert "self.tied_weight_attrs[layer.key] = " in _source(module._build)
+
+
+def test_layers_can_be_named_from_a_pipeline_modules_specs_and_parts() -> None:
+    source = _source(deepspeed.PipelineModule.__init__) + _source(deepspeed.PipelineModule._partition_layers)
+    for name in ("self._layer_specs = list(layers)", "self.parts = ", "self.dynamic_shape = dynamic_shape"):
+        assert name in source, name
+    assert deepspeed.pipe.LayerSpec(torch.nn.Linear, 1, 1).typename is torch.nn.Linear
