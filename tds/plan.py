@@ -30,17 +30,20 @@ class Plan:
     def set(self, schedule: Any) -> None:
         """Run ``schedule`` from the next call on."""
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
-        self.order: Order = schedule if callable(schedule) else _named(schedule, self.num_chunks)
-        self._is_proven = not callable(schedule)
+        self.order: Order = schedule if callable(schedule) else schedule_named(schedule, self.num_chunks)
+        self._is_built_in = not callable(schedule)
         self._actions: dict[int, list[Action]] = {}
 
     def training(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of a train_batch; a user's own order is proven to run first."""
         if num_micro_batches not in self._actions:
-            if not self._is_proven:
-                prove(self.order, self.name, self.num_stages, num_micro_batches, self.num_chunks)
+            self._prove(num_micro_batches)
             self._actions[num_micro_batches] = self.order(self.num_stages, num_micro_batches, self.stage)
         return self._actions[num_micro_batches]
+
+    def _prove(self, num_micro_batches: int) -> None:
+        if not self._is_built_in and num_micro_batches not in self._actions:
+            prove(self.order, self.name, self.num_stages, num_micro_batches, self.num_chunks)
 
     def evaluation(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of an eval_batch."""
@@ -48,6 +51,8 @@ class Plan:
 
     def window(self, num_micro_batches: int, *, is_training: bool = True) -> int:
         """Return how many messages of a kind may wait for a neighbour to take them."""
+        if is_training:
+            self._prove(num_micro_batches)
         order = self.order if is_training else _forwards(self.num_chunks)
         return send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
 
@@ -55,10 +60,6 @@ class Plan:
 @functools.lru_cache
 def _forwards(num_chunks: int) -> Order:
     return forward_only if num_chunks == 1 else functools.partial(forward_only, num_chunks=num_chunks)
-
-
-def _named(name: Any, num_chunks: int) -> Order:
-    return schedule_named(name) if num_chunks == 1 else schedule_named(name, num_chunks)
 
 
 def prove(order: Order, name: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.pipe.module import PipelineError
@@ -157,7 +158,14 @@ def _mistakes(rank: int) -> dict[str, str]:
     for name in ("forward", "backward", "step"):
         note(name, PipelineError, getattr(engine, name))
     note("data", RuntimeError, engine.train_batch) if engine.is_first_stage() else None
-    note("schedule", ValueError, lambda: make_engine(Toy(pipeline={"schedule": "zb-h1"}), 2))
+    note("schedule", ValueError, lambda: make_engine(Toy(pipeline={"schedule": "zb-h9"}), 2))
+    chunked = {"schedule": "interleaved", "chunks": 2}
+    plain = deepspeed.PipelineModule(toy.specs(), num_stages=2, loss_fn=toy.loss_fn)
+    note("plain", ValueError, lambda: make_engine(Toy(pipeline=chunked), 2, module=plain))
+    note("chunks", ValueError, lambda: make_engine(Toy(pipeline=chunked), 2))
+    note("interleaved", ValueError, lambda: make_engine(Toy(pipeline={"schedule": "interleaved"}), 2))
+    note("whole", ValueError, lambda: make_engine(Toy(options={"chunks": 2}, pipeline={"schedule": "zb-h1"}), 2))
+    note("thin", ValueError, lambda: make_engine(Toy(layers=3, options={"chunks": 2}), 2))
     note("key", ValueError, lambda: make_engine(Toy(pipeline={"shedule": "gpipe", "use_reentrant": False}), 2))
     note("bounds", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 2, 3]))
     note("bounds twice", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 3, 2, 4]))
@@ -179,6 +187,8 @@ def test_mistakes_are_told_with_what_to_do() -> None:
     assert "train_batch(data_iter)" in told["forward"] and "train_batch" in told["step"]
     assert "pass an iterator" in told["data"]
     assert "'1f1b'" in told["schedule"] and "zb-h1" in told["schedule"]
+    assert "tds.PipelineModule(..., chunks=c)" in told["plain"] and "chunks=1 in PipelineModule" in told["chunks"]
+    assert "chunks" in told["interleaved"] and "interleaved" in told["whole"] and "in each chunk" in told["thin"]
     assert 'no "shedule" (did you mean "schedule"?); its keys are stages, partition,' in told["key"]
     assert "[0, 2, 3]" in told["bounds"] and "4 layers" in told["bounds"]
     assert "none on stage 0" in told["empty"] and "1 layers, 2 stages" in told["few"]

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, ScheduleError
 from tests.harness import run_ranks
-from tests.tds.toys import Toy, check_equal, run_toys
+from tests.tds.toys import Toy, check_equal, make_engine, run_toys, train
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+IN_CHUNKS = {"layers": 7, "options": {"chunks": 2}, "pipeline": {"schedule": "interleaved"}}
 
 
 def _compare(toys: list[Toy], ranks: int, num_stages: int, tolerance: float | None, **more: Any) -> None:
@@ -23,12 +25,61 @@ def _compare(toys: list[Toy], ranks: int, num_stages: int, tolerance: float | No
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_fp32_equals_one_process_to_the_bit(num_stages: int) -> None:
-    """Untied, any number of micro-batches, both schedules."""
+    """Untied, any number of micro-batches, every schedule (row E10)."""
     toys = [
         Toy(kind, micro_batches=m, dtype=torch.float32, pipeline={"schedule": schedule})
         for kind, m, schedule in itertools.product(("chain", "many"), (1, 4, 7), SCHEDULES)
     ]
     _compare(toys, num_stages, num_stages, None)
+
+
+@pytest.mark.parametrize(("num_stages", "chunks"), [(2, 2), (2, 3), (3, 2)])
+def test_chunks_equal_one_process_to_the_bit(num_stages: int, chunks: int) -> None:
+    """Below, at and above whole rounds of micro-batches."""
+    toys = [
+        Toy(kind, micro_batches=m, dtype=torch.float32, **{**IN_CHUNKS, "options": {"chunks": chunks}})
+        for kind, m in itertools.product(("chain", "many"), (1, 2, 3, 7))
+    ]
+    _compare(toys, num_stages, num_stages, None)
+
+
+def test_chunks_with_replicas_tied_weights_and_recompute_equal_one_process() -> None:
+    toys = [
+        Toy(kind, micro_batches=m, loss=loss, **{**IN_CHUNKS, "options": {"chunks": 2, **recompute}})
+        for kind, loss, m in (("tied", "pair", 3), ("many", "scalar", 5))
+        for recompute in ({}, {"activation_checkpoint_interval": 2})
+    ]
+    for toy in toys:
+        toy.pipeline = {**toy.pipeline, "use_reentrant": False}
+    _compare(toys, 4, 2, 1e-12)
+
+
+def test_a_users_own_order_equals_one_process_and_must_be_able_to_run() -> None:
+    """Two forwards ahead of two backwards, half of them split."""
+
+    def in_pairs(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
+        actions: list[Action] = []
+        for i in range(0, num_micro_batches, 2):
+            actions += [Forward(i), Forward(i + 1), BackwardInput(i), BackwardWeight(i), Backward(i + 1)]
+        return actions
+
+    toys = [Toy(kind, micro_batches=4, dtype=torch.float32) for kind in ("chain", "many")]
+    for toy, each in zip(toys, zip(*run_ranks(2, _own, toys, in_pairs), strict=True), strict=True):
+        check_equal([result for result, _ in each], toy)
+        assert "in_pairs cannot run" in each[0][1], each
+
+
+def _own(rank: int, toys: list[Toy], order: Any) -> list[Any]:
+    results = []
+    for toy in toys:
+        engine = make_engine(toy, 2)
+        engine.set_schedule(order)
+        result = train(engine, toy)
+        engine.set_train_batch_size(toy.rows * 3)
+        with pytest.raises(ScheduleError) as raised:
+            engine.train_batch(iter(toy.batches()))
+        results.append((result, str(raised.value)))
+    return results
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -43,8 +94,9 @@ def test_fp64_tied_weights_equal_one_process(num_stages: int) -> None:
 def test_two_replicas_equal_one_process_over_both_their_batches() -> None:
     """Pairs (sum, count) are averaged over tokens: the masks of micro-batches and replicas differ."""
     toys = [
-        Toy(kind, micro_batches=m, loss=loss)
+        Toy(kind, micro_batches=m, loss=loss, pipeline={"schedule": schedule})
         for kind, m, loss in itertools.product(("chain", "many", "tied"), (1, 3), ("scalar", "pair"))
+        for schedule in ("1f1b", "zb-h1")
     ]
     _compare(toys, 4, 2, 1e-12)
 
@@ -61,8 +113,8 @@ def test_recompute_changes_no_bit(use_reentrant: bool) -> None:
             kind,
             dtype=torch.float32,
             options={"activation_checkpoint_interval": interval},
-            pipeline={"use_reentrant": use_reentrant},
+            pipeline={"use_reentrant": use_reentrant, "schedule": schedule},
         )
-        for kind, interval in itertools.product(("chain", "many"), (0, 1, 2))
+        for kind, interval, schedule in itertools.product(("chain", "many"), (0, 1, 2), ("1f1b", "zb-h1"))
     ]
     _compare(toys, 2, 2, None)

@@ -169,16 +169,13 @@ def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
             for step in steps:
                 x = step(x)
             loss = toy.loss_fn(x, labels)
-            if isinstance(loss, tds.loss.Weighted):
-                weight += float(loss.count)
-                loss = loss.total
-            else:
-                loss = loss / toy.micro_batches
-                weight += 1 / toy.micro_batches
-            loss.backward()
-            total += loss.detach()
-    weight = weight if toy.loss == "pair" else float(replicas)
-    gradients = {n: p.grad / weight for n, p in names.items() if p.grad is not None}
+            is_weighted = isinstance(loss, tds.loss.Weighted)
+            value, count = (loss.total, loss.count) if is_weighted else (loss, 1.0)
+            weight += float(count)
+            total += value.detach()
+            (value if is_weighted else value / toy.micro_batches).backward()
+    divisor = weight if toy.loss == "pair" else float(replicas)
+    gradients = {n: p.grad / divisor for n, p in names.items() if p.grad is not None}
     return total / weight, gradients
 
 
