@@ -87,8 +87,8 @@ class Auto:
         total = torch.tensor(rows, dtype=torch.float32, device=self._device)
         with waiting_together(self._stage, "averaging the times of its actions"):
             dist.all_reduce(total, group=self._group)
-        mean = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
-        return Costs(*map(tuple, mean))
+        forward, *halves = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
+        return Costs(tuple(forward), tuple(halves[0]), tuple(halves[1]))
 
     def _say(self, reason: str) -> None:
         self.told = f'"schedule": "auto" runs {reason}'

@@ -4,8 +4,8 @@ The probe builds one layer at a time on every rank, runs it forwards and backwar
 again. All ranks do the same at the same time, so layers may contain collectives of the tensor group. Random numbers are
 put back, so the initial weights are what they would have been without a probe.
 
-A layer that appears many times (same class, as many parameters, same shapes in) is timed each time, and all count as
-their median: else noise would cut where there is no difference.
+A layer that appears many times (same class, as many parameters, same shapes in, about the same time) is timed each
+time, and all count as their median: else noise would cut where there is no difference.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tds.loss import Weighted, named_losses
 
 PASSES = 3
 """Timed passes over each layer, after one to warm up; the fastest counts."""
+NOISE = 0.25
+"""Layers that look alike and differ by a smaller share than this are taken for the same."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def average_over_ranks(layers: Sequence[LayerCost], device: torch.device) -> lis
 
 
 def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
-    """Return the layers with the median times of those that look alike."""
+    """Return the layers with the median times of those that look alike and take about as long."""
     alike: dict[tuple[str, int, str], list[LayerCost]] = {}
     for each in layers[:-1]:  # the last one has the loss
         alike.setdefault((each.name, each.parameters, each.shapes), []).append(each)
@@ -216,7 +218,10 @@ def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
     def typical(each: LayerCost) -> LayerCost:
         same = alike[each.name, each.parameters, each.shapes]
         forward_s = statistics.median(one.forward_s for one in same)
-        return replace(each, forward_s=forward_s, backward_s=statistics.median(one.backward_s for one in same))
+        backward_s = statistics.median(one.backward_s for one in same)
+        if abs(each.total_s - forward_s - backward_s) > NOISE * (forward_s + backward_s):
+            return each  # the same class, but with more to do
+        return replace(each, forward_s=forward_s, backward_s=backward_s)
 
     return [*map(typical, layers[:-1]), *layers[-1:]]
 

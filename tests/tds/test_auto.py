@@ -1,0 +1,75 @@
+""" "auto" measures, chooses, says so, and changes nothing but the time."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tds.auto import TRIALS, best, first_name
+from tds.schedule import Costs
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine, train
+
+
+def test_zero_bubble_is_chosen_where_it_is_faster() -> None:
+    even = Costs.even(4)
+    whole = Costs(even.forward, (2.0,) * 4, (0.0,) * 4)
+    name, reason = best(whole, even, 4, 8)
+    assert name == "zb-h1"
+    assert "zb-h1, with a bubble of " in reason and "1f1b 33000.0" in reason and "stage 3: 1000.0 2000.0" in reason
+
+
+@pytest.mark.parametrize("slow", [1.3, 3.0])
+def test_splitting_that_costs_more_than_it_saves_is_not_chosen(slow: float) -> None:
+    whole = Costs((1.0,) * 2, (2.0,) * 2, (0.0,) * 2)
+    assert best(whole, Costs.even(2, B=slow, W=slow), 2, 8)[0] == "1f1b"
+
+
+def test_equal_times_choose_the_schedule_that_holds_less() -> None:
+    whole = Costs((1.0,) * 2, (2.0,) * 2, (0.0,) * 2)
+    assert best(whole, Costs((1.0,) * 2, (2.0,) * 2, (0.0,) * 2), 2, 4)[0] == "1f1b"
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _run(rank: int, schedule: str, options: dict[str, Any]) -> list[Any]:
+    heard = _Heard()
+    logging.getLogger("tds").addHandler(heard)
+    toy = Toy("chain", pipeline={"schedule": schedule}, options=options)
+    engine = make_engine(toy, 2)
+    engine.optimizer.param_groups[0]["lr"] = 0.1
+    names, results = [], []
+    for _ in range(len(TRIALS) + 2):
+        results.append(train(engine, toy)[:2])
+        names.append(engine._plan.name)
+    return [names, results, [line for line in heard.lines if '"auto"' in line]]
+
+
+def test_every_rank_switches_at_the_same_step_and_the_results_are_those_of_1f1b() -> None:
+    chosen = run_ranks(4, _run, "auto", {})
+    plain = run_ranks(4, _run, "1f1b", {})
+    assert all(names == chosen[0][0] for names, _, _ in chosen)
+    assert chosen[0][0][:3] == ["1f1b", "1f1b", "zb-h1"]
+    assert chosen[0][0][-1] in ("1f1b", "gpipe", "zb-h1")
+    for (_, got, _), (_, wanted, _) in zip(chosen, plain, strict=True):
+        for (loss, gradients), (loss_1f1b, gradients_1f1b) in zip(got, wanted, strict=True):
+            assert torch.equal(loss, loss_1f1b)
+            assert all(torch.equal(gradients[name], gradients_1f1b[name]) for name in gradients_1f1b)
+    assert len(chosen[0][2]) == 1 and "by simulation" in chosen[0][2][0]
+    assert not any(lines for _, _, lines in chosen[1:])
+
+
+def test_a_module_with_chunks_leaves_no_choice() -> None:
+    assert first_name(1) == "1f1b" and first_name(2) == "interleaved"
+    (names, _, lines), _ = run_ranks(2, _run, "auto", {"chunks": 2})
+    assert set(names) == {"interleaved"} and "the only schedule for 2 stages of 2 chunks" in lines[0]

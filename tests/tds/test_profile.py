@@ -1,0 +1,148 @@
+"""Layers are timed one by one, and the probe leaves no trace in the model."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tds
+from tds.pipe import LayerSpec, PipelineModule
+from tds.profile import LayerCost, even_out, profile_layers, profiled_cut
+from tds.stage_table import Piece, table, told_layers
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine
+
+CPU = torch.device("cpu")
+NAP_S = 0.03
+
+
+class Nap(nn.Module):
+    """Sleeps; its weights come from the global generator."""
+
+    def __init__(self, units: int, wide: int = 6) -> None:
+        super().__init__()
+        self.units = units
+        self.inner = nn.Linear(wide, wide)
+        self.scale = nn.Parameter(torch.tensor([random.random(), np.random.random()]))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.units * NAP_S)
+        self.calls += 1
+        return self.inner(nn.functional.dropout(x, 0.1))
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(3, 6), torch.zeros(3, 6)
+
+
+def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return ((output - labels) ** 2).mean()
+
+
+def test_the_slow_layer_has_a_stage_for_itself() -> None:
+    specs = [LayerSpec(Nap, units) for units in (0, 0, 3, 0)]
+    cut = profiled_cut(specs, num_stages=2, batch=_batch(), loss_fn=loss, device=CPU)
+    assert cut.bounds in ([0, 2, 4], [0, 3, 4])
+    slow = cut.layers[2]
+    assert slow.name == "Nap" and slow.parameters == 44 and 3 * NAP_S <= slow.forward_s < 30 * NAP_S
+    assert all(0 < each.backward_s < NAP_S * 30 and each.activation_bytes > 0 for each in cut.layers)
+
+
+def test_recompute_counts_the_forward_twice() -> None:
+    specs = [LayerSpec(Nap, 1), LayerSpec(Nap, 0)]
+    cut = profiled_cut(specs, num_stages=1, batch=_batch(), loss_fn=loss, device=CPU, recomputes=True)
+    assert cut.layers[0].backward_s > NAP_S
+
+
+def test_layers_of_every_kind_are_timed_and_a_users_module_stays_as_it_was() -> None:
+    own = Nap(0)
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    toy = Toy("many")
+    for specs, batch, loss_fn in (
+        ([own, torch.tanh, LayerSpec(Nap, 0)], _batch(), loss),
+        ([own, lambda x: {"loss": x.mean(), "more": x.sum()}], _batch(), None),
+        ([own], _batch(), lambda x, _: tds.Weighted(x.sum(), 3)),
+        (toy.specs(), toy.batch(0), toy.loss_fn),
+        (Toy("tied").specs(), Toy("tied").batch(0), Toy("tied").loss_fn),
+    ):
+        costs = profile_layers(specs, batch, loss_fn, CPU)
+        assert len(costs) == len(specs) and all(each.forward_s > 0 for each in costs)
+    assert own.calls == 0 and all(p.grad is None for p in own.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+
+
+def test_layers_that_look_alike_count_alike_apart_from_the_last_and_from_slow_ones() -> None:
+    layers = [LayerCost("Block", 5, seconds, 2 * seconds, 0, "x") for seconds in (1.9, 2.0, 2.1, 2.2, 9.0, 7.0)]
+    layers.insert(1, LayerCost("Other", 5, 4.0, 4.0, 0, "x"))
+    assert [each.forward_s for each in even_out(layers)] == [2.1, 4.0, 2.1, 2.1, 2.1, 9.0, 7.0]
+
+
+@pytest.mark.parametrize("batch", [None, torch.ones(2), (1, 2, 3)])
+def test_a_probe_without_a_batch_is_refused(batch: Any) -> None:
+    with pytest.raises(ValueError, match=r"profile_batch=\(inputs, labels\)"):
+        profiled_cut([LayerSpec(Nap, 0)], num_stages=1, batch=batch, loss_fn=loss, device=CPU)
+
+
+class TogetherNap(Nap):
+    """A layer with a collective in it, as under tensor parallelism."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(torch.zeros(1))
+        return super().forward(x)
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _build(rank: int) -> list[Any]:
+    tds.init_distributed("gloo", verbose=False)
+    heard = _Heard()
+    logging.getLogger("tds").addHandler(heard)
+    results = []
+    bounds: Any = "profile"
+    for _ in range(2):
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        specs = [LayerSpec(TogetherNap, units) for units in (2 + rank, 0, 0, 0)]
+        more = {"profile_batch": _batch()} if bounds == "profile" else {}
+        module = PipelineModule(specs, num_stages=2, loss_fn=loss, partition_method=bounds, **more)
+        results.append((module.parts, {name: p.detach().clone() for name, p in module.named_parameters()}))
+        make_engine(Toy(dtype=torch.float32), 2, module=module)
+        bounds = module.parts
+    return [results, heard.lines]
+
+
+def test_a_profiled_module_has_the_weights_of_one_cut_by_hand_and_its_table_is_told_once() -> None:
+    (first, lines), (second, other_lines) = run_ranks(2, _build)
+    for (parts, weights), (parts_by_hand, by_hand) in (first, second):
+        assert parts == parts_by_hand == first[0][0] and parts[1] == 1
+        assert all(torch.equal(weights[name], by_hand[name]) for name in by_hand)
+    tables = [line for line in lines if line.startswith("stages by measured time")]
+    assert len(tables) == 1 and "0-0" not in tables[0] and "1-3 TogetherNap x 3" in tables[0]
+    assert not any(line.startswith("stages") for line in other_lines)
+
+
+def test_the_table_lines_up() -> None:
+    costs = (LayerCost("A", 5, 0.001, 0.002, 2**20), LayerCost("B", 5, 0.001, 0.002, 2**20))
+    pieces = [Piece(0, 0, "0-1 A, B", 1234567, 3 * 2**20, costs), Piece(1, 1, "2 C", 5, 0, costs[:1])]
+    assert table(pieces).splitlines() == [
+        "stage  layers    parameters  weights MiB  forward ms  backward ms  activations MiB",
+        "    0  0-1 A, B   1,234,567          3.0        2.00         4.00              2.0",
+        "  1.1  2 C                5          0.0        1.00         2.00              1.0",
+    ]
+    assert told_layers(["A", "B", "B", "A"], 3) == "3-6 A, B x 2, A" and told_layers(["A"], 0) == "0 A"
