@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,9 +43,10 @@ def finish(
     with waiting_together(engine.stage_id, doing), engine.report.part(REDUCTION):
         add_up_tied(engine, gradients)
         add_up_replicas(engine, gradients, reduction, agreement.factor)
-    means = agreement.means()
-    if engine.on_loss is not None:
-        engine.on_loss(means.loss)
+    with _forgetting(engine, gradients):
+        means = agreement.means()
+        if engine.on_loss is not None:
+            engine.on_loss(means.loss)
     take_step(engine, gradients)
     engine.agg_train_loss, engine.agg_additional_losses = means.loss, means.additional or None
     report.write_training(engine, means)
@@ -66,11 +69,26 @@ def add_up_replicas(engine: PipelineEngine, gradients: Gradients, reduction: Red
 
 def take_step(engine: PipelineEngine, gradients: Gradients) -> None:
     """Let DeepSpeed clip, step and count, with gradients as they are to be. Collective."""
+    scale = gradients.loss_scale()
     engine._force_grad_boundary = True
     with engine.report.part(STEP):
+        gradients.before_step()
         engine._take_model_step(None)
     engine._force_grad_boundary = False
     gradients.after_step()
+    if gradients.norm_is_scaled:
+        engine._global_grad_norm = float(engine._global_grad_norm) / scale
+
+
+@contextmanager
+def _forgetting(engine: PipelineEngine, gradients: Gradients) -> Iterator[None]:
+    """Let an error within leave no gradients behind, which the next batch would add to."""
+    try:
+        yield
+    except BaseException:
+        engine.zero_grad()
+        gradients.forget()
+        raise
 
 
 def agree(engine: PipelineEngine, meter: LossMeter) -> Agreement:

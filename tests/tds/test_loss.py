@@ -197,7 +197,7 @@ def _expected(toy: Toy, replicas: int) -> dict[str, Any]:
     (total / count).backward()
     gradients = {f"{i}.{n}": p.grad for i, layer in enumerate(layers) for n, p in layer.named_parameters()}
     return {
-        "loss": float(total / count), "far": sum(far) / len(far), "right": sum(right) / len(right),
+        "loss": total.item() / count, "far": sum(far) / len(far), "right": sum(right) / len(right),
         "gradients": gradients,
     }  # fmt: skip
 
