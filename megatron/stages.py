@@ -10,8 +10,8 @@ F, B and W are the times of a forward, a backward for the input and one for the 
 | zb-h1 | 1 | min(p, m) | m max(T) + (sum(T) - max(T)) / 3 at F = B = W | (p - 1) / (3 m + p - 1) |
 | interleaved | >1 | 2 (p - i - 1) + (c - 1) p + 1 chunks | m max(T) + (sum(T) - max(T)) / c | (p - 1) / (c m + p - 1) |
 
-The last two are for enough micro-batches: zb-h1 loses max(T) / 3 more for each that m lacks to p, interleaved about
-(c - 1) max(T) / c for each that lacks to a multiple of p. Messages are taken to cost nothing.
+The last two are for enough micro-batches. For each that m lacks to p, zb-h1 loses max(T) / 3 more and interleaved
+(c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that. Messages cost nothing here.
 ``tds.schedule.simulate`` runs the actions themselves, with costs of one's own.
 
 Sources: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2; Qi et al.
@@ -65,7 +65,8 @@ def bubble(
     by_chunk = sum(max(pieces[first : first + p]) for first in range(0, len(pieces), p))
     slowest = (max(costs) + by_chunk) / 2
     parts = {"zb-h1": 3, "interleaved": num_chunks}.get(schedule, 1)
-    missing = {"zb-h1": max(p - m, 0), "interleaved": (num_chunks - 1) * (-m % p)}.get(schedule, 0)
+    lost = (num_chunks - 1) * (-m % p) * (1 if m < p else 2 / 3)
+    missing = {"zb-h1": max(p - m, 0), "interleaved": lost}.get(schedule, 0)
     step = m * slowest + (sum(costs) - max(costs) + missing * max(costs)) / parts
     return 1 - m * sum(costs) / (p * step)
 

@@ -103,6 +103,7 @@ INNER = {
         "activation_checkpoint_interval": Key(INTEGER, about="layers between two kept inputs; 0: as the flags say"),
         "use_reentrant": Key(BOOLEAN, about="false: recompute without re-entering autograd"),
         **PIPELINE,
+        "trace_steps": Key(POSITIVE, about="steps in the trace, the first ones of the run; 20 by default"),
         "stages": Key(POSITIVE),
         "partition": Key(TEXT),
         "seed_layers": Key(BOOLEAN),

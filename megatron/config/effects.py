@@ -52,6 +52,9 @@ def problems(config: Config) -> Iterator[str]:
             f"{', '.join(named)} acts on a pipeline only, got --pipe-parallel-size "
             f"{config.parallel.pipe_parallel_size}. Leave it out, or use --pipe-parallel-size 2 or more"
         )
+    has_steps = config.parallel.has_pipeline and "trace_steps" in config.deepspeed.get("pipeline", {})
+    if has_steps and not config.parallel.pipeline_trace:
+        yield "pipeline.trace_steps in the JSON acts with a trace only. Add --pipeline-trace FOLDER"
     if config.checkpoint.eval_only and "pipeline_trace" in given:
         yield "--pipeline-trace shows training steps, got --eval-only. Leave one out"
     if config.checkpoint.eval_only and "save_interval" in given:

@@ -46,6 +46,8 @@ class StepEngine(Protocol):
 
     def evaluate_batch(self, data: DataIterator) -> float: ...
 
+    def bubble(self) -> float | None: ...
+
 
 def nominal_weight(tokens_per_step: int) -> float:
     """Return the power of two nearest to the tokens of a step.
@@ -105,6 +107,9 @@ class SingleStageEngine:
             meter.add(as_weighted(loss), micro_batch)
         self.engine.train()
         return self._agree(meter).means().loss.item()
+
+    def bubble(self) -> None:
+        """Return None: a single stage waits for no other."""
 
     def _agree(self, meter: LossMeter) -> Agreement:
         """Return what the losses of all replicas came to. Collective."""
@@ -166,6 +171,14 @@ class PipelineEngine:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
         means = self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
         return float(next(iter(means.values())) if isinstance(means, dict) else means)
+
+    def bubble(self) -> float | None:
+        """Return the share of time that stages idled in the training steps since the last call. Collective.
+
+        None if there was no step.
+        """
+        share: float | None = self.engine.bubble()
+        return share
 
     def _start_micro_batch(self, micro_batch: int) -> None:
         self.streams.position = Position(self._step, micro_batch)

@@ -138,14 +138,17 @@ def _advance(run: Run, result: StepResult) -> None:
 
 
 def _report(run: Run, result: StepResult, lr: float) -> None:
-    if run.screen is None or run.rates is None:
-        return
-    run.rates.count_step()
-    run.screen.advance(run.progress.step, result.loss)
+    """Say and write down the numbers of this log interval. Collective: all stages measure the bubble."""
     step, total = run.progress.step, run.config.batch.train_iters
+    if run.screen is not None and run.rates is not None:
+        run.rates.count_step()
+        run.screen.advance(step, result.loss)
     if step % run.config.run.log_interval and step != total:
         return
-    rates = run.rates.drain(run.pause_s)
+    bubble = run.engine.bubble()
+    if run.screen is None or run.rates is None:
+        return
+    rates = {**run.rates.drain(run.pause_s), **({} if bubble is None else {"bubble": bubble})}
     run.pause_s = 0.0
     run.screen.line(progress_line(run.progress, total, result, lr, rates))
     if run.metrics is not None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron import cost
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Topology
-from megatron.stages import bubble, by_default, candidates, in_flight, pieces_on
+from megatron.stages import AUTO, bubble, by_default, candidates, in_flight, pieces_on
 from megatron.tokenizer import build as build_tokenizer
 from megatron.training.screen import Screen, human_bytes, human_count
+
+Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
 
 def with_tokenizer(config: Config) -> tuple[Any, Config]:
@@ -47,13 +49,19 @@ def is_gpt2(config: Config, counted: Sequence[int]) -> bool:
 
 
 def plan_rows(
-    config: Config, topology: Topology, bounds: Sequence[int], dtype: str, counted: Sequence[int] | None = None
+    config: Config,
+    topology: Topology,
+    bounds: Sequence[int],
+    dtype: str,
+    counted: Sequence[int] | None = None,
+    forecast: Forecast | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield name and text of each row.
 
     Args:
         bounds: of the pieces, in layers as the pipeline counts them; with chunks a stage has several pieces.
         counted: parameters of the whole model, then of one rank of each stage; None for GPT-2 before it is built.
+        forecast: gives the bubble as ``megatron.stages.bubble`` does; None: by its closed forms.
     """
     batch, d = config.batch, topology.data
     yield "layout", f"{topology.world_size} ranks = pipe {topology.pipe} x data {d} x tensor {topology.tensor}"
@@ -68,7 +76,7 @@ def plan_rows(
         f"{batch.batch_size} x {batch.gas} micro-batches x {d} replicas",
     )
     if topology.pipe > 1:
-        yield from _pipeline_rows(config, topology.pipe, bounds, known, is_built=counted is not None)
+        yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", f"{config.data.data_path}, split {config.data.split}" if config.data.data_path else "the script's own"
 
@@ -118,24 +126,28 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
 
 
 def _pipeline_rows(
-    config: Config, stages: int, bounds: Sequence[int], is_known: bool, is_built: bool
+    config: Config, stages: int, bounds: Sequence[int], forecast: Forecast | None, is_known: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the schedule and the share of a step in which stages will idle, by the closed forms."""
+    """Yield the schedule and the share of a step in which stages will idle."""
     schedule, chunks = _schedule(config, bounds, stages).values()
     m, method = config.batch.gas, config.parallel.partition_method
     each = f", {chunks} chunks on each stage" if chunks > 1 else ""
     yield "pipeline", f"schedule {schedule}{each}"
-    if not is_built and method != "balanced":
+    if forecast is None and method != "balanced":
         yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
-    names = candidates(schedule, chunks)
     costs = cost.piece_costs(config.model, bounds, config.batch.seq_length) if is_known else None
-    told = [
-        f"{100 * bubble(stages, m, name, chunks, costs):.1f} % {'of ' + name if len(names) > 1 else ''}"
-        for name in names
-    ]
-    equal = min(bubble(stages, m, name, chunks) for name in names)
+    idle_share, about = forecast or bubble, "" if forecast else "about "
+    told = []
+    for name in candidates(schedule, chunks):
+        idle, at_best = (100 * idle_share(stages, m, name, chunks, given) for given in (costs, None))
+        what = (
+            f"{about}{idle:.1f} % expected, {at_best:.1f} % with equal stages"
+            if is_known
+            else (f"{at_best:.1f} % with equal stages")
+        )
+        told.append(f"{name}: {what}" if schedule == AUTO else what)
     note = " (fewer micro-batches than stages: raise --gas)" if m < stages else ""
-    yield "pipeline bubble", f"{', '.join(told).rstrip()} expected, {100 * equal:.1f} % with equal stages{note}"
+    yield "pipeline bubble", "; ".join(told) + note
 
 
 def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.engines import StepResult
+from megatron.training.forecast import simulated_bubble
 from megatron.training.plan import is_gpt2, plan_rows
 from megatron.training.screen import human_count, human_time
 from megatron.training.state import Progress
@@ -111,7 +113,8 @@ def start_rows(
     """Yield the rows of the table at the start."""
     bounds = getattr(module, "parts", [0, config.model.num_layers + 3])
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
-    yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted)
+    forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
+    yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
     yield "loss", _loss_row(module)
     if samples:
         yield "samples", samples
@@ -129,11 +132,13 @@ def progress_line(progress: Progress, total: int, result: StepResult, lr: float,
     """Return one line of numbers for this log interval."""
     mfu = f" | MFU {100 * rates['mfu']:.1f} %" if rates["mfu"] else ""
     left = human_time((total - progress.step) * rates["step_s"])
+    bubble = f" | bubble {100 * rates['bubble']:.1f} %" if "bubble" in rates else ""
     skipped = f" | skipped {progress.skipped}" if progress.skipped else ""
     return (
         f"step {progress.step:>{len(str(total))}}/{total} | loss {result.loss:.4f} | lr {lr:.3e} | "
         f"grad norm {result.grad_norm:.3f} | loss scale {result.loss_scale:g} | "
-        f"{rates['tokens_per_s']:,.0f} tokens/s | {human_count(rates['flops_per_s'])}FLOP/s{mfu}{skipped} | left {left}"
+        f"{rates['tokens_per_s']:,.0f} tokens/s | {human_count(rates['flops_per_s'])}FLOP/s{mfu}{bubble}"
+        f"{skipped} | left {left}"
     )
 
 

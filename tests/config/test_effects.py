@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.config import Config, parse, resolve_dtype
+from megatron.config import Config, engine_dict, parse, resolve_dtype
 from megatron.errors import ConfigError
 
 
@@ -58,6 +58,14 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
 )
 def test_what_cannot_act_and_does_no_harm_is_a_note(tmp_path, line, content, world_size, told):
     assert any(told in note for note in read(line, tmp_path, content, world_size).notes)
+
+
+def test_steps_of_a_trace_need_a_trace(tmp_path):
+    pipe = "--pipe-parallel-size 2"
+    with pytest.raises(ConfigError, match=r"pipeline\.trace_steps in the JSON acts with a trace only"):
+        read(pipe, tmp_path, {"pipeline": {"trace_steps": 3}}, 2)
+    config = read(f"{pipe} --pipeline-trace x", tmp_path, {"pipeline": {"trace_steps": 3}}, 2)
+    assert engine_dict(config, 2)["pipeline"] == {"trace": "x", "trace_steps": 3}
 
 
 def test_a_recipe_for_pipelines_has_no_effect_without_one_and_says_so():

@@ -49,6 +49,9 @@ class CountingEngine:
         self.calls.append("evaluate")
         return 2.0
 
+    def bubble(self) -> None:
+        self.calls.append("bubble")
+
 
 class NotingData:
     """Tells from which sample an iterator was asked to start."""
@@ -113,10 +116,28 @@ def test_report_then_evaluate_then_save_then_stop(make: Any) -> None:
     with pytest.raises(StopRequest, match="stopped after step 4 of 9: --exit-interval 4.*--load"):
         loop.train(this)
     assert calls == [
-        *("train 0", "train 1", "line step 2/9", "evaluate", "evaluate", "line step 2"),
-        *("train 2", "train 3", "line step 4/9", "evaluate", "evaluate", "line step 4", "save 4", "line step 4"),
+        *("train 0", "train 1", "bubble", "line step 2/9", "evaluate", "evaluate", "line step 2"),
+        *("train 2", "train 3", "bubble", "line step 4/9", "evaluate", "evaluate", "line step 4", "save 4"),
+        "line step 4",
     ]
     assert this.saved_step == 4
+
+
+def test_the_bubble_is_measured_on_every_rank_and_written_where_there_is_one(make: Any) -> None:
+    this, calls = make("--train-iters 4 --log-interval 2 --eval-iters 0")
+    lines: list[str] = []
+    written: list[dict[str, Any]] = []
+    this.screen.line = lines.append
+    this.metrics = SimpleNamespace(write=lambda kind, step, values: written.append(values))
+    shares = iter([0.125, None])
+    this.engine.bubble = lambda: next(shares)
+    loop.train(this)
+    assert ["| bubble 12.5 % |" in line for line in lines if "loss" in line] == [True, False]
+    assert [values.get("bubble") for values in written] == [0.125, None]
+    other, calls = make("--train-iters 2 --log-interval 1 --eval-iters 0")
+    other.screen = other.rates = None  # as on every rank but the first
+    loop.train(other)
+    assert calls.count("bubble") == 2
 
 
 def test_a_stop_saves_what_no_interval_has_saved_and_the_last_step_is_no_stop(make: Any) -> None:
