@@ -96,7 +96,7 @@ def _has_layer(module: Any, key: str) -> bool:
 
 
 def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
-    """True if every tensor of ``state`` is a tied weight, which the first stage that has it gives to the others."""
+    """True if every tensor of ``state`` is a tied weight, which lies in the file of its layer too."""
     part = module.tied_modules[key]
     tied = {module._recursive_getattr(part, name).data_ptr() for name in module.tied_weight_attrs[key]}
     return all(torch.is_tensor(value) and value.data_ptr() in tied for value in state.values())

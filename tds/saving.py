@@ -92,8 +92,6 @@ class LayerCheckpoints(DeepSpeedEngine):
         if self._loads_optimizer:
             told_together(_other_layout(self, checkpoint))
         told_together(_load_layers(self, folder, strict))
-        with torch.no_grad():
-            self.module._synchronize_tied_weights()
 
     def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         state = super()._common_checkpoint_state(*args, **kwargs)

@@ -55,6 +55,9 @@ for name, old in before.items():
     new = state()[name]
     assert all(a is b for a, b in zip(old[:5], new[:5])) and old[5] is new[5], name
     assert all(new[6].get(key) is value for key, value in old[6].items() if not key.startswith("__")), name
+import tds.compile.custom_ops.all_to_all  # a function and a module, both of a package that was not loaded
+assert callable(deepspeed.compile.custom_ops.all_to_all)
+assert sys.modules["tds.compile.custom_ops.all_to_all"] is sys.modules["deepspeed.compile.custom_ops.all_to_all"]
 for name in {LATE!r}:
     ours, theirs = importlib.import_module("tds." + name), importlib.import_module("deepspeed." + name)
     assert ours is theirs and theirs.__spec__.name == theirs.__name__ == "deepspeed." + name, name
