@@ -51,8 +51,9 @@ from tds.runtime.pipe import ProcessTopology, schedule, engine
 from tds.runtime.pipe.topology import PipeDataParallelTopology
 assert engine is tds.runtime.pipe.engine and engine.PipelineEngine is tds.PipelineEngine
 assert engine.p2p is deepspeed.runtime.pipe.engine.p2p
+after = state()
 for name, old in before.items():
-    new = state()[name]
+    new = after[name]
     assert all(a is b for a, b in zip(old[:5], new[:5])) and old[5] is new[5], name
     assert all(new[6].get(key) is value for key, value in old[6].items() if not key.startswith("__")), name
 import tds.compile.custom_ops.all_to_all  # a function and a module, both of a package that was not loaded
