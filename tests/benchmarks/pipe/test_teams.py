@@ -17,6 +17,7 @@ from benchmarks.plain_gpt import GPTSizes
 SIZES = GPTSizes(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
 CASE = Case(name="toy", sizes=SIZES, micro_batch_size=1, num_micro_batches=4)
 TORCH = Contender(name="torch", kind="torch", partition=(0, 2, 5))
+OURS = Contender(name="ours", kind="ours", partition=(0, 2, 5))
 SIDE = Contender(name="side", kind="side by side")
 
 
@@ -38,15 +39,15 @@ def is_gone(pid: int) -> bool:
 
 
 def test_ranks_wait_without_using_the_processor_and_end_with_the_run() -> None:
-    with assembled(CASE, [TORCH, SIDE], "fork") as teams:
+    with assembled(CASE, [TORCH, OURS, SIDE], "fork") as teams:
         losses = {name: team.ask(Order("run", 0, 2))[-1]["losses"] for name, team in teams.items()}
         before = {name: cpu_ticks(team) for name, team in teams.items()}
         time.sleep(1.0)
         for name, team in teams.items():
             assert cpu_ticks(team) - before[name] <= 2, name
         pids = [pid for team in teams.values() for pid in team.pids]
-    assert losses["torch"] == pytest.approx(losses["side"], abs=1e-6)
-    assert len(pids) == 4 and all(map(is_gone, pids))
+    assert losses["torch"] == losses["ours"] == pytest.approx(losses["side"], abs=1e-6)
+    assert len(pids) == 6 and all(map(is_gone, pids))
 
 
 def test_a_rank_that_dies_ends_the_run_and_takes_the_others_along() -> None:

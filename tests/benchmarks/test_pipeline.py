@@ -1,0 +1,38 @@
+"""The benchmark of pipelines runs from its options to its files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import pipeline
+
+
+def run(folder, *more: str) -> dict:
+    return pipeline.main(["--smoke", "--out", str(folder), "--start-method", "fork", *more])
+
+
+def test_a_few_contenders_from_options_to_files(tmp_path) -> None:
+    result = run(tmp_path, "--cases", "main", "--micro-batches", "8", "--cuts", "1", "--only", "side", "torch", "1f1b")
+    rows = {each["contender"]: each for each in result["cases"]["m=8"]["rows"]}
+    assert any(name.startswith("ours 1f1b") for name in rows) and any(name.startswith("torch") for name in rows)
+    for name, each in rows.items():
+        assert each["cut"] in name, "a contender has not the cut that its name says"
+        assert each["losses"] == pytest.approx(rows["side by side"]["losses"], abs=1e-5)
+    told = [bar["told"] for bar in result["cases"]["m=8"]["bars"]]
+    assert any("faster 1F1B" in each for each in told) and any("simulate" in each for each in told)
+    lines = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]
+    turns = [line for line in lines if line["what"] == "turn"]
+    assert len(turns) == 3 * len(rows) and sum(turn["counts"] for turn in turns) == 2 * len(rows)
+    assert (tmp_path / "table.txt").read_text().count("ours 1f1b") >= 2 and (tmp_path / "speed.png").exists()
+
+
+@pytest.mark.slow
+def test_every_contender_of_every_case_trains_the_same(tmp_path) -> None:
+    result = run(tmp_path, "--micro-batches", "4", "--cuts", "2")
+    assert set(result["cases"]) == {"m=4", "deep m=16", "tensor m=8"}
+    kinds = {each["contender"].split()[0] for each in result["cases"]["m=4"]["rows"]}
+    assert kinds == {"one", "side", "stock", "dualpipev", "torch", "ours"}
+    schedules = {each["contender"].split()[1] for each in result["cases"]["m=4"]["rows"] if "ours" in each["contender"]}
+    assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "auto"}
