@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from tds.layer_files import layer_numbers, layers_to_load, save_tied_rest
+from tds.stock_names import StockNames
 
 LAYOUT_KEY = "tds"
 """Where a stage's file says which layers it is of; DeepSpeed's engine hands it on as client state."""
@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint that is incomplete, or that does not fit the model."""
 
 
-class LayerCheckpoints(DeepSpeedEngine):
+class LayerCheckpoints(StockNames):
     """The part of the engine that saves and loads."""
 
     _loads_optimizer = False

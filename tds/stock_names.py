@@ -40,6 +40,3 @@ class StockNames(DeepSpeedEngine):
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Do nothing: boolean tensors cross a stage as they are, wherever they stand."""
-
-    def reset_activation_shape(self) -> None:
-        """Do nothing: each call announces its shapes anew."""
