@@ -165,5 +165,5 @@ def layers_text(bounds: Sequence[int], stages: int, stage: int) -> str:
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
     schedule, chunks = _schedule(config, bounds, stages).values()
     kept = in_flight(stages, config.batch.gas, schedule, chunks, stage)
-    whole = f"{config.batch.gas} micro-batches" + (f" x {chunks} chunks" if chunks > 1 else "")
+    whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
     return f"keeps the activations of {kept} of {whole}"

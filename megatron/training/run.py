@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron import device, log
 from megatron.config import Config, resolve_dtype
+from megatron.errors import StopRequest
 from megatron.mpu.random import DropoutStreams
-from megatron.training import arguments, report, run_folder, world
+from megatron.training import arguments, report, run_folder, timeline, world
 from megatron.training.assembly import build_engine, make_learning_rate
 from megatron.training.data import DatasetsProvider, open_data
 from megatron.training.engines import ForwardStep
@@ -73,6 +75,9 @@ def run(
     _open_reports(this)
     try:
         _work(this, time.monotonic())
+    except StopRequest:
+        _draw_pipeline(this)
+        raise
     finally:
         if this.screen is not None:
             this.screen.close()
@@ -85,12 +90,25 @@ def _work(this: Run, start: float) -> None:
         train(this)
     if this.config.batch.eval_iters:
         evaluate(this, "test")
+    told = _draw_pipeline(this)
     if this.screen is not None:
         seconds = time.monotonic() - start
         saved = this.saved or this.loaded
-        rows = report.end_rows(this.folder, this.progress, seconds, this.last_loss, saved, this.world.grid)
+        rows = [*report.end_rows(this.folder, this.progress, seconds, this.last_loss, saved, this.world.grid)]
         this.screen.close()
-        this.screen.table("Done", rows)
+        this.screen.table("Done", rows if told is None else [*rows, ("pipeline", told)])
+
+
+def _draw_pipeline(this: Run) -> str | None:
+    """Draw the trace of the steps that this run took; return what to say of it. Collective."""
+    parallel, grid = this.config.parallel, this.world.grid
+    if not parallel.pipeline_trace or not parallel.has_pipeline or this.last_loss is None:
+        return None
+    told = None
+    if this.screen is not None:
+        told = timeline.draw(parallel.pipeline_trace, this.folder, 0.5 * parallel.timeout_s(this.world.kind))
+    dist.barrier(group=grid.host.handle)  # a rank that ended earlier would end this one
+    return told
 
 
 def seed_replicas(seed: int, here: World) -> None:

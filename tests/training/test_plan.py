@@ -27,8 +27,8 @@ def test_stages_of_several_chunks_show_all_their_layers_and_what_they_keep() -> 
     shown = rows("--pipeline-chunks 2")
     assert shown["stage 0"].startswith("layers 0-2 and 5-6 of 11, ")
     assert shown["stage 1"].startswith("layers 3-4 and 7-10 of 11, ")
-    assert shown["stage 0"].endswith("; keeps the activations of 5 of 8 micro-batches x 2 chunks")
-    assert shown["stage 1"].endswith("; keeps the activations of 3 of 8 micro-batches x 2 chunks")
+    assert shown["stage 0"].endswith("; keeps the activations of 5 of 8 x 2 forwards")
+    assert shown["stage 1"].endswith("; keeps the activations of 3 of 8 x 2 forwards")
     assert shown["pipeline"] == "schedule interleaved, 2 chunks on each stage"
     assert shown["pipeline bubble"].endswith(" % expected, 5.9 % with equal stages")
 
@@ -61,9 +61,8 @@ def test_a_model_that_is_built_is_simulated_and_one_of_ones_own_has_equal_stages
     built = rows("", counted=[cost.num_parameters(model), 0, 0])
     assert built["pipeline bubble"] == rows("")["pipeline bubble"].removeprefix("about ")
     own = rows("", counted=[1000, 600, 400], bounds=[0, 2, 3, 5, 7])
-    assert own["stage 0"] == "layers 0-1 and 3-4, 600 parameters on each rank; keeps the activations of 5 of 8 " + (
-        "micro-batches x 2 chunks"
-    )
+    kept = "keeps the activations of 5 of 8 x 2 forwards"
+    assert own["stage 0"] == f"layers 0-1 and 3-4, 600 parameters on each rank; {kept}"
     assert own["stage 1"].startswith("layers 2 and 5-6, 400 parameters")
     assert own["pipeline bubble"] == "5.9 % with equal stages"
 
