@@ -29,6 +29,7 @@ def test_a_few_contenders_from_options_to_files(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_every_contender_of_every_case_trains_the_same(tmp_path) -> None:
     result = run(tmp_path, "--micro-batches", "4", "--cuts", "2")
     assert set(result["cases"]) == {"m=4", "deep m=16", "tensor m=8"}
