@@ -1,0 +1,159 @@
+"""``tools/draw_schedule.py`` draws plans and traces, tells their numbers, and refuses with code 2 what cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tds.recorder import Work
+from tds.schedule import Costs, schedule_named, simulate
+from tds.trace import TraceFile, events
+from tools import draw_schedule
+
+TOOL = Path(draw_schedule.__file__)
+PNG = b"\x89PNG"
+RESTS = "--stages 4 --micro-batches 8"
+
+
+def call(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
+    """Return the exit code of the tool with the flags of ``line``."""
+    monkeypatch.setattr(sys, "argv", ["draw_schedule.py", *line.split()])
+    try:
+        return draw_schedule.main()
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def write_trace(folder: Path, schedule: str = "zb-h1", steps: int = 3, replicas: int = 1, missing: int = 0) -> None:
+    """Write the trace of two stages as a run of four micro-batches would."""
+    order = schedule_named(schedule)
+    timeline = simulate([order(2, 4, stage) for stage in range(2)], Costs.even(2, 0.010, 0.012, 0.008))
+    for replica in range(replicas):
+        for stage in range(2 - missing):
+            about = {"stage": stage, "num_stages": 2, "num_chunks": 1, "replica": replica, "tensor_rank": 0, "run": 1}
+            file = TraceFile(folder, 2 * replica + stage, about)
+            for step in range(1, steps + 1):
+                work = [
+                    Work(s.action, *(round((t + step) * 1e9) for t in (s.start_s, s.end_s)))
+                    for s in timeline.spans[stage]
+                ]
+                place = {"replica": replica, "stage": stage, "origin_ns": 0}
+                file.add(events(work, step=step, schedule=schedule, num_micro_batches=4, **place))
+
+
+def test_a_plan_is_drawn_and_its_numbers_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "--schedule zb-h1 --stages 8 --micro-batches 16") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "zb-h1: 8 stages, 16 micro-batches",
+        "bubble     12.7 %, 7 idle at most on a stage",
+        "step       55 in the unit of the costs",
+        "in flight  at most 8 micro-batches on each stage",
+        "picture    zb-h1-p8-m16.png",
+    ]
+    assert (tmp_path / "zb-h1-p8-m16.png").read_bytes().startswith(PNG)
+
+
+def test_chunks_share_the_costs_of_their_stage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "i.png"
+    line = f"--schedule interleaved {RESTS} --chunks 2 --costs 2,1,1 --transfer 0 --out {out}"
+    assert call(monkeypatch, line) == 0
+    told = capsys.readouterr().out
+    assert f"bubble     {100 * 3 / (2 * 8 + 3):.1f} %, 6 idle" in told
+    assert "step       38 in" in told and "4 stages of 2 chunks" in told
+    assert "in flight  at most 11 9 7 5 chunks on the stages from 0" in told
+    assert out.read_bytes().startswith(PNG)
+
+
+def test_a_trace_is_drawn_above_its_simulation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path, replicas=2)
+    assert call(monkeypatch, f"--trace {tmp_path}") == 0
+    told = capsys.readouterr().out
+    assert "zb-h1: step 3, 2 stages, 4 micro-batches" in told
+    assert "bubble     10.4 % measured, 10.4 % predicted" in told
+    assert "step       134 ms measured, 134 ms predicted" in told
+    assert (tmp_path / "step-3.png").read_bytes().startswith(PNG)
+    out = tmp_path / "own.png"
+    assert call(monkeypatch, f"--trace {tmp_path} --step 2 --replica 1 --out {out}") == 0
+    assert "step 2," in capsys.readouterr().out and out.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "",
+            "give --schedule, --stages and --micro-batches, or --trace DIR; --schedule, --stages, --micro-batches not",
+        ),
+        ("--schedule 1f1b --stages 2", "--micro-batches not given"),
+        (f"--schedule zb-h2 {RESTS}", "must be one of"),
+        (f"--schedule interleaved {RESTS}", "needs 2 or more chunks of layers on each stage, got 1"),
+        (f"--schedule 1f1b {RESTS} --chunks 2", "needs one chunk of layers on each stage, got 2"),
+        ("--schedule interleaved --stages 1 --micro-batches 2 --chunks 2", "num_stages >= 2 for more than one chunk"),
+        ("--schedule 1f1b --stages 0 --micro-batches 2", "--stages: must be a whole number of at least 1, got '0'"),
+        ("--schedule 1f1b --stages 2 --micro-batches two", "--micro-batches: must be a whole number"),
+        (f"--schedule 1f1b {RESTS} --costs 1,2", "--costs: must be three times F,B,W"),
+        (f"--schedule 1f1b {RESTS} --costs 1,nan,1", "--costs: must be a number of at least 0, got 'nan'"),
+        (f"--schedule 1f1b {RESTS} --costs 0,0,0", "not all 0"),
+        (f"--schedule 1f1b {RESTS} --transfer=-1", "--transfer: must be a number of at least 0"),
+        (f"--schedule 1f1b {RESTS} --trace x", "--schedule draws a plan and --trace a measured step"),
+        (f"--schedule 1f1b {RESTS} --step 2", "--schedule draws a plan and --step a measured step"),
+        ("--step 2", "--step needs --trace DIR"),
+        (f"--schedule 1f1b {RESTS} --out plan.pdf", "--out must end in .png, got plan.pdf"),
+        (f"--schedule 1f1b {RESTS} --out nowhere/plan.png", "No such file or directory"),
+        ("--trace nowhere", "got none in nowhere"),
+        ("--sched 1f1b", "unrecognized arguments"),
+    ],
+)
+def test_what_cannot_be_drawn_ends_with_2_and_the_reason(
+    line: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, line) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_that_lacks_what_is_asked_for_ends_with_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "whole")
+    write_trace(tmp_path / "half", missing=1)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "trace-rank0.json").write_text('{"tds": {')
+    for line, words in (
+        ("--trace whole --step 9", "--step must be a whole step of the trace, one of [1, 2, 3], got 9"),
+        ("--trace whole --replica 1", "--replica must be one of the trace, got 1"),
+        ("--trace half", "for each of 2 stages, got stages [0]"),
+        ("--trace broken", "is no trace of tds, or cut off"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        assert call(monkeypatch, line) == 2
+        assert words in capsys.readouterr().err
+
+
+HELP = """
+import runpy, sys
+sys.argv = ["draw_schedule.py", "--help"]
+try:
+    runpy.run_path(TOOL, run_name="__main__")
+except SystemExit as error:
+    assert error.code == 0
+assert not {"torch", "deepspeed", "matplotlib"} & set(sys.modules)
+"""
+
+
+def test_help_needs_neither_torch_nor_deepspeed() -> None:
+    code = HELP.replace("TOOL", repr(str(TOOL)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--micro-batches M" in done.stdout

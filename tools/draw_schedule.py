@@ -1,0 +1,165 @@
+"""Draw a pipeline schedule, or a measured step of one, and tell its bubble, step time and memory.
+
+    python tools/draw_schedule.py --schedule zb-h1 --stages 8 --micro-batches 16
+    python tools/draw_schedule.py --schedule interleaved --chunks 2 --stages 4 --micro-batches 8 --costs 1,1.1,0.9
+    python tools/draw_schedule.py --trace DIR          # what a run with "pipeline": {"trace": "DIR"} has left
+
+The first two run no process and train nothing: the schedule is simulated. The last draws what was measured above
+what the simulation says with the measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+PLANNED = ("schedule", "stages", "micro_batches", "chunks", "costs", "transfer")
+MEASURED = ("trace", "step", "replica")
+
+
+def main() -> int:
+    """Draw what the command line asks for; return the exit code."""
+    parser = make_parser()
+    flags = parser.parse_args()
+    check_flags(parser, flags)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        if flags.trace is not None:
+            draw_trace(flags)
+        else:
+            draw_schedule(flags)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; it needs neither torch nor DeepSpeed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--schedule", metavar="NAME", help="1f1b, gpipe, zb-h1 or interleaved")
+    parser.add_argument("--stages", type=positive, metavar="P", help="pipeline stages")
+    parser.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches of a step")
+    parser.add_argument("--chunks", type=positive, metavar="C", help="chunks of layers on each stage (default 1)")
+    parser.add_argument(
+        "--costs", type=three_times, metavar="F,B,W",
+        help="times of all layers of a stage on one micro-batch: forward, backward for the input, backward for the "
+        "weights, in any unit; each of c chunks takes a c-th (default 1,1,1)",
+    )  # fmt: skip
+    parser.add_argument("--transfer", type=time, metavar="T", help="time of a message between stages (default 0)")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="draw a step that was measured")
+    parser.add_argument("--step", type=int, metavar="N", help="which step of the trace (default: the last)")
+    parser.add_argument("--replica", type=int, metavar="R", help="which replica of the trace (default 0)")
+    parser.add_argument(
+        "--out", type=Path, metavar="PNG",
+        help="the picture (default: the schedule's name and sizes in this folder, or DIR/step-N.png)",
+    )  # fmt: skip
+    return parser
+
+
+def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """End with code 2 unless the flags are those of one way to use this tool."""
+    planned = [f"--{name.replace('_', '-')}" for name in PLANNED if getattr(flags, name) is not None]
+    measured = [f"--{name}" for name in MEASURED if getattr(flags, name) is not None]
+    if planned and measured:
+        parser.error(f"{planned[0]} draws a plan and {measured[0]} a measured step: give one or the other")
+    if measured and flags.trace is None:
+        parser.error(f"{measured[0]} needs --trace DIR")
+    missing = [name for name in ("schedule", "stages", "micro_batches") if getattr(flags, name) is None]
+    if flags.trace is None and missing:
+        told = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        parser.error(f"give --schedule, --stages and --micro-batches, or --trace DIR; {told} not given")
+    if flags.out is not None and flags.out.suffix.lower() != ".png":
+        parser.error(f"--out must end in .png, got {flags.out}")
+
+
+def draw_schedule(flags: argparse.Namespace) -> None:
+    """Simulate a schedule, tell its numbers and draw it."""
+    from tds import picture
+    from tds.schedule import Costs, schedule_named, simulate, validate
+
+    num_stages, num_micro_batches, num_chunks = flags.stages, flags.micro_batches, flags.chunks or 1
+    order = schedule_named(flags.schedule, num_chunks)
+    stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+    peaks = validate(stages, num_micro_batches, num_chunks=num_chunks)
+    forward, for_input, for_weights = (time / num_chunks for time in flags.costs or (1.0, 1.0, 1.0))
+    costs = Costs.even(num_stages * num_chunks, forward, for_input, for_weights, flags.transfer or 0.0)
+    timeline = simulate(stages, costs, num_chunks)
+    name = flags.schedule.lower()
+    chunks = f"-c{num_chunks}" if num_chunks > 1 else ""
+    out = flags.out or Path(f"{name}-p{num_stages}-m{num_micro_batches}{chunks}.png")
+    picture.draw_planned(name, timeline, peaks, num_micro_batches, num_chunks, out)
+    of_chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
+    print(f"{name}: {num_stages} stages{of_chunks}, {num_micro_batches} micro-batches")
+    print(f"bubble     {100 * timeline.bubble:.1f} %, {max(timeline.idle_s):.6g} idle at most on a stage")
+    print(f"step       {timeline.step_s:.6g} in the unit of the costs")
+    print(f"in flight  at most {told_peaks(peaks, 'chunks' if num_chunks > 1 else 'micro-batches')}")
+    print(f"picture    {out}")
+
+
+def told_peaks(peaks: list[int], of_what: str) -> str:
+    """Return "8 micro-batches on each stage", or the number of each stage."""
+    if len(set(peaks)) == 1:
+        return f"{peaks[0]} {of_what} on each stage"
+    return f"{' '.join(map(str, peaks))} {of_what} on the stages from 0"
+
+
+def draw_trace(flags: argparse.Namespace) -> None:
+    """Tell the numbers of a measured step and draw it."""
+    from tds import picture
+    from tds.trace import read_traces
+
+    replica = flags.replica or 0
+    steps = {step.step: step for step in read_traces(flags.trace) if step.replica == replica}
+    if not steps:
+        raise ValueError(
+            f"--replica must be one of the trace, got {replica}, of which no whole step is in {flags.trace}"
+        )
+    number = max(steps) if flags.step is None else flags.step
+    if number not in steps:
+        raise ValueError(f"--step must be a whole step of the trace, one of {sorted(steps)}, got {number}")
+    step = steps[number]
+    out = flags.out or flags.trace / f"step-{number}.png"
+    picture.draw_measured(step, out)
+    measured, predicted = step.timeline, picture.predicted(step)
+    print(f"{step.schedule}: step {number}, {measured.num_stages} stages, {step.num_micro_batches} micro-batches")
+    print(f"bubble     {100 * measured.bubble:.1f} % measured, {100 * predicted.bubble:.1f} % predicted")
+    print(f"step       {measured.step_s * 1e3:.4g} ms measured, {predicted.step_s * 1e3:.4g} ms predicted")
+    print(f"picture    {out}")
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def time(text: str) -> float:
+    """Return a time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def three_times(text: str) -> tuple[float, float, float]:
+    """Return the times F, B and W of "F,B,W"."""
+    values = [time(part) for part in text.split(",")]
+    if len(values) != 3 or not sum(values):
+        raise argparse.ArgumentTypeError(f"must be three times F,B,W such as 1,1.2,0.9, not all 0, got {text!r}")
+    return values[0], values[1], values[2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
