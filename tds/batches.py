@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
+
+if TYPE_CHECKING:
+    from tds.engine import PipelineEngine
 
 
 class BatchSource:
@@ -43,18 +47,68 @@ class BatchSource:
         return batch[0], batch[1]
 
 
-def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Return copies of a micro-batch's inputs on ``device``: layers may change them in place.
+class TrainingLoader(RepeatingLoader):
+    """DeepSpeed's ``RepeatingLoader``; its curriculum learning reaches the sampler and the post-processing
+    of the loader within through it."""
+
+    loader: Any
+
+    @property
+    def data_sampler(self) -> Any:
+        """The sampler of the loader."""
+        return self.loader.data_sampler
+
+    @property
+    def post_process_func(self) -> Callable[[Any, Any], Any] | None:
+        """What the loader does to each micro-batch, given the state of the sampler."""
+        return self.loader.post_process_func
+
+    @post_process_func.setter
+    def post_process_func(self, function: Callable[[Any, Any], Any] | None) -> None:
+        self.loader.post_process_func = function
+
+
+def training_loader(engine: PipelineEngine) -> TrainingLoader:
+    """Return a loader over ``training_data`` that gives each replica its part and starts anew at the end.
+
+    Raises:
+        NotImplementedError: DeepSpeed's curriculum sampler on several stages.
+    """
+    if engine.curriculum_learning_enabled() and engine.num_stages > 1:
+        raise NotImplementedError(
+            "DeepSpeed's curriculum sampler draws on rank 0 for ranks of its own data-parallel group, so it cannot "
+            f'feed the last of {engine.num_stages} stages: "data_efficiency.data_sampling.curriculum_learning" needs '
+            "one stage. Pass an iterator to train_batch, and cut sequences to the length of DeepSpeed's "
+            "CurriculumScheduler in the batch function (set_batch_fn): shapes may change from call to call."
+        )
+    sampler: Any = torch.utils.data.distributed.DistributedSampler(
+        engine.training_data,
+        num_replicas=engine.grid.data_parallel_size,
+        rank=engine.grid.get_data_parallel_rank(),
+        shuffle=False,
+    )
+    return TrainingLoader(engine.deepspeed_io(engine.training_data, data_sampler=sampler))
+
+
+def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
+    """Return copies of a micro-batch's inputs on ``device``: layers may change them in place. A list becomes a tuple.
 
     Args:
         needs_grad: let floats require a gradient, without which reentrant recompute detaches the first layers.
+
+    Raises:
+        TypeError: something else than tensors, and tuples, lists and dicts of them.
     """
     if isinstance(inputs, torch.Tensor):
         copy = inputs.detach().to(device, copy=True)
         return copy.requires_grad_() if needs_grad and copy.is_floating_point() else copy
-    if isinstance(inputs, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in inputs):
-        return tuple(stage_inputs(each, device, needs_grad=needs_grad) for each in inputs)  # type: ignore[misc]
-    raise TypeError(f"a stage's inputs must be a tensor or a tuple of tensors, got {type(inputs).__name__}")
+    if isinstance(inputs, (tuple, list)):
+        return tuple(stage_inputs(each, device, needs_grad=needs_grad) for each in inputs)
+    if isinstance(inputs, Mapping):
+        return {key: stage_inputs(each, device, needs_grad=needs_grad) for key, each in inputs.items()}
+    raise TypeError(
+        f"the first stage's inputs must be tensors, or tuples, lists or dicts of them, got {type(inputs).__name__}"
+    )
 
 
 def to_device(value: Any, device: torch.device) -> Any:

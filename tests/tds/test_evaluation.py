@@ -4,33 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
+from tds.engine import PipelineEngine
+from tds.pipe import LayerSpec, PipelineModule
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, reference, train
 
 
-def _train_eval_train(rank: int, toy: Toy, evaluates: bool) -> list[Any]:
-    engine = make_engine(toy, 2)
+def _dropping(toy: Toy, num_stages: int) -> PipelineModule:
+    """Layers with dropout: random numbers that evaluation drew would show in the next gradients."""
+    specs = [spec for layer in toy.specs() for spec in (layer, LayerSpec(nn.Dropout, 0.3))]
+    return PipelineModule(
+        specs, num_stages=num_stages, loss_fn=toy.loss_fn, partition_method="uniform", seed_layers=True
+    )
+
+
+def _train_eval_train(rank: int, toy: Toy, num_stages: int, counts: list[int]) -> list[Any]:
+    engine = make_engine(toy, num_stages, module=_dropping(toy, num_stages))
+    engine.optimizer.param_groups[0]["lr"] = 0.1
     torch.manual_seed(5)
     results = [train(engine, toy)]
-    if evaluates:
-        for number in (1, 3):
-            engine.eval_batch(iter(toy.batches()), num_micro_batches=number)
-    results.append(train(engine, toy))
-    return [*results, torch.rand(3), engine.module.micro_offset, engine.global_steps, engine.global_samples]
+    for number in counts:
+        engine.eval_batch(iter([toy.batch(i, 2 + number) for i in range(number)]), num_micro_batches=number)
+        results.append(train(engine, toy))
+    return [results, torch.rand(3), engine.module.micro_offset, engine.global_steps, engine.micro_steps]
 
 
-def test_evaluation_changes_nothing_in_training() -> None:
-    toy = Toy("many", options={"seed_layers": True})
-    plain, mixed = run_ranks(2, _train_eval_train, toy, False), run_ranks(2, _train_eval_train, toy, True)
+def _train_only(rank: int, toy: Toy, num_stages: int, counts: list[int]) -> list[Any]:
+    engine_eval = PipelineEngine.eval_batch
+    PipelineEngine.eval_batch = lambda *_, **__: None  # type: ignore[assignment, method-assign]
+    try:
+        return _train_eval_train(rank, toy, num_stages, counts)
+    finally:
+        PipelineEngine.eval_batch = engine_eval  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("num_stages", "micro_batches"), [(3, 1), (2, 4)])
+def test_evaluation_between_steps_changes_nothing_in_training(num_stages: int, micro_batches: int) -> None:
+    """Row P09: other counts and shapes, accumulation off, fewer micro-batches than stages; to the bit."""
+    toy = Toy("chain", micro_batches=micro_batches)
+    given = (toy, num_stages, [1, 5, 2])
+    plain, mixed = run_ranks(num_stages, _train_only, *given), run_ranks(num_stages, _train_eval_train, *given)
     for before, after in zip(plain, mixed, strict=True):
-        for one, two in zip(before[:2], after[:2], strict=True):
-            assert torch.equal(one[0], two[0])
+        for one, two in zip(before[0], after[0], strict=True):
+            assert float(one[0]).hex() == float(two[0]).hex()
             assert all(torch.equal(one[1][name], two[1][name]) for name in one[1])
-        assert torch.equal(before[2], after[2])
-        assert before[3:] == after[3:]
-        assert after[4:] == [2, 2 * toy.rows * toy.micro_batches]
+        assert torch.equal(before[1], after[1])
+        assert before[2:] == after[2:]
+        assert after[3:] == [4, 4 * micro_batches]
 
 
 def _evaluate(rank: int, toy: Toy) -> dict[str, Any]:
@@ -44,17 +68,67 @@ def _evaluate(rank: int, toy: Toy) -> dict[str, Any]:
         "each": engine.eval_batch(iter(data), reduce_output=None),
         "outputs": engine.eval_batch(iter(data), compute_loss=False, reduce_output=None),
         "is last": engine.is_last_stage(),
+        "mean": engine.eval_batch(iter(data), compute_loss=False),
+        "wrong": _wrong(engine, data),
     }
+
+
+def _wrong(engine: Any, data: list[Any]) -> str:
+    told = []
+    for given in ({"reduce_output": "sum"}, {"num_micro_batches": 0}):
+        with pytest.raises((NotImplementedError, ValueError)) as raised:
+            engine.eval_batch(iter(data), **given)
+        told.append(str(raised.value))
+    return "; ".join(told)
 
 
 def test_eval_batch_has_deepspeeds_arguments() -> None:
     toy = Toy("many", loss="pair")
     loss, _ = reference(toy, replicas=2)
-    for got in run_ranks(4, _evaluate, toy):
+    ranks = run_ranks(4, _evaluate, toy)
+    outputs = [output for got in ranks if got["is last"] for output in got["outputs"]]
+    for got in ranks:
+        assert "reduce_output must be \"avg\" or None, got 'sum'; num_micro_batches must be" in got["wrong"]
         assert abs(float(got["loss"] - loss)) < 1e-14
         if got["is last"]:
             assert torch.equal(got["only last"], got["loss"])
             assert len(got["each"]) == len(got["outputs"]) == toy.micro_batches
             assert torch.equal(got["outputs"][-1], got["logits"])
+            assert (got["mean"] - torch.stack(outputs).mean(0)).abs().max() < 1e-14
         else:
-            assert got["only last"] is got["each"] is got["outputs"] is got["logits"] is None
+            assert got["only last"] is got["each"] is got["outputs"] is got["logits"] is got["mean"] is None
+
+
+class Outputs(nn.Module):
+    """The last layer's tensor as a dict of several."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"x": x, "more": (x.sum(-1), x > 0)}
+
+
+def _structured(rank: int, toy: Toy) -> dict[str, Any]:
+    module = PipelineModule([*toy.specs(), LayerSpec(Outputs)], num_stages=2, partition_method="uniform")
+    module.loss_fn = lambda output, labels: {"aux": output["x"].sum(), "loss": toy.loss_fn(output["x"], labels)}
+    engine = make_engine(toy, 2, module=module)
+    data = toy.batches()
+    trained = train(engine, toy)[0]
+    return {
+        "trained": trained,
+        "losses": engine.eval_batch(iter(data)),
+        "only last": engine.eval_batch(iter(data), bcast_loss=False),
+        "each": engine.eval_batch(iter(data), reduce_output=None),
+        "mean": engine.eval_batch(iter(data), compute_loss=False),
+        "with logits": engine.eval_batch(iter(data), return_logits=True)[1],
+    }
+
+
+def test_eval_batch_gives_several_losses_by_name_and_outputs_of_any_structure() -> None:
+    toy = Toy("chain")
+    first, last = run_ranks(2, _structured, toy)
+    assert list(first["losses"]) == ["loss", "aux"] and first["losses"] == last["losses"] == last["only last"]
+    assert torch.equal(first["losses"]["loss"], last["trained"])
+    assert first["only last"] is first["each"] is first["mean"] is first["with logits"] is None
+    assert [sorted(each) for each in last["each"]] == [["aux", "loss"]] * toy.micro_batches
+    assert last["mean"]["x"].shape == last["with logits"]["x"].shape
+    assert torch.allclose(last["mean"]["more"][0], last["mean"]["x"].sum(-1))
+    assert torch.equal(last["with logits"]["more"][1], last["with logits"]["x"] > 0)
