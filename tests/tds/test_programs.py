@@ -76,7 +76,7 @@ def _sequential(ds: Any) -> Any:
     engine, optimizer, loader, scheduler = ds.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
-        training_data=[(x[0], y[0]) for x, y in _data(11, rows=1)],
+        training_data=[(x[0], y[0]) for x, y in _data(12, rows=1)],
         collate_fn=lambda items: tuple(torch.stack(part) for part in zip(*items, strict=True)),
         config={
             **CONFIG,
@@ -89,8 +89,9 @@ def _sequential(ds: Any) -> Any:
     return losses, engine.get_lr(), loader is engine.training_dataloader, module.parts, dict(module.state_dict())
 
 
-def test_sequential_layers_with_training_data_and_a_scheduler_of_the_json() -> None:
-    ours = _check(4, _sequential)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sequential_layers_with_training_data_and_a_scheduler_of_the_json(ranks: int) -> None:
+    ours = _check(ranks, _sequential)
     assert float(ours[0][0][-1]) < float(ours[0][0][0])
 
 
