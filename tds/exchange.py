@@ -25,7 +25,9 @@ from tds.structure import Structure, flatten
 from tds.transport import Links, Transfer, Transport
 from tds.wire import Layout, Slice
 
-RECEIVES_AHEAD = 2
+RECEIVES_AHEAD = {Kind.HEADER: 2, Kind.ACTIVATION: 2, Kind.GRADIENT: 1}
+"""How many receives wait for their message while the stage works. Gradients, which fill the first stages' memory, have a
+whole forward and backward to arrive in, so one is enough."""
 Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 
@@ -92,7 +94,7 @@ class Exchange(Transport):
             if message.kind is Kind.ACTIVATION and self._key(message) not in announced:
                 announced.add(self._key(message))
                 self._expected[Kind.HEADER].append(message)
-        self._post(Kind.HEADER, RECEIVES_AHEAD)
+        self._post(Kind.HEADER)
 
     def send_activations(self, message: Message, output: Any) -> list[torch.Tensor]:
         """Send a stage's output; return its tensors whose gradients will come back, in the order in which they come.
@@ -112,7 +114,7 @@ class Exchange(Transport):
         elif crossing.fingerprint != fingerprint:
             self._check_again(message, tensors, structure, crossing)
         self.send(Kind.ACTIVATION, message, crossing.activations.pack(tensors))
-        self._post(Kind.GRADIENT, RECEIVES_AHEAD)
+        self._post(Kind.GRADIENT)
         return crossing.with_grad(tensors)
 
     def take_activations(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
@@ -200,11 +202,12 @@ class Exchange(Transport):
             found = posted[0].message if posted else "nothing"
             raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {found}")
         transfer = posted.popleft()
-        self._post(kind, RECEIVES_AHEAD)
+        self._post(kind)
         return self.wait_for(transfer)
 
-    def _post(self, kind: Kind, number: int) -> None:
+    def _post(self, kind: Kind, number: int | None = None) -> None:
         """Start receives until ``number`` are on their way, as far as their sizes are known."""
+        number = RECEIVES_AHEAD[kind] if number is None else number
         expected, posted = self._expected[kind], self._posted[kind]
         while expected and len(posted) < number:
             buffer = self._new_buffer(kind, expected[0])
