@@ -8,13 +8,19 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.moe.utils import split_params_grads_into_shared_and_expert_params
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import get_pipeline_config
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import topology as pipe_topology
 from deepspeed.runtime.pipe.module import PipelineError
+from deepspeed.runtime.utils import CheckOverflow, get_weight_norm, is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
@@ -158,3 +164,43 @@ def test_layers_can_be_named_from_a_pipeline_modules_specs_and_parts() -> None:
     for name in ("self._layer_specs = list(layers)", "self.parts = ", "self.dynamic_shape = dynamic_shape"):
         assert name in source, name
     assert deepspeed.pipe.LayerSpec(torch.nn.Linear, 1, 1).typename is torch.nn.Linear
+
+
+def test_zero_1_reduces_through_what_we_replace_and_keeps_gradients_where_we_read_them() -> None:
+    zero = DeepSpeedZeroOptimizer
+    for ours, theirs in (
+        ("_add_full_reduction_to_compact_grad_partition", "reduced_tensor"),
+        ("average_tensor", "tensor"),
+    ):
+        assert list(inspect.signature(getattr(zero, ours)).parameters) == ["self", theirs, "communication_data_type"]
+    assert "self.average_tensor(" in _source(zero.reduce_ipg_grads)
+    assert list(inspect.signature(zero.reduce_gradients).parameters) == ["self", "pipeline_parallel"]
+    assert "param.grad_accum.add_(" in _source(zero._fill_param_grad_accum_attribute)
+    assert "self._grad_acc_hooks.append" in _source(zero.create_gradient_handling_hooks)
+    source = _source(zero.__init__)
+    for name in ("bit16_groups", "use_grad_accum_attribute", "gradient_accumulation_dtype", "contiguous_gradients",
+                 "reduce_bucket_size", "_grad_acc_hooks", "model_parallel_group"):  # fmt: skip
+        assert f"self.{name} = " in source, name
+    assert callable(zero._release_ipg_buffers) and callable(zero.set_gradient_accumulation_boundary)
+    assert "overlap_comm = False" in _source(DeepSpeedEngine._configure_zero_optimizer)  # under a PipelineModule
+
+
+def test_fp16_optimizers_take_norm_and_overflow_over_the_replicas_own_ranks() -> None:
+    for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        source = _source(optimizer)
+        assert "CheckOverflow(self.fp16_groups, mpu=self.mpu" in source and "loss_scale = property(" in source
+    assert "self.mpu.get_model_parallel_group()" in _source(CheckOverflow.has_overflow)
+    assert "shared_grads.append(p.grad.to(p.dtype))" in _source(split_params_grads_into_shared_and_expert_params)
+    assert "p.ds_pipe_replicated" in _source(get_weight_norm) and "p.model_parallel" in _source(
+        is_model_parallel_parameter
+    )
+    assert "self.immediate_grad_update = " in _source(BF16_Optimizer.__init__)
+
+
+def test_curriculum_learning_reaches_loader_and_random_numbers_by_the_names_we_pass_on() -> None:
+    assert "self.training_dataloader.post_process_func = " in _source(DeepSpeedEngine.set_data_post_process_func)
+    assert "training_dataloader.data_sampler" in _source(DeepSpeedEngine.set_custom_curriculum_learning_schedule)
+    assert "dist.broadcast(batch, 0, group=self.data_parallel_group)" in _source(DeepSpeedDataSampler)
+    tracker = checkpointing.get_cuda_rng_tracker()
+    assert callable(tracker.get_states) and callable(tracker.set_states)
+    assert callable(deepspeed.PipelineModule.get_additional_losses)

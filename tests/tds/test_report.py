@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 from deepspeed.utils import logger
 
 import tds
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 
-LINE = re.compile(r"steps: (\d+) loss: ([\d.]+) iter time \(s\): [\d.]+ samples/sec: [\d.]+")
+LINE = re.compile(r"steps: (\d+) loss: ([\d.]+) ((?:\w+: [\d.]+ )*)iter time \(s\): [\d.]+ samples/sec: [\d.]+")
 TIMES = re.compile(r"time \(ms\)((?: \| \w+: [\d.]+)+)")
 PARTS = ["forward", "backward", "reduction", "step", "train_batch"]
 
@@ -45,7 +49,7 @@ def test_steps_per_print_tells_loss_and_speed_on_rank_0_where_deepspeed_is_heard
     config = {"steps_per_print": 2, "wall_clock_breakdown": False}
     (lines, printed, loss), other = run_ranks(2, _train, config, True)
     found = [match.groups() for line in lines if (match := LINE.search(line))]
-    assert found == [("2", f"{loss:.4f}"), ("4", f"{loss:.4f}")]
+    assert found == [("2", f"{loss:.4f}", ""), ("4", f"{loss:.4f}", "")]
     assert not TIMES.search(printed) and not any(LINE.search(line) for line in other[0])
     assert not any(LINE.search(line) for line in run_ranks(2, _train, config, False)[0][0])
 
@@ -63,3 +67,48 @@ def test_wall_clock_breakdown_prints_the_parts_of_a_step_though_deepspeed_is_qui
         assert list(parts) == PARTS
         assert parts["forward"] > 0 and parts["backward"] > 0 and parts["step"] > 0
         assert sum(parts[name] for name in PARTS[:-1]) <= parts["train_batch"] + 0.1
+
+
+def _watch(rank: int, folder: Path, initialize: Any, loss_fn: Any) -> list[str]:
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    toy = Toy("chain", dtype=torch.float32, config={"csv_monitor": monitor, "steps_per_print": 1})
+    tds.init_distributed("gloo", verbose=False)
+    module = deepspeed.PipelineModule(toy.specs(), num_stages=2, loss_fn=loss_fn or toy.loss_fn)
+    engine = make_engine(toy, 2, initialize, module=module)
+    heard = _Heard()
+    tds.quiet(False)
+    logger.addHandler(heard)
+    with contextlib.redirect_stdout(io.StringIO()):
+        for _ in range(2):
+            engine.train_batch(iter(toy.batches()))
+            engine.eval_batch(iter(toy.batches()), num_micro_batches=2)
+    return heard.lines
+
+
+def _files(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((folder / "job").iterdir())}
+
+
+def test_monitors_get_what_deepspeeds_engine_writes(tmp_path: Path) -> None:
+    for name, initialize in (("stock", deepspeed.initialize), ("ours", tds.initialize)):
+        run_ranks(2, _watch, tmp_path / name, initialize, None)
+    stock, ours = _files(tmp_path / "stock"), _files(tmp_path / "ours")
+    assert sorted(ours) == [f"Train_Samples_{name}.csv" for name in ("eval_loss", "lr", "train_loss")]
+    assert set(ours) <= set(stock)
+    for name, text in ours.items():
+        one, two = (list(csv.reader(io.StringIO(each))) for each in (stock[name], text))
+        assert one[0] == two[0] and [row[0] for row in one] == [row[0] for row in two], name
+        values = [[float(row[1]) for row in rows[1:]] for rows in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=1e-6), name
+
+
+def _two_losses(output: torch.Tensor, labels: Any) -> dict[str, Any]:
+    return {"loss": ((output - labels[0]) ** 2).mean(), "aux": 0.5}
+
+
+def test_named_losses_are_in_the_line_and_in_the_monitors(tmp_path: Path) -> None:
+    lines, _ = run_ranks(2, _watch, tmp_path, tds.initialize, _two_losses)
+    assert [match[3] for line in lines if (match := LINE.search(line))] == ["aux: 0.5000 "] * 2
+    files = _files(tmp_path)
+    assert files["Train_Samples_aux.csv"].split() == ["step,aux", "12,0.5", "24,0.5"]
+    assert files["Train_Samples_eval_aux.csv"].split() == ["step,eval_aux", "12,0.5", "24,0.5"]
