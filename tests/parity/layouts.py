@@ -8,7 +8,7 @@ from typing import Any
 import pretrain_gpt2
 from megatron.config import parse
 from megatron.training import world
-from megatron.training.parity import RandomTokens, Trace, trace_steps
+from megatron.training.parity import Difference, RandomTokens, Trace, compare, trace_steps
 from tests.harness import run_ranks
 
 VOCAB = 101  # a prime: padded for every tensor size
@@ -19,6 +19,7 @@ SIZES = (
     "--data-path none --device cpu --train-iters 20 --lr 1e-3 --warmup 0.1 --clip-grad 0"
 ).split()
 
+GLOBAL_BATCH = 16
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 """(tensor, pipe, data) of every grid of 2 and 4 ranks."""
 
@@ -51,3 +52,32 @@ def traces(
 def serial(micro: int, gas: int, extra: str = "--fp64", **others: Any) -> Trace:
     """Return the trace of one process."""
     return traces(1, 1, 1, micro, gas, extra, **others)[0]
+
+
+def batches(data: int, gas: int) -> tuple[int, int]:
+    """Return (micro-batch, accumulation) that give the global batch on ``data`` replicas."""
+    if GLOBAL_BATCH % (data * gas):
+        raise ValueError(f"the global batch {GLOBAL_BATCH} must be a multiple of data {data} x gas {gas}")
+    return GLOBAL_BATCH // (data * gas), gas
+
+
+def difference(
+    tensor: int, pipe: int, data: int, gas: int, extra: str, schedule: str = "", **others: int
+) -> Difference:
+    """Compare this layout with one process that sees the same global batches, and show what was observed.
+
+    Args:
+        schedule: flags that act on the pipeline only.
+    """
+    reference = serial(*batches(1, gas), extra, **others)
+    found = compare(reference, traces(tensor, pipe, data, *batches(data, gas), f"{extra} {schedule}", **others))
+    print(f"tensor {tensor} pipe {pipe} data {data} gas {gas} {extra} {schedule}: {found}")
+    return found
+
+
+def check_fp64(found: Difference) -> None:
+    """Rows E01, E04, E06, E09, E16, E17."""
+    assert found.loss <= 1e-12
+    assert found.gradient <= 1e-11, found.worst
+    assert found.first_norm <= 1e-13
+    assert found.norm <= 1e-12

@@ -5,32 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.parity import Difference, Trace, compare
-from tests.parity.layouts import LAYOUTS, serial, traces
-
-GLOBAL_BATCH = 16
-
-
-def batches(data: int, gas: int) -> tuple[int, int]:
-    """Return (micro-batch, accumulation) that give the global batch on ``data`` replicas."""
-    if GLOBAL_BATCH % (data * gas):
-        raise ValueError(f"the global batch {GLOBAL_BATCH} must be a multiple of data {data} x gas {gas}")
-    return GLOBAL_BATCH // (data * gas), gas
-
-
-def difference(tensor: int, pipe: int, data: int, gas: int, extra: str, **others: int) -> Difference:
-    """Compare this layout with one process that sees the same global batches, and show what was observed."""
-    reference = serial(*batches(1, gas), extra, **others)
-    found = compare(reference, traces(tensor, pipe, data, *batches(data, gas), extra, **others))
-    print(f"tensor {tensor} pipe {pipe} data {data} gas {gas} {extra}: {found}")
-    return found
-
-
-def check_fp64(found: Difference) -> None:
-    """Rows E01, E04, E06, E09, E16, E17."""
-    assert found.loss <= 1e-12
-    assert found.gradient <= 1e-11, found.worst
-    assert found.first_norm <= 1e-13
-    assert found.norm <= 1e-12
+from tests.parity.layouts import LAYOUTS, batches, check_fp64, difference, serial, traces
 
 
 def check_fp32(found: Difference) -> None:

@@ -1,0 +1,103 @@
+"""Every schedule of the pipeline trains the model of one process, and all of them to the same bit."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from megatron.training.parity import Trace
+from tests.parity.layouts import batches, check_fp64, difference, serial, traces
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+UNTIED = "--untie-embeddings-and-output-weights"
+RECOMPUTE = "--checkpoint-activations"
+INTERLEAVED = "--pipeline-chunks 2"
+ZERO_BUBBLE = "--pipeline-schedule zb-h1"
+OTHERS = ("--pipeline-schedule gpipe", INTERLEAVED, ZERO_BUBBLE, "--pipeline-schedule auto")
+GRIDS = [(1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 1)]
+"""(tensor, pipe, data) of every grid of 2 and 4 ranks with a pipeline."""
+
+
+def model(tensor: int, pipe: int) -> str:
+    """Return a layer for each piece, and dropout where the masks do not depend on the layout."""
+    return f"{'--num-layers 8' if pipe == 4 else ''} {DROPOUT if tensor == 1 else ''}"
+
+
+def check_grid(tensor: int, pipe: int, data: int, gas: int, schedule: str, extra: str) -> None:
+    """Compare three steps with those of one process; replicas draw masks of their own, so there dropout is off."""
+    sizes = model(tensor if data == 1 else 2, pipe)
+    check_fp64(difference(tensor, pipe, data, gas, f"--fp64 {sizes} {extra}", schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("grid", "gas", "schedule", "extra"),
+    [
+        ((1, 2, 1), 4, INTERLEAVED, RECOMPUTE),
+        ((2, 2, 1), 1, INTERLEAVED, UNTIED),
+        ((1, 2, 2), 4, ZERO_BUBBLE, RECOMPUTE),
+        ((1, 4, 1), 2, ZERO_BUBBLE, UNTIED),
+    ],
+)
+def test_a_schedule_trains_the_model_of_one_process(
+    grid: tuple[int, int, int], gas: int, schedule: str, extra: str
+) -> None:
+    check_grid(*grid, gas, schedule, extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", UNTIED, RECOMPUTE, f"{UNTIED} {RECOMPUTE} --checkpoint-num-layers 2"])
+@pytest.mark.parametrize("gas", [1, 2, 8])
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_schedule_with_every_switch(grid: tuple[int, int, int], gas: int, schedule: str, extra: str) -> None:
+    """Rows E01, E04, E08, E12, E17 with micro-batches above and below the stages."""
+    check_grid(*grid, gas, schedule, extra)
+
+
+@pytest.mark.slow
+def test_three_chunks_and_a_short_last_round_train_the_model_of_one_process() -> None:
+    extra = f"--fp64 {DROPOUT} --num-layers 7"
+    reference = serial(2, 5, extra)
+    for trace in traces(1, 2, 1, 2, 5, f"{extra} --pipeline-chunks 3"):
+        assert trace.losses == pytest.approx(reference.losses, abs=1e-12, rel=0)
+        assert trace.grad_norms == pytest.approx(reference.grad_norms, rel=1e-12)
+
+
+def bits(ranks: list[Trace]) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
+    """Return gradient and final weight of each part that any rank holds, by its name and place."""
+    return {
+        (name, str(shard)): (gradient, trace.weights[name][1])
+        for trace in ranks
+        for name, (shard, gradient) in trace.gradients.items()
+    }
+
+
+def check_same_bits(one: list[Trace], other: list[Trace]) -> None:
+    """Losses, evaluated losses, gradients and trained weights are equal to the bit."""
+    for seen in ("losses", "eval_losses"):
+        assert len({tuple(getattr(trace, seen)) for trace in [*one, *other]}) == 1
+    a, b = bits(one), bits(other)
+    assert a.keys() == b.keys()
+    for place, pair in a.items():
+        assert all(x.equal(y) for x, y in zip(pair, b[place], strict=True)), place
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_schedules_differ_in_no_bit(schedule: str) -> None:
+    """Row E10: fp32, untied, clipping off."""
+    extra = f"--fp32 {UNTIED} {DROPOUT}"
+    expected = traces(1, 2, 1, 4, 4, extra, eval_every=3)
+    check_same_bits(expected, traces(1, 2, 1, 4, 4, f"{extra} {schedule}", eval_every=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "schedule"), list(product(GRIDS, OTHERS)))
+def test_schedules_differ_in_no_bit_on_any_grid(grid: tuple[int, int, int], schedule: str) -> None:
+    """Row E10, also with a tied table: only two stages add to its gradient, and they do so once."""
+    for gas, more in ((1, UNTIED), (8, RECOMPUTE)):
+        extra = f"--fp32 {DROPOUT} --num-layers 8 {more}"
+        sizes = batches(grid[2], gas)
+        expected = traces(*grid, *sizes, extra, eval_every=3)
+        check_same_bits(expected, traces(*grid, *sizes, f"{extra} {schedule}", eval_every=3))
