@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from tds.layer_files import layer_numbers, layers_to_load, save_tied_rest
 from tds.stock_names import StockNames
@@ -52,16 +53,24 @@ class LayerCheckpoints(StockNames):
             told_together(_missing_files(self, load_dir, str(chosen)))
         self._loads_optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
         path, state = super().load_checkpoint(
-            load_dir, chosen if chosen is None else str(chosen), load_module_strict, load_optimizer_states,
-            load_lr_scheduler_states, load_module_only,
+            load_dir, chosen if chosen is None else str(chosen), load_module_strict,
+            load_optimizer_states and not self._is_bf16_without_zero(), load_lr_scheduler_states, load_module_only,
         )  # fmt: skip
-        if path is not None and not load_optimizer_states and not self.zero_optimization():
+        if path is None or state is None:
+            return path, state
+        if self._loads_optimizer and self._is_bf16_without_zero():
+            self._load_zero_checkpoint(load_dir, str(chosen))
+            state.pop("optimizer", None)
+        if not load_optimizer_states and not self.zero_optimization():
             getattr(self.optimizer, "refresh_fp32_params", _nothing)()  # else the next step writes the old weights back
-        if path is not None and load_lr_scheduler_states and not load_module_only and not self._loads_optimizer:
+        if load_lr_scheduler_states and not load_module_only and not self._loads_optimizer:
             self._take_rate_from_scheduler()
-        if state is not None:
-            state.pop(LAYOUT_KEY, None)
+        state.pop(LAYOUT_KEY, None)
         return path, state
+
+    def _is_bf16_without_zero(self) -> bool:
+        """True for the optimizer that saves as with ZeRO and that DeepSpeed's load takes for one without."""
+        return isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
 
     def _take_rate_from_scheduler(self) -> None:
         """Set the learning rates, which torch keeps with the optimizer's states, to those that the scheduler saved."""
@@ -176,10 +185,11 @@ def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | N
         return f"stage {engine.stage_id} had the layers {layout['layers']}, now {layers}"
     if layout is None and layers != list(range(layers[0], layers[-1] + 1)):
         return f"DeepSpeed's stages hold one run of layers each, here stage {engine.stage_id} has {layers}"
-    if engine.zero_optimization():
+    if engine.zero_optimization() or engine._is_bf16_without_zero():
         replicas, here = checkpoint["dp_world_size"], engine.seq_dp_world_size
         if replicas != here:
-            return f"ZeRO's states were saved on {replicas} replicas, now {here}"
+            return f"they were cut over {replicas} replicas, now {here}"
+    if engine.zero_optimization():
         shapes, wanted = checkpoint["param_shapes"], engine._get_zero_param_shapes()
         return None if shapes == wanted else f"ZeRO's states were saved for {_told(shapes)}, now {_told(wanted)}"
     return _other_shapes(engine.optimizer, checkpoint["optimizer"])
