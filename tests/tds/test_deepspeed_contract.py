@@ -145,6 +145,8 @@ def test_saving_and_loading_call_what_we_override_and_keep_the_path_where_we_rea
     for name in ("self._curr_ckpt_path = os.path.join(", "self.load_module_state_dict(", "checkpoint['mp_world_size']"):
         assert name in load, name
     assert callable(DeepSpeedEngine._get_all_ckpt_names) and callable(DeepSpeedEngine._get_zero_param_shapes)
+    assert list(inspect.signature(DeepSpeedEngine._load_zero_checkpoint).parameters)[1:3] == ["load_dir", "tag"]
+    assert "optimizer_state_dict=self.optimizer.state_dict()" in _source(DeepSpeedEngine._save_zero_checkpoint)
     assert "self._get_zero_param_shapes()" in _source(DeepSpeedEngine._common_checkpoint_state)
     assert "self._last_lr" in _source(lr_schedules.WarmupLR)
 
