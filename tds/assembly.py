@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.dataloader import RepeatingLoader
 
 from tds import auto, channels, section
 from tds.exchange import Exchange
 from tds.optimizers import Gradients, gradients_of
 from tds.plan import Plan
+from tds.recompute import keeping_structure
 from tds.reduction import Reduction
 from tds.stage import Stage
 from tds.transport import Links
@@ -27,6 +27,11 @@ def refuse_unsupported(engine: PipelineEngine) -> None:
     """Raise for what would train wrongly in silence."""
     if engine.has_moe_layers:
         raise NotImplementedError("the pipeline engine of tds does not train DeepSpeed's MoE layers; use DeepSpeed's")
+    if engine.torch_autocast_enabled():
+        raise NotImplementedError(
+            'the pipeline engine of tds does not act on "torch_autocast"; use "bf16" or "fp16", or '
+            "torch.autocast inside your layers"
+        )
     if engine.zero_optimization_stage() >= 2:
         raise ValueError(
             f"ZeRO stages 2 and 3 cut gradients that a pipeline still adds to, got zero_optimization.stage="
@@ -42,7 +47,8 @@ def configure_recompute(engine: PipelineEngine) -> None:
     if section.get("activation_checkpoint_interval", 0) > 0:
         module.activation_checkpoint_interval = section["activation_checkpoint_interval"]
     if module.activation_checkpoint_interval > 0:
-        module._precompute_checkpointable_values()
+        module._precompute_checkpointable_values()  # ahead of the next line: DeepSpeed asks which function it is
+        module.activation_checkpoint_func = keeping_structure(module.activation_checkpoint_func)
 
 
 def recomputes_reentrantly(module: Any) -> bool:
@@ -54,9 +60,13 @@ def recomputes_reentrantly(module: Any) -> bool:
 
 
 def _is_deepspeeds_reentrant(function: Any) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function is checkpointing.checkpoint
+    return _innermost(function) is _innermost(checkpointing.checkpoint)
+
+
+def _innermost(function: Any) -> Any:
+    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    return function
 
 
 def make_gradients(engine: PipelineEngine) -> Gradients | None:
@@ -110,14 +120,3 @@ def make_plan(engine: PipelineEngine) -> Plan:
 def num_chunks(module: Any) -> int:
     """Return how many chunks of layers each stage of ``module`` has; DeepSpeed's own modules have one."""
     return getattr(module, "chunks", 1)
-
-
-def make_dataloader(engine: PipelineEngine) -> RepeatingLoader:
-    """Return a loader over ``training_data`` that gives each replica its part and starts anew at the end."""
-    sampler: Any = torch.utils.data.distributed.DistributedSampler(
-        engine.training_data,
-        num_replicas=engine.grid.data_parallel_size,
-        rank=engine.grid.get_data_parallel_rank(),
-        shuffle=False,
-    )
-    return RepeatingLoader(engine.deepspeed_io(engine.training_data, data_sampler=sampler))

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineError
 
 from tds import assembly, boundary, evaluation, section, train_step
-from tds.batches import BatchSource
+from tds.batches import BatchSource, training_loader
 from tds.call import Call
 from tds.loss import LossMeter
 from tds.report import StepReport
@@ -57,7 +57,7 @@ class PipelineEngine(LayerCheckpoints):
         self._stage = assembly.make_stage(self)
         self._seeing = Seeing(self)
         if self.training_data:
-            self.set_dataloader(assembly.make_dataloader(self))
+            self.set_dataloader(training_loader(self))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on one global batch and return its mean loss, the same on every rank. Collective.

@@ -26,8 +26,8 @@ from tds.transport import Links, Transfer, Transport
 from tds.wire import Layout, Slice
 
 RECEIVES_AHEAD = {Kind.HEADER: 2, Kind.ACTIVATION: 2, Kind.GRADIENT: 1}
-"""How many receives wait for their message while the stage works. Gradients, which fill the first stages' memory, have a
-whole forward and backward to arrive in, so one is enough."""
+"""How many receives wait for their message while the stage works. Gradients have a whole forward and backward to arrive
+in, so one is enough; on the first stages, where memory is short, a second buffer would count."""
 Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 

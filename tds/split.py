@@ -38,18 +38,20 @@ class _PutOff:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def gradients(self) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
-        """Yield each leaf and how to compute its gradient: the products that autograd itself would take.
+    def leaves(self) -> list[torch.Tensor]:
+        """Return those of weight and bias that are trained."""
+        return [leaf for leaf in (self.weight, self.bias) if leaf is not None and leaf.requires_grad]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradient of each leaf: by the products that autograd itself would take.
 
         Shapes:
             x    [..., input_size]
             grad [..., output_size]
         """
         rows = self.grad.reshape(-1, self.grad.shape[-1])
-        if self.weight.requires_grad:
-            yield self.weight, lambda: rows.t().mm(self.x.reshape(-1, self.x.shape[-1]))
-        if self.bias is not None and self.bias.requires_grad:
-            yield self.bias, lambda: rows.sum(0)
+        made = [rows.t().mm(self.x.reshape(-1, self.x.shape[-1]))] if self.weight.requires_grad else []
+        return [*made, rows.sum(0)] if self.bias is not None and self.bias.requires_grad else made
 
 
 class Splitter:
@@ -97,17 +99,19 @@ class Splitter:
 
     def waiting(self, key: Key) -> set[torch.Tensor]:
         """Return the weights and biases whose gradients are put off under ``key``."""
-        return {leaf for each in self._put_off[key] for leaf in (each.weight, each.bias) if leaf is not None}
+        return {leaf for each in self._put_off[key] for leaf in each.leaves()}
 
     def run(self, key: Key, on_done: Callable[[torch.Tensor], None] | None = None) -> None:
         """Compute what was put off under ``key`` and add it to the gradients; ``on_done`` hears of each leaf's last."""
-        owed = [(leaf, make) for each in self._put_off.pop(key) for leaf, make in each.gradients()]
-        left = Counter(id(leaf) for leaf, _ in owed)
-        for leaf, make in owed:
-            torch.autograd.backward([get_gradient_edge(leaf)], [make()])
-            left[id(leaf)] -= 1
-            if on_done is not None and not left[id(leaf)]:
-                on_done(leaf)
+        every = self._put_off.pop(key)
+        left = Counter(leaf for each in every for leaf in each.leaves())
+        for each in every:
+            leaves = each.leaves()
+            torch.autograd.backward([get_gradient_edge(leaf) for leaf in leaves], each.gradients())
+            left.subtract(leaves)
+            for leaf in leaves:
+                if on_done is not None and not left[leaf]:
+                    on_done(leaf)
 
     def clear(self) -> None:
         """Forget what a call that failed has left."""
