@@ -6,7 +6,8 @@
 
 It learns from the texts in examples/corpus, byte by byte, so it needs no tokenizer and no --data-path;
 docs/own_model.md explains it part by part. Of the flags that describe a model it reads --num-layers, --hidden-size,
---num-attention-heads, --hidden-dropout and --seq-length; those that describe the run act as they do for GPT-2.
+--num-attention-heads, --hidden-dropout and --seq-length; those that describe the run, the pipeline's among them, act as
+they do for GPT-2.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class MyModelPipe(PipelineModule):
             LayerSpec(FinalNorm, get_args().hidden_size),
             TiedLayerSpec("embedding", Embedding, *of_embedding, forward_fn=logits_of, **tied),
         ]
-        super().__init__(layers, topology=pipe_topology(mpu.get_grid().topology), loss_fn=loss_of)
+        topology = pipe_topology(mpu.get_grid().topology)
+        super().__init__(layers, topology=topology, loss_fn=loss_of, chunks=get_args().pipeline_chunks)
         self.num_layers = len(of_layers)
 
     def logical_name(self, local_name: str) -> str:

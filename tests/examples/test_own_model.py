@@ -22,7 +22,7 @@ from megatron.training.parity import Trace, compare, trace_steps
 from tests.harness import run_ranks
 
 SCRIPT = Path(own_model.__file__)
-SIZES = "--num-layers 3 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --device cpu".split()  # noqa: SIM905
+SIZES = "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --device cpu".split()  # noqa: SIM905
 SIZES += "--hidden-dropout 0.1 --lr 1e-2".split()  # noqa: SIM905
 
 
@@ -44,6 +44,8 @@ def serial() -> Trace:
     [
         (4, "--model-parallel-size 2 --pipe-parallel-size 2 --gas 4"),
         (2, "--pipe-parallel-size 2 --gas 4"),
+        (2, "--pipe-parallel-size 2 --gas 4 --pipeline-chunks 2"),
+        (2, "--pipe-parallel-size 2 --gas 4 --pipeline-schedule zb-h1"),
         (2, "--model-parallel-size 2 --gas 4"),
     ],
 )
