@@ -2,9 +2,11 @@
 
 The previous stage waits for the gradient of its output only, so that half (``BackwardInput``) runs first. The other
 (``BackwardWeight``) may wait: on stage i it trails by i micro-batches, which is as far as it can without holding more
-than the first stage of 1F1B does. With even stages each is idle for (p-1)(F+B) - (min(p, m)-1) min(F, B, W), which is
-(p-1)(F+B-W) for p micro-batches or more and a W that is no longer than F and B. On stage 0, which passes nothing back and would take
-each half right after the other, the backward stays whole.
+than the first stage of 1F1B does. On stage 0 it would follow at once, and nobody waits for the first half: there the
+backward stays whole, which costs less.
+
+With even stages each is idle for (p-1)(F+B) - (min(p, m)-1) min(F, B, W), which is (p-1)(F+B-W) for p micro-batches or
+more and a W that is no longer than F and B.
 
 Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.
 """
@@ -16,7 +18,7 @@ from tds.schedule.sizes import check_sizes
 
 
 def zero_bubble_h1(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
-    """Return a warm-up of forwards, then forward, backward for the input, and for the weights of ``stage`` earlier."""
+    """Return a warm-up of forwards, then forward, backward for the input, and for the weights of ``stage`` before."""
     check_sizes(num_stages, num_micro_batches, stage)
     warm_up = min(num_stages - stage - 1, num_micro_batches)
     actions: list[Action] = [Forward(i) for i in range(warm_up)]
@@ -26,7 +28,6 @@ def zero_bubble_h1(num_stages: int, num_micro_batches: int, stage: int) -> list[
         actions.append(BackwardInput(i) if stage else Backward(i))
         if i >= stage > 0:
             actions.append(BackwardWeight(i - stage))
-    if stage == 0:
-        return actions
-    actions += [BackwardWeight(i) for i in range(max(num_micro_batches - stage, 0), num_micro_batches)]
+    if stage:
+        actions += [BackwardWeight(i) for i in range(max(num_micro_batches - stage, 0), num_micro_batches)]
     return actions
