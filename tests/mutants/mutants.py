@@ -25,9 +25,12 @@ EMBEDDING = "tests/mpu/test_vocabulary.py::test_embedding_equals_torch_and_padde
 ENTROPY = "tests/mpu/test_vocabulary.py::test_cross_entropy_equals_torch_and_padded_columns_get_no_probability"
 MASKS = "tests/mpu/test_random.py"
 LAYOUTS = "tests/parity/test_layouts.py"
+BITS = "tests/parity/test_schedules.py::test_schedules_differ_in_no_bit"
+CHUNKS = "tests/tds/test_parity.py::test_chunks_equal_one_process_to_the_bit[2-2]"
 RESUME = "tests/training/test_resume.py::test_killed_and_resumed_run_is_bit_for_bit_the_same"
 FP16 = "tests/training/test_loss_scale.py"
 LOOP = "tests/training/test_loop.py"
+OVERFLOW = "tests/tds/test_optimizers.py::test_an_overflow_on_one_stage_skips_the_same_step_on_all_with_one_scale"
 
 GRADIENTS = (
     Mutant(
@@ -54,15 +57,15 @@ GRADIENTS = (
     Mutant(
         "gradients are divided by the replicas once more",
         "megatron/training/engines.py",
-        "self.grid.data.handle, float(factor))\n",
-        "self.grid.data.handle, float(factor) / self.grid.data.size)\n",
+        "self.grid.data.handle, agreement.factor)\n",
+        "self.grid.data.handle, agreement.factor / self.grid.data.size)\n",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(
         "gradients are not summed over the replicas",
         "megatron/training/engines.py",
-        "self.optimizer.gradients()], self.grid.data.handle, float(factor))",
-        "self.optimizer.gradients()], None, float(factor))",
+        "self.optimizer.gradients()], self.grid.data.handle, agreement.factor)",
+        "self.optimizer.gradients()], None, agreement.factor)",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(
@@ -89,7 +92,7 @@ GRADIENTS = (
     Mutant(
         "the mean of means is taken, in one stage",
         "megatron/training/engines.py",
-        "            share = meter.add(loss, micro_batch)\n",
+        "            share = meter.add(as_weighted(loss), micro_batch)\n",
         "            share = meter.add(loss[0] / loss[1], micro_batch)\n",
         (f"{LAYOUTS}::test_micro_batches_may_be_cut_otherwise[--eod-mask-loss --reset-attention-mask]",),
     ),
@@ -100,7 +103,50 @@ GRADIENTS = (
         "    if is_weighted(loss):\n"
         "        loss = loss.total / loss.count\n"
         "    if isinstance(loss, torch.Tensor) or is_weighted(loss):\n",
-        ("tests/tds/test_loss.py::test_named_losses_are_averaged_each_in_its_way_on_every_rank",),
+        ("tests/tds/test_parity.py::test_two_replicas_equal_one_process_over_both_their_batches",),
+    ),
+    Mutant(
+        "tied gradients are not summed under ZeRO",
+        "tds/train_step.py",
+        "    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)\n",
+        "    if not engine.zero_optimization():\n"
+        "        sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)\n",
+        ("tests/tds/test_optimizers.py::test_zero_1_is_zero_0_to_the_bit_over_20_steps",),
+    ),
+    Mutant(
+        "an overflow on one stage is not told to the others, under ZeRO",
+        "tds/optimizers.py",
+        '        self._name = "grad_accum" if',
+        '        optimizer.model_parallel_group = None\n        self._name = "grad_accum" if',
+        (OVERFLOW,),
+    ),
+    Mutant(
+        "the norm counts tied weights twice, in fp16",
+        "tds/optimizers.py",
+        '("ds_pipe_replicated", "model_parallel", "tensor_model_parallel")',
+        "()",
+        (OVERFLOW,),
+    ),
+    Mutant(
+        "the loss is not scaled, but the gradients are unscaled",
+        "tds/optimizers.py",
+        "        return 1.0 if scale is None else float(scale)\n",
+        "        return 1.0\n",
+        (OVERFLOW,),
+    ),
+    Mutant(
+        "gradients of a batch that was stopped are added to the next one's",
+        "tds/train_step.py",
+        "        engine.zero_grad()\n        gradients.forget()\n",
+        "",
+        ("tests/tds/test_optimizers.py::test_a_batch_that_on_loss_stops_leaves_nothing_to_the_next",),
+    ),
+    Mutant(
+        "evaluation moves the count of forwards that seeds layers",
+        "tds/evaluation.py",
+        ", forwards_uncounted(module):",
+        ":",
+        ("tests/tds/test_evaluation.py::test_evaluation_between_steps_changes_nothing_in_training",),
     ),
 )
 
@@ -136,8 +182,8 @@ NORMS = (
     Mutant(
         "each replica clips before the sum, in one stage",
         "megatron/training/engines.py",
-        "        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, float(factor))\n",
-        "        own, scale = [g for _, g in self.optimizer.gradients()], float(factor)\n"
+        "        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, agreement.factor)\n",
+        "        own, scale = [g for _, g in self.optimizer.gradients()], agreement.factor\n"
         "        norm = scale * self.grid.data.size * sum(float(g.square().sum()) for g in own) ** 0.5\n"
         "        torch._foreach_mul_(own, min(1.0, self.optimizer.clip_grad / norm))\n"
         "        reduce_gradients(own, self.grid.data.handle, scale)\n",
@@ -525,4 +571,43 @@ DATA = (
     ),
 )
 
-MUTANTS = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *RESUMED, *STEPS, *DATA)
+STAGES = (
+    Mutant(
+        "the gradient that a stage sends back is divided by the accumulation steps",
+        "tds/stage.py",
+        "            self.exchange.send_gradients(outgoing, returned)\n",
+        "            self.exchange.send_gradients(outgoing, [g / call.meter.num_micro_batches for g in returned])\n",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "a stage runs its chunks in another order",
+        "tds/stage.py",
+        "self.module(inputs, action.chunk)",
+        "self.module(inputs, self.num_chunks - 1 - action.chunk)",
+        (CHUNKS,),
+    ),
+    Mutant(
+        "one of the weight gradients that are put off is lost",
+        "tds/split.py",
+        "for each in self._put_off.pop(key) for leaf, make in each.gradients()]",
+        "for each in self._put_off.pop(key)[1:] for leaf, make in each.gradients()]",
+        (f"{BITS}[--pipeline-schedule zb-h1]",),
+    ),
+    Mutant(
+        "the weight gradients that are put off are added up from the last micro-batch",
+        "tds/schedule/zero_bubble.py",
+        "    actions += [BackwardWeight(i) for i in range(max(num_micro_batches - stage, 0), num_micro_batches)]\n",
+        "    left = range(max(num_micro_batches - stage, 0), num_micro_batches)\n"
+        "    actions += [BackwardWeight(i) for i in reversed(left)]\n",
+        ("tests/tds/test_parity.py::test_fp32_equals_one_process_to_the_bit[4]",),
+    ),
+    Mutant(
+        "the samples of a micro-batch change places in the gradient that comes back",
+        "tds/stage.py",
+        "                    torch.autograd.backward(state.edges, arrived)\n",
+        "                    torch.autograd.backward(state.edges, [a.flip(0) for a in arrived])\n",
+        (CHUNKS,),
+    ),
+)
+
+MUTANTS = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *RESUMED, *STEPS, *DATA, *STAGES)
