@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineError
 
 from tds import assembly, boundary, evaluation, section, train_step
+from tds.announce import announce
 from tds.batches import BatchSource, training_loader
 from tds.call import Call
 from tds.loss import LossMeter
@@ -46,6 +47,7 @@ class PipelineEngine(LayerCheckpoints):
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
         self._force_grad_boundary = False
+        self._has_told_split = False
         self.report = StepReport(self)
         limit_waits(self.module, section.wait_limit(self._config.pipeline, default_timeout()))
         assembly.refuse_unsupported(self)
@@ -78,6 +80,7 @@ class PipelineEngine(LayerCheckpoints):
             call = self._training_call()
             self._stage.exchange.window = self._plan.window(self.micro_batches)
             self._stage.run(self._plan.training(self.micro_batches), call)
+            self._tell_what_is_split()
             self.micro_steps += self.micro_batches
             self.agg_train_loss = loss = train_step.finish(self, call.meter, self._gradients, call.reduction)
         return loss
@@ -150,6 +153,15 @@ class PipelineEngine(LayerCheckpoints):
             loss_fn=self.module.loss_fn,
             collects_losses=compute_loss,
         )
+
+    def _tell_what_is_split(self) -> None:
+        """Say once, on one rank of each stage, whose backward a schedule could split."""
+        if self._has_told_split or not self._stage.splits:
+            return
+        self._has_told_split = True
+        if self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0:
+            told = self._stage.splitter.told(dict(self.module.named_parameters()))
+            announce(f"{self._plan.name}, stage {self.stage_id}: {told}")
 
     def _meter(self, num_micro_batches: int) -> LossMeter:
         return LossMeter(num_micro_batches, self.nominal_weight, self.device, self.module.get_additional_losses)

@@ -123,11 +123,11 @@ class Splitter:
         whole = {name: p.numel() for name, p in parameters.items() if p.requires_grad and p not in self.split}
         every = sum(p.numel() for p in parameters.values() if p.requires_grad)
         if not whole:
-            return "all its weights are put off"
+            return "the gradients of all its weights are put off"
         share = 100 * (1 - sum(whole.values()) / max(every, 1))
         names = sorted(whole, key=lambda name: -whole[name])
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"{share:.1f} % of its weights are put off; with the input's backward go {listed}"
+        return f"the gradients of {share:.1f} % of its weights are put off; with the input's go those of {listed}"
 
 
 def can_split(x: Any, weight: Any, bias: Any) -> bool:

@@ -26,6 +26,7 @@ class Stage:
 
     Attributes:
         recorder: told of each action in training; None while nobody wants to see them.
+        splits: the actions of the last run put gradients of weights off.
         span: marks of the clock around the actions of the last run.
     """
 
@@ -41,7 +42,7 @@ class Stage:
         self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._last: set[Action] = set()
-        self._splits = False
+        self.splits = False
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
             Backward: self.backward,
@@ -54,10 +55,10 @@ class Stage:
         self._in_flight.clear()
         self.splitter.clear()
         self._last = last_of_chunks(actions)
-        self._splits = any(isinstance(action, BackwardWeight) for action in actions)
+        self.splits = any(isinstance(action, BackwardWeight) for action in actions)
         self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
         began = self.exchange.clock.mark()
-        with self.splitter.active() if self._splits else nullcontext():
+        with self.splitter.active() if self.splits else nullcontext():
             self._do(actions, call)
         self.span = (began, self.exchange.clock.mark())
         self.exchange.finish()
@@ -129,12 +130,12 @@ class Stage:
         state = self._in_flight.pop(_key(action))
         with call.part(BACKWARD):
             gradients.before_backward()
-            with self.splitter.putting_off(_key(action)) if self._splits else nullcontext():
+            with self.splitter.putting_off(_key(action)) if self.splits else nullcontext():
                 if state.loss is not None:
                     state.loss.backward()
                 elif state.edges:
                     torch.autograd.backward(state.edges, arrived)
-            if self._splits and isinstance(action, Backward):
+            if self.splits and isinstance(action, Backward):
                 self.splitter.run(_key(action))
             gradients.after_backward()
         if outgoing is not None:
@@ -143,7 +144,7 @@ class Stage:
 
     def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Let sums over the replicas start as the chunk's last backward makes gradients final."""
-        if call.reduction is None or action not in self._last or self._splits or call.recomputes_reentrantly:
+        if call.reduction is None or action not in self._last or self.splits or call.recomputes_reentrantly:
             return nullcontext()
         if not _gradients(call).come_in_hooks:
             return nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tds.split import Splitter
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine, train
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -106,3 +109,20 @@ def test_torchs_own_function_is_back_afterwards() -> None:
         assert F.linear is not before
         raise KeyError
     assert F.linear is before
+
+
+def _told(rank: int) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tds").addHandler(handler)
+    engine = make_engine(Toy("chain", pipeline={"schedule": "zb-h1"}), 2)
+    for _ in range(2):
+        train(engine, Toy("chain"))
+    return [text for text in told if "put off" in text]
+
+
+def test_the_engine_says_once_what_its_schedule_splits() -> None:
+    first, last = run_ranks(2, _told)
+    assert first == [], "the first stage's backward is whole"
+    assert last == ["zb-h1, stage 1: the gradients of all its weights are put off"]
