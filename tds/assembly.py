@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from tds import auto, channels, section
+from tds.announce import announce
 from tds.exchange import Exchange
 from tds.optimizers import Gradients, gradients_of
 from tds.plan import Plan
@@ -84,7 +85,13 @@ def make_reduction(engine: PipelineEngine, gradients: Gradients | None) -> Reduc
     own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
     chunks = [own(chunk) for chunk in range(num_chunks(module))]
     tied = [weight for weight, _ in module.get_tied_weights_and_groups()]
-    return Reduction(chunks, tied, gradients, engine.grid.get_data_parallel_group())
+    config = engine._config
+    if config.prescale_gradients or config.gradient_predivide_factor != 1.0:
+        announce(
+            '"prescale_gradients" and "gradient_predivide_factor" act on nothing: tds divides once, after its sums'
+        )
+    dtype = None if config.communication_data_type is None else engine.communication_data_type
+    return Reduction(chunks, tied, gradients, engine.grid.get_data_parallel_group(), dtype=dtype)
 
 
 def make_stage(engine: PipelineEngine) -> Stage:

@@ -49,9 +49,11 @@ class Flight:
         _copy_back(self.gradients, self.flat)
 
 
-def fly(bucket: list[torch.Tensor], group: Any) -> Flight:
-    """Start the sum over ``group`` of gradients of one dtype."""
+def fly(bucket: list[torch.Tensor], group: Any, dtype: torch.dtype | None = None) -> Flight:
+    """Start the sum over ``group`` of gradients of one dtype; they travel and are added up in ``dtype``, if given."""
     flat = bucket[0] if _is_whole(bucket) else torch.cat([g.reshape(-1) for g in bucket])
+    if dtype is not None:
+        flat = flat.to(dtype)
     return Flight(bucket, flat, dist.all_reduce(flat, group=group, async_op=True))
 
 

@@ -29,6 +29,7 @@ class Reduction:
         tied: parameters that other stages hold, too.
         gradients: where gradients lie.
         group: the replicas' process group.
+        dtype: in which sums travel and are taken; None: the gradients' own.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Reduction:
         gradients: Gradients,
         group: Any,
         bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.gradients = gradients
         self.group = group
+        self.dtype = dtype
         held = {p for p in tied if p.requires_grad}
         self._tied = [p for p in dict.fromkeys(p for chunk in chunks for p in chunk) if p in held]
         self._of_chunk: list[list[torch.nn.Parameter]] = []
@@ -107,7 +110,7 @@ class Reduction:
 
     def _start(self, bucket: list[torch.nn.Parameter]) -> None:
         with torch.no_grad():
-            self._flights.append(fly([self.gradients.of(p) for p in bucket], self.group))
+            self._flights.append(fly([self.gradients.of(p) for p in bucket], self.group, self.dtype))
 
 
 def reduces_by_hand(group: Any) -> bool:

@@ -14,6 +14,7 @@ from tds.gradients import reduce_gradients
 from tds.optimizers import Gradients
 from tds.reduction import Reduction
 from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine
 
 
 def _model() -> nn.Sequential:
@@ -116,3 +117,34 @@ def _gradient(rank: int) -> torch.Tensor:
     model = _model()
     _loss(model, rank).backward()
     return model[0].weight.grad
+
+
+def _in_half(rank: int) -> None:
+    model = _model()
+    sums = Reduction(
+        [list(model.parameters())],
+        [],
+        Gradients(torch.optim.SGD(model.parameters(), lr=0.1)),
+        dist.group.WORLD,
+        bucket_bytes=80,
+        dtype=torch.bfloat16,
+    )
+    _loss(model, rank).backward()
+    sums.finish(1.0)
+    wanted = _gradient(0).bfloat16() + _gradient(1).bfloat16()
+    assert model[0].weight.grad.dtype is torch.float32
+    assert torch.equal(model[0].weight.grad, wanted.float())
+
+
+def test_sums_are_taken_in_the_communication_data_type() -> None:
+    run_ranks(2, _in_half)
+
+
+def test_the_json_says_in_which_type_gradients_travel() -> None:
+    for engine_dtype in run_ranks(2, _of_engine):
+        assert engine_dtype == torch.float32
+
+
+def _of_engine(rank: int) -> torch.dtype | None:
+    engine = make_engine(Toy("chain", config={"communication_data_type": "fp32"}), 1)
+    return engine._reduction.dtype
