@@ -45,8 +45,6 @@ class Seeing:
         """Watch, measure and record one train_batch; an error loses nothing of what was recorded."""
         if self._auto is not None:
             self._auto.before_step()
-        if self._tracing is not None:
-            self._tracing.before_step()
         is_traced = self._tracing is not None and self._tracing.wants_step
         is_recorded = is_traced or (self._auto is not None and self._auto.measures)
         about = {"step": self._engine.global_steps, "schedule": self._engine._plan.name}
@@ -79,6 +77,11 @@ class Seeing:
         """Return the share of idle time in the training steps since the last call. Collective over the pipeline."""
         group = self._engine.grid.get_pipe_parallel_group()
         return gathered_bubble(self._bubble.drain(), self._engine.stage_id, group, self._device)
+
+    def close(self) -> None:
+        """Finish what is to be done at the end of a run: the picture of the trace."""
+        if self._tracing is not None:
+            self._tracing.close()
 
     def _agreed_time_ns(self, offset_ns: int) -> int:
         """Return the wall clock of rank 0: the origin of traces, and a name that no other engine has. Collective."""

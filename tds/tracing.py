@@ -1,8 +1,9 @@
-"""Which steps of a run are traced, and the picture at the end."""
+"""Which steps of a run are traced, and the picture at its end: within a step it would keep the other ranks waiting."""
 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from tds import trace
 from tds.recorder import Work
 
 PICTURE = "timeline.png"
+PATIENCE_S = 1.0
 _log = logging.getLogger("tds")
 
 
@@ -34,10 +36,10 @@ def asked_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 class Tracing:
-    """Writes the first steps of one rank, and on rank 0 draws the last of them when all are there.
+    """Writes the first steps of one rank; on rank 0 the last of them is drawn at the end.
 
     Args:
-        owner: the picture is drawn when it goes or the program ends, if not before.
+        owner: the end is when ``close`` is called, or this goes, or the program ends.
         about: "stage", "replica" and what else the file says of itself.
         origin_ns: what times count from, on the clock of ``Work`` plus ``offset_ns``.
     """
@@ -57,9 +59,9 @@ class Tracing:
         """True if the step that comes is to be traced."""
         return self._left > 0
 
-    def before_step(self) -> None:
-        """Draw the picture once: in the step after the last one that is traced, every rank has written its own."""
-        if self._left == 0 and self._picture is not None:
+    def close(self) -> None:
+        """Draw the picture now, if this is rank 0 and it is not drawn yet."""
+        if self._picture is not None:
             self._picture()
 
     def write(self, work: Sequence[Work], *, step: int, schedule: str, num_micro_batches: int) -> None:
@@ -71,15 +73,23 @@ class Tracing:
 
 
 def draw(folder: Path) -> None:
-    """Draw the last whole step of the traces in ``folder``, if there is one and matplotlib is installed."""
+    """Draw the last whole step of the traces in ``folder``. What goes wrong is told; no run ends for a picture."""
     try:
-        from tds import picture  # imports matplotlib, which runs without a trace do not need
-    except ImportError as error:
-        _log.warning("no picture of %s (%s); elsewhere run tools/draw_schedule.py --trace %s", folder, error, folder)
-        return
-    try:
-        steps = trace.read_traces(folder)
-    except (ValueError, OSError) as error:
-        _log.info("no picture of %s: %s", folder, error)
-        return
-    picture.draw_measured(steps[-1], folder / PICTURE)
+        from tds.picture import draw_measured  # imports matplotlib, which runs without a trace do not need
+
+        draw_measured(_written_steps(folder)[-1], folder / PICTURE)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        _log.warning("no picture of %s (%s). Later: tools/draw_schedule.py --trace %s", folder, told, folder)
+
+
+def _written_steps(folder: Path) -> list[trace.MeasuredStep]:
+    """Return the whole steps; another rank may still be writing its last one."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return trace.read_traces(folder)
+        except ValueError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.1)

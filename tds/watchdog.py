@@ -86,7 +86,8 @@ class Watchdog:
         self._asked = True
         self._wake.set()
         if self._thread.is_alive() and not self._done.wait(PATIENCE_S):
-            self._verdict = "the process group's store does not answer: its host, rank 0 or the launcher, is gone"
+            host = "its host, rank 0 or the launcher, is stopped or gone"
+            self._verdict = f"the process group's store does not answer: {host}"
         self._tell(self._report())
         return self._verdict
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tds.balance import TOLERANCE, balanced_bounds
 
-TIMES = st.lists(st.floats(0.01, 10), min_size=6, max_size=9)
+TIMES = st.lists(st.floats(0.05, 2), min_size=6, max_size=9)
 
 
 def slowest(times: list[float], bounds: list[int], num_stages: int) -> float:
@@ -22,13 +22,25 @@ def every_cut(num_layers: int, num_pieces: int) -> list[list[int]]:
     return [[0, *inner, num_layers] for inner in itertools.combinations(range(1, num_layers), num_pieces - 1)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TIMES, st.integers(1, 3), st.integers(1, 2))
 def test_no_other_cut_has_a_faster_slowest_stage(times: list[float], num_stages: int, num_chunks: int) -> None:
     bounds = balanced_bounds(times, [1] * len(times), num_stages, num_chunks)
     wanted = min(slowest(times, each, num_stages) for each in every_cut(len(times), num_stages * num_chunks))
     assert bounds[0] == 0 and bounds[-1] == len(times) and all(a < b for a, b in itertools.pairwise(bounds))
     assert slowest(times, bounds, num_stages) <= wanted * (1 + TOLERANCE) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("times", "num_stages", "bounds"),
+    [
+        ([2.0, 2.1, 1.0, 1.0], 2, [0, 2, 4]),
+        ([1.0, 1.0, 1.0, 1.2, 1.0], 2, [0, 3, 5]),
+        ([3.0, 1.0, 1.1, 1.0], 2, [0, 1, 4]),
+    ],
+)
+def test_cuts_that_are_known(times: list[float], num_stages: int, bounds: list[int]) -> None:
+    assert balanced_bounds(times, [1] * len(times), num_stages) == bounds
 
 
 def test_equal_times_are_cut_by_parameters() -> None:

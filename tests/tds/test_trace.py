@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from tds import tracing
 from tds.clock import HostClock
 from tds.recorder import Recorder, Work
-from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward
+from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, schedule_named
 from tds.trace import TraceFile, events, name_of, read_traces
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
@@ -68,6 +69,7 @@ def test_actions_have_the_names_of_the_picture() -> None:
 def _train(rank: int, folder: str | None, schedule: str, steps: int, fails_at: int | None) -> dict[str, int]:
     pipeline = {"schedule": schedule} | ({} if folder is None else {"trace": folder, "trace_steps": 2})
     toy = Toy("chain", pipeline=pipeline)
+    tracing.draw = lambda *_: None
     engine = make_engine(toy, 2)
     calls = {"before": 0, "after": 0}
     for name in calls:
@@ -78,7 +80,6 @@ def _train(rank: int, folder: str | None, schedule: str, steps: int, fails_at: i
             original(self, *args)
 
         setattr(Recorder, name, counted)
-    tracing.draw = lambda *_: None
     for step in range(steps):
         if step == fails_at:
             engine.on_micro_batch = _fail
@@ -98,24 +99,26 @@ def test_without_a_trace_the_recorder_is_never_called() -> None:
     assert run_ranks(2, _train, None, "1f1b", 2, None) == [{"before": 0, "after": 0}] * 2
 
 
-@pytest.mark.parametrize(("schedule", "per_micro_batch"), [("1f1b", 2), ("zb-h1", 3)])
-def test_the_first_steps_are_written_and_read_back(schedule: str, per_micro_batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_first_steps_are_written_and_read_back(schedule: str, tmp_path: Path) -> None:
     m = Toy("chain").micro_batches
+    orders = [schedule_named(schedule)(2, m, stage) for stage in range(2)]
     calls = run_ranks(2, _train, str(tmp_path), schedule, 4, None)
-    assert calls == [{"before": 2 * m * per_micro_batch, "after": 2 * m * per_micro_batch}] * 2
+    assert calls == [{"before": 2 * len(order), "after": 2 * len(order)} for order in orders]
     steps = read_traces(tmp_path)
     assert [(s.step, s.replica, s.schedule, s.num_chunks, s.num_micro_batches) for s in steps] == [
         (0, 0, schedule, 1, m), (1, 0, schedule, 1, m)
     ]  # fmt: skip
     for step in steps:
-        assert [len(row) for row in step.timeline.spans] == [m * per_micro_batch] * 2
+        assert [[span.action for span in row] for row in step.timeline.spans] == orders
         assert min(span.start_s for row in step.timeline.spans for span in row) == 0
         assert all(
             b.start_s >= a.end_s - 1e-6 for row in step.timeline.spans for a, b in zip(row, row[1:], strict=False)
         )
         assert 0 < step.timeline.bubble < 1
         assert all(cost > 0 for cost in step.costs.forward + step.costs.backward_input)
-        assert all((cost > 0) == (schedule == "zb-h1") for cost in step.costs.backward_weight)
+        splits = [any(isinstance(action, BackwardWeight) for action in order) for order in orders]
+        assert [cost > 0 for cost in step.costs.backward_weight] == splits
     second = json.loads((tmp_path / "trace-rank1.json").read_text())
     assert second["displayTimeUnit"] == "ms" and second["tds"]["stage"] == 1 and second["tds"]["max_steps"] == 2
     event = next(e for e in second["traceEvents"] if e["name"] == "F0")
@@ -140,6 +143,7 @@ def test_what_ran_ahead_of_an_error_is_not_lost(tmp_path: Path) -> None:
 
 
 def _train_alone(rank: int, folder: str) -> None:
+    tracing.draw = lambda *_: None
     toy = Toy("chain", pipeline={"trace": folder})
     engine = make_engine(toy, 1)
     engine.train_batch(iter(toy.batches()))
@@ -187,3 +191,37 @@ def test_a_wrong_trace_setting_is_told(section: dict[str, Any], words: str) -> N
 
 def test_the_window_is_twenty_steps_unless_told() -> None:
     assert tracing.asked_window({"trace": "x"}) == ("x", 20) and tracing.asked_window({}) is None
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "PATIENCE_S", 0.0)
+    with caplog.at_level(logging.WARNING, "tds"):
+        tracing.draw(tmp_path)
+        (tmp_path / "trace-rank0.json").write_text("{")
+        tracing.draw(tmp_path)
+    assert [record.message.split("(")[1].split(":")[0] for record in caplog.records] == [
+        "FileNotFoundError",
+        "ValueError",
+    ]
+    assert all("draw_schedule.py --trace" in record.message for record in caplog.records)
+
+
+def test_the_picture_is_drawn_once_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Path] = []
+    monkeypatch.setattr(tracing, "draw", drawn.append)
+    owner = HostClock()  # anything that can go
+    own = tracing.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
+    own.write([], step=0, schedule="1f1b", num_micro_batches=1)
+    assert not own.wants_step and drawn == []
+    own.close()
+    own.close()
+    del owner
+    assert drawn == [tmp_path]
+
+
+def test_a_trace_becomes_a_picture(tmp_path: Path) -> None:
+    _write(tmp_path, 0)
+    tracing.draw(tmp_path)
+    assert (tmp_path / tracing.PICTURE).read_bytes().startswith(b"\x89PNG")
