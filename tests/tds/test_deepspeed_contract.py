@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.moe.utils import split_params_grads_into_shared_and_expert_params
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -206,3 +208,10 @@ def test_curriculum_learning_reaches_loader_and_random_numbers_by_the_names_we_p
     tracker = checkpointing.get_cuda_rng_tracker()
     assert callable(tracker.get_states) and callable(tracker.set_states)
     assert callable(deepspeed.PipelineModule.get_additional_losses)
+
+
+def test_the_watchdog_can_have_a_connection_of_its_own_to_the_store(tmp_path: Path) -> None:
+    assert callable(distributed_c10d._get_default_store)
+    store: Any = dist.PrefixStore("a", dist.FileStore(str(tmp_path / "store"), 1))
+    store.clone().set("x", "1")
+    assert store.get("x") == b"1"
