@@ -4,6 +4,8 @@
     python tools/check_layout.py --model-parallel-size 2 --pipe-parallel-size 2 --data-parallel-size 2 \\
         --num-layers 6 --hidden-size 96 --num-attention-heads 6 --steps 10 --fp32
 
+    python tools/check_layout.py --pipe-parallel-size 2 --pipeline-chunks 2 --gas 8
+
 All flags of pretrain_gpt2.py that shape the model, the batch and the optimizer work. Tokens are random unless
 --data-path and --tokenizer-path are given. Dropout is off: its masks differ between tensor slices by design.
 Ends with code 0 if everything lies within its bound, else 1.
@@ -29,6 +31,8 @@ DEFAULTS = (
     "--hidden-bias --init-method-std 0.05"
 ).split()
 FORCED = "--attention-dropout 0 --hidden-dropout 0 --device cpu".split()
+PIPELINE = ("--pipeline-schedule", "--pipeline-chunks", "--num-layers-per-virtual-pipeline-stage")
+"""Flags that the one process cannot take."""
 VOCAB_SIZE = 1009
 BOUNDS = {  # (first loss, all losses, first gradient norm, gradients)
     "fp64": (1e-12, 1e-12, 1e-12, 1e-11),
@@ -55,12 +59,14 @@ def main() -> int:
     own, flags = own_parser().parse_known_args()
     layout = Layout(own.model_parallel_size, max(own.pipe_parallel_size, 1), own.data_parallel_size)
     flags = [*DEFAULTS, *flags, f"--{own.dtype}", *FORCED]
-    check_flags(flags, layout)
+    pipeline = [word for name in PIPELINE if (value := getattr(own, name)) is not None for word in (name, value)]
+    check_flags([*flags, *pipeline], layout)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as folder:
         print(f"one process, {own.steps} steps in {own.dtype} ...", flush=True)
         one = run(Path(folder) / "one", Layout(1, 1, 1), flags, own.steps, replicas=layout.data)
-        print(f"{layout.world_size} processes: tensor {layout.tensor} x pipe {layout.pipe} x data {layout.data} ...")
-        many = run(Path(folder) / "many", layout, flags, own.steps, replicas=1)
+        sizes = f"tensor {layout.tensor} x pipe {layout.pipe} x data {layout.data}"
+        print(f"{layout.world_size} processes: {' '.join([sizes, *pipeline])} ...", flush=True)
+        many = run(Path(folder) / "many", layout, [*flags, *pipeline], own.steps, replicas=1)
     return report(one[0], many, own.dtype)
 
 
@@ -74,6 +80,8 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data-parallel-size", type=int, default=1, help="replicas; the world is the product of all three"
     )
+    for flag in PIPELINE:
+        parser.add_argument(flag, dest=flag, help="as for pretrain_gpt2.py")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--fp32", dest="dtype", action="store_const", const="fp32", default="fp64")
     return parser

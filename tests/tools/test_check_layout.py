@@ -16,10 +16,12 @@ TOOL = Path(check_layout.__file__)
 SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --steps 2".split()
 
 
-def test_a_pipeline_of_two_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
-    done = subprocess.run([sys.executable, str(TOOL), "--pipe-parallel-size", "2", *SMALL], timeout=100, check=False)
-    assert done.returncode == 0
+def test_a_pipeline_of_two_stages_with_two_chunks_each_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
+    layout = "--pipe-parallel-size 2 --pipeline-chunks 2".split()
+    command = [sys.executable, str(TOOL), *SMALL, *layout, "--num-layers", "4"]
+    assert subprocess.run(command, timeout=100, check=False).returncode == 0
     told = capfd.readouterr().out
+    assert "2 processes: tensor 1 x pipe 2 x data 1 --pipeline-chunks 2 ..." in told
     assert "verdict: equal" in told
     assert "allowed" in told
 
