@@ -2,12 +2,13 @@
 
 Micro-batches go in rounds of p, the last one short if p does not divide m. All stages take forwards in one sequence
 (round, chunk, micro-batch) and backwards in one (round, chunk from the last, micro-batch), so messages never cross.
-How the two are woven together is found by running the pipeline in ticks: a stage takes a forward that is there while
-it holds no more than Megatron's warm-up allows, 2 (p-i-1) + (c-1) p + 1, else a backward that is there. With whole
-rounds that costs what Megatron's fixed order does. With a short round that order would stop all stages for good, each
-waiting for what another has not started; this one never does. For if no backward can start, all stages have done the
-same k, and the last has yet to do the last chunk's forward of that micro-batch; so it holds at most (c-1) p, takes
-its next forward as soon as the stage before has done it, and so do all the others, up to the first.
+How the two are woven together is found by running the pipeline in ticks. A stage may hold 2 (p-i-1) + (c-1) p + 1
+forwards, as in Megatron: with fewer it takes the next forward, else a backward. With whole rounds it waits for that
+forward, which gives Megatron's order. With a short round such waiting can stop all stages for good, each waiting for
+what another has not started, so there a stage takes a backward meanwhile. This never stops: if no backward can start,
+all stages have done the same k, and the last has yet to do the last chunk's forward of that micro-batch; so it holds
+at most (c-1) p, takes its next forward as soon as the stage before has done it, and so do all the others, up to the
+first.
 
 Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
 """
@@ -54,6 +55,7 @@ class _Weaver:
 
     def __init__(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
         self.last = num_stages - 1
+        self.rounds_are_whole = num_micro_batches % num_stages == 0
         self.forwards = in_rounds(num_stages, num_micro_batches, num_chunks)
         self.backwards = [(micro_batch, num_chunks - 1 - chunk) for micro_batch, chunk in self.forwards]
         forward_at = {place: i for i, place in enumerate(self.forwards)}
@@ -95,18 +97,17 @@ class _Weaver:
     def _start(self, stage: int) -> type[Action] | None:
         """Begin what ``stage`` can do now; return which kind it is."""
         forwards, backwards = self.forwards_done[stage], self.backwards_done[stage]
-        if forwards - backwards < self.limits[stage] and self._has_forward(stage):
+        wants_forward = forwards - backwards < self.limits[stage] and forwards < len(self.forwards)
+        if wants_forward and self._has_forward(stage):
             self.actions[stage].append(Forward(*self.forwards[forwards]))
             return Forward
-        if self._has_backward(stage):
+        if not (wants_forward and self.rounds_are_whole) and self._has_backward(stage):
             self.actions[stage].append(Backward(*self.backwards[backwards]))
             return Backward
         return None
 
     def _has_forward(self, stage: int) -> bool:
         index = self.forwards_done[stage]
-        if index == len(self.forwards):
-            return False
         if stage > 0:
             return self.forwards_done[stage - 1] > index
         return self.forwards_done[self.last] >= self.entry[index]
