@@ -218,7 +218,9 @@ def test_a_pipeline_of_the_json_acts_and_must_agree_with_the_flags(tmp_path, key
     config = merged(tmp_path, {"pipeline": key}, line, 2)
     assert getattr(config.parallel, keys.PIPELINE[name].field) == value
     assert engine_dict(config, 2)["pipeline"] == key
-    merged(tmp_path, {"pipeline": key}, f"{line} {flag.rpartition(' ')[0]} {value}", 2)
+    same = f"{line} {flag.rpartition(' ')[0]} {value}"
+    assert merged(tmp_path, {"pipeline": key}, same, 2).parallel == config.parallel
+    assert engine_dict(merged(tmp_path, {}, same, 2), 2)["pipeline"] == key
     told = error_of(tmp_path, {"pipeline": key}, f"{line} {flag}", 2)
     assert f"got {flag} and pipeline.{name} {value}. Change one of them, or leave the key out" in told
 
