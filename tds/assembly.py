@@ -40,6 +40,19 @@ def refuse_unsupported(engine: PipelineEngine) -> None:
         )
 
 
+def tell_what_acts_on_nothing(engine: PipelineEngine) -> None:
+    """Say on rank 0 which keys of the JSON a program has set that act on DeepSpeed's own engine alone."""
+    given = engine._config._param_dict
+    found = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in given]
+    found += [key for key in ("pipe_partitioned", "grad_partitioned") if key in given.get("pipeline", {})]
+    if found and engine.global_rank == 0:
+        listed = ", ".join(f'"{key}"' for key in found)
+        announce(
+            f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
+            "says of each tensor whether it is cut over the tensor group"
+        )
+
+
 def configure_recompute(engine: PipelineEngine) -> None:
     """Take over the JSON's recompute settings. A checkpoint function of the user's own stays: it may restore more."""
     section, module = engine._config.pipeline, engine.module
@@ -85,13 +98,9 @@ def make_reduction(engine: PipelineEngine, gradients: Gradients | None) -> Reduc
     own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
     chunks = [own(chunk) for chunk in range(num_chunks(module))]
     tied = [weight for weight, _ in module.get_tied_weights_and_groups()]
-    config = engine._config
-    if config.prescale_gradients or config.gradient_predivide_factor != 1.0:
-        announce(
-            '"prescale_gradients" and "gradient_predivide_factor" act on nothing: tds divides once, after its sums'
-        )
-    dtype = None if config.communication_data_type is None else engine.communication_data_type
-    return Reduction(chunks, tied, gradients, engine.grid.get_data_parallel_group(), dtype=dtype)
+    dtype = None if engine._config.communication_data_type is None else engine.communication_data_type
+    every = list(module.parameters())
+    return Reduction(every, chunks, tied, gradients, engine.grid.get_data_parallel_group(), dtype=dtype)
 
 
 def make_stage(engine: PipelineEngine) -> Stage:

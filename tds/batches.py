@@ -23,6 +23,11 @@ class BatchSource:
         self.iterator = iterator
         self.batch_fn = batch_fn
         self.stage = stage
+        self._first: tuple[Any, Any] | None = None
+
+    def read_ahead(self) -> None:
+        """Read the first batch, so that an iterator at its end raises before anything is on its way."""
+        self._first = self._read()
 
     def next(self) -> tuple[Any, Any]:
         """Return the next (inputs, labels).
@@ -31,6 +36,10 @@ class BatchSource:
             RuntimeError: there is neither an iterator nor a batch function.
             TypeError: the batch is no pair.
         """
+        first, self._first = self._first, None
+        return self._read() if first is None else first
+
+    def _read(self) -> tuple[Any, Any]:
         if self.iterator is None and self.batch_fn is None:
             raise RuntimeError(
                 f"stage {self.stage} needs data: pass an iterator to train_batch or eval_batch, or training_data to "

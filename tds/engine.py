@@ -52,6 +52,7 @@ class PipelineEngine(LayerCheckpoints):
         limit_waits(self.module, section.wait_limit(self._config.pipeline, default_timeout()))
         assembly.refuse_unsupported(self)
         section.check_keys(self._config.pipeline)
+        assembly.tell_what_acts_on_nothing(self)
         assembly.configure_recompute(self)
         self._plan = assembly.make_plan(self)
         self._gradients = assembly.make_gradients(self)
@@ -79,7 +80,8 @@ class PipelineEngine(LayerCheckpoints):
         with self.report.step(), self._seeing.step():
             call = self._training_call()
             self._stage.exchange.window = self._plan.window(self.micro_batches)
-            self._stage.run(self._plan.training(self.micro_batches), call)
+            with train_step.forgetting(self, self._gradients):
+                self._stage.run(self._plan.training(self.micro_batches), call)
             self._tell_what_is_split()
             self.micro_steps += self.micro_batches
             self.agg_train_loss = loss = train_step.finish(self, call.meter, self._gradients, call.reduction)

@@ -24,10 +24,12 @@ def untouched(module: Any, device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     tracker = checkpointing.get_cuda_rng_tracker()
     states = tracker.get_states()
-    with torch.random.fork_rng(devices=devices), forwards_uncounted(module):
-        yield
-    tracker.set_states(states)
-    checkpointing.reset()
+    try:
+        with torch.random.fork_rng(devices=devices), forwards_uncounted(module):
+            yield
+    finally:
+        tracker.set_states(states)
+        checkpointing.reset()
 
 
 def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:

@@ -138,9 +138,11 @@ def forwards_uncounted(module: Any) -> Iterator[None]:
     """Put DeepSpeed's counts of forwards, which seed layers, back as they were."""
     counters = [module, *getattr(module, "_runs", [])]
     before = [each.micro_offset for each in counters]
-    yield
-    for each, offset in zip(counters, before, strict=True):
-        each.micro_offset = offset
+    try:
+        yield
+    finally:
+        for each, offset in zip(counters, before, strict=True):
+            each.micro_offset = offset
 
 
 def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:

@@ -5,11 +5,13 @@ buckets, each of which starts as soon as its last gradient is there and those be
 start them in one order, whatever their graphs did. So the sums of all layers but the first run beside the backward
 itself, and those of stages and chunks that finish early beside the work of the others.
 
-Tied weights go last: their copies on several stages are added up first.
+Last go the parameters that are not of one chunk alone: tied weights, whose copies on several stages are added up first,
+what several chunks share, and what lies in no layer.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +27,9 @@ class Reduction:
     """The sums of one engine.
 
     Args:
-        chunks: the parameters of each chunk, in the order of its layers.
-        tied: parameters that other stages hold, too.
+        every: all parameters of the stage.
+        chunks: those of each chunk, in the order of its layers.
+        tied: those that other stages hold, too.
         gradients: where gradients lie.
         group: the replicas' process group.
         dtype: in which sums travel and are taken; None: the gradients' own.
@@ -34,6 +37,7 @@ class Reduction:
 
     def __init__(
         self,
+        every: Iterable[torch.nn.Parameter],
         chunks: Sequence[Sequence[torch.nn.Parameter]],
         tied: Iterable[torch.nn.Parameter],
         gradients: Gradients,
@@ -44,16 +48,14 @@ class Reduction:
         self.gradients = gradients
         self.group = group
         self.dtype = dtype
-        held = {p for p in tied if p.requires_grad}
-        self._tied = [p for p in dict.fromkeys(p for chunk in chunks for p in chunk) if p in held]
-        self._of_chunk: list[list[torch.nn.Parameter]] = []
-        self._buckets: list[list[torch.nn.Parameter]] = []
-        seen = set(held)
-        for parameters in reversed(chunks):
-            own = [p for p in reversed(parameters) if p.requires_grad and p not in seen]
-            seen.update(own)
-            self._of_chunk.insert(0, own)
-            self._buckets += buckets(own, bucket_bytes)
+        every = list(every)
+        holders = Counter(p for chunk in chunks for p in dict.fromkeys(chunk))
+        late = {p for p in every if holders[p] != 1} | set(tied)
+        self._late = [p for p in dict.fromkeys(every) if p in late and p.requires_grad]
+        self._of_chunk = [
+            [p for p in dict.fromkeys(reversed(chunk)) if p.requires_grad and p not in late] for chunk in chunks
+        ]
+        self._buckets = [bucket for own in reversed(self._of_chunk) for bucket in buckets(own, bucket_bytes)]
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self.reset()
 
@@ -68,13 +70,25 @@ class Reduction:
         """Start sums as the whole backward within, the last of ``chunk``, makes gradients final.
 
         Only where a parameter's hook runs once in a backward: not under reentrant recompute.
+
+        Raises:
+            RuntimeError: a hook ran twice, so its sum may have started too early.
         """
-        handles = [p.register_post_accumulate_grad_hook(self.ready) for p in self._of_chunk[chunk]]
+        handles = [p.register_post_accumulate_grad_hook(self._ready_once) for p in self._of_chunk[chunk]]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _ready_once(self, parameter: torch.Tensor) -> None:
+        if parameter in self._ready:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {list(parameter.shape)} was added to twice in one backward, the "
+                "second time after its sum over the replicas had started. Reentrant checkpointing of layers that share "
+                "a weight does that: call torch.utils.checkpoint with use_reentrant=False"
+            )
+        self.ready(parameter)
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take note that the gradient of ``parameter`` is final."""
@@ -100,9 +114,9 @@ class Reduction:
             self._start(bucket)
 
     def finish(self, scale: float) -> None:
-        """Wait for all sums, tied weights' included, and multiply them by ``scale``. Collective."""
+        """Wait for all sums, the late ones' included, and multiply them by ``scale``. Collective."""
         self.start_rest()
-        for bucket in buckets(self._tied, BUCKET_BYTES):
+        for bucket in buckets(self._late, BUCKET_BYTES):
             self._start(bucket)
         for flight in self._flights:
             flight.land(scale)

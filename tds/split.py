@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
 Key = tuple[int, int]
-_linear = F.linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +61,22 @@ class Splitter:
         self._put_off: dict[Key, list[_PutOff]] = {}
         self._current: list[_PutOff] | None = None
         self._anchor = torch.empty(0, requires_grad=True)
+        self.plain: Callable[..., torch.Tensor] = F.linear
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let linear layers within be ones that can be split; needed in a backward that recomputes, too."""
-        F.linear = self.linear
+        self.plain, F.linear = F.linear, self.linear
         try:
             yield
         finally:
-            F.linear = _linear
+            F.linear = self.plain
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name for it
         """``torch.nn.functional.linear``, to be split where it can be."""
         if torch.is_grad_enabled() and can_split(input, weight, bias):
             return _SplitLinear.apply(input, self._anchor, (weight, bias), self)
-        return _linear(input, weight, bias)
+        return self.plain(input, weight, bias)
 
     @contextmanager
     def putting_off(self, key: Key) -> Iterator[None]:
@@ -152,7 +152,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.leaves = leaves  # themselves: recompute hands back detached copies of what is saved
         ctx.splitter = splitter
-        return _linear(x, *leaves)
+        return splitter.plain(x, *leaves)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,7 @@ class Stage:
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._last: set[Action] = set()
         self.splits = False
+        self._broken_by: str | None = None
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
             Backward: self.backward,
@@ -51,17 +52,46 @@ class Stage:
         }
 
     def run(self, actions: Sequence[Action], call: Call) -> None:
-        """Do ``actions`` in order. Collective: the other stages do theirs."""
+        """Do ``actions`` in order. Collective: the other stages do theirs.
+
+        Raises:
+            RuntimeError: an earlier call ended in the middle, so messages of it are still on their way.
+        """
+        self._refuse_if_broken()
         self._in_flight.clear()
         self.splitter.clear()
         self._last = last_of_chunks(actions)
         self.splits = any(isinstance(action, BackwardWeight) for action in actions)
-        self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
-        began = self.exchange.clock.mark()
-        with self.splitter.active() if self.splits else nullcontext():
-            self._do(actions, call)
-        self.span = (began, self.exchange.clock.mark())
-        self.exchange.finish()
+        if any(self._reads(action) for action in actions):
+            call.source.read_ahead()
+        with self._breaking():
+            self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
+            began = self.exchange.clock.mark()
+            with self.splitter.active() if self.splits else nullcontext():
+                self._do(actions, call)
+            self.span = (began, self.exchange.clock.mark())
+            self.exchange.finish()
+
+    def _reads(self, action: Action) -> bool:
+        return isinstance(action, Forward) and None in self._messages(action)
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Remember an error that leaves messages on their way, which the next call would take for its own."""
+        try:
+            yield
+        except BaseException as error:
+            if self.num_stages > 1:
+                self._broken_by = f"{type(error).__name__}: {error}"
+            raise
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken_by is not None:
+            raise RuntimeError(
+                f"stage {self.index} cannot go on: an earlier train_batch or eval_batch ended in the middle, with "
+                f"messages between stages on their way ({self._broken_by}). End the program and resume, or build the "
+                "engine anew on all ranks"
+            )
 
     def _do(self, actions: Sequence[Action], call: Call) -> None:
         recorder = self.recorder if call.is_training else None

@@ -43,7 +43,7 @@ def finish(
     with waiting_together(engine.stage_id, doing), engine.report.part(REDUCTION):
         add_up_tied(engine, gradients)
         add_up_replicas(engine, gradients, reduction, agreement.factor)
-    with _forgetting(engine, gradients):
+    with forgetting(engine, gradients):
         means = agreement.means()
         if engine.on_loss is not None:
             engine.on_loss(means.loss)
@@ -81,13 +81,14 @@ def take_step(engine: PipelineEngine, gradients: Gradients) -> None:
 
 
 @contextmanager
-def _forgetting(engine: PipelineEngine, gradients: Gradients) -> Iterator[None]:
+def forgetting(engine: PipelineEngine, gradients: Gradients | None) -> Iterator[None]:
     """Let an error within leave no gradients behind, which the next batch would add to."""
     try:
         yield
     except BaseException:
         engine.zero_grad()
-        gradients.forget()
+        if gradients is not None:
+            gradients.forget()
         raise
 
 

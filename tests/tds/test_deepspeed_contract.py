@@ -116,6 +116,7 @@ def _engine_parts(rank: int) -> dict[str, bool]:
     module, grid = engine.module, engine.grid
     return {
         "_config.pipeline": isinstance(engine._config.pipeline, dict),
+        "_config._param_dict": isinstance(engine._config._param_dict, dict),
         "monitor": hasattr(engine.monitor, "enabled") and callable(engine.monitor.write_events),
         "has_moe_layers": engine.has_moe_layers is False,
         "enable_backward_allreduce": engine.enable_backward_allreduce is False,

@@ -256,3 +256,28 @@ def test_an_unused_input_sends_zeros_back() -> None:
 def test_toys_tie_one_table() -> None:
     words = Words(1, 5, 3, torch.float64)
     assert head(words, torch.ones(2, 3, dtype=torch.float64)).shape == (2, 5)
+
+
+def _goes_on(rank: int, num_stages: int) -> tuple[str, Any, Any]:
+    """An iterator that ends between two batches, then one that ends within."""
+    toy = Toy("chain")
+    engine = make_engine(toy, num_stages)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter([]))
+    _, gradients, _ = train(engine, toy)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(toy.batches()[:2]))
+    if num_stages == 1:
+        return "", gradients, train(engine, toy)[1]
+    with pytest.raises(RuntimeError) as raised:
+        engine.train_batch(iter(toy.batches()))
+    return str(raised.value), gradients, gradients
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_an_error_in_the_middle_leaves_nothing_for_the_next_batch(num_stages: int) -> None:
+    _, wanted = reference(Toy("chain"))
+    for told, gradients, again in run_ranks(num_stages, _goes_on, num_stages):
+        assert ("StopIteration" in told and "End the program" in told) == (num_stages > 1), told
+        for name, gradient in [*gradients.items(), *again.items()]:
+            assert torch.allclose(gradient, wanted[name], rtol=1e-11, atol=1e-15), name

@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tds import reduction
 from tds.gradients import reduce_gradients
 from tds.optimizers import Gradients
+from tds.pipe import LayerSpec, PipelineModule
 from tds.reduction import Reduction
 from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine
+from tests.tds.toys import Dense, Toy, make_engine, train
 
 
 def _model() -> nn.Sequential:
@@ -50,7 +52,7 @@ def _reduce(rank: int, num_chunks: int, has_tied: bool, skipped: int | None) -> 
         model[skipped], plain[skipped] = Unused(), Unused()
     gradients = Gradients(torch.optim.SGD(model.parameters(), lr=0.1))
     tied = [model[0].weight] if has_tied else []
-    sums = Reduction(_chunks(model, num_chunks), tied, gradients, dist.group.WORLD, bucket_bytes=80)
+    sums = Reduction(model.parameters(), _chunks(model, num_chunks), tied, gradients, dist.group.WORLD, bucket_bytes=80)
     started: list[int] = []
     fly = reduction.fly
 
@@ -99,7 +101,11 @@ def test_a_second_batch_starts_anew() -> None:
     def twice(rank: int) -> None:
         model = _model()
         sums = Reduction(
-            [list(model.parameters())], [], Gradients(torch.optim.SGD(model.parameters(), lr=0.1)), dist.group.WORLD
+            model.parameters(),
+            [list(model.parameters())],
+            [],
+            Gradients(torch.optim.SGD(model.parameters(), lr=0.1)),
+            dist.group.WORLD,
         )
         for _ in range(2):
             model.zero_grad()
@@ -122,6 +128,7 @@ def _gradient(rank: int) -> torch.Tensor:
 def _in_half(rank: int) -> None:
     model = _model()
     sums = Reduction(
+        model.parameters(),
         [list(model.parameters())],
         [],
         Gradients(torch.optim.SGD(model.parameters(), lr=0.1)),
@@ -148,3 +155,59 @@ def test_the_json_says_in_which_type_gradients_travel() -> None:
 def _of_engine(rank: int) -> torch.dtype | None:
     engine = make_engine(Toy("chain", config={"communication_data_type": "fp32"}), 1)
     return engine._reduction.dtype
+
+
+class Scaled(PipelineModule):
+    """Has a parameter of its own, and the same layer in two chunks."""
+
+    def __init__(self, toy: Toy, chunks: int, num_stages: int) -> None:
+        shared = Dense(50, toy.wide, toy.dtype)
+        layers = [LayerSpec(Dense, 10 + i, toy.wide, toy.dtype) for i in range(4)]
+        if chunks > 1:
+            layers[0] = layers[2] = shared
+        layers[-1] = self._scaled
+        super().__init__(layers, num_stages=num_stages, loss_fn=toy.loss_fn, partition_method="uniform", chunks=chunks)
+        self.scale = nn.Parameter(torch.full((1,), 1.5, dtype=toy.dtype))
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def _trained(rank: int, chunks: int, num_stages: int, split: int) -> dict[str, torch.Tensor]:
+    toy = Toy("chain", micro_batches=4 // split)
+    engine = make_engine(toy, num_stages, module=Scaled(toy, chunks, num_stages))
+    every = [toy.batch(i) for i in range(4)]
+    replica = engine.grid.get_data_parallel_rank()
+    return train(engine, toy, every[replica * toy.micro_batches : (replica + 1) * toy.micro_batches])[1]
+
+
+@pytest.mark.parametrize(("chunks", "num_stages"), [(1, 1), (2, 2)])
+def test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to_it(
+    chunks: int, num_stages: int
+) -> None:
+    """The same four micro-batches on one replica and on two."""
+    alone = run_ranks(num_stages, _trained, chunks, num_stages, 1)
+    for rank, got in enumerate(run_ranks(2 * num_stages, _trained, chunks, num_stages, 2)):
+        wanted = alone[rank // 2]
+        assert set(got) == set(wanted)
+        for name in got:
+            assert torch.allclose(got[name], wanted[name], rtol=1e-12, atol=0), name
+
+
+def _twice_in_a_backward(rank: int) -> str:
+    model = _model()
+    sums = Reduction(
+        model.parameters(), [list(model.parameters())], [], Gradients(torch.optim.SGD(model.parameters(), lr=0.1)),
+        dist.group.WORLD,
+    )  # fmt: skip
+    x = torch.randn(3, 4, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(model[0], x, use_reentrant=True)
+    with pytest.raises(RuntimeError) as raised, sums.last_backward(0):
+        x.sum().backward()
+    return str(raised.value)
+
+
+def test_a_weight_that_gets_its_gradient_in_parts_is_refused() -> None:
+    for told in run_ranks(2, _twice_in_a_backward):
+        assert "use_reentrant=False" in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -103,12 +104,19 @@ def test_frozen_weights_autocast_and_products_are_left_alone() -> None:
     assert frozen.weight.grad is None
 
 
-def test_torchs_own_function_is_back_afterwards() -> None:
-    before = F.linear
-    with pytest.raises(KeyError), Splitter().active():
-        assert F.linear is not before
+def test_the_function_that_stood_there_is_called_and_back_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = F.linear, []
+
+    def counted(*args: Any) -> torch.Tensor:
+        seen.append(args)
+        return own(*args)
+
+    splitter = Splitter()
+    monkeypatch.setattr(F, "linear", counted)
+    with pytest.raises(KeyError), splitter.active():
+        nn.Linear(4, 4)(torch.randn(2, 4))
         raise KeyError
-    assert F.linear is before
+    assert F.linear is counted and len(seen) == 1
 
 
 def _told(rank: int) -> list[str]:
