@@ -137,7 +137,7 @@ GRADIENTS = (
     Mutant(
         "gradients of a batch that was stopped are added to the next one's",
         "tds/train_step.py",
-        "        engine.zero_grad()\n        gradients.forget()\n",
+        "        engine.zero_grad()\n        if gradients is not None:\n            gradients.forget()\n",
         "",
         ("tests/tds/test_optimizers.py::test_a_batch_that_on_loss_stops_leaves_nothing_to_the_next",),
     ),
