@@ -32,6 +32,24 @@ class Report:
         return cls(**json.loads(text))
 
 
+@dataclass(frozen=True, eq=False)
+class State:
+    """What a rank is at. ``count`` grows with each wait, so that many short ones do not look like a long one."""
+
+    phase: str
+    action: Action | None
+    waiting: tuple[str, Kind, Message] | None
+    together: str | None
+    count: tuple[int, ...]
+
+    def __eq__(self, other: object) -> bool:
+        """True for the same wait: the exchange makes a new tuple for each."""
+        if not isinstance(other, State) or self.waiting is not other.waiting:
+            return False
+        own = self.phase, self.action, self.together, self.count
+        return own == (other.phase, other.action, other.together, other.count)
+
+
 def report(
     phase: str,
     action: Action | None,
@@ -63,13 +81,16 @@ def report(
     return Report(False, None, since_s, f"has been {phase} {since}")
 
 
-def told_messages(history: Iterable[tuple[str, Kind, Message]]) -> str:
-    """Return the last messages in words, the newest last."""
-    words = [
-        f"{done} {_what(kind, message)} {'to' if done == 'sent' else 'from'} stage {message.peer}"
-        for done, kind, message in history
-    ]
-    return f"last messages: {', '.join(words) or 'none'}"
+def told_messages(history: Iterable[tuple[str, Kind, Message] | str]) -> str:
+    """Return the last messages, and the collectives between them, in words, the newest last."""
+    return f"last messages: {', '.join(map(_told, list(history))) or 'none'}"
+
+
+def _told(past: tuple[str, Kind, Message] | str) -> str:
+    if isinstance(past, str):
+        return past
+    done, kind, message = past
+    return f"{done} {_what(kind, message)} {'to' if done == 'sent' else 'from'} stage {message.peer}"
 
 
 def verdict(reports: Mapping[int, Report], names: Sequence[str], asking: int) -> str:

@@ -6,6 +6,9 @@ times a second, print one line each and leave in the store what their rank is at
 code answers, and one that was stopped does not. The one that raised the alarm reads the answers and writes down who
 did not come, and every rank's error says so. A store that does not answer is itself the news: its host is gone.
 
+Alarms are numbered: an engine whose program caught the error, or that was only late (on GPUs nothing ends a wait that
+takes long), is watched on, and the next alarm finds a verdict of its own.
+
 A rank that dies closes its connections, so its neighbours fail at once, and theirs after them: no alarm is raised.
 """
 
@@ -24,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tds import peers
-from tds.verdict import Report, report, told_messages, verdict
+from tds.verdict import Report, State, report, told_messages, verdict
 
 POLL_S = 0.2
 GATHER_S = 0.7
@@ -50,13 +53,18 @@ class Watchdog:
         self._exchange, self._store = exchange, store
         self._rank, self._names, self._limit_s = rank, names, limit_s
         self._phase = OUTSIDE
-        self._seen: tuple[Any, ...] = ()
+        self._seen: State | None = None
         self._since = time.monotonic()
+        self._answered: State | None = None
+        self._alarm = 0
+        self._number = 0
+        self._lock = threading.Lock()
         self._asked = self._has_told = False
         self._heard = threading.Event()
         self._done = threading.Event()
         self._wake = threading.Event()
         self._verdict: str | None = None
+        self._is_cut_off: str | None = None
         self._thread = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._wake), name="tds watchdog", daemon=True
         )
@@ -66,8 +74,7 @@ class Watchdog:
     @contextmanager
     def over(self, phase: str) -> Iterator[None]:
         """Watch what is done within; let an error of a peer that is lost name the one who did not come."""
-        peers.forget()
-        self._exchange.waiting = None
+        peers.remember_in(self._exchange.history)
         self._phase = phase
         try:
             yield
@@ -78,6 +85,18 @@ class Watchdog:
             raise RuntimeError(f"{told}. {error}") from error
         finally:
             self._phase = OUTSIDE
+            self._forget()
+
+    def _forget(self) -> None:
+        """Begin anew: what comes has nothing to do with what an error has left, or with an alarm heard until here."""
+        peers.forget()
+        self._exchange.waiting = None
+        with self._lock:
+            self._number += 1
+            self._asked = self._has_told = False
+            self._verdict = None
+            self._heard.clear()
+            self._done.clear()
 
     def _explain(self, error: RuntimeError) -> str | None:
         """Return who did not come, if ``error`` is a wait that timed out or comes of another's."""
@@ -89,70 +108,83 @@ class Watchdog:
             host = "its host, rank 0 or the launcher, is stopped or gone"
             self._verdict = f"the process group's store does not answer: {host}"
         self._tell(self._report())
-        return self._verdict
+        return self._verdict or self._is_cut_off
 
     def look(self) -> bool:
         """Answer an alarm if there is one; return whether to look again."""
         try:
-            is_late = self._waited_s() > self._limit_s + GRACE_S
-            if self._asked or is_late or self._store.check(["alarm"]):
+            is_asked = self._asked and not self._done.is_set()
+            if is_asked or self._is_late() or self._store.check([f"{self._alarm}/alarm"]):
                 self._answer()
         except RuntimeError as error:
-            self._verdict = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
+            self._is_cut_off = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
             self._done.set()
-        return not self._done.is_set()
+        return self._is_cut_off is None
+
+    def _is_late(self) -> bool:
+        """True once for each wait that lasts for too long."""
+        waited_s = self._waited_s()
+        return waited_s > self._limit_s + GRACE_S and self._seen != self._answered
 
     def _answer(self) -> None:
-        """Say what this rank is at, and find or fetch the verdict."""
-        store = self._store
+        """Say what this rank is at, and find or fetch the verdict of this alarm."""
+        store, number, found = dist.PrefixStore(str(self._alarm), self._store), self._number, None
         is_first = not store.check(["alarm"]) and store.add("alarm", 1) == 1
         self._heard.set()
         own = self._report()
+        self._answered = self._seen
         store.set(f"report/{self._rank}", own.encode())
         self._tell(own)
         if is_first:
-            reports = self._gather()
+            reports = self._gather(store)
             store.set("number", str(len(reports)))
             store.set("verdict", verdict(reports, self._names, self._rank))
         if _until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S):
-            self._verdict = store.get("verdict").decode()
-            number = int(store.get("number"))
+            found = store.get("verdict").decode()
+            readers = int(store.get("number"))
             store.add("read", 1)
-            _until(lambda: store.add("read", 0) >= number, LINGER_S)  # one of these ranks may be the store's host
-        self._done.set()
+            _until(lambda: store.add("read", 0) >= readers, LINGER_S)  # one of these ranks may be the store's host
+        self._alarm += 1
+        with self._lock:
+            if number == self._number:  # else what it was about is over
+                self._verdict = found
+                self._done.set()
 
-    def _gather(self) -> dict[int, Report]:
+    def _gather(self, store: Any) -> dict[int, Report]:
         """Return what the ranks say of themselves within ``GATHER_S``."""
         reports: dict[int, Report] = {}
         missing = set(range(len(self._names)))
 
         def has_everyone_told() -> bool:
             for rank in list(missing):
-                if self._store.check([f"report/{rank}"]):
-                    reports[rank] = Report.decode(self._store.get(f"report/{rank}"))
+                if store.check([f"report/{rank}"]):
+                    reports[rank] = Report.decode(store.get(f"report/{rank}"))
                     missing.discard(rank)
             return not missing
 
         _until(has_everyone_told, GATHER_S)
         return reports
 
-    def _state(self) -> tuple[Any, ...]:
-        exchange = self._exchange
-        return self._phase, exchange.action, exchange.waiting, peers.doing_together()
+    def _state(self) -> State:
+        exchange, phase = self._exchange, self._phase
+        count = self._number, len(exchange.waits), peers.number_together()
+        action = None if phase == OUTSIDE else exchange.action
+        return State(phase, action, exchange.waiting, peers.doing_together(), count)
 
     def _waited_s(self) -> float:
-        """Return for how long this rank has waited for others; 0 while it works."""
+        """Return for how long this rank has waited for others, in one wait; 0 while it works."""
         state = self._state()
         if state != self._seen:
             self._seen, self._since = state, time.monotonic()
-        _, _, waiting, together = state
-        return time.monotonic() - self._since if waiting is not None or together is not None else 0.0
+        is_waiting = state.waiting is not None or state.together is not None
+        return time.monotonic() - self._since if is_waiting else 0.0
 
     def _report(self) -> Report:
         self._waited_s()
-        phase, action, waiting, together = self._state()
+        state = self._seen or self._state()
         since_s = time.monotonic() - self._since
-        return report(phase, action, waiting, together, since_s, self._exchange.links.ranks)
+        ranks = self._exchange.links.ranks
+        return report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
 
     def _tell(self, own: Report) -> None:
         """Write this rank's one line to standard error in one call, so that lines of several ranks do not mix."""

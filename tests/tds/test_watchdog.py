@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tds import peers
 from tds.schedule import Backward, Forward, Kind, Message
 from tds.verdict import Report, report, told_messages, verdict
-from tds.watchdog import is_timeout
+from tds.watchdog import POLL_S, Watchdog, is_timeout
 from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -124,6 +129,84 @@ def test_an_engine_that_is_gone_leaves_neither_thread_nor_file(tmp_path: Path) -
         first, again = counts[:3], counts[3:]
         assert first[:2] == again[:2] == [1, 1]
         assert again[2] <= first[2], "file handles grow from engine to engine"
+
+
+def _watching(rank: int, store: Any, limit_s: float = math.inf, number: int = 2) -> Any:
+    exchange = SimpleNamespace(
+        action=None, waiting=None, waits=[], history=deque(), links=SimpleNamespace(ranks=[0, 1])
+    )
+    return Watchdog(exchange, store, rank, [f"rank {i}" for i in range(number)], limit_s)
+
+
+def _fail(dog: Any) -> str:
+    """Return what a wait that timed out is told within a call that the program goes on after."""
+    with pytest.raises(RuntimeError) as caught, dog.over("in train_batch"):
+        dog._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+        with peers.waiting_together(0, "agreeing on the loss"):
+            raise RuntimeError("timed out")
+    return str(caught.value)
+
+
+def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_its_own_verdict() -> None:
+    store = dist.HashStore()
+    own = _watching(0, store)
+    assert _fail(own).startswith("rank 1 did not come and does not answer")
+    assert peers.doing_together() is None and own._exchange.waiting is None
+    with pytest.raises(ArithmeticError), peers.waiting_together(0, "averaging"):
+        raise ArithmeticError
+    assert peers.doing_together() is None
+    with pytest.raises(RuntimeError, match="^lost after all$"), own.over("in train_batch"):
+        raise RuntimeError("lost after all")
+    other = _watching(1, store)
+    assert _fail(own).startswith("no rank is at work")  # both are of this process, and the other one answers now
+    assert other._thread.is_alive() and own._thread.is_alive()
+
+
+def test_a_wait_that_was_only_late_raises_one_alarm_and_the_watchdog_goes_on() -> None:
+    own = _watching(0, dist.HashStore(), limit_s=0.0, number=1)
+    for alarm in (1, 2):
+        with own.over("in train_batch"):
+            own._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+            end = time.monotonic() + SLACK_S
+            while own._alarm < alarm and time.monotonic() < end:
+                time.sleep(0.02)
+            time.sleep(3 * POLL_S)
+            assert own._alarm == alarm and own._verdict is not None
+        assert own._verdict is None and not own._heard.is_set()
+
+
+def test_many_short_waits_are_not_one_long_wait() -> None:
+    dog = _watching(0, None)
+    with dog.over("in train_batch"):
+        assert dog._waited_s() == 0
+        for _ in range(3):
+            with peers.waiting_together(0, "agreeing on the loss"):
+                dog._waited_s()
+                time.sleep(0.02)
+                assert dog._waited_s() >= 0.02
+            with peers.waiting_together(0, "agreeing on the loss"):
+                assert dog._waited_s() < 0.02
+            dog._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+            assert dog._waited_s() < 0.02
+            time.sleep(0.02)
+            dog._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+            assert dog._waited_s() < 0.02
+    assert told_messages(dog._exchange.history).startswith("last messages: ended agreeing on the loss, ended agreeing")
+
+
+def _collectives(rank: int) -> str:
+    toy = Toy("tied", clip=1e-3)
+    engine = make_engine(toy, 2)
+    engine.train_batch(iter(toy.batches()))
+    return told_messages(engine._stage.exchange.history)
+
+
+def test_the_last_messages_tell_of_collectives_too() -> None:
+    for told in run_ranks(2, _collectives):
+        places = [told.index(f"ended {what}") for what in (
+            "agreeing on the loss", "adding up the gradients of tied weights", "taking the norm"
+        )]  # fmt: skip
+        assert places == sorted(places) and told.index("gradient of micro-batch 3") < places[0]
 
 
 def _says(is_waiting: bool, waits_for: int | None = None, since_s: float = 3.0, words: str = "waits") -> Report:
