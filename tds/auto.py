@@ -2,8 +2,9 @@
 
 Two steps of 1f1b and two of zb-h1 are run, the second of each measured: F and the whole backward in the one, the two
 halves of it in the other. Then the costs of all ranks are averaged, each schedule is simulated with the costs that it
-has, and all ranks go on with the fastest. Schedules give the same bits, so this changes nothing but the time. No
-layer is moved. A stage of several chunks leaves no choice: interleaved.
+has, and all ranks go on with the fastest; the same costs choose again when the number of micro-batches changes.
+Schedules give the same bits, so this changes nothing but the time. No layer is moved. A stage of several chunks leaves
+no choice: interleaved.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Auto:
     """Decides on the schedule of one engine, the same on every rank.
 
     Args:
-        set_schedule: called with the name of the schedule of the steps to come.
+        set_schedule: called with the name of the schedule of the steps to come; ``Plan.set``, as a schedule that a
+            program sets by ``engine.set_schedule`` calls ``settle``.
         group: all ranks.
     """
 
@@ -48,6 +50,7 @@ class Auto:
         self._group, self._device = group, device
         self._step = 0
         self._measured: list[Costs] = []
+        self._chosen_for: int | None = None
         self.told: str | None = None
         self.is_settled = num_chunks > 1 or num_stages == 1
         self._set_schedule(first_name(num_chunks))
@@ -59,10 +62,16 @@ class Auto:
         """True if ``observe`` needs the times of the step that comes."""
         return not self.is_settled and self._step in MEASURED
 
-    def before_step(self) -> None:
-        """Set the schedule of the step that comes."""
+    def settle(self) -> None:
+        """Leave the schedule as it is from now on: the program has set one."""
+        self.is_settled, self._chosen_for = True, None
+
+    def before_step(self, num_micro_batches: int) -> None:
+        """Set the schedule of the step that comes; choose again if its number of micro-batches is another."""
         if not self.is_settled:
             self._set_schedule(TRIALS[self._step])
+        elif self._chosen_for not in (None, num_micro_batches):
+            self._choose(num_micro_batches)
 
     def observe(self, work: Iterable[Work] | None, num_micro_batches: int) -> None:
         """Take the times of a step that ended; after the last trial, choose. Collective over all ranks."""
@@ -73,10 +82,15 @@ class Auto:
         self._step += 1
         if self._step == len(TRIALS):
             self.is_settled = True
-            whole, split = self._measured
-            name, reason = best(whole, split, self._num_stages, num_micro_batches)
-            self._set_schedule(name)
-            self._say(reason)
+            self._choose(num_micro_batches)
+
+    def _choose(self, num_micro_batches: int) -> None:
+        """Go on with the fastest schedule for this many micro-batches. All ranks have the same costs."""
+        whole, split = self._measured
+        name, reason = best(whole, split, self._num_stages, num_micro_batches)
+        self._chosen_for = num_micro_batches
+        self._set_schedule(name)
+        self._say(reason)
 
     def _average(self, work: Iterable[Work]) -> Costs:
         """Return the costs of every piece, the mean over the ranks that hold it. Collective."""
@@ -107,7 +121,9 @@ def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int) ->
     listed = ", ".join(f"{each} {seconds * 1e3:.1f}" for each, seconds in sorted(times.items(), key=lambda t: t[1]))
     pieces = zip(whole.forward, whole.backward_input, split.backward_input, split.backward_weight, strict=True)
     measured = "; ".join(f"stage {i}: " + " ".join(f"{1e3 * t:.1f}" for t in each) for i, each in enumerate(pieces))
+    bubble = 100 * timelines[name].bubble
     return name, (
-        f"{name}, with a bubble of {100 * timelines[name].bubble:.1f} %: a step takes by simulation, in ms, {listed}; "
+        f"{name} for {num_micro_batches} micro-batches, with a bubble of {bubble:.1f} %: a step takes by simulation, in "
+        f"ms, {listed}; "
         f"measured per micro-batch, in ms, forward, backward, its two halves: {measured}"
     )

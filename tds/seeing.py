@@ -44,7 +44,7 @@ class Seeing:
     def step(self) -> Iterator[None]:
         """Watch, measure and record one train_batch; an error loses nothing of what was recorded."""
         if self._auto is not None:
-            self._auto.before_step()
+            self._auto.before_step(self._engine.micro_batches)
         is_traced = self._tracing is not None and self._tracing.wants_step
         is_recorded = is_traced or (self._auto is not None and self._auto.measures)
         about = {"step": self._engine.global_steps, "schedule": self._engine._plan.name}
@@ -72,6 +72,11 @@ class Seeing:
         """Let the watchdog know what this rank is in, such as "in eval_batch"."""
         with self._watchdog.over(phase):
             yield
+
+    def settle(self) -> None:
+        """Let "auto" leave the schedule alone from now on: the program has set one, on every rank."""
+        if self._auto is not None:
+            self._auto.settle()
 
     def bubble(self) -> float | None:
         """Return the share of idle time in the training steps since the last call. Collective over the pipeline."""
@@ -115,6 +120,6 @@ class Seeing:
             return None
         engine = self._engine
         return Auto(
-            engine.set_schedule, num_stages=engine.num_stages, num_chunks=self._stage.num_chunks,
+            engine._plan.set, num_stages=engine.num_stages, num_chunks=self._stage.num_chunks,
             stage=engine.stage_id, group=engine.module.world_group, device=self._device,
         )  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tds.auto import TRIALS, best, first_name
+from tds.auto import TRIALS, Auto, best, first_name
 from tds.schedule import Costs
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, train
@@ -19,7 +20,11 @@ def test_zero_bubble_is_chosen_where_it_is_faster() -> None:
     whole = Costs(even.forward, (2.0,) * 4, (0.0,) * 4)
     name, reason = best(whole, even, 4, 8)
     assert name == "zb-h1"
-    assert "zb-h1, with a bubble of " in reason and "1f1b 33000.0" in reason and "stage 3: 1000.0 2000.0" in reason
+    assert (
+        "zb-h1 for 8 micro-batches, with a bubble of " in reason
+        and "1f1b 33000.0" in reason
+        and "stage 3: 1000.0 2000.0" in reason
+    )
 
 
 @pytest.mark.parametrize("slow", [1.3, 3.0])
@@ -67,6 +72,55 @@ def test_every_rank_switches_at_the_same_step_and_the_results_are_those_of_1f1b(
             assert all(torch.equal(gradients[name], gradients_1f1b[name]) for name in gradients_1f1b)
     assert len(chosen[0][2]) == 1 and "by simulation" in chosen[0][2][0]
     assert not any(lines for _, _, lines in chosen[1:])
+
+
+def _change(rank: int, when: int) -> tuple[list[str], list[str]]:
+    """Train with a schedule that the program sets at step ``when``, and with more micro-batches from step 5."""
+    heard = _Heard()
+    logging.getLogger("tds").addHandler(heard)
+    toy = Toy("chain", pipeline={"schedule": "auto"})
+    engine = make_engine(toy, 2)
+    names = []
+    for step in range(len(TRIALS) + 3):
+        if step == when:
+            engine.set_schedule("gpipe")
+            engine._seeing.settle()
+        if step == len(TRIALS) + 1:
+            more = replace(toy, micro_batches=2 * toy.micro_batches)
+            engine.set_train_batch_size(2 * engine.train_batch_size())
+        engine.train_batch(iter((more if step > len(TRIALS) else toy).batches()))
+        names.append(engine._plan.name)
+    return names, [line for line in heard.lines if '"auto"' in line]
+
+
+@pytest.mark.parametrize("when", [1, len(TRIALS)])
+def test_a_schedule_that_the_program_sets_stays(when: int) -> None:
+    for names, lines in run_ranks(2, _change, when):
+        assert names[:when] == list(TRIALS[: when - 1]) + names[when - 1 : when]
+        assert set(names[when:]) == {"gpipe"} and len(lines) <= (when > 1)
+
+
+def test_another_number_of_micro_batches_chooses_again() -> None:
+    m = Toy("chain").micro_batches
+    (names, lines), (others, _) = run_ranks(2, _change, -1)
+    assert names == others
+    assert [f"for {n} micro-batches" in line for n, line in zip((m, 2 * m), lines, strict=True)] == [True, True]
+
+
+def test_the_number_of_micro_batches_decides() -> None:
+    set_to: list[str] = []
+    auto = Auto(set_to.append, num_stages=2, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
+    auto._say = lambda _: None  # type: ignore[method-assign]
+    even, whole = Costs.even(2), Costs((1.0,) * 2, (1.98,) * 2, (0.0,) * 2)
+    auto._measured, auto._step = [whole, even], len(TRIALS) - 1
+    auto.observe(None, 2)
+    auto.before_step(2)
+    auto.before_step(64)
+    auto.before_step(64)
+    assert set_to == ["1f1b", "zb-h1", "1f1b"]
+    auto.settle()
+    auto.before_step(2)
+    assert len(set_to) == 3
 
 
 def test_a_module_with_chunks_leaves_no_choice() -> None:

@@ -131,11 +131,11 @@ def test_an_engine_that_is_gone_leaves_neither_thread_nor_file(tmp_path: Path) -
         assert again[2] <= first[2], "file handles grow from engine to engine"
 
 
-def _watching(rank: int, store: Any, limit_s: float = math.inf, number: int = 2) -> Any:
+def _watching(rank: int, store: Any, limit_s: float = math.inf) -> Any:
     exchange = SimpleNamespace(
         action=None, waiting=None, waits=[], history=deque(), links=SimpleNamespace(ranks=[0, 1])
     )
-    return Watchdog(exchange, store, rank, [f"rank {i}" for i in range(number)], limit_s)
+    return Watchdog(exchange, store, rank, [f"rank {i}" for i in range(2)], limit_s)
 
 
 def _fail(dog: Any) -> str:
@@ -163,7 +163,7 @@ def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_it
 
 
 def test_a_wait_that_was_only_late_raises_one_alarm_and_the_watchdog_goes_on() -> None:
-    own = _watching(0, dist.HashStore(), limit_s=0.0, number=1)
+    own = _watching(0, dist.HashStore(), limit_s=0.0)
     for alarm in (1, 2):
         with own.over("in train_batch"):
             own._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
