@@ -123,7 +123,7 @@ def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int) ->
     measured = "; ".join(f"stage {i}: " + " ".join(f"{1e3 * t:.1f}" for t in each) for i, each in enumerate(pieces))
     bubble = 100 * timelines[name].bubble
     return name, (
-        f"{name} for {num_micro_batches} micro-batches, with a bubble of {bubble:.1f} %: a step takes by simulation, in "
-        f"ms, {listed}; "
+        f"{name} for {num_micro_batches} micro-batches, with a bubble of {bubble:.1f} %: a step takes by simulation, "
+        f"in ms, {listed}; "
         f"measured per micro-batch, in ms, forward, backward, its two halves: {measured}"
     )

@@ -2,7 +2,8 @@
 
 An action is an event ``F3`` (forward of micro-batch 3), ``B3`` (backward), ``I3`` or ``W3`` (its halves), with ``.1``
 for chunk 1; what it waited for a message is an event ``wait`` ahead of it. The file is whole JSON after each step, and
-holds the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks.
+holds the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks. What an earlier run has left
+in the folder is kept as ``trace-rank0.json.1``, ``.2`` and so on, the newest last.
 
 Times are microseconds since rank 0 built its engine. Ranks of one host share a clock; hosts compare as well as their
 wall clocks do.
@@ -71,6 +72,7 @@ class TraceFile:
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, Any]) -> None:
         self.path = Path(folder) / f"trace-rank{rank}.json"
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _keep(self.path)
         head = json.dumps({"displayTimeUnit": "ms", "tds": dict(about)})
         pid, tid = about["replica"], about["stage"]
         names = [
@@ -86,6 +88,16 @@ class TraceFile:
         with self.path.open("r+b") as file:
             file.seek(-len(_END), os.SEEK_END)
             file.write((text + _END).encode())
+
+
+def _keep(path: Path) -> None:
+    """Give a file of an earlier run the next free number, where ``read_traces`` does not look."""
+    if not path.exists():
+        return
+    number = 1
+    while (kept := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(kept)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from tds import trace
 from tds.recorder import Work
@@ -15,6 +18,7 @@ from tds.recorder import Work
 PICTURE = "timeline.png"
 PATIENCE_S = 1.0
 _log = logging.getLogger("tds")
+_drawn_elsewhere: set[Path] = set()
 
 
 def asked_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
@@ -38,6 +42,8 @@ def asked_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
 class Tracing:
     """Writes the first steps of one rank; on rank 0 the last of them is drawn at the end.
 
+    A folder or file that cannot be written is told once, and this rank goes on without a trace: the others do not wait.
+
     Args:
         owner: the end is when ``close`` is called, or this goes, or the program ends.
         about: "stage", "replica" and what else the file says of itself.
@@ -49,8 +55,12 @@ class Tracing:
         offset_ns: int,
     ) -> None:  # fmt: skip
         self._about = {**about, "max_steps": num_steps, "run": origin_ns}
-        self._file = trace.TraceFile(folder, rank, self._about)
         self._left = num_steps
+        self._file: trace.TraceFile | None = None
+        try:
+            self._file = trace.TraceFile(folder, rank, self._about)
+        except OSError as error:
+            self._give_up(error)
         self._origin_ns = origin_ns - offset_ns
         self._picture = weakref.finalize(owner, draw, Path(folder)) if rank == 0 else None
 
@@ -66,14 +76,32 @@ class Tracing:
 
     def write(self, work: Sequence[Work], *, step: int, schedule: str, num_micro_batches: int) -> None:
         """Add a step to the file."""
+        if self._file is None:
+            return
         self._left -= 1
         place = {"replica": self._about["replica"], "stage": self._about["stage"], "origin_ns": self._origin_ns}
         more = trace.events(work, step=step, schedule=schedule, num_micro_batches=num_micro_batches, **place)
-        self._file.add(more)
+        try:
+            self._file.add(more)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Trace no more. No run ends for a trace."""
+        rank, told = dist.get_rank() if dist.is_initialized() else 0, f"{type(error).__name__}: {error}"
+        _log.warning("rank %d goes on without a trace, which cannot be written (%s)", rank, told)
+        self._left, self._file = 0, None
+
+
+def leave_picture(folder: str | os.PathLike[str]) -> None:
+    """Draw nothing for ``folder`` at the end: the program has drawn it by itself, where its user looks."""
+    _drawn_elsewhere.add(Path(folder).resolve())
 
 
 def draw(folder: Path) -> None:
     """Draw the last whole step of the traces in ``folder``. What goes wrong is told; no run ends for a picture."""
+    if folder.resolve() in _drawn_elsewhere:
+        return
     try:
         from tds.picture import draw_measured  # imports matplotlib, which runs without a trace do not need
 

@@ -1,4 +1,4 @@
-"""The picture that a run with --pipeline-trace leaves in its folder. Rank 0 only."""
+"""The picture that a run with --pipeline-trace leaves in its folder, instead of tds's own one. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from megatron import log
+from tds import tracing
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "draw_schedule.py"
 PICTURE = "schedule.png"
@@ -27,5 +28,6 @@ def draw(trace: str, folder: Path, patience_s: float) -> str | None:
         told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         log.warning(f"no picture of the pipeline's trace in {trace}: {told[-1] if told else error}")
         return None
+    tracing.leave_picture(trace)
     bubble = next((" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("bubble")), "")
     return f"{picture}: {bubble}; {trace} is for Perfetto"

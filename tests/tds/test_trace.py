@@ -126,12 +126,25 @@ def test_the_first_steps_are_written_and_read_back(schedule: str, tmp_path: Path
     assert any(e["name"] == "wait" for e in second["traceEvents"])
 
 
+NAP_S = 0.02
+
+
+def _train_with_naps(rank: int, folder: str) -> None:
+    tracing.draw = lambda *_: None
+    toy = Toy("chain", pipeline={"trace": folder})
+    engine = make_engine(toy, 2)
+    engine.on_micro_batch = lambda _: time.sleep(NAP_S)
+    engine.train_batch(iter(toy.batches()))
+
+
 def test_messages_arrive_after_they_were_sent_on_the_common_clock(tmp_path: Path) -> None:
-    run_ranks(2, _train, str(tmp_path), "1f1b", 2, None)
+    """A forward begins to work once its message is there, which left at the end of the other stage's."""
+    run_ranks(2, _train_with_naps, str(tmp_path))
     first, second = read_traces(tmp_path)[-1].timeline.spans
     sent = {span.action.micro_batch: span for span in first if isinstance(span.action, Forward)}
     taken = {span.action.micro_batch: span for span in second if isinstance(span.action, Forward)}
-    assert all(taken[i].end_s > sent[i].start_s + 1e-6 for i in sent)
+    assert all(taken[i].start_s >= sent[i].start_s + NAP_S for i in sent)
+    assert all(taken[i].end_s >= sent[i].end_s for i in sent)  # it naps as well
 
 
 def test_what_ran_ahead_of_an_error_is_not_lost(tmp_path: Path) -> None:
@@ -172,6 +185,53 @@ def test_files_of_an_older_run_are_left_out_and_missing_stages_told(tmp_path: Pa
     (tmp_path / "trace-rank1.json").write_text('{"tds": {')
     with pytest.raises(ValueError, match="no trace of tds, or cut off"):
         read_traces(tmp_path)
+
+
+def test_a_restart_into_the_same_folder_keeps_what_the_first_run_has_left(tmp_path: Path) -> None:
+    for run in (1, 2, 3):
+        _write(tmp_path, 0, run=run)
+    names = ["trace-rank0.json.1", "trace-rank0.json.2", "trace-rank0.json"]
+    runs = [json.loads((tmp_path / name).read_text())["tds"]["run"] for name in names]
+    assert runs == [1, 2, 3] and len(read_traces(tmp_path)) == 1
+
+
+def _train_without_a_folder(rank: int, place: str, breaks_at: int) -> tuple[list[str], list[bool]]:
+    """Train three steps; rank 1 cannot write its trace from the start or from step ``breaks_at``."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tds").addHandler(handler)
+    tracing.draw = lambda *_: None
+    folder = Path(place) / ("other" if rank else "trace")
+    if rank and breaks_at == 0:
+        folder.write_text("not a folder")
+    toy = Toy("chain", pipeline={"trace": str(folder)})
+    engine = make_engine(toy, 2)
+    wants = []
+    for step in range(3):
+        if rank and step == breaks_at:
+            (folder / "trace-rank1.json").unlink(missing_ok=True) if step else None
+        engine.train_batch(iter(toy.batches()))
+        wants.append(engine._seeing._tracing.wants_step)
+    return [line for line in heard if "without a trace" in line], wants
+
+
+@pytest.mark.parametrize("breaks_at", [0, 1])
+def test_a_trace_that_cannot_be_written_is_told_once_and_ends_nothing(breaks_at: int, tmp_path: Path) -> None:
+    (lines, wants), (others, ended) = run_ranks(2, _train_without_a_folder, str(tmp_path), breaks_at)
+    assert lines == [] and wants == [True] * 3
+    assert len(others) == 1 and "rank 1 goes on without a trace" in others[0] and "Error" in others[0]
+    assert ended == [step < breaks_at for step in range(3)]
+
+
+def test_a_program_that_drew_its_own_picture_gets_no_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "_drawn_elsewhere", set())
+    _write(tmp_path, 0)
+    tracing.leave_picture(str(tmp_path))
+    tracing.draw(tmp_path)
+    assert not (tmp_path / tracing.PICTURE).exists()
 
 
 @pytest.mark.parametrize(
