@@ -23,12 +23,14 @@ Row = tuple[int, int, int]
 
 
 class BubbleMeter:
-    """Keeps the times of the last steps of one stage until ``drain`` asks for them."""
+    """Keeps the times of the last steps of one stage, for several readers that do not know of each other."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._offset_ns = offset_to_wall_ns()
         self._rows: deque[Row] = deque(maxlen=KEPT_STEPS)
+        self._number = 0
+        self._read: dict[str, int] = {}
         self._pending: tuple[Any, Any, list[tuple[Any, Any]]] | None = None
 
     def note(self, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> None:
@@ -36,13 +38,13 @@ class BubbleMeter:
         self._resolve()  # the step before this one is done by now
         self._pending = began, ended, waits
 
-    def drain(self) -> list[Row]:
-        """Return the rows of the steps since the last call."""
+    def drain(self, reader: str = "program") -> list[Row]:
+        """Return the rows of the steps since this reader's last call, of the last ``KEPT_STEPS``."""
         self._resolve()
-        rows = list(self._rows)
-        self._rows.clear()
+        new = self._number - self._read.get(reader, 0)
+        self._read[reader] = self._number
         self._clock.align()
-        return rows
+        return list(self._rows)[-new:] if new else []
 
     def _resolve(self) -> None:
         if self._pending is None:
@@ -52,6 +54,7 @@ class BubbleMeter:
         waited = sum(clock.nanoseconds(after) - clock.nanoseconds(before) for before, after in waits)
         at = clock.nanoseconds(began) + self._offset_ns, clock.nanoseconds(ended) + self._offset_ns
         self._rows.append((*at, waited))
+        self._number += 1
         clock.free((began, ended, *(mark for pair in waits for mark in pair)))
 
 

@@ -2,7 +2,8 @@
 
 "steps_per_print" speaks through DeepSpeed's logger, so it is heard where DeepSpeed's own lines are; the timers print
 in any case, as DeepSpeed's do. Both tell means over the steps since the last line. DeepSpeed's monitors (TensorBoard,
-CSV, ...) get every step and every evaluation, under DeepSpeed's names.
+CSV, ...) get every step and every evaluation, under DeepSpeed's names. Where there are stages to wait for, the line has
+the bubble of its steps, and so have the monitors; what ``engine.bubble()`` tells does not change by that.
 """
 
 from __future__ import annotations
@@ -60,10 +61,17 @@ class StepReport:
         self._num_steps += 1
         every = self._engine.steps_per_print()
         if self._engine.global_steps % (every or 1) == 0:
-            self._write(has_line=every is not None)
+            self._write(None if every is None or self._engine.num_stages == 1 else self._bubble(), every is not None)
             self._num_steps, self._elapsed_s = 0, 0.0
 
-    def _write(self, has_line: bool) -> None:
+    def _bubble(self) -> float | None:
+        """Return the bubble since the last line, told to the monitors too. Collective over the pipeline."""
+        bubble = self._engine._seeing.bubble("report")
+        if bubble is not None:
+            _write_events(self._engine, {"bubble": bubble})
+        return bubble
+
+    def _write(self, bubble: float | None, has_line: bool) -> None:
         engine = self._engine
         if engine.wall_clock_breakdown():
             engine.timers.log(list(PARTS), normalizer=self._num_steps)
@@ -74,7 +82,8 @@ class StepReport:
             others = "".join(f"{name}: {mean:0.4f} " for name, mean in (engine.agg_additional_losses or {}).items())
             log_dist(
                 f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} {others}iter time (s): {step_s:0.3f} "
-                f"samples/sec: {engine.train_batch_size() / step_s:0.3f}",
+                f"samples/sec: {engine.train_batch_size() / step_s:0.3f}"
+                + ("" if bubble is None else f" bubble: {100 * bubble:0.1f} %"),
                 ranks=[0],
             )
 

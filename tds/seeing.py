@@ -78,10 +78,14 @@ class Seeing:
         if self._auto is not None:
             self._auto.settle()
 
-    def bubble(self) -> float | None:
-        """Return the share of idle time in the training steps since the last call. Collective over the pipeline."""
+    def bubble(self, reader: str = "program") -> float | None:
+        """Return the share of idle time in the training steps since this reader's last call.
+
+        Collective over the pipeline.
+        """
         group = self._engine.grid.get_pipe_parallel_group()
-        return gathered_bubble(self._bubble.drain(), self._engine.stage_id, group, self._device)
+        with self.watching("measuring the bubble"):
+            return gathered_bubble(self._bubble.drain(reader), self._engine.stage_id, group, self._device)
 
     def close(self) -> None:
         """Finish what is to be done at the end of a run: the picture of the trace."""

@@ -39,6 +39,16 @@ def test_a_meter_gives_each_step_once() -> None:
     assert meter.drain() == []
 
 
+def test_readers_take_no_steps_from_each_other() -> None:
+    meter = BubbleMeter(HostClock())
+    meter.note(100, 200, [])
+    assert [row[1] - row[0] for row in meter.drain("report")] == [100]
+    meter.note(300, 500, [])
+    assert [row[1] - row[0] for row in meter.drain("program")] == [100, 200]
+    assert [row[1] - row[0] for row in meter.drain("report")] == [200]
+    assert meter.drain("report") == meter.drain("program") == []
+
+
 class _Nap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:

@@ -69,6 +69,28 @@ def test_wall_clock_breakdown_prints_the_parts_of_a_step_though_deepspeed_is_qui
         assert sum(parts[name] for name in PARTS[:-1]) <= parts["train_batch"] + 0.1
 
 
+def _ask(rank: int, stages: int) -> tuple[list[str], list[float | None]]:
+    tds.quiet(False)
+    toy = Toy("chain", config={"steps_per_print": 2})
+    engine = make_engine(toy, stages)
+    heard = _Heard()
+    logger.addHandler(heard)
+    asked = []
+    for step in range(4):
+        engine.train_batch(iter(toy.batches()))
+        if step in (2, 3):
+            asked.append(engine.bubble())
+    return [line for line in heard.lines if LINE.search(line)], [*asked, engine.bubble()]
+
+
+def test_the_line_has_the_bubble_and_takes_no_step_from_a_program_that_asks_itself() -> None:
+    (lines, asked), (others, same) = run_ranks(2, _ask, 2)
+    assert len(lines) == 2 and all(re.search(r" bubble: \d+\.\d %$", line) for line in lines) and not others
+    assert asked == same and asked[-1] is None and all(0 <= share < 1 for share in asked[:-1])
+    ((lines, _),) = run_ranks(1, _ask, 1)
+    assert len(lines) == 2 and not any("bubble" in line for line in lines)
+
+
 def _watch(rank: int, folder: Path, initialize: Any, loss_fn: Any) -> list[str]:
     monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
     toy = Toy("chain", dtype=torch.float32, config={"csv_monitor": monitor, "steps_per_print": 1})
@@ -93,6 +115,8 @@ def test_monitors_get_what_deepspeeds_engine_writes(tmp_path: Path) -> None:
     for name, initialize in (("stock", deepspeed.initialize), ("ours", tds.initialize)):
         run_ranks(2, _watch, tmp_path / name, initialize, None)
     stock, ours = _files(tmp_path / "stock"), _files(tmp_path / "ours")
+    own = ours.pop("Train_Samples_bubble.csv").split()
+    assert own[0] == "step,bubble" and len(own) == 3 and all(0 <= float(row.split(",")[1]) < 1 for row in own[1:])
     assert sorted(ours) == [f"Train_Samples_{name}.csv" for name in ("eval_loss", "lr", "train_loss")]
     assert set(ours) <= set(stock)
     for name, text in ours.items():
