@@ -13,6 +13,7 @@ from megatron.mpu.shard import Shard
 from megatron.training import timeline
 from megatron.training.metrics import read_metrics
 from megatron.training.state import CHECKPOINTS
+from tds import tracing
 from tests.training.runs import flags, train_ranks
 
 STEPS = 3
@@ -48,6 +49,15 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
         assert timeline.draw("traces", tmp_path, 1.0) is None
         wanted = f"warning: no picture of the pipeline's trace in traces: {told}\n"
         assert re.fullmatch(wanted, capsys.readouterr().err)
+
+
+def test_tds_draws_no_second_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "TOOL", tmp_path / "draw.py")
+    monkeypatch.setattr(tracing, "_drawn_elsewhere", set())
+    timeline.TOOL.write_text("print('bubble     12.0 %')")
+    told = timeline.draw(str(tmp_path), tmp_path, 10.0)
+    assert told is not None and "bubble 12.0 %" in told
+    assert tracing._drawn_elsewhere == {tmp_path.resolve()}
 
 
 def moved(corpus: Path, source: Path, folder: Path, layout: str, world_size: int) -> Path:
