@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from tds.peers import waiting_together
 from tds.schedule import Kind
 from tds.transport import Route
-from tds.waiting import default_timeout
+from tds.waiting import NCCL_GRACE, default_timeout
 
 NEEDS_PAIRS = ("nccl",)
 _log = logging.getLogger("tds")
@@ -31,8 +32,13 @@ _has_warned = False
 Groups = dict[Route, Any]
 
 
-def message_groups(grid: Any, device: torch.device, num_chunks: int = 1) -> tuple[Groups, bool]:
+def message_groups(
+    grid: Any, device: torch.device, num_chunks: int = 1, limit: timedelta | None = None
+) -> tuple[Groups, bool]:
     """Return (the group of each route from and to this stage, whether they must be opened). Collective.
+
+    Args:
+        limit: how long a message is waited for in groups that are made here; None: as in the default group.
 
     Raises:
         ValueError: the backend cannot send what lies on ``device``.
@@ -47,7 +53,7 @@ def message_groups(grid: Any, device: torch.device, num_chunks: int = 1) -> tupl
     warn_of_one_queue(grid.pipe_parallel_size)
     groups: Groups = {}
     for ranks in grid.pipe_groups:
-        groups |= _route_groups(ranks, grid.get_global_rank(), backend, num_chunks)
+        groups |= _route_groups(ranks, grid.get_global_rank(), backend, num_chunks, limit)
     return groups, True
 
 
@@ -67,10 +73,12 @@ def routes(num_stages: int, num_chunks: int = 1) -> list[Route]:
     ]
 
 
-def _route_groups(ranks: list[int], own_rank: int, backend: str, num_chunks: int) -> Groups:
+def _route_groups(ranks: list[int], own_rank: int, backend: str, num_chunks: int, limit: timedelta | None) -> Groups:
     """Make the groups of one pipeline; return those of the routes from and to this rank."""
-    timeout = default_timeout()
-    headers = dist.new_group(ranks, backend="gloo", timeout=timeout)
+    limit = default_timeout() if limit is None else limit
+    grace = NCCL_GRACE if backend == "nccl" else timedelta()
+    timeout = None if limit is None else limit + grace
+    headers = dist.new_group(ranks, backend="gloo", timeout=limit)
     groups: Groups = {}
     for kind, source, destination in routes(len(ranks), num_chunks):
         pair = [ranks[source], ranks[destination]]

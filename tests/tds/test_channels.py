@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tds import channels
 from tds.schedule import Kind
-from tests.harness import fork_ranks, run_ranks
+from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 from tests.tds.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
 from tests.tds.toys import Toy, check_equal, make_engine, train
 
@@ -132,6 +132,21 @@ def test_a_ring_of_chunks_runs_on_communicators_that_block(num_stages: int, num_
 def test_with_one_communicator_for_a_pair_a_ring_would_stand_still() -> None:
     codes, _, reports = fork_ranks(2, _ring, 2, [micro_batch(i) for i in range(3)], "one queue for a pair")
     assert 1 in codes and "stands still" in "".join(reports)
+
+
+def _limits(rank: int, limit_s: float | None) -> set[timedelta]:
+    channels.NEEDS_PAIRS = ("gloo",)
+    grid = make_engine(Toy("chain"), 2).grid
+    limit = None if limit_s is None else timedelta(seconds=limit_s)
+    groups, _ = channels.message_groups(grid, torch.device("cpu"), 1, limit)
+    device = torch.device("cpu")
+    return {group._get_backend(device).options._timeout for group in groups.values()}
+
+
+@pytest.mark.parametrize("limit_s", [None, 7.0])
+def test_groups_of_messages_wait_as_long_as_they_are_told(limit_s: float | None) -> None:
+    for limits in run_ranks(2, _limits, limit_s):
+        assert limits == {timedelta(seconds=limit_s or GROUP_TIMEOUT_S)}
 
 
 def _groups(rank: int, num_chunks: int) -> dict[Any, tuple[list[int], str]]:
