@@ -12,6 +12,7 @@ class StockNames(DeepSpeedEngine):
 
     grid: Any
     stage_id: int
+    micro_batch_size: int
 
     @property
     def prev_stage(self) -> int:
@@ -37,6 +38,11 @@ class StockNames(DeepSpeedEngine):
     def is_model_parallel(self) -> bool:
         """True if layers are cut over a tensor group."""
         return self.grid.model_parallel_size > 1
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the global batch size by another size of each micro-batch, which the data must have."""
+        super().set_train_micro_batch_size(micro_batch_size)
+        self.micro_batch_size = micro_batch_size
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Do nothing: boolean tensors cross a stage as they are, wherever they stand."""
