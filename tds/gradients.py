@@ -101,13 +101,18 @@ def _multiply(gradients: list[torch.Tensor], scale: float | torch.Tensor) -> Non
         gradient.mul_(scale)
 
 
-def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any) -> None:
+@torch.no_grad()
+def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtype: torch.dtype | None = None) -> None:
     """Add up the gradients of each tied weight over the stages that hold a copy. Collective over each tied group.
 
     Args:
         weights: (parameter, group) in the same order on every rank, as ``get_tied_weights_and_groups`` gives them.
+        dtype: in which sums travel and are taken; None: the gradients' own.
     """
     for weight, group in weights:
         if weight.requires_grad and dist.get_world_size(group) > 1:
             gradient = gradient_of(weight)
-            dist.all_reduce(gradient, group=group)
+            summed = gradient if dtype is None else gradient.to(dtype)
+            dist.all_reduce(summed, group=group)
+            if summed is not gradient:
+                gradient.copy_(summed)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tds
-from tds.gradients import buckets, reduce_gradients
+from tds.gradients import buckets, reduce_gradients, sum_tied
 from tds.norm import clip, global_norm
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, preload_zero
@@ -28,6 +28,19 @@ def _reduce(rank: int, bucket_bytes: int) -> bool:
     reduce_gradients(mine, dist.group.WORLD, 0.25, bucket_bytes)
     wanted = [(a + b) * 0.25 for a, b in zip(make(0), make(1), strict=True)]
     return all(torch.equal(got, want) for got, want in zip(mine, wanted, strict=True))
+
+
+def _sum_tied(rank: int) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    own = torch.tensor([1.0 + 2**-12, 1.0 + rank])
+    for dtype, first in ((None, 2.0 + 2**-11), (torch.bfloat16, 2.0)):
+        gradient = own.clone()
+        sum_tied([(weight, dist.group.WORLD)], lambda _, g=gradient: g, dtype)
+        assert gradient.dtype is torch.float32 and gradient.tolist() == [first, 3.0]
+
+
+def test_copies_of_a_tied_weight_are_added_up_in_the_type_that_is_asked_for() -> None:
+    run_ranks(2, _sum_tied)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])
