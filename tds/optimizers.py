@@ -9,9 +9,10 @@
 | DeepSpeedZeroOptimizer (ZeRO 1) | ``param.grad`` or ``param.grad_accum`` | its own | its own, over all |
 
 In each case the engine itself adds up gradients: micro-batches by autograd, then the copies of tied weights, then the
-replicas, in the gradients' own dtype. An optimizer finds them where its own reduction would have left them; that of
-ZeRO 1 then only takes the part that it updates. Whether a step is skipped (fp16) is decided by DeepSpeed's optimizers
-with a flag summed over all stages and tensor ranks of a replica, so that all skip the same and keep one scale.
+replicas, in the gradients' own dtype or the JSON's "communication_data_type". An optimizer finds them where its own
+reduction would have left them; that of ZeRO 1 then only takes the part that it updates. Whether a step is skipped
+(fp16) is decided by DeepSpeed's optimizers with a flag summed over all stages and tensor ranks of a replica, so that
+all skip the same and keep one scale.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class ZeroGradients(Gradients):
     """Gradients under ZeRO 1, which keeps the states of one part of the weights on each replica.
 
     DeepSpeed's hooks move gradients to ``param.grad_accum`` where the JSON has them accumulate in another dtype. All
-    replicas' gradients are summed by the engine, beside the backward, and never rounded to "communication_data_type".
+    replicas' gradients are summed by the engine, beside the backward; they are rounded to "communication_data_type"
+    only if the JSON has one.
     """
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer) -> None:

@@ -51,7 +51,7 @@ def _bf16(rank: int) -> list[Any]:
             "train_micro_batch_size_per_gpu": toy.rows,
             "gradient_accumulation_steps": toy.micro_batches,
             "bf16": {"enabled": True},
-            "communication_data_type": "fp32",  # stock rounds the sums to bf16 otherwise, ours never does
+            "communication_data_type": "fp32",  # without it stock rounds the sums to bf16, ours does not
             "data_types": {"grad_accum_dtype": "fp32"},
             "zero_optimization": {"stage": 1},
             "zero_allow_untested_optimizer": True,
