@@ -26,6 +26,7 @@ from tds.schedule import (
 from tds.schedule.interleaved import in_rounds
 from tests.tds.schedule.orders import (
     BIG,
+    FEW,
     MICRO_BATCHES,
     ONE_CHUNK,
     QUICK,
@@ -54,9 +55,20 @@ def test_a_schedule_runs_and_holds_what_its_table_says(name: str, p: int, m: int
 
 @SMALL
 @given(st.integers(2, 10), st.integers(1, 24), st.integers(2, 4))
-@example(64, 250, 2)
 @example(63, 5, 4)
 def test_interleaved_runs_and_holds_no_more_than_megatron(p: int, m: int, c: int) -> None:
+    check_interleaved(p, m, c)
+
+
+@FEW
+@given(st.integers(2, 64), MICRO_BATCHES, st.integers(2, 3))
+@example(64, 256, 2)
+@example(64, 250, 2)
+def test_large_interleaved_runs_and_holds_no_more_than_megatron(p: int, m: int, c: int) -> None:
+    check_interleaved(p, m, c)
+
+
+def check_interleaved(p: int, m: int, c: int) -> None:
     peaks = validate(stages_of("interleaved", p, m, c), m, num_chunks=c, window=p)
     assert all(peak <= most for peak, most in zip(peaks, peaks_of("interleaved", p, m, c), strict=True))
 
