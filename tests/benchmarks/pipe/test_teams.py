@@ -44,7 +44,7 @@ def test_ranks_wait_without_using_the_processor_and_end_with_the_run() -> None:
         before = {name: cpu_ticks(team) for name, team in teams.items()}
         time.sleep(1.0)
         for name, team in teams.items():
-            assert cpu_ticks(team) - before[name] <= 2, name
+            assert cpu_ticks(team) - before[name] <= 30, name  # one that spins takes 100
         pids = [pid for team in teams.values() for pid in team.pids]
     assert losses["torch"] == losses["ours"] == pytest.approx(losses["side"], abs=1e-6)
     assert len(pids) == 6 and all(map(is_gone, pids))
