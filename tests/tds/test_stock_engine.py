@@ -13,25 +13,27 @@ from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, preload_zero, train
 
 
-def _both(rank: int, toy: Toy, num_stages: int) -> list[Any]:
-    results = []
-    for initialize in (deepspeed.initialize, tds.initialize):
-        tds.init_distributed("gloo", verbose=False)
-        stock = deepspeed.PipelineModule(
-            toy.specs(), num_stages=num_stages, loss_fn=toy.loss_fn, partition_method="uniform"
-        )
-        engine = make_engine(toy, num_stages, initialize, module=stock)
-        steps = [train(engine, toy)[:2] for _ in range(2)]
-        results.append((steps, engine.eval_batch(iter(toy.batches())), engine.global_steps, engine.global_samples))
+def _both(rank: int, toys: list[Toy], num_stages: int, method: str = "uniform") -> list[Any]:
+    """Return what stock and ours make of each toy: (steps, loss of an evaluation, steps, samples, bounds)."""
+    results: list[Any] = []
+    for toy in toys:
+        results.append([])
+        for initialize in (deepspeed.initialize, tds.initialize):
+            tds.init_distributed("gloo", verbose=False)
+            stock = deepspeed.PipelineModule(
+                toy.specs(), num_stages=num_stages, loss_fn=toy.loss_fn, partition_method=method
+            )
+            engine = make_engine(toy, num_stages, initialize, module=stock)
+            steps = [train(engine, toy)[:2] for _ in range(2)]
+            loss = engine.eval_batch(iter(toy.batches()))
+            results[-1].append((steps, loss, engine.global_steps, engine.global_samples, list(stock.parts)))
     return results
 
 
-@pytest.mark.parametrize(("ranks", "num_stages", "micro_batches"), [(2, 2, 1), (3, 3, 7), (4, 2, 4)])
-def test_fp32_equals_deepspeeds_engine_to_the_bit(ranks: int, num_stages: int, micro_batches: int) -> None:
-    """Row E21: clipping off, untied and tied, one and two replicas."""
-    for kind in ("chain", "tied"):
-        toy = Toy(kind, dtype=torch.float32, micro_batches=micro_batches, clip=0.0)
-        for stock, ours in run_ranks(ranks, _both, toy, num_stages):
+def _check(ranks: int, toys: list[Toy], num_stages: int, method: str = "uniform") -> list[list[int]]:
+    """Compare stock and ours to the bit; return the bounds of each toy."""
+    for of_rank in run_ranks(ranks, _both, toys, num_stages, method):
+        for stock, ours in of_rank:
             assert torch.equal(stock[1].reshape(()), ours[1])
             assert stock[2:] == ours[2:]
             for (loss, gradients), (our_loss, our_gradients) in zip(stock[0], ours[0], strict=True):
@@ -39,6 +41,41 @@ def test_fp32_equals_deepspeeds_engine_to_the_bit(ranks: int, num_stages: int, m
                 assert set(gradients) == set(our_gradients)
                 for name in gradients:
                     assert torch.equal(gradients[name], our_gradients[name]), name
+    return [ours[-1] for _, ours in of_rank]
+
+
+def _toy(kind: str, **more: Any) -> Toy:
+    return Toy(kind, dtype=torch.float32, clip=0.0, **more)
+
+
+@pytest.mark.parametrize(("ranks", "num_stages", "micro_batches"), [(2, 2, 1), (3, 3, 7), (4, 2, 4)])
+def test_fp32_equals_deepspeeds_engine_to_the_bit(ranks: int, num_stages: int, micro_batches: int) -> None:
+    """Row E21: clipping off, untied and tied, one and two replicas."""
+    _check(ranks, [_toy(kind, micro_batches=micro_batches) for kind in ("chain", "tied")], num_stages)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "micro_batches", "method", "bounds"),
+    [(2, 5, "type:Words", [0, 6, 7]), (3, 2, "type:Dense", [0, 3, 5, 7]), (3, 4, "parameters", [0, 2, 5, 7])],
+)
+def test_stages_of_unequal_size_equal_deepspeeds_to_the_bit(
+    num_stages: int, micro_batches: int, method: str, bounds: list[int]
+) -> None:
+    """Fewer micro-batches than stages, and more; a weight that is tied over the first stage and the last."""
+    toy = _toy("tied", layers=7, micro_batches=micro_batches)
+    assert _check(num_stages, [toy], num_stages, method) == [bounds]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recompute_equals_deepspeeds_to_the_bit(use_reentrant: bool) -> None:
+    """On two unequal stages; with fewer micro-batches than stages, and more.
+
+    Reentrant recompute of an embedding, whose input has no gradient, ends DeepSpeed's engine in an error.
+    """
+    pipeline = {"activation_checkpoint_interval": 1, "use_reentrant": use_reentrant}
+    kinds = (("chain", 1), ("chain", 5), *(() if use_reentrant else (("tied", 5),)))
+    toys = [_toy(kind, micro_batches=m, pipeline=pipeline) for kind, m in kinds]
+    assert _check(2, toys, 2) == [[0, 3, 5]] * len(toys)
 
 
 def _bf16(rank: int) -> list[Any]:
