@@ -113,10 +113,10 @@ def make_stage(engine: PipelineEngine) -> Stage:
     device = torch.device(engine.device)
     ranks = [grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     chunks = num_chunks(engine.module)
-    groups, must_open = channels.message_groups(grid, device, chunks)
+    limit = section.wait_limit(engine._config.pipeline, default_timeout())
+    groups, must_open = channels.message_groups(grid, device, chunks, limit)
     if must_open:
         channels.open_channels(groups, ranks, engine.stage_id, device, chunks)
-    limit = section.wait_limit(engine._config.pipeline, default_timeout())
     links = Links(engine.stage_id, ranks, groups, cut, device, limit)
     exchange = Exchange(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
     return Stage(engine.module, exchange, device)

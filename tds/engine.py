@@ -192,6 +192,7 @@ class PipelineEngine(LayerCheckpoints):
                 to the list of that stage's actions (``tds.schedule``), which is proven to run before it is used.
         """
         self._plan.set(schedule)
+        self._seeing.settle()
 
     def set_input_grad(self, values: Sequence[bool] | None) -> None:
         """Declare which of the tensors that cross a stage have a gradient, from the next call on."""

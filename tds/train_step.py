@@ -55,7 +55,8 @@ def finish(
 
 def add_up_tied(engine: PipelineEngine, gradients: Gradients) -> None:
     """Give each copy of a tied weight the gradient of all, on this replica; ahead of the replicas' sum. Collective."""
-    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of)
+    dtype = None if engine._config.communication_data_type is None else engine.communication_data_type
+    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, dtype)
 
 
 def add_up_replicas(engine: PipelineEngine, gradients: Gradients, reduction: Reduction | None, factor: float) -> None:

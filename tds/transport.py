@@ -66,7 +66,7 @@ class Transport:
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     action: Action | None = None
     window: int | None = None
-    history: deque[tuple[str, Kind, Message]] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    history: deque[tuple[str, Kind, Message] | str] = field(default_factory=lambda: deque(maxlen=HISTORY))
     waiting: tuple[str, Kind, Message] | None = None
     _sending: dict[Kind, deque[Transfer]] = field(default_factory=lambda: {kind: deque() for kind in Kind})
 

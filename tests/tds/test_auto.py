@@ -84,7 +84,6 @@ def _change(rank: int, when: int) -> tuple[list[str], list[str]]:
     for step in range(len(TRIALS) + 3):
         if step == when:
             engine.set_schedule("gpipe")
-            engine._seeing.settle()
         if step == len(TRIALS) + 1:
             more = replace(toy, micro_batches=2 * toy.micro_batches)
             engine.set_train_batch_size(2 * engine.train_batch_size())
