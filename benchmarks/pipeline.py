@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.pipe.bars import Bar, bars  # noqa: E402
+from benchmarks.pipe.bars import NO_MEMORY_BAR, Bar, bars  # noqa: E402
 from benchmarks.pipe.case import Case, Contender  # noqa: E402
 from benchmarks.pipe.record import Record, check_losses  # noqa: E402
 from benchmarks.pipe.tables import draw, row, table  # noqa: E402
@@ -53,6 +53,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cuts", type=int, default=3, help="how many of its best cuts each engine runs (default: 3)")
     parser.add_argument("--only", nargs="+", help="take contenders alone whose names hold one of these texts")
     parser.add_argument("--smoke", action="store_true", help="a model of no use, a few turns: whether it runs at all")
+    parser.add_argument("--strict", action="store_true", help="end with code 1 if a bar is not met")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--start-method", choices=START_METHODS, default=START_METHODS[0], help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -89,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             records = run_case(case, args, lines)
             drawn[case] = records
             found = bars(case, records)
-            text.append("\n".join([table(case, records), "", *map(str, found), ""]))
+            text.append(
+                "\n".join([table(case, records), "", *map(str, found), *([NO_MEMORY_BAR] if found else []), ""])
+            )
             print(text[-1], flush=True)
             rows = [row(case, record, records) for record in records.values()]
             result["cases"][case.name] = {"rows": rows, "bars": [_told(bar) for bar in found]}
@@ -97,6 +100,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     (args.out / "table.txt").write_text("\n".join(text))
     draw(drawn, args.out / "speed.png")
     print(f"written: {args.out}/table.txt, turns.jsonl, speed.png")
+    missed = [
+        f"{name}: {bar['told']}" for name, each in result["cases"].items() for bar in each["bars"] if not bar["is_met"]
+    ]
+    if args.strict and missed:
+        raise SystemExit("\n".join(["bars that are not met:", *missed]))
     return result
 
 
