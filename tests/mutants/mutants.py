@@ -28,6 +28,7 @@ LAYOUTS = "tests/parity/test_layouts.py"
 BITS = "tests/parity/test_schedules.py::test_schedules_differ_in_no_bit"
 CHUNKS = "tests/tds/test_parity.py::test_chunks_equal_one_process_to_the_bit"
 RESUME = "tests/training/test_resume.py::test_killed_and_resumed_run_is_bit_for_bit_the_same"
+SUMS = "tests/tds/test_reduction.py"
 FP16 = "tests/training/test_loss_scale.py"
 LOOP = "tests/training/test_loop.py"
 OVERFLOW = "tests/tds/test_optimizers.py::test_an_overflow_on_one_stage_skips_the_same_step_on_all_with_one_scale"
@@ -71,15 +72,15 @@ GRADIENTS = (
     Mutant(
         "tied gradients are not summed",
         "tds/gradients.py",
-        "            dist.all_reduce(gradient, group=group)\n",
+        "            dist.all_reduce(summed, group=group)\n",
         "            pass\n",
         (TIED,),
     ),
     Mutant(
         "tied gradients are summed twice",
         "tds/gradients.py",
-        "            dist.all_reduce(gradient, group=group)\n",
-        "            dist.all_reduce(gradient, group=group)\n            dist.all_reduce(gradient, group=group)\n",
+        "            dist.all_reduce(summed, group=group)\n",
+        "            dist.all_reduce(summed, group=group)\n            dist.all_reduce(summed, group=group)\n",
         (TIED,),
     ),
     Mutant(
@@ -603,4 +604,43 @@ STAGES = (
     ),
 )
 
-MUTANTS = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *RESUMED, *STEPS, *DATA, *STAGES)
+OVERLAP = (
+    Mutant(
+        "a weight of two chunks is added up over the replicas once one of them is done",
+        "tds/reduction.py",
+        "if holders[p] != 1}",
+        "if holders[p] < 1}",
+        (f"{SUMS}::test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to_it[2-2]",),
+    ),
+    Mutant(
+        "a weight of no layer is not added up over the replicas",
+        "tds/reduction.py",
+        "if holders[p] != 1}",
+        "if holders[p] > 1}",
+        (f"{SUMS}::test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to_it[1-1]",),
+    ),
+    Mutant(
+        "sums over the replicas start in the first backward of a chunk, not the last",
+        "tds/call.py",
+        "{a.chunk: a for a in actions if",
+        "{a.chunk: a for a in reversed(actions) if",
+        ("tests/tds/test_parity.py::test_two_replicas_equal_one_process_over_both_their_batches",),
+    ),
+    Mutant(
+        "one replica starts two sums in the other order",
+        "tds/reduction.py",
+        "        self._bucket_of = {",
+        "        self._buckets[:2] = self._buckets[1::-1] if dist.get_rank() == 1 else self._buckets[:2]\n"
+        "        self._bucket_of = {",
+        (f"{SUMS}::test_sums_start_while_the_backward_still_runs[False]",),
+    ),
+    Mutant(
+        "a sender's limit is one with which the schedule stands still",
+        "tds/window.py",
+        "            window *= 2\n",
+        "            return window\n",
+        ("tests/tds/test_window.py::test_a_schedule_that_would_stand_still_gets_a_larger_limit",),
+    ),
+)
+
+MUTANTS = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP)
