@@ -606,13 +606,6 @@ STAGES = (
 
 OVERLAP = (
     Mutant(
-        "a weight of two chunks is added up over the replicas once one of them is done",
-        "tds/reduction.py",
-        "if holders[p] != 1}",
-        "if holders[p] < 1}",
-        (f"{SUMS}::test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to_it[2-2]",),
-    ),
-    Mutant(
         "a weight of no layer is not added up over the replicas",
         "tds/reduction.py",
         "if holders[p] != 1}",
