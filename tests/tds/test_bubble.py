@@ -96,8 +96,8 @@ def test_the_measured_bubble_is_that_of_the_trace_and_of_the_simulation(tmp_path
     first, second = run_ranks(2, _measure, units, str(tmp_path))
     assert first == second and first.pop() is None
     traced = [step.timeline.bubble for step in read_traces(tmp_path)]
-    assert first == pytest.approx(traced, abs=0.02), "measured, traced"
+    assert first == pytest.approx(traced, abs=0.05), "measured, traced"
     order = schedule_named("1f1b")
     costs = Costs(tuple(units), tuple(units), (0.0, 0.0))
     wanted = simulate([order(2, m, stage) for stage in range(2)], costs).bubble
-    assert statistics.median(first) == pytest.approx(wanted, abs=0.05), "measured, simulated"
+    assert statistics.median(first) == pytest.approx(wanted, abs=0.12), "measured, simulated"
