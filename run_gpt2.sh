@@ -28,70 +28,10 @@ config_json=${config_json:-}                      # ds_config_gpt2.json; DeepSpe
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/gpt2-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-set -euo pipefail
-flags=()                                          # what the user set
-variables=                                        # which flag a variable sets, for messages
-add() {                                           # add FLAG VARIABLE: pass the variable as a flag if it is set
-  variables+="$1=$2 "
-  if [ -n "${!2}" ]; then flags+=("$1" "${!2}"); fi
-}
-add --pipe-parallel-size pp_size
-add --model-parallel-size mp_size
-add --num-layers NLAYERS
-add --hidden-size NHIDDEN
-add --num-attention-heads NHEADS
-add --seq-length SEQLEN
-add --batch-size BATCHSIZE
-add --gas GAS
-add --train-iters TRAIN_ITERS
-add --data-path DATA_PATH
-add --tokenizer-path TOKENIZER
-add --deepspeed_config config_json
-add --save CHECKPOINT_PATH
-
-export GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT pp_size mp_size
-# shellcheck source=tools/setup.sh
-source "$(dirname "${BASH_SOURCE[0]}")/tools/setup.sh" run
-is_dry=
-has_data=$DATA_PATH
-for flag in "$@"; do
-  case $flag in
-    -h | --help) exec "$PYTHON" "$root/pretrain_gpt2.py" --help ;;
-    --dry-run) is_dry=1 ;;
-    --data-path | --data-path=*) has_data=1 ;;
-  esac
-done
-
-machine=$("$PYTHON" -m megatron.launch.machine) || exit
-eval "$machine"
-
-quoted() {                                        # quoted TEXT: one word for whoever reads the recipe
-  local quote="'"
-  printf "'%s'" "${1//$quote/$quote\\$quote$quote}"
-}
-recipe="--pipe-parallel-size $pp_size --model-parallel-size $mp_size
-  --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 8 --gas 4 --train-iters 100
-  --hidden-bias --attention-dropout 0 --hidden-dropout 0
+own=(--seq-length SEQLEN)
+recipe="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 8 --gas 4
+  --train-iters 100 --hidden-bias --attention-dropout 0 --hidden-dropout 0
   --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05
-  --log-interval 10 --eval-interval 50 --eval-iters 2
-  --deepspeed_config $(quoted "$root/ds_config_gpt2.json")"
-if [ -z "$has_data" ]; then
-  sample=$root/data/sample
-  if [ -z "$is_dry" ]; then "$PYTHON" "$root/tools/make_sample_data.py"; fi
-  recipe+=" --data-path $(quoted "$sample/gpt2_text_document") --split 900,50,50"  # let each split hold texts and code
-  if [ -z "$is_dry" ] || [ -e "$sample/tokenizer.json" ]; then
-    recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
-  elif [ -z "$TOKENIZER" ]; then
-    echo "the sample data are not made yet: counting with their vocabulary of 8,192 tokens" >&2
-    recipe+=" --vocab-size 8192"
-  fi
-fi
-export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$variables
-
-if [ -n "$is_dry" ]; then
-  WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) exec "$PYTHON" "$root/pretrain_gpt2.py" ${flags[@]+"${flags[@]}"} "$@"
-fi
-# shellcheck disable=SC2086 # LAUNCH_FLAGS is empty or several words
-exec "$PYTHON" -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" $LAUNCH_FLAGS "$root/pretrain_gpt2.py" \
-  ${flags[@]+"${flags[@]}"} "$@"
+  --log-interval 10 --eval-interval 50 --eval-iters 2"
+# shellcheck source=tools/run.sh
+source "$(dirname "${BASH_SOURCE[0]}")/tools/run.sh" gpt2 "$@"

@@ -1,0 +1,71 @@
+# shellcheck shell=bash
+# Sourced by the run scripts with the name of their model and the user's flags, once they have set their variables and
+#   own       their own variables, each behind its flag: those that not every run script has
+#   recipe    flags that hold where neither the user's flags nor the JSON say otherwise
+# Makes the set-up and the sample data where they are needed, then starts pretrain_<model>.py on every device.
+set -euo pipefail
+model=$1
+shift
+
+flags=()                                          # what the user set
+variables=                                        # which flag a variable sets, for messages
+add() {                                           # add FLAG VARIABLE: pass the variable as a flag if it is set
+  variables+="$1=$2 "
+  if [ -n "${!2:-}" ]; then flags+=("$1" "${!2}"); fi
+}
+add --pipe-parallel-size pp_size
+add --model-parallel-size mp_size
+add --num-layers NLAYERS
+add --hidden-size NHIDDEN
+add --num-attention-heads NHEADS
+for ((i = 0; i < ${#own[@]}; i += 2)); do add "${own[i]}" "${own[i + 1]}"; done
+add --batch-size BATCHSIZE
+add --gas GAS
+add --train-iters TRAIN_ITERS
+add --data-path DATA_PATH
+add --tokenizer-path TOKENIZER
+add --deepspeed_config config_json
+add --save CHECKPOINT_PATH
+
+export GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT pp_size mp_size
+# shellcheck source=tools/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" run
+program=$root/pretrain_$model.py
+is_dry=
+has_data=$DATA_PATH
+for flag in "$@"; do
+  case $flag in
+    -h | --help) exec "$PYTHON" "$program" --help ;;
+    --dry-run) is_dry=1 ;;
+    --data-path | --data-path=*) has_data=1 ;;
+  esac
+done
+
+machine=$("$PYTHON" -m megatron.launch.machine) || exit
+eval "$machine"
+
+quoted() {                                        # quoted TEXT: one word for whoever reads the recipe
+  local quote="'"
+  printf "'%s'" "${1//$quote/$quote\\$quote$quote}"
+}
+recipe="--pipe-parallel-size $pp_size --model-parallel-size $mp_size $recipe
+  --deepspeed_config $(quoted "$root/ds_config_$model.json")"
+if [ -z "$has_data" ]; then
+  sample=$root/data/sample                        # of every model: one token file and one vocabulary
+  if [ -z "$is_dry" ]; then "$PYTHON" "$root/tools/make_sample_data.py"; fi
+  recipe+=" --data-path $(quoted "$sample/gpt2_text_document") --split 900,50,50"  # let each split hold texts and code
+  if [ -z "$is_dry" ] || [ -e "$sample/tokenizer.json" ]; then
+    recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
+  elif [ -z "$TOKENIZER" ]; then
+    echo "the sample data are not made yet: counting with their vocabulary of 8,192 tokens" >&2
+    recipe+=" --vocab-size 8192"
+  fi
+fi
+export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$variables
+
+if [ -n "$is_dry" ]; then
+  WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) exec "$PYTHON" "$program" ${flags[@]+"${flags[@]}"} "$@"
+fi
+# shellcheck disable=SC2086 # LAUNCH_FLAGS is empty or several words
+exec "$PYTHON" -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
+  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" $LAUNCH_FLAGS "$program" ${flags[@]+"${flags[@]}"} "$@"
