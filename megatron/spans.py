@@ -1,0 +1,159 @@
+"""How long T5's inputs and targets are: arithmetic alone.
+
+A text of ``length`` tokens loses ``noise`` of them in ``spans`` pieces, each of which leaves one sentinel behind:
+
+| what | holds | tokens |
+|---|---|---|
+| inputs | [mode token,] the rest of the text with a sentinel for each span, end of sample | length - noise + spans + 1 [+ 1] |
+| targets | for each span its sentinel and its tokens, end of sample | noise + spans + 1 |
+
+    noise = round(noise_density * length)        at least 1, at most length - 1
+    spans = round(noise / mean_span_length)      at least 1, at most min(noise, length - noise)
+
+Halves round to the even neighbour. Each length moves by 0 or 1 when the text grows by 1, so one denoiser fills any
+number of inputs exactly: 512 <- 568 with 114 targets.
+
+| denoiser | noise density | mean span length | what it asks for |
+|---|---|---|---|
+| R | --noise-density | --mean-span-length | short spans, T5's own task |
+| X | 0.5 | 8 | half of the text |
+| S | 0.25 | one span | the last quarter from the first three |
+
+Sources: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer",
+section 3.1.4 (lengths as in seqio); Tay et al. 2022, "UL2: unifying language learning paradigms", section 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KINDS = ("R", "X", "S")
+SHORTEST_TEXT = 2
+"""A span needs a token, and a token before it."""
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """One way to cut spans out of a text; ``weight`` is its share of the samples, relative to the others'."""
+
+    kind: str
+    noise_density: float
+    mean_span_length: float
+    weight: float = 1.0
+
+
+def parse_denoisers(text: str, noise_density: float, mean_span_length: float) -> tuple[Denoiser, ...]:
+    """Return the denoisers of ``--denoisers``, such as "R", "R,X,S" or "R:2,X:1,S:1" with weights.
+
+    Raises:
+        ValueError: not such a text, or R's two numbers leave no room for its spans.
+    """
+    weights = _parse_weights(text)
+    shapes = {"R": (noise_density, mean_span_length), "X": (0.5, 8.0), "S": (0.25, math.inf)}
+    if "R" in weights:
+        _check_shape(noise_density, mean_span_length)
+    return tuple(Denoiser(kind, *shapes[kind], weight) for kind, weight in weights.items())
+
+
+def has_modes(denoisers: Sequence[Denoiser]) -> bool:
+    """Return whether inputs start with a token that names the denoiser: where there are several."""
+    return len(denoisers) > 1
+
+
+def noise_and_spans(length: int, denoiser: Denoiser) -> tuple[int, int]:
+    """Return how many tokens of a text of ``length`` are cut out, and in how many spans."""
+    if length < SHORTEST_TEXT:
+        raise ValueError(f"a text must have at least {SHORTEST_TEXT} tokens to cut spans out of it, got {length}")
+    noise = min(max(round(denoiser.noise_density * length), 1), length - 1)
+    spans = max(min(round(noise / denoiser.mean_span_length), noise, length - noise), 1)
+    return noise, spans
+
+
+def input_length(length: int, denoiser: Denoiser, has_mode: bool = False) -> int:
+    """Return the tokens that the encoder reads of a text of ``length``."""
+    noise, spans = noise_and_spans(length, denoiser)
+    return length - noise + spans + 1 + has_mode
+
+
+def target_length(length: int, denoiser: Denoiser) -> int:
+    """Return the tokens that the decoder gives for a text of ``length``."""
+    return sum(noise_and_spans(length, denoiser)) + 1
+
+
+def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
+    """Return the largest length of text whose inputs fit ``enc_seq_length`` with every denoiser.
+
+    With one denoiser they fill it; with several the shorter inputs are padded.
+
+    Raises:
+        ValueError: no text is short enough, or one denoiser leaves a place empty (spans of about one token, with about
+            as much noise as there can be).
+    """
+
+    def longest_input(length: int) -> int:
+        return max(input_length(length, denoiser, has_modes(denoisers)) for denoiser in denoisers)
+
+    if longest_input(SHORTEST_TEXT) > enc_seq_length:
+        raise ValueError(
+            f"--enc-seq-length must be at least {longest_input(SHORTEST_TEXT)}, the inputs of a text of "
+            f"{SHORTEST_TEXT} tokens, got {enc_seq_length}. Raise it."
+        )
+    most_noise = max(denoiser.noise_density for denoiser in denoisers)
+    beyond = math.ceil((enc_seq_length + 1) / (1 - most_noise)) + SHORTEST_TEXT
+    length = bisect_right(range(beyond), enc_seq_length, lo=SHORTEST_TEXT, key=longest_input) - 1
+    if len(denoisers) == 1 and longest_input(length) < enc_seq_length:
+        raise ValueError(
+            f"--enc-seq-length must be a length that inputs can have, got {enc_seq_length}: --noise-density "
+            f"{denoisers[0].noise_density:g} and --mean-span-length {denoisers[0].mean_span_length:g} give "
+            f"{longest_input(length)} or {longest_input(length + 1)}. Take one of these, or longer spans."
+        )
+    return length
+
+
+def longest_target(length: int, denoisers: Sequence[Denoiser]) -> int:
+    """Return the most targets that a text of ``length`` can have: what ``--dec-seq-length`` must hold."""
+    return max(target_length(length, denoiser) for denoiser in denoisers)
+
+
+def most_spans(length: int, denoisers: Sequence[Denoiser]) -> int:
+    """Return the most spans that a text of ``length`` can lose: the sentinels that a vocabulary needs."""
+    return max(noise_and_spans(length, denoiser)[1] for denoiser in denoisers)
+
+
+def _parse_weights(text: str) -> dict[str, float]:
+    wrong = f"--denoisers must be some of {', '.join(KINDS)}, each once and with a weight if you like, such as R:2,X:1,S:1"
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        kind, colon, number = (word.strip() for word in part.partition(":"))
+        if kind not in KINDS:
+            raise ValueError(f"{wrong}; got {part.strip()!r} in {text!r}")
+        if kind in weights:
+            raise ValueError(f"{wrong}; got {kind} twice in {text!r}")
+        weights[kind] = _parse_weight(number, f"{wrong}; got {part.strip()!r} in {text!r}") if colon else 1.0
+    return weights
+
+
+def _parse_weight(number: str, wrong: str) -> float:
+    try:
+        weight = float(number)
+    except ValueError as error:
+        raise ValueError(f"{wrong}, whose weight is no number") from error
+    if not 0 < weight < math.inf:
+        raise ValueError(f"{wrong}, whose weight must be more than 0 and finite. Leave a denoiser out to have none of it")
+    return weight
+
+
+def _check_shape(noise_density: float, mean_span_length: float) -> None:
+    if not 0 < noise_density < 1:
+        raise ValueError(f"--noise-density must lie between 0 and 1, got {noise_density:g}; T5's own is 0.15")
+    if not 1 <= mean_span_length < math.inf:
+        raise ValueError(f"--mean-span-length must be at least 1 and finite, got {mean_span_length:g}; T5's own is 3")
+    if noise_density / mean_span_length > 1 - noise_density:
+        raise ValueError(
+            "between two spans there must be room for a token of the text: --noise-density / --mean-span-length must be "
+            f"at most 1 - --noise-density, got {noise_density:g} / {mean_span_length:g} and {1 - noise_density:g}. "
+            "Lower --noise-density or raise --mean-span-length."
+        )
