@@ -1,0 +1,123 @@
+"""Mistakes in scaled, lost or summed twice."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import LAYOUTS, OVERFLOW, PIPELINE, STEP, TIED, Mutant
+
+GRADIENTS = (
+    Mutant(
+        "gradients of stage 0 are divided by the number of micro-batches",
+        "tds/train_step.py",
+        "data_group, factor)",
+        "data_group, factor / (engine.micro_batches if engine.stage_id == 0 else 1))",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "all gradients of a pipeline are multiplied by the number of micro-batches",
+        "tds/train_step.py",
+        "data_group, factor)",
+        "data_group, factor * engine.micro_batches)",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "one stage divides by the number of micro-batches again",
+        "megatron/training/engines.py",
+        "scale_wrt_gas=False",
+        "scale_wrt_gas=True",
+        (f"{LAYOUTS}::test_micro_batches_may_be_cut_otherwise[]",),
+    ),
+    Mutant(
+        "gradients are divided by the replicas once more",
+        "megatron/training/engines.py",
+        "self.grid.data.handle, agreement.factor)\n",
+        "self.grid.data.handle, agreement.factor / self.grid.data.size)\n",
+        (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
+    ),
+    Mutant(
+        "gradients are not summed over the replicas",
+        "megatron/training/engines.py",
+        "self.optimizer.gradients()], self.grid.data.handle, agreement.factor)",
+        "self.optimizer.gradients()], None, agreement.factor)",
+        (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
+    ),
+    Mutant(
+        "tied gradients are not summed",
+        "tds/gradients.py",
+        "            dist.all_reduce(summed, group=group)\n",
+        "            pass\n",
+        (TIED,),
+    ),
+    Mutant(
+        "tied gradients are summed twice",
+        "tds/gradients.py",
+        "            dist.all_reduce(summed, group=group)\n",
+        "            dist.all_reduce(summed, group=group)\n            dist.all_reduce(summed, group=group)\n",
+        (TIED,),
+    ),
+    Mutant(
+        "16-bit gradients are accumulated in 16 bits",
+        "megatron/optim/mixed_precision.py",
+        "            master.grad.add_(parameter.grad)\n",
+        "            master.grad = (master.grad.to(parameter.dtype) + parameter.grad).float()\n",
+        (f"{STEP}::test_many_tiny_gradients_add_up_in_fp32",),
+    ),
+    Mutant(
+        "the mean of means is taken, in one stage",
+        "megatron/training/engines.py",
+        "            share = meter.add(as_weighted(loss), micro_batch)\n",
+        "            share = meter.add(loss[0] / loss[1], micro_batch)\n",
+        (f"{LAYOUTS}::test_micro_batches_may_be_cut_otherwise[--eod-mask-loss --reset-attention-mask]",),
+    ),
+    Mutant(
+        "the mean of means is taken, in a pipeline",
+        "tds/loss.py",
+        "    if isinstance(loss, torch.Tensor) or is_weighted(loss):\n",
+        "    if is_weighted(loss):\n"
+        "        loss = loss.total / loss.count\n"
+        "    if isinstance(loss, torch.Tensor) or is_weighted(loss):\n",
+        ("tests/tds/test_parity.py::test_two_replicas_equal_one_process_over_both_their_batches",),
+    ),
+    Mutant(
+        "tied gradients are not summed under ZeRO",
+        "tds/train_step.py",
+        "    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, dtype)\n",
+        "    if not engine.zero_optimization():\n"
+        "        sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, dtype)\n",
+        ("tests/tds/test_optimizers.py::test_zero_1_is_zero_0_to_the_bit_over_20_steps",),
+    ),
+    Mutant(
+        "an overflow on one stage is not told to the others, under ZeRO",
+        "tds/optimizers.py",
+        '        self._name = "grad_accum" if',
+        '        optimizer.model_parallel_group = None\n        self._name = "grad_accum" if',
+        (OVERFLOW,),
+    ),
+    Mutant(
+        "the norm counts tied weights twice, in fp16",
+        "tds/optimizers.py",
+        '("ds_pipe_replicated", "model_parallel", "tensor_model_parallel")',
+        "()",
+        (OVERFLOW,),
+    ),
+    Mutant(
+        "the loss is not scaled, but the gradients are unscaled",
+        "tds/optimizers.py",
+        "        return 1.0 if scale is None else float(scale)\n",
+        "        return 1.0\n",
+        (OVERFLOW,),
+    ),
+    Mutant(
+        "gradients of a batch that was stopped are added to the next one's",
+        "tds/train_step.py",
+        "        engine.zero_grad()\n        if gradients is not None:\n            gradients.forget()\n",
+        "",
+        ("tests/tds/test_optimizers.py::test_a_batch_that_on_loss_stops_leaves_nothing_to_the_next",),
+    ),
+    Mutant(
+        "evaluation moves the count of forwards that seeds layers",
+        "tds/evaluation.py",
+        ", forwards_uncounted(module):",
+        ":",
+        ("tests/tds/test_evaluation.py::test_evaluation_between_steps_changes_nothing_in_training",),
+    ),
+)

@@ -1,0 +1,90 @@
+"""Mistakes in the gradient norm and the clip."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import FP16, LAYOUTS, NORM, STEP, TIED, Mutant
+
+NORMS = (
+    Mutant(
+        "the norm counts tied weights twice",
+        "megatron/mpu/grads.py",
+        '    if getattr(parameter, "ds_pipe_replicated", False):\n        return False\n',
+        "",
+        (NORM,),
+    ),
+    Mutant(
+        "the norm counts tied weights twice, in the pipeline engine's own clipping",
+        "tds/norm.py",
+        '    if getattr(parameter, "ds_pipe_replicated", False):\n        return False\n',
+        "",
+        (TIED,),
+    ),
+    Mutant(
+        "the norm counts what all tensor ranks hold on each",
+        "megatron/mpu/grads.py",
+        "    return tensor_rank == 0 or shard_of(parameter).is_partitioned\n",
+        "    return True\n",
+        (NORM,),
+    ),
+    Mutant(
+        "the norm is taken per stage",
+        "megatron/optim/mixed_precision.py",
+        "global_norm(counted, model=self.model_group, device=device)",
+        "global_norm(counted, model=self.tensor_group, device=device)",
+        (f"{STEP}::test_norm_and_clipped_steps_over_two_stages_of_two_ranks_equal_one_process",),
+    ),
+    Mutant(
+        "each replica clips before the sum, in one stage",
+        "megatron/training/engines.py",
+        "        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, "
+        "agreement.factor)\n",
+        "        own, scale = [g for _, g in self.optimizer.gradients()], agreement.factor\n"
+        "        norm = scale * self.grid.data.size * sum(float(g.square().sum()) for g in own) ** 0.5\n"
+        "        torch._foreach_mul_(own, min(1.0, self.optimizer.clip_grad / norm))\n"
+        "        reduce_gradients(own, self.grid.data.handle, scale)\n",
+        (f"{LAYOUTS}::test_fp64_equals_one_process[1-1-2]",),
+    ),
+    Mutant(
+        "each replica clips before the sum, in a pipeline",
+        "tds/train_step.py",
+        "    engine._force_grad_boundary = True\n",
+        "    engine._force_grad_boundary = True\n    clip_gradients(engine, gradients)\n",
+        ("tests/tds/test_tensor_group.py::test_the_norm_counts_cut_and_whole_parameters_once_and_clips_by_it",),
+    ),
+    Mutant(
+        "weight decay reaches norms and biases under tensor parallelism",
+        "megatron/optim/param_groups.py",
+        "    groups = decay_groups(parameters, weight_decay)\n",
+        "    groups = decay_groups(parameters, weight_decay)\n"
+        "    groups[-1]['weight_decay'] = weight_decay if tensor.size > 1 else 0.0\n",
+        (f"{LAYOUTS}::test_fp64_equals_one_process[2-1-1]",),
+    ),
+    Mutant(
+        "the updated masters do not reach the 16-bit weights",
+        "megatron/optim/mixed_precision.py",
+        "            self.copy_masters_to_parameters()\n",
+        "            pass\n",
+        (f"{STEP}::test_many_tiny_updates_move_a_bf16_weight",),
+    ),
+    Mutant(
+        "the norm includes the loss scale",
+        "megatron/optim/mixed_precision.py",
+        "        norm = self._norm() / self.loss_scale\n",
+        "        norm = self._norm()\n",
+        (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
+    ),
+    Mutant(
+        "the update includes the loss scale",
+        "megatron/optim/mixed_precision.py",
+        "clip_coefficient(norm, self.clip_grad) / self.loss_scale)",
+        "clip_coefficient(norm, self.clip_grad))",
+        (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
+    ),
+    Mutant(
+        "a pipeline's backward leaves out the loss scale",
+        "tds/stage.py",
+        "        scaled = share if call.loss_scale == 1.0 else share * call.loss_scale\n",
+        "        scaled = share\n",
+        (f"{FP16}::test_fp16_that_skips_nothing_trains_as_fp32_does[1-2-1]",),
+    ),
+)

@@ -1,0 +1,37 @@
+"""Mistakes in sums beside the backward and waiting messages."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import SUMS, Mutant
+
+OVERLAP = (
+    Mutant(
+        "a weight of no layer is not added up over the replicas",
+        "tds/reduction.py",
+        "if holders[p] != 1}",
+        "if holders[p] > 1}",
+        (f"{SUMS}::test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to_it[1-1]",),
+    ),
+    Mutant(
+        "sums over the replicas start in the first backward of a chunk, not the last",
+        "tds/call.py",
+        "{a.chunk: a for a in actions if",
+        "{a.chunk: a for a in reversed(actions) if",
+        ("tests/tds/test_parity.py::test_two_replicas_equal_one_process_over_both_their_batches",),
+    ),
+    Mutant(
+        "one replica starts two sums in the other order",
+        "tds/reduction.py",
+        "        self._bucket_of = {",
+        "        self._buckets[:2] = self._buckets[1::-1] if dist.get_rank() == 1 else self._buckets[:2]\n"
+        "        self._bucket_of = {",
+        (f"{SUMS}::test_sums_start_while_the_backward_still_runs[False]",),
+    ),
+    Mutant(
+        "a sender's limit is one with which the schedule stands still",
+        "tds/window.py",
+        "            window *= 2\n",
+        "            return window\n",
+        ("tests/tds/test_window.py::test_a_schedule_that_would_stand_still_gets_a_larger_limit",),
+    ),
+)

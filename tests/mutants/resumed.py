@@ -1,0 +1,65 @@
+"""Mistakes in what a resumed run takes up."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import FP16, LOOP, RESUME, Mutant
+
+RESUMED = (
+    Mutant(
+        "random states are not restored",
+        "megatron/training/state.py",
+        "    device.set_rng_states(states)\n",
+        "    del states\n",
+        (f"{RESUME}[1-1-2]",),
+    ),
+    Mutant(
+        "every rank restores the random state of rank 0",
+        "megatron/training/state.py",
+        '        name = f"rng/{kind}/{world.rank:05d}"\n',
+        '        name = f"rng/{kind}/{0:05d}"\n',
+        (f"{RESUME}[1-1-2]",),
+    ),
+    Mutant(
+        "the data goes on some micro-batches too late",
+        "megatron/training/loop.py",
+        "run.world, run.progress.samples_consumed)",
+        "run.world, run.progress.samples_consumed + (config.batch.gas if run.progress.step else 0))",
+        (f"{RESUME}[1-1-1]",),
+    ),
+    Mutant(
+        "consumed samples leave out the accumulation",
+        "megatron/training/loop.py",
+        "    progress.samples_consumed += run.config.batch.global_batch_size(run.world.grid.data.size)\n",
+        "    progress.samples_consumed += run.config.batch.batch_size * run.world.grid.data.size\n",
+        (f"{LOOP}::test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate",),
+    ),
+    Mutant(
+        "Adam's step count is not restored",
+        "megatron/training/state.py",
+        '        _set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])\n',
+        "",
+        (f"{RESUME}[1-1-1]",),
+    ),
+    Mutant(
+        "the loss scale is not restored",
+        "megatron/training/state.py",
+        '        optimizer.scaler.load(checkpoint.state["scaler"])\n',
+        "",
+        (f"{FP16}::test_loss_scale_and_counters_survive_a_stop[9]",),
+    ),
+    Mutant(
+        "tensor ranks load each other's slices",
+        "megatron/checkpoint/loading.py",
+        "        wanted = spans(shard)\n",
+        "        sizes = self.shape(name)\n"
+        "        wanted = [(n - b, n - a) for (a, b), n in zip(spans(shard), sizes, strict=True)]\n",
+        ("tests/checkpoint/test_layouts.py::test_any_tensor_size_reads_what_any_other_saved[2]",),
+    ),
+    Mutant(
+        "16-bit weights do not follow the masters that were loaded",
+        "megatron/training/state.py",
+        "    optimizer.copy_masters_to_parameters()\n",
+        "",
+        (f"{FP16}::test_loss_scale_and_counters_survive_a_stop[9]",),
+    ),
+)

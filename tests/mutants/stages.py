@@ -1,0 +1,36 @@
+"""Mistakes in the order of work and what crosses a stage."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import BITS, CHUNKS, PIPELINE, Mutant
+
+STAGES = (
+    Mutant(
+        "the gradient that a stage sends back is divided by the accumulation steps",
+        "tds/stage.py",
+        "            self.exchange.send_gradients(outgoing, returned)\n",
+        "            self.exchange.send_gradients(outgoing, [g / call.meter.num_micro_batches for g in returned])\n",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "the first stage runs its second chunk in place of its third, and the other way round",
+        "tds/stage.py",
+        "self.module(inputs, action.chunk)",
+        "self.module(inputs, (0, 2, 1)[action.chunk] if self.index == 0 else action.chunk)",
+        (f"{CHUNKS}[2-3]",),
+    ),
+    Mutant(
+        "one of the weight gradients that are put off is lost",
+        "tds/split.py",
+        "        every = self._put_off.pop(key)\n",
+        "        every = self._put_off.pop(key)[1:]\n",
+        (f"{BITS}[--pipeline-schedule zb-h1]",),
+    ),
+    Mutant(
+        "the samples of a micro-batch change places in the gradient that comes back",
+        "tds/stage.py",
+        "                    torch.autograd.backward(state.edges, arrived)\n",
+        "                    torch.autograd.backward(state.edges, [a.flip(0) for a in arrived])\n",
+        (f"{CHUNKS}[2-2]",),
+    ),
+)

@@ -1,0 +1,88 @@
+"""Mistakes in the optimizer and its learning rate."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import EXCHANGE, FP16, LOOP, PIPELINE, Mutant
+
+STEPS = (
+    Mutant(
+        "the learning rate advances on a skipped step",
+        "megatron/training/loop.py",
+        "    progress.updates += 0 if result.is_skipped else 1\n",
+        "    progress.updates += 1\n",
+        (f"{LOOP}::test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate",),
+    ),
+    Mutant(
+        "an overflow is seen on its own rank only",
+        "megatron/optim/mixed_precision.py",
+        "        self.overflow = not math.isfinite(norm)\n",
+        "        self.overflow = not all(bool(g.isfinite().all()) for _, g in self.gradients())\n",
+        (f"{FP16}::test_an_overflow_on_one_rank_is_seen_by_all",),
+    ),
+    Mutant(
+        "a run has only the overflows of its own stage",
+        "megatron/training/assembly.py",
+        "        model=world.grid.model,\n",
+        "        model=world.grid.tensor,\n",
+        (f"{FP16}::test_an_overflow_on_one_rank_is_seen_by_all",),
+    ),
+    Mutant(
+        "backward takes the newest micro-batch instead of its own",
+        "tds/stage.py",
+        "        state = self._in_flight.pop(_key(action))\n",
+        "        state = self._in_flight.pop(max(self._in_flight))\n",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "a receive buffer is used again while its activations are in flight",
+        "tds/exchange.py",
+        "        return layout.new_buffer(self.links.device)\n",
+        "        kept = self.__dict__.setdefault('_kept', {})\n"
+        "        return kept.setdefault((kind, layout.num_bytes), layout.new_buffer(self.links.device))\n",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "a mask of booleans arrives in 16 bits",
+        "tds/wire.py",
+        "            tensors.append(piece.view(spec.dtype).view(spec.shape).data)\n",
+        "            got = piece.view(spec.dtype).view(spec.shape).data\n"
+        "            tensors.append(got.half() if spec.dtype is torch.bool else got)\n",
+        ("tests/tds/test_wire.py::test_header_and_message_come_back_as_they_were", PIPELINE),
+    ),
+    Mutant(
+        "the gradient of a second tensor is lost between stages",
+        "tds/stage.py",
+        "t.grad for t in state.leaves]\n",
+        "t.grad * (t is state.leaves[0]) for t in state.leaves]\n",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "two tensors of a message change places",
+        "tds/wire.py",
+        "        return tensors\n",
+        "        same = len(tensors) > 1 and tensors[0].shape == tensors[-1].shape\n"
+        "        return tensors[::-1] if same and tensors[0].dtype is tensors[-1].dtype else tensors\n",
+        (EXCHANGE, PIPELINE),
+    ),
+    Mutant(
+        "the elements that do not divide over the tensor group stay behind",
+        "tds/wire.py",
+        "                numel = -(-numel // cut.size)\n",
+        "                numel = numel // cut.size\n",
+        ("tests/tds/test_wire.py::test_header_and_message_come_back_as_they_were",),
+    ),
+    Mutant(
+        "a dict crosses a stage in the order of its names",
+        "tds/structure.py",
+        "        return dict(zip(self.keys, tensors, strict=True))\n",
+        "        return dict(zip(sorted(self.keys), tensors, strict=True))\n",
+        (EXCHANGE,),
+    ),
+    Mutant(
+        "a rank that is asked to stop stops alone",
+        "megatron/training/loop.py",
+        "    if all_reduce(vote, run.world.grid.world, dist.ReduceOp.MAX).item() == 0.0:\n",
+        "    if reason is None:\n",
+        (f"{LOOP}::test_all_ranks_stop_together_or_none",),
+    ),
+)

@@ -1,0 +1,67 @@
+"""Mistakes in layers cut over the tensor group."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import EMBEDDING, ENTROPY, LINEAR, Mutant
+
+TENSOR = (
+    Mutant(
+        "column-parallel backward has no all-reduce",
+        "megatron/mpu/mappings.py",
+        "        return all_reduce(grads[0].contiguous().clone(), ctx.group), None\n",
+        "        return grads[0], None\n",
+        (LINEAR,),
+    ),
+    Mutant(
+        "row-parallel backward has an all-reduce",
+        "megatron/mpu/mappings.py",
+        "        return all_reduce(x.contiguous().clone(), group)\n\n"
+        "    @staticmethod\n    def backward(ctx: Any, *grads: torch.Tensor) -> Any:\n        return grads[0], None\n",
+        "        ctx.group = group\n        return all_reduce(x.contiguous().clone(), group)\n\n"
+        "    @staticmethod\n    def backward(ctx: Any, *grads: torch.Tensor) -> Any:\n"
+        "        return all_reduce(grads[0].contiguous().clone(), ctx.group), None\n",
+        (LINEAR,),
+    ),
+    Mutant(
+        "the row-parallel bias is added on every rank",
+        "megatron/mpu/layers.py",
+        "reduce_from_tensor_region(F.linear(x, self.weight), self.group)",
+        "reduce_from_tensor_region(F.linear(x, self.weight, self.bias), self.group)",
+        (LINEAR,),
+    ),
+    Mutant(
+        "the embedding's first token is one too high",
+        "megatron/mpu/layers.py",
+        "        local = tokens - self.start\n",
+        "        local = tokens - self.start - min(self.group.rank, 1)\n",
+        (EMBEDDING,),
+    ),
+    Mutant(
+        "the loss's first token is one too high",
+        "megatron/mpu/cross_entropy.py",
+        "        local = targets - start\n",
+        "        local = targets - start - min(group.rank, 1)\n",
+        (ENTROPY,),
+    ),
+    Mutant(
+        "padded rows of the vocabulary take part in the softmax",
+        "megatron/mpu/cross_entropy.py",
+        "    real = logits[..., :num_real] if logits.shape[-1] != num_real else logits\n",
+        "    real = logits\n",
+        (ENTROPY,),
+    ),
+    Mutant(
+        "queries, keys and values of all heads lie together, so that a cut mixes them",
+        "megatron/model/attention.py",
+        ".view(s, b, self.num_heads, 3, self.head_size)",
+        ".view(s, b, 3, self.num_heads, self.head_size).transpose(2, 3)",
+        ("tests/model/test_gpt2.py::test_tensor_ranks_together_equal_one_process[plain-2]",),
+    ),
+    Mutant(
+        "each tensor rank starts from numbers of its own",
+        "megatron/model/init.py",
+        "        block = _block(name, seed, first, last - first, shard.global_shape[1:]) * std\n",
+        "        block = _block(name, seed + shard.start, first, last - first, shard.global_shape[1:]) * std\n",
+        ("tests/model/test_init.py::test_a_model_starts_from_the_same_values_on_any_number_of_tensor_ranks",),
+    ),
+)
