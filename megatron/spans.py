@@ -4,8 +4,10 @@ A text of ``length`` tokens loses ``noise`` of them in ``spans`` pieces, each of
 
 | what | holds | tokens |
 |---|---|---|
-| inputs | [mode token,] the rest of the text with a sentinel for each span, end of sample | length - noise + spans + 1 [+ 1] |
+| inputs | the rest of the text, a sentinel for each span, end of sample | length - noise + spans + 1 |
 | targets | for each span its sentinel and its tokens, end of sample | noise + spans + 1 |
+
+Where there are several denoisers, one more token at the start of the inputs names the one: the mode token.
 
     noise = round(noise_density * length)        at least 1, at most length - 1
     spans = round(noise / mean_span_length)      at least 1, at most min(noise, length - noise)
@@ -124,7 +126,7 @@ def most_spans(length: int, denoisers: Sequence[Denoiser]) -> int:
 
 
 def _parse_weights(text: str) -> dict[str, float]:
-    wrong = f"--denoisers must be some of {', '.join(KINDS)}, each once and with a weight if you like, such as R:2,X:1,S:1"
+    wrong = f"--denoisers must be some of {', '.join(KINDS)}, each once, with a weight if you like: R:2,X:1,S:1"
     weights: dict[str, float] = {}
     for part in text.split(","):
         kind, colon, number = (word.strip() for word in part.partition(":"))
@@ -142,7 +144,7 @@ def _parse_weight(number: str, wrong: str) -> float:
     except ValueError as error:
         raise ValueError(f"{wrong}, whose weight is no number") from error
     if not 0 < weight < math.inf:
-        raise ValueError(f"{wrong}, whose weight must be more than 0 and finite. Leave a denoiser out to have none of it")
+        raise ValueError(f"{wrong}, whose weight must be more than 0 and finite. Leave out what should have no share")
     return weight
 
 
@@ -153,7 +155,7 @@ def _check_shape(noise_density: float, mean_span_length: float) -> None:
         raise ValueError(f"--mean-span-length must be at least 1 and finite, got {mean_span_length:g}; T5's own is 3")
     if noise_density / mean_span_length > 1 - noise_density:
         raise ValueError(
-            "between two spans there must be room for a token of the text: --noise-density / --mean-span-length must be "
-            f"at most 1 - --noise-density, got {noise_density:g} / {mean_span_length:g} and {1 - noise_density:g}. "
+            "spans must have a token of the text between them: --noise-density / --mean-span-length must be at most "
+            f"1 - --noise-density, got {noise_density:g} / {mean_span_length:g} and {1 - noise_density:g}. "
             "Lower --noise-density or raise --mean-span-length."
         )
