@@ -6,15 +6,18 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from tds import auto, channels, section
 from tds.announce import announce
 from tds.exchange import Exchange
+from tds.module import PipelineModule
 from tds.optimizers import Gradients, gradients_of
 from tds.plan import Plan
 from tds.recompute import keeping_structure
 from tds.reduction import Reduction
+from tds.sharing import sharing_layers
 from tds.stage import Stage
 from tds.transport import Links
 from tds.waiting import default_timeout
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 
 def refuse_unsupported(engine: PipelineEngine) -> None:
     """Raise for what would train wrongly in silence."""
+    if not isinstance(engine.module, PipelineModule) and sharing_layers(engine.module._layer_specs):
+        raise TypeError(
+            f"layers that share modules need tds.PipelineModule, got {type(engine.module).__module__}."
+            f"{type(engine.module).__name__}: there nobody builds what they share"
+        )
     if engine.has_moe_layers:
         raise NotImplementedError("the pipeline engine of tds does not train DeepSpeed's MoE layers; use DeepSpeed's")
     if engine.torch_autocast_enabled():
@@ -91,13 +99,13 @@ def make_gradients(engine: PipelineEngine) -> Gradients | None:
 
 
 def make_reduction(engine: PipelineEngine, gradients: Gradients | None) -> Reduction | None:
-    """Return the sums over replicas; None with one replica, or where the optimizer adds up by itself."""
+    """Return the sums over replicas; None with one replica, or for an engine that only evaluates."""
     if gradients is None or engine.grid.data_parallel_size == 1:
         return None
     module = engine.module
     own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
     chunks = [own(chunk) for chunk in range(num_chunks(module))]
-    tied = [weight for weight, _ in module.get_tied_weights_and_groups()]
+    tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
     dtype = None if engine._config.communication_data_type is None else engine.communication_data_type
     every = list(module.parameters())
     return Reduction(every, chunks, tied, gradients, engine.grid.get_data_parallel_group(), dtype=dtype)

@@ -22,7 +22,7 @@ from tds.schedule import Action, Backward, BackwardWeight
 class Call:
     """What a call needs and what it leaves.
 
-    ``reduction`` is None where nobody adds up gradients over replicas, or the optimizer does so itself.
+    ``reduction`` is None where there are no replicas to add up gradients over, or no gradients.
     """
 
     source: BatchSource

@@ -84,8 +84,7 @@ class PipelineEngine(LayerCheckpoints):
                 self._stage.run(self._plan.training(self.micro_batches), call)
             self._tell_what_is_split()
             self.micro_steps += self.micro_batches
-            self.agg_train_loss = loss = train_step.finish(self, call.meter, self._gradients, call.reduction)
-        return loss
+            return train_step.finish(self, call.meter, self._gradients, call.reduction)
 
     def eval_batch(
         self,

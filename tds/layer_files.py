@@ -6,10 +6,12 @@ The names are DeepSpeed's, so its engine and ours read each other's, and any num
 |---|---|
 | ``layer_03-model_states.pt``, ``layer_03-model_01-model_states.pt`` | layer 3; its tensor slice 1 |
 | ``layer_07-tied-model_states.pt`` | what a stage holds of a tied module beyond its tied weights; DeepSpeed loses it |
+| ``shared_bias-model_states.pt``, ``shared_bias-model_01-model_states.pt`` | a module that layers share, by its key |
 """
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
+
+from tds.sharing import sharing_layers
 
 
 def layer_numbers(module: Any) -> list[int]:
@@ -53,27 +57,49 @@ def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
         own = tied_path(module, folder, index)
         path = own if os.path.exists(own) else _path_of_first(module, key, own)
         yield SavedLayer(module.tied_modules[key], path, module._grid.get_slice_parallel_world_size())
+    for key in _shared_here(module):
+        files = glob.glob(os.path.join(glob.escape(folder), f"shared_{key}-*model_states.pt"))
+        yield SavedLayer(module.tied_modules[key], shared_path(module, folder, key), len(files))
 
 
 def save_tied_rest(module: Any, folder: str, checkpoint_engine: Any) -> None:
-    """Write the tied modules of this stage that DeepSpeed's own files leave out, if they hold more than tied weights.
+    """Write what DeepSpeed's own files leave out: shared modules, and tied ones that hold more than tied weights.
 
-    DeepSpeed writes a tied module where it is a layer, and not where only its ``forward_fn`` is.
+    DeepSpeed writes a tied module where it is a layer, and not where only its ``forward_fn`` is. A shared module is
+    written by the first stage that holds it.
     """
     if module._grid.data_parallel_id != 0:
         return
     for key, index in _only_as_functions(module).items():
         state = module.tied_modules[key].state_dict()
-        if _has_layer(module, key) and _is_all_tied(module, key, state):
-            continue
-        copies = {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in state.items()}
-        checkpoint_engine.save(state_dict=copies, path=tied_path(module, folder, index))
+        if not (_has_layer(module, key) and _is_all_tied(module, key, state)):
+            checkpoint_engine.save(state_dict=_copied(state), path=tied_path(module, folder, index))
+    for key, layers in _shared_here(module).items():
+        if min(map(module.stage_owner, layers)) == module.stage_id:
+            state = module.tied_modules[key].state_dict()
+            checkpoint_engine.save(state_dict=_copied(state), path=shared_path(module, folder, key))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in state.items()}
+
+
+def shared_path(module: Any, folder: str, key: str) -> str:
+    """Return the path of a shared module's file, which has no layer's number."""
+    place, name = os.path.split(module.ckpt_layer_path(folder, 0))
+    return os.path.join(place, f"shared_{key}-" + name.split("-", 1)[1])
 
 
 def tied_path(module: Any, folder: str, local_index: int) -> str:
     """Return the path of a tied module's own file; DeepSpeed's converters pass such names over."""
     place, name = os.path.split(module.ckpt_layer_path(folder, local_index))
     return os.path.join(place, name.replace("-", "-tied-", 1))
+
+
+def _shared_here(module: Any) -> dict[str, list[int]]:
+    """Return the numbers of the layers in the whole model that share each module, for those that this stage holds."""
+    own = set(layer_numbers(module))
+    return {key: layers for key, layers in sharing_layers(module._layer_specs).items() if own & set(layers)}
 
 
 def _only_as_functions(module: Any) -> dict[str, int]:

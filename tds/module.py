@@ -15,6 +15,7 @@ from deepspeed.pipe import PipelineModule as _DeepSpeedModule
 from tds.chatter import without_prints
 from tds.layer_files import index_in_one_run
 from tds.profile import ProfiledCut, profiled_cut
+from tds.sharing import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
 from tds.waiting import limit_waits
 
 
@@ -42,6 +43,8 @@ class PipelineModule(_DeepSpeedModule):
             raise ValueError(f"chunks must be a whole number of 1 or more, got {chunks!r}")
         if dist.is_initialized() and not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        layers = list(layers)
+        sharing_layers(layers)  # raises if keys clash, before anything is built
         self.chunks = chunks
         self.profile: ProfiledCut | None = None
         self._profile_batch = profile_batch
@@ -57,7 +60,7 @@ class PipelineModule(_DeepSpeedModule):
         return _DeepSpeedModule.forward(self._runs[chunk], forward_input)
 
     def parameters_of(self, chunk: int) -> list[torch.nn.Parameter]:
-        """Return the parameters of ``chunk``, in the order of its layers, each once."""
+        """Return the parameters of ``chunk``, those that it shares too, in the order of its layers, each once."""
         layers = self.forward_funcs if self.chunks == 1 else self._runs[chunk].forward_funcs
         return list(dict.fromkeys(p for layer in layers for p in layer_parameters(layer)))
 
@@ -74,14 +77,22 @@ class PipelineModule(_DeepSpeedModule):
         return piece_of(self.parts, layer_idx) % self.num_stages
 
     def _build(self) -> None:
-        if self.chunks == 1:
-            super()._build()
-            return
-        for start, stop in own_pieces(self.parts, self.num_stages, self.stage_id):
-            self._set_bounds(start=start, stop=stop)
-            first = len(self.forward_funcs)
-            super()._build()
-            self._runs.append(_Run(self, start, self.forward_funcs[first:]))
+        with held_in(self.tied_modules):
+            if self.chunks == 1:
+                super()._build()
+                return
+            for start, stop in own_pieces(self.parts, self.num_stages, self.stage_id):
+                self._set_bounds(start=start, stop=stop)
+                first = len(self.forward_funcs)
+                super()._build()
+                self._runs.append(_Run(self, start, self.forward_funcs[first:]))
+
+    def _count_layer_params(self) -> list[int]:
+        own = super()._count_layer_params()
+        return [number + shared for number, shared in zip(own, count_shared(self._layer_specs), strict=True)]
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        return {**super()._index_tied_modules(), **index_shared_modules(self)}
 
     def _profiled_cut(self) -> ProfiledCut:
         return profiled_cut(
@@ -143,13 +154,6 @@ def forwards_uncounted(module: Any) -> Iterator[None]:
     finally:
         for each, offset in zip(counters, before, strict=True):
             each.micro_offset = offset
-
-
-def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of a built layer: a module, a function, or a tied module bound to its function."""
-    for part in (layer, *getattr(layer, "args", ())):
-        if isinstance(part, torch.nn.Module):
-            yield from part.parameters()
 
 
 def own_pieces(parts: Sequence[int], num_stages: int, stage: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""``deepspeed.pipe`` with our ``PipelineModule``; every other name is DeepSpeed's."""
+"""``deepspeed.pipe`` with our ``PipelineModule`` and layers that share modules; every other name is DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -7,5 +7,7 @@ from deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
 
 from tds.finder import follow
 from tds.module import PipelineModule as PipelineModule
+from tds.sharing import Shared as Shared
+from tds.sharing import SharingLayerSpec as SharingLayerSpec
 
-follow(__name__, ("PipelineModule",))
+follow(__name__, ("PipelineModule", "Shared", "SharingLayerSpec"))

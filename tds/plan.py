@@ -29,8 +29,8 @@ class Plan:
 
     def set(self, schedule: Any) -> None:
         """Run ``schedule`` from the next call on."""
-        self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self.order: Order = schedule if callable(schedule) else schedule_named(schedule, self.num_chunks)
+        self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
         self._actions: dict[int, list[Action]] = {}
 

@@ -29,6 +29,7 @@ from tds.balance import balanced_bounds
 from tds.batches import to_device
 from tds.clock import Clock, clock_for
 from tds.loss import Weighted, named_losses
+from tds.sharing import held_in, layer_parameters
 
 PASSES = 3
 """Timed passes over each layer, after one to warm up; the fastest counts."""
@@ -110,7 +111,9 @@ def profile_layers(
 def build(spec: Any, device: torch.device) -> tuple[torch.nn.Module | None, Callable[[Any], Any]]:
     """Return (a layer's module if it has one, what to call) of a layer of a ``PipelineModule``."""
     if isinstance(spec, LayerSpec):
-        module = spec.build().to(device)
+        with held_in(torch.nn.ModuleDict()) as shared:
+            module = spec.build().to(device)
+        shared.to(device)
     elif isinstance(spec, torch.nn.Module):
         module = copy.deepcopy(spec).to(device)  # the user's own must not collect gradients or statistics
     else:
@@ -124,7 +127,7 @@ def _profile_one(
     name: str, module: torch.nn.Module | None, run: Callable[[Any], Any], inputs: Any, clock: Clock, *, is_last: bool
 ) -> tuple[LayerCost, Any]:
     """Return what one layer costs, and what it passes on."""
-    weights = [] if module is None else list(module.parameters())
+    weights = list(dict.fromkeys(layer_parameters(module)))
     forward_s, backward_s = [], []
     kept: dict[int, int] = {}
     output = None

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tds.gradients import BUCKET_BYTES, Flight, buckets, fly
 from tds.optimizers import Gradients
@@ -125,8 +124,3 @@ class Reduction:
     def _start(self, bucket: list[torch.nn.Parameter]) -> None:
         with torch.no_grad():
             self._flights.append(fly([self.gradients.of(p) for p in bucket], self.group, self.dtype))
-
-
-def reduces_by_hand(group: Any) -> bool:
-    """True if there are replicas to add up over."""
-    return group is not None and dist.get_world_size(group) > 1

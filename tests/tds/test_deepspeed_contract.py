@@ -56,6 +56,8 @@ def test_the_step_calls_clip_fp32_gradients_and_reads_what_we_say_it_reads() -> 
         "_partition_layers",
         "_set_bounds",
         "_synchronize_tied_weights",
+        "_index_tied_modules",
+        "_count_layer_params",
         "_is_checkpointable",
         "_precompute_checkpointable_values",
         "get_tied_weights_and_groups",
@@ -68,6 +70,20 @@ def test_pipeline_module_has(name: str) -> None:
 
 def test_pipeline_module_calls_our_partition_with_the_users_method() -> None:
     assert "self._partition_layers(method=partition_method)" in _source(deepspeed.PipelineModule.__init__)
+
+
+def test_tied_modules_are_indexed_in_the_form_in_which_we_add_shared_ones() -> None:
+    """And in the order of their keys: a set's differs between processes, and each makes a group for every key."""
+    source = _source(deepspeed.PipelineModule._index_tied_modules)
+    assert "for key in sorted(tie_keys)" in source
+    for name in ("'ranks'", "'group'", "'weight_attr'", "'module'", "if self._topo.get_dim('pipe') == 1"):
+        assert name in source, name
+    init = _source(deepspeed.PipelineModule.__init__)
+    parts = ("self.tied_modules = ", "self._build()", "self._index_tied_modules()", "self._synchronize_tied_weights()")
+    places = [init.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "self._count_layer_params()" in _source(deepspeed.PipelineModule._partition_layers)
+    assert "layer.build()" in _source(deepspeed.PipelineModule._build)
 
 
 def test_the_prints_that_we_silence_are_the_builtin_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def _chunks(model: nn.Sequential, num_chunks: int) -> list[list[nn.Parameter]]:
     return [list(model[i * size : (i + 1) * size].parameters()) for i in range(num_chunks)]
 
 
+def _sums(model: nn.Sequential, num_chunks: int = 1, tied: Sequence[nn.Parameter] = (), **more: Any) -> Reduction:
+    gradients = Gradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    return Reduction(model.parameters(), _chunks(model, num_chunks), tied, gradients, dist.group.WORLD, **more)
+
+
 def _loss(model: nn.Module, rank: int) -> torch.Tensor:
     return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))).square().sum()
 
@@ -50,9 +56,7 @@ def _reduce(rank: int, num_chunks: int, has_tied: bool, skipped: int | None) -> 
     model, plain = _model(), _model()
     if skipped is not None and rank == 0:
         model[skipped], plain[skipped] = Unused(), Unused()
-    gradients = Gradients(torch.optim.SGD(model.parameters(), lr=0.1))
-    tied = [model[0].weight] if has_tied else []
-    sums = Reduction(model.parameters(), _chunks(model, num_chunks), tied, gradients, dist.group.WORLD, bucket_bytes=80)
+    sums = _sums(model, num_chunks, [model[0].weight] if has_tied else [], bucket_bytes=80)
     started: list[int] = []
     fly = reduction.fly
 
@@ -65,8 +69,6 @@ def _reduce(rank: int, num_chunks: int, has_tied: bool, skipped: int | None) -> 
     try:
         for layer in model:
             layer.weight.register_post_accumulate_grad_hook(lambda _: started.append(counting.number))  # type: ignore[attr-defined]
-        for chunk in reversed(range(1, num_chunks)):
-            sums.chunk_ready(chunk, apart_from=sums._of_chunk[chunk])
         with sums.last_backward(0):
             _loss(model, rank).backward()
         for chunk in range(num_chunks):
@@ -100,13 +102,7 @@ def test_a_parameter_without_gradient_on_one_replica_changes_no_order() -> None:
 def test_a_second_batch_starts_anew() -> None:
     def twice(rank: int) -> None:
         model = _model()
-        sums = Reduction(
-            model.parameters(),
-            [list(model.parameters())],
-            [],
-            Gradients(torch.optim.SGD(model.parameters(), lr=0.1)),
-            dist.group.WORLD,
-        )
+        sums = _sums(model)
         for _ in range(2):
             model.zero_grad()
             with sums.last_backward(0):
@@ -127,15 +123,7 @@ def _gradient(rank: int) -> torch.Tensor:
 
 def _in_half(rank: int) -> None:
     model = _model()
-    sums = Reduction(
-        model.parameters(),
-        [list(model.parameters())],
-        [],
-        Gradients(torch.optim.SGD(model.parameters(), lr=0.1)),
-        dist.group.WORLD,
-        bucket_bytes=80,
-        dtype=torch.bfloat16,
-    )
+    sums = _sums(model, bucket_bytes=80, dtype=torch.bfloat16)
     _loss(model, rank).backward()
     sums.finish(1.0)
     wanted = _gradient(0).bfloat16() + _gradient(1).bfloat16()
@@ -196,10 +184,7 @@ def test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to
 
 def _twice_in_a_backward(rank: int) -> str:
     model = _model()
-    sums = Reduction(
-        model.parameters(), [list(model.parameters())], [], Gradients(torch.optim.SGD(model.parameters(), lr=0.1)),
-        dist.group.WORLD,
-    )  # fmt: skip
+    sums = _sums(model)
     x = torch.randn(3, 4, requires_grad=True)
     for _ in range(2):
         x = checkpoint(model[0], x, use_reentrant=True)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tds
-from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec, TiedLayerSpec
+from tds.sharing import held_in
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,6 +52,31 @@ class Words(nn.Module):
 
 def head(words: Words, x: torch.Tensor) -> torch.Tensor:
     return x @ words.weight.t()
+
+
+class Table(nn.Module):
+    """A vector that layers look up, and not linearly."""
+
+    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = _seeded(seed, nn.Linear(1, wide, dtype=dtype)).bias
+
+    def forward(self) -> torch.Tensor:
+        return torch.sin(self.weight)
+
+
+class Sharer(nn.Module):
+    """tanh(x W + b + table + mixer(x)), of which the table and the mixer are shared."""
+
+    table: Table
+    mixer: Dense
+
+    def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = _seeded(seed, nn.Linear(wide, wide, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x) + self.table() + self.mixer(x))
 
 
 class Spread(nn.Module):
@@ -118,10 +144,24 @@ class Toy:
                 *[LayerSpec(Dense, 10 + i, wide, dtype) for i in range(self.layers - 2)],
                 TiedLayerSpec("words", Words, 7, 11, wide, dtype, forward_fn=head),
             ]
+        if self.kind == "sharing":
+            return self.sharing_specs()
         if self.kind == "many":
             middle = [LayerSpec(Mix, 10 * i + 30, wide, dtype) for i in range(self.layers - 2)]
             return [LayerSpec(Spread, 20, wide, dtype), *middle, LayerSpec(Gather, 21, wide, dtype)]
         return [LayerSpec(Dense, 10 + i, wide, dtype) for i in range(self.layers)]
+
+    def sharing_specs(self) -> list[Any]:
+        """The first half shares one table, the second another, all but the second layer a mixer; the keys fall."""
+        wide, dtype = self.wide, self.dtype
+        tables = [Shared("zeta", Table, 50, wide, dtype), Shared("alpha", Table, 51, wide, dtype)]
+        mixer = Shared("mixer", Dense, 52, wide, dtype)
+        layers: list[Any] = []
+        for i in range(self.layers):
+            shares = {"table": tables[2 * i >= self.layers], "mixer": mixer}
+            layers.append(SharingLayerSpec(Sharer, 10 + i, wide, dtype, shares=shares))
+        layers[1] = LayerSpec(Dense, 11, wide, dtype)
+        return layers
 
     def loss_fn(self, output: torch.Tensor, labels: Any) -> Any:
         target, mask = labels
@@ -151,6 +191,7 @@ def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
     """Train the toy in this process; return the mean loss and every gradient by its name in the pipeline module."""
     torch.manual_seed(0)
     shared: dict[str, nn.Module] = {}
+    held = nn.ModuleDict()
     steps: list[Any] = []
     names: dict[str, nn.Parameter] = {}
     for index, spec in enumerate(toy.specs()):
@@ -159,9 +200,11 @@ def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
             names |= {f"tied_modules.{spec.key}.{n}": p for n, p in module.named_parameters()}
             steps.append(module if spec.forward_fn is None else lambda x, m=module, f=spec.forward_fn: f(m, x))
         else:
-            module = spec.build()
+            with held_in(held):
+                module = spec.build()
             names |= {f"{index}.{n}": p for n, p in module.named_parameters()}
             steps.append(module)
+    names |= {f"tied_modules.{n}": p for n, p in held.named_parameters()}
     total = torch.zeros((), dtype=toy.dtype)
     weight = 0.0
     for replica in range(replicas):
