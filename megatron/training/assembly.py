@@ -11,7 +11,8 @@ from megatron import device
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
 from megatron.config.deepspeed import engine_dict
-from megatron.model.init import initialize
+from megatron.model.init import Rule, gpt2_rule, initialize, t5_rule
+from megatron.model.sizes import t5_sizes_from
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
@@ -28,8 +29,7 @@ def build_engine(
 ) -> StepEngine:
     """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
     module = model_provider()
-    std, num_layers = config.model.init_method_std, config.model.num_layers
-    initialize(named_parameters(module), seed=config.run.seed, std=std, num_layers=num_layers)
+    initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
     module.to(world.device)
     optimizer = make_optimizer(config, module, world)
     settings = engine_dict(config, world.grid.topology.world_size)
@@ -37,12 +37,20 @@ def build_engine(
     tds.quiet(not config.run.verbose_deepspeed)
     engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
     data_size = world.grid.data.size
-    nominal = nominal_weight(config.batch.global_batch_size(data_size) * config.batch.seq_length)
+    nominal = nominal_weight(config.batch.global_batch_size(data_size) * config.loss_tokens_per_sample)
     if config.parallel.has_pipeline:
         return PipelineEngine(engine, streams=streams, num_micro_batches=config.batch.gas, nominal=nominal)
     return SingleStageEngine(
         engine, forward_step, grid=world.grid, streams=streams, num_micro_batches=config.batch.gas, nominal=nominal
     )
+
+
+def weight_rule(config: Config) -> Rule:
+    """Return the scale of initial weights, by name, for the family of ``config``."""
+    std = config.model.init_method_std
+    if config.family == "t5":
+        return t5_rule(t5_sizes_from(config.model, config.t5), std)
+    return gpt2_rule(std, config.model.num_layers)
 
 
 def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> MixedPrecisionOptimizer:

@@ -29,6 +29,7 @@ def pretrain(
     extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     name: str | None = None,
+    family: str = "gpt2",
 ) -> None:
     """Train, from the command line to the test loss. Collective; a failure ends the process with the job's exit code.
 
@@ -40,6 +41,7 @@ def pretrain(
         extra_args_provider: adds flags of the script's own to an argparse parser.
         args_defaults: flag names with values that hold where the user gives none.
         name: of the run folder, ``runs/<name>-<time>``; None: the script's, without ``pretrain_``.
+        family: "gpt2" or "t5": which flags there are; a model of your own takes those of the one it resembles.
     """
     started = time.monotonic()
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
@@ -50,7 +52,13 @@ def pretrain(
     def main() -> None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         defaults = dict(args_defaults or {})
-        config = parse(sys.argv[1:], world_size=world_size, extra_args_provider=extra_args_provider, defaults=defaults)
+        config = parse(
+            sys.argv[1:],
+            world_size=world_size,
+            extra_args_provider=extra_args_provider,
+            defaults=defaults,
+            family=family,
+        )
         if config.run.dry_run:
             dry_run(config, world_size)
             return

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron.checkpoint import named_parameters
@@ -22,23 +20,10 @@ from megatron.training.assembly import build_engine, make_learning_rate
 from megatron.training.data import RunData
 from megatron.training.engines import ForwardStep, StepEngine
 from megatron.training.report import set_learning_rate
+from megatron.training.stand_in import stand_in_tokenizer
 from megatron.training.world import World
 
-EOD_ID = 0
 SMALLEST_SHARE = 1.0e-6  # of the global norm: gradients below it are zero by symmetry
-
-
-class RandomTokens:
-    """A data set of random tokens; item i is a function of (seed, i). About one token in eight ends a document."""
-
-    def __init__(self, vocab_size: int, seq_length: int, seed: int = 0) -> None:
-        self.vocab_size, self.seq_length, self.seed = vocab_size, seq_length, seed
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        generator = np.random.default_rng((self.seed, index))
-        tokens = generator.integers(1, self.vocab_size, self.seq_length + 1, dtype=np.int64)
-        tokens[generator.random(self.seq_length + 1) < 0.125] = EOD_ID
-        return tokens
 
 
 @dataclass
@@ -74,14 +59,16 @@ def trace_steps(
     *,
     steps: int,
     eval_every: int = 0,
+    tokenizer: Any = None,
 ) -> Trace:
     """Train ``steps`` steps on ``dataset`` and return what this rank saw. Collective.
 
     Args:
         eval_every: also evaluate one global batch after so many steps; training must not notice.
+        tokenizer: what scripts are told; None: one for random tokens.
     """
     streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
-    arguments.set_current(config, SimpleNamespace(eod_id=EOD_ID), streams)
+    arguments.set_current(config, tokenizer or stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, model_provider, forward_step)
     data = RunData({"train": dataset, "valid": dataset} if here.reads_data else {}, None)
     trace = Trace()

@@ -153,7 +153,7 @@ def _open_reports(this: Run) -> None:
     is_same_run = this.loaded is not None and this.loaded.parent == this.folder / CHECKPOINTS
     goes_on = is_same_run and not config.checkpoint.finetune and not config.checkpoint.eval_only
     this.metrics = MetricsWriter(this.folder, tensorboard, this.progress.step if goes_on else None)
-    tokens = config.batch.global_batch_size(here.grid.data.size) * config.batch.seq_length
+    tokens = config.batch.global_batch_size(here.grid.data.size) * config.tokens_per_sample
     this.rates = report.Rates(config, tokens, peak, counted)
     train_set = this.data.datasets.get("train")
     per_epoch = getattr(train_set, "samples_per_epoch", None)

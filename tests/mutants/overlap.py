@@ -23,7 +23,7 @@ OVERLAP = (
         "one replica starts two sums in the other order",
         "tds/reduction.py",
         "        self._bucket_of = {",
-        "        self._buckets[:2] = self._buckets[1::-1] if dist.get_rank() == 1 else self._buckets[:2]\n"
+        "        self._buckets[:2] = self._buckets[1::-1] if torch.distributed.get_rank() == 1 else self._buckets[:2]\n"
         "        self._bucket_of = {",
         (f"{SUMS}::test_sums_start_while_the_backward_still_runs[False]",),
     ),

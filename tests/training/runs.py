@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 import pretrain_gpt2
-from megatron.config import parse, resolve_dtype
+import pretrain_t5
+from megatron.config import Config, parse, resolve_dtype
 from megatron.data import TokenFileWriter
 from megatron.errors import StopRequest
 from megatron.tokenizer import build
@@ -23,8 +25,9 @@ from tests.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
+LENGTHS = {pretrain_gpt2: "--seq-length 32 --hidden-bias", pretrain_t5: "--enc-seq-length 32"}
 SIZES = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --hidden-bias --seq-length 32 --batch-size 2 --gas 2 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 "
     "--train-iters 20 --lr 3e-3 --warmup 0.1 --log-interval 1 --eval-iters 1 --eval-interval 0 --split 900,50,50 "
     f"--device cpu --progress plain --tokenizer-path {TOKENIZER}"
 ).split()
@@ -44,34 +47,45 @@ def write_corpus(folder: Path) -> Path:
     return prefix
 
 
-def flags(prefix: Path, folder: Path, extra: str = "") -> list[str]:
-    """Return the command line of a run on ``prefix`` whose run folder is ``folder``."""
-    return [*SIZES, "--data-path", str(prefix), "--save", str(folder), *extra.split()]
+def flags(prefix: Path, folder: Path, extra: str = "", script: ModuleType = pretrain_gpt2) -> list[str]:
+    """Return the command line of a run of ``script`` on ``prefix`` whose run folder is ``folder``."""
+    return [*SIZES, *LENGTHS[script].split(), "--data-path", str(prefix), "--save", str(folder), *extra.split()]
 
 
-def train_ranks(num_ranks: int, argv: list[str], before: Callable[[int], None] | None = None) -> tuple[list[int], Any]:
+def train_ranks(
+    num_ranks: int,
+    argv: list[str],
+    before: Callable[[int], None] | None = None,
+    script: ModuleType = pretrain_gpt2,
+) -> tuple[list[int], Any]:
     """Train in forked ranks; return (exit codes, what each wrote to standard error and output).
 
     Args:
         before: called with the rank in each forked process first, to plant something.
     """
-    codes, results, reports = fork_ranks(num_ranks, _train, argv, num_ranks, before, deadline_s=100.0)
+    codes, results, reports = fork_ranks(num_ranks, _train, argv, num_ranks, before, script.__name__, deadline_s=100.0)
     if any(code == 1 for code in codes):
         raise AssertionError("\n".join(reports))
     return codes, results
 
 
-def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], None] | None) -> None:
+def parse_as(script: ModuleType, argv: list[str], world_size: int) -> Config:
+    """Return the configuration as ``script`` reads it."""
+    defaults = getattr(script, "DEFAULTS", None)
+    return parse(argv, world_size=world_size, family=script.__name__.removeprefix("pretrain_"), defaults=defaults)
+
+
+def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], None] | None, name: str) -> None:
     if before is not None:
         before(rank)
-    config = resolve_dtype(parse(argv, world_size=num_ranks), "fp32")
+    script = sys.modules[name]
+    config = resolve_dtype(parse_as(script, argv, num_ranks), "fp32")
     here = world.start(config)
     stop = StopRequests()
     stop.limit(config.run.exit_interval, 0.0, 0.0)
-    script = pretrain_gpt2
     providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
     try:
-        run(config, here, *providers, "gpt2", stop)
+        run(config, here, *providers, config.family, stop)
     except StopRequest:
         sys.exit(75)
 

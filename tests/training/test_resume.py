@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+import pretrain_gpt2
+import pretrain_t5
 from megatron.checkpoint import open_latest
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
@@ -75,18 +78,21 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
         assert a.state[key] == b.state[key]
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "world_size"), [(1, 1, 1), (2, 2, 4), (1, 1, 2)])
+@pytest.mark.parametrize(
+    ("script", "tensor", "pipe", "world_size"),
+    [(pretrain_gpt2, 1, 1, 1), (pretrain_gpt2, 2, 2, 4), (pretrain_gpt2, 1, 1, 2), (pretrain_t5, 2, 2, 4)],
+)
 def test_killed_and_resumed_run_is_bit_for_bit_the_same(
-    tensor: int, pipe: int, world_size: int, corpus: Path, tmp_path: Path
+    script: ModuleType, tensor: int, pipe: int, world_size: int, corpus: Path, tmp_path: Path
 ) -> None:
     layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} {DROPOUT}"
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert train_ranks(world_size, flags(corpus, whole, layout), draw_numbers)[0] == [0] * world_size
-    saving = flags(corpus, cut, f"{layout} --save-interval 10")
-    codes, _ = train_ranks(world_size, saving, together(draw_numbers, kill_after(13)))
+    assert train_ranks(world_size, flags(corpus, whole, layout, script), draw_numbers, script)[0] == [0] * world_size
+    saving = flags(corpus, cut, f"{layout} --save-interval 10", script)
+    codes, _ = train_ranks(world_size, saving, together(draw_numbers, kill_after(13)), script)
     assert -signal.SIGKILL in codes
     assert losses(cut)[-1][0] >= 12  # it was beyond its checkpoint when it died
-    assert train_ranks(world_size, [*saving, "--load", str(cut)], draw_numbers)[0] == [0] * world_size
+    assert train_ranks(world_size, [*saving, "--load", str(cut)], draw_numbers, script)[0] == [0] * world_size
     assert losses(cut) == losses(whole)
     assert_same_checkpoint(whole, cut)
     states = random_states(whole)
