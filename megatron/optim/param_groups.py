@@ -1,4 +1,19 @@
-"""Which parameters are decayed, and the optimizer over them."""
+"""Which parameters are decayed, and the optimizer over them.
+
+| name | is | state of a matrix [m, n] |
+|---|---|---|
+| adamw | ``torch.optim.AdamW`` | two moments, [m, n] each |
+| adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
+| sgd | ``torch.optim.SGD``, without momentum | none |
+
+Adafactor moves a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` in units of its update, whose RMS is cut at
+1; n is the number of the update, and the mean squares forget at ``1 - n^-0.8``. Of T5's recipe that is all but the
+relative step, which is off: the learning rate is the one given, by any schedule, and not ``1 / sqrt(n)`` by itself.
+T5's own run has no weight decay and no clipping of the global norm, and an lr that never exceeds ``1 / sqrt(n)``
+(``LearningRate``, inverse-square-root); with a larger lr torch's bound ``1 / sqrt(n)`` acts.
+
+Source: Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5; Raffel et al. 2020, section 3.1.2.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +25,16 @@ import torch
 from megatron.mpu.groups import SINGLE, Group
 from megatron.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron.optim.scaler import LossScaler
+
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
+MATRIX_EPS, VECTOR_EPS, LEAST_WEIGHT = 2e-19, 1e-8, 1e-3
+"""Least RMS of a gradient, of matrices and of vectors, and least RMS by which a weight is taken to be.
+
+Of a matrix torch takes the first also as the least mean *square*. Its own value, 1e-7 in fp32, would be met by
+gradients of 3e-4, which are common: below that size the running means would no longer act. Ours, met by 4e-10, is about
+the smallest whose square fp32 holds, so that a row without a gradient is not divided by 0. Of a vector it is a bound as
+Adam's epsilon: the bias of attention's keys has a gradient of rounding alone, and must not walk by that at full speed.
+"""
 
 
 def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -39,20 +64,36 @@ def build_optimizer(
     model: Group = SINGLE,
     tensor: Group = SINGLE,
 ) -> MixedPrecisionOptimizer:
-    """Return the optimizer called ``name`` (adamw or sgd); the rest as in ``MixedPrecisionOptimizer``.
+    """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
+
+    Args:
+        betas, epsilon: of AdamW; the others have none.
 
     Raises:
-        ValueError: there is no optimizer of that name.
+        ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
     """
-    if name not in ("adamw", "sgd"):
-        raise ValueError(f"--optimizer must be adamw or sgd, got {name}")
+    if name not in OPTIMIZERS:
+        raise ValueError(f"--optimizer must be {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name}")
+    if name == "adafactor" and tensor.size > 1:
+        raise ValueError(
+            f"--optimizer adafactor needs --model-parallel-size 1, got {tensor.size}: the means over rows and columns "
+            "are those of whole matrices. Use --optimizer adamw, or --pipe-parallel-size in its place."
+        )
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if name == "sgd":
             return torch.optim.SGD(groups, lr=lr)
+        if name == "adafactor":
+            return torch.optim.Adafactor([_with_eps(group) for group in groups], lr=lr)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
 
     groups = decay_groups(parameters, weight_decay)
     return MixedPrecisionOptimizer(
         groups, build, dtype=dtype, clip_grad=clip_grad, scaler=scaler, model=model, tensor=tensor
     )
+
+
+def _with_eps(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group of Adafactor's with the bounds that fit its parameters."""
+    is_matrices = group["params"][0].dim() >= 2
+    return {**group, "eps": (MATRIX_EPS if is_matrices else VECTOR_EPS, LEAST_WEIGHT)}

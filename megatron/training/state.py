@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ def save_state(
         "scaler": optimizer.scaler.state(),
         "optimizer": config.optimizer.optimizer,
         "optimizer_steps": _optimizer_steps(optimizer),
-        "model": model_identity(config),
+        "model": config.identity(),
         "config": config.to_dict(),
         "layout": asdict(world.grid.topology),
         "data_fingerprint": fingerprint,
@@ -103,7 +102,7 @@ def restore(
         CheckpointError: it is of another model or other data; nothing has been changed then.
     """
     flags = config.checkpoint
-    compare_model_config(checkpoint.state["model"], model_identity(config))
+    compare_model_config(checkpoint.state["model"], config.identity())
     is_whole = not flags.finetune and not flags.eval_only
     if is_whole:
         _check_data(checkpoint, fingerprint)
@@ -124,23 +123,6 @@ def restore(
     return Progress() if flags.finetune else Progress(**checkpoint.state["progress"])
 
 
-def model_identity(config: Config) -> dict[str, Any]:
-    """Return what two models must share for one's weights to fit the other."""
-    names = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "kv_hidden_size",
-        "ff_hidden_size",
-        "hidden_bias",
-        "max_position_embeddings",
-        "vocab_size",
-        "untie_embeddings",
-        "activation",
-    )
-    return {name: getattr(config.model, name) for name in names}
-
-
 def _weight_records(
     module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, world: World
 ) -> Iterator[TensorRecord]:
@@ -157,8 +139,30 @@ def _optimizer_records(
             continue
         state = optimizer.inner.state.get(optimizer.master_of(parameter), {})
         for key, value in sorted(state.items()):
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
-                yield TensorRecord(f"optimizer/{key}/{name}", value, shard_of(parameter), _is_owner(parameter, world))
+            if isinstance(value, torch.Tensor) and key != "step":
+                shard = _shard_of_state(key, value, parameter)
+                yield TensorRecord(f"optimizer/{key}/{name}", value, shard, _is_owner(parameter, world))
+
+
+def _shard_of_state(key: str, value: torch.Tensor, parameter: torch.Tensor) -> Shard:
+    """Return where ``value`` lies in its global tensor.
+
+    It has the parameter's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
+    mean over the cut dimension is whole: ``build_optimizer`` lets nobody take one over a part.
+    """
+    shard, local = shard_of(parameter), tuple(parameter.shape)
+    if len(value.shape) != len(local) or any(
+        own not in (1, size) for own, size in zip(value.shape, local, strict=True)
+    ):
+        raise RuntimeError(
+            f"a state of the optimizer must have its parameter's shape, or 1 in some dimensions, got {key} of shape "
+            f"{tuple(value.shape)} for {local}: it cannot be saved"
+        )
+    is_mean = [own != size for own, size in zip(value.shape, local, strict=True)]
+    whole = tuple(1 if mean else size for mean, size in zip(is_mean, shard.global_shape, strict=True))
+    if shard.partition_dim is None or is_mean[shard.partition_dim]:
+        return Shard(whole)
+    return Shard(whole, shard.partition_dim, shard.start, shard.length)
 
 
 def _rng_records(world: World) -> Iterator[TensorRecord]:
@@ -185,7 +189,7 @@ def _set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None
 
 
 def _make_moments(optimizer: MixedPrecisionOptimizer) -> None:
-    """Let the inner optimizer create its state, all zeros, without moving a weight."""
+    """Let the inner optimizer create its state, all zeros, without moving a weight: no rate, no decay, no gradient."""
     groups = optimizer.param_groups
     kept = [(group["lr"], group["weight_decay"]) for group in groups]
     for group in groups:
@@ -217,8 +221,8 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None) -> None:
     if saved and fingerprint and saved != fingerprint:
         raise CheckpointError(
             f"the data must be those of the checkpoint, got fingerprint {fingerprint} now and {saved} in "
-            f"{checkpoint.path}: samples would be repeated or lost. Give the same --data-path, --split, --seq-length "
-            "and --seed, or --finetune to start anew from the weights."
+            f"{checkpoint.path}: samples would be repeated or lost. Give the same --data-path, --split, --seed and "
+            "lengths, or --finetune to start anew from the weights."
         )
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from megatron.config import parse
 from megatron.optim import LearningRate
 
-STYLES = ["constant", "linear", "cosine", "exponential", "wsd"]
+ENDING = ["constant", "linear", "cosine", "exponential", "wsd"]
+STYLES = [*ENDING, "inverse-square-root"]
 LR, MIN, UPDATES, WARMUP = 1e-2, 1e-4, 100, 0.1
 every = pytest.mark.parametrize("style", STYLES)
 
@@ -28,7 +29,7 @@ def test_warm_up_rises_in_equal_steps_to_lr(style):
     assert values == pytest.approx([LR * (i + 1) / 10 for i in range(10)], rel=1e-12)
 
 
-@every
+@pytest.mark.parametrize("style", ENDING)
 def test_the_last_update_has_min_lr_and_so_have_all_after(style):
     end = LR if style == "constant" else MIN
     for update in (UPDATES - 1, UPDATES, 10 * UPDATES):
@@ -51,6 +52,7 @@ def test_without_warm_up_the_first_update_is_on_the_curve(style):
         ("cosine", (LR + MIN) / 2),
         ("exponential", math.sqrt(LR * MIN)),
         ("wsd", LR),
+        ("inverse-square-root", LR * math.sqrt(10 / 55)),
     ],
 )
 def test_half_way_through_the_decay(style, middle):
@@ -80,8 +82,21 @@ def test_it_rises_to_lr_and_never_again(style, updates, warmup, fraction):
     assert all(0 < value <= LR * (1 + slack) for value in values)
     assert all(a < b for a, b in zip(values[:top], values[1:top], strict=False))
     assert all(a >= b * (1 - slack) for a, b in zip(values[top:], values[top + 1 :], strict=False))
-    if style != "constant":
+    if style in ENDING and style != "constant":
         assert values[-1] == pytest.approx(MIN, rel=1e-9)
+
+
+def test_the_inverse_square_root_is_t5s_from_its_ten_thousandth_update_on():
+    ours = rate("inverse-square-root", lr=0.01, min_lr=0.0, decay_updates=1_000_000, warmup=0.01)
+    for n in (10_000, 10_001, 40_000, 524_288, 1_000_000, 2_000_000):
+        assert ours.at(n - 1) == pytest.approx(1 / math.sqrt(max(n, 10_000)), rel=1e-14)
+    assert ours.at(4_999) == pytest.approx(0.005), "T5 has 0.01 there; we rise to it"
+
+
+def test_the_inverse_square_root_counts_from_the_first_update_without_a_warm_up_and_stops_at_min_lr():
+    ours = rate("inverse-square-root", warmup=0.0)
+    assert [ours.at(update) for update in (0, 3, 99)] == pytest.approx([LR, LR / 2, LR / 10], rel=1e-14)
+    assert ours.at(100 * 100 - 2) > MIN and {ours.at(update) for update in (100 * 100, 10**6)} == {MIN}
 
 
 def test_an_unknown_style_is_refused_with_the_known_ones():

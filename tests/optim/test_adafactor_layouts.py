@@ -1,0 +1,130 @@
+"""Adafactor in every layout without a tensor cut: the same weights, and state that goes from one to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_gpt2
+from megatron.checkpoint import named_parameters, open_latest
+from megatron.config import parse
+from megatron.mpu.groups import SINGLE
+from megatron.mpu.random import DropoutStreams
+from megatron.mpu.shard import Shard
+from megatron.optim import MixedPrecisionOptimizer, build_optimizer
+from megatron.training import arguments, world
+from megatron.training.assembly import build_engine
+from megatron.training.data import RunData
+from megatron.training.stand_in import RandomTokens
+from megatron.training.state import CHECKPOINTS, Progress, _make_moments, open_for, restore, save_state
+from tests.harness import run_ranks
+from tests.parity.layouts import GLOBAL_BATCH, SEQ, VOCAB, batches, check_fp64, difference, flags
+
+ADAFACTOR = "--optimizer adafactor --weight-decay 0.01 --make-vocab-size-divisible-by 16"
+FP64, FP32 = f"--fp64 {ADAFACTOR}", f"--fp32 {ADAFACTOR} --hidden-dropout 0.1"
+
+
+@pytest.mark.parametrize(
+    ("pipe", "data"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 2), (4, 1), (2, 2)])]
+)
+def test_every_layout_trains_the_weights_of_one_process(pipe: int, data: int) -> None:
+    found = difference(1, pipe, data, 4, FP64)
+    check_fp64(found)
+    assert found.weight <= 1e-10, "relative; the keys' biases move by rounding alone"
+
+
+def started(rank: int, pipe: int, data: int, extra: str) -> tuple[Any, Any, Any, Any]:
+    """Return configuration, world, engine and training batches of this rank."""
+    micro, gas = batches(data, 4)
+    config = parse(flags(1, pipe, micro=micro, gas=gas, extra=extra), world_size=pipe * data).with_vocab(VOCAB)
+    here = world.start(config)
+    streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
+    arguments.set_current(config, SimpleNamespace(eod_id=0), streams)
+    engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
+    return config, here, engine, RunData({"train": RandomTokens(VOCAB, SEQ, seed=7)} if here.reads_data else {}, None)
+
+
+def trained(engine: Any, config: Any, here: Any, data: Any, first: int, last: int) -> list[str]:
+    """Train steps ``first`` to ``last``; return the loss of each as a hexadecimal number."""
+    given = data.batches("train", config, here, first * GLOBAL_BATCH)
+    return [float(engine.train_step(given, step).loss).hex() for step in range(first, last)]
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    optimizer: MixedPrecisionOptimizer = engine.optimizer
+    return {name: optimizer.master_of(p).detach().clone() for name, p in named_parameters(engine.module)}
+
+
+def save_and_go_on(rank: int, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
+    """Train three steps, save, train two more."""
+    config, here, engine, source = started(rank, pipe, data, extra)
+    trained(engine, config, here, source, 0, 3)
+    progress = Progress(3, 3, 3 * GLOBAL_BATCH)
+    kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
+    save_state(folder, progress, config=config, **kept)
+    return trained(engine, config, here, source, 3, 5), weights_of(engine)
+
+
+def load_and_go_on(rank: int, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
+    """Load, and train the last two steps."""
+    config, here, engine, source = started(rank, pipe, data, extra)
+    kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
+    progress = restore(open_for(folder, here), config=config, **kept)
+    return trained(engine, config, here, source, progress.step, 5), weights_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("pipe", "data"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 1), (1, 2), (2, 2)])]
+)
+def test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop(pipe: int, data: int, tmp_path: Path) -> None:
+    whole = run_ranks(pipe * data, save_and_go_on, pipe, data, FP32, tmp_path)
+    resumed = run_ranks(pipe * data, load_and_go_on, pipe, data, FP32, tmp_path)
+    for (losses, weights), (losses_again, weights_again) in zip(whole, resumed, strict=True):
+        assert losses_again == losses
+        assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((2, 1), (1, 1)),
+        *(pytest.param((1, 1), each, marks=pytest.mark.slow) for each in [(2, 1), (1, 2), (4, 1), (2, 2)]),
+    ],
+)
+def test_state_of_one_layout_goes_on_in_another(saved: Any, loaded: Any, tmp_path: Path) -> None:
+    whole = run_ranks(saved[0] * saved[1], save_and_go_on, *saved, FP64, tmp_path)
+    wanted = {name: weight for _, weights in whole for name, weight in weights.items()}
+    for losses, weights in run_ranks(loaded[0] * loaded[1], load_and_go_on, *loaded, FP64, tmp_path):
+        assert [float.fromhex(loss) for loss in losses] == pytest.approx(
+            [float.fromhex(loss) for loss in whole[0][0]], abs=1e-12, rel=0
+        )
+        assert all((wanted[name] - weight).abs().max() <= 1e-12 for name, weight in weights.items())
+    _check_names(tmp_path)
+
+
+def _check_names(folder: Path) -> None:
+    """The file holds the means of each weight, whole and without the padded rows of the vocabulary."""
+    found = open_latest(folder / CHECKPOINTS, SINGLE)
+    shapes = {name: found.shape(name) for name in found.names() if name.startswith("optimizer/")}
+    assert shapes["optimizer/row_var/embedding.word.weight"] == (VOCAB, 1)
+    assert shapes["optimizer/col_var/embedding.word.weight"] == (1, 32)
+    assert shapes["optimizer/variance/final_norm.weight"] == (32,)
+    for name in shapes:
+        assert found.read(name, Shard(shapes[name])).abs().max() > 0, name
+
+
+def test_making_its_state_moves_no_weight() -> None:
+    table = torch.nn.Parameter(torch.randn(5, 4))
+    bias = torch.nn.Parameter(torch.tensor([1.0, -0.0, 0.0]))
+    before = [table.detach().clone(), bias.detach().clone()]
+    optimizer = build_optimizer([table, bias], name="adafactor", lr=0.1, weight_decay=0.1)
+    _make_moments(optimizer)
+    for parameter, old in zip((table, bias), before, strict=True):
+        assert torch.equal(parameter.detach().view(torch.int32), old.view(torch.int32)), "signs of zero included"
+        state = optimizer.inner.state[parameter]
+        assert all((value == 0).all() for key, value in state.items() if key != "step")
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
