@@ -8,7 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME = {"GPT2Model": "gpt2", "Sizes": "sizes", "Place": "sizes", "sizes_from": "sizes"}
+_HOME = {
+    "GPT2Model": "gpt2",
+    "T5Model": "t5",
+    "Sizes": "sizes",
+    "T5Sizes": "sizes",
+    "Place": "sizes",
+    "sizes_from": "sizes",
+    "t5_sizes_from": "sizes",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,10 @@
-"""Self-attention with its heads cut over the tensor-parallel group."""
+"""Attention with its heads cut over the tensor-parallel group."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +14,54 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.ops.attention import attention
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module):
+    """Heads and their dropout: what all kinds of attention share.
+
+    Args:
+        site: tells this attention's dropout masks from others of the layer.
+    """
+
+    def __init__(self, sizes: Sizes, place: Place, layer: int, site: str = "attention") -> None:
+        super().__init__()
+        self.num_heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
+        self.head_size = sizes.kv_hidden_size
+        self.layer, self.site = layer, site
+        self.dropout = sizes.attention_dropout
+        self.is_cut = place.group.size > 1
+        self.streams = place.streams
+
+    def split_heads(self, packed: torch.Tensor, parts: int) -> list[torch.Tensor]:
+        """Return the parts of each head, whose columns lie together.
+
+        Shapes:
+            packed [s, b, parts a d / t]
+            output parts x [b, a/t, s, d]
+        """
+        s, b, _ = packed.shape
+        heads = packed.view(s, b, self.num_heads, parts, self.head_size)  # [s, b, a/t, parts, d]
+        return [part.permute(1, 2, 0, 3) for part in heads.unbind(3)]
+
+    def attend(
+        self, function: Callable[..., torch.Tensor], query: torch.Tensor, *args: Any, **how: Any
+    ) -> torch.Tensor:
+        """Return what ``function`` makes of query, key and value, with the dropout masks of this place.
+
+        Shapes:
+            query  [b, a/t, s, d]
+            output [s, b, a d / t]
+        """
+        dropout = self.dropout if self.training else 0.0
+        with self._masks(query.device, dropout):
+            context = function(query, *args, dropout=dropout, **how)  # [b, a/t, s, d]
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _masks(self, device: torch.device, dropout: float) -> contextlib.AbstractContextManager[None]:
+        if dropout == 0.0:
+            return contextlib.nullcontext()
+        return self.streams.generator(device, self.layer, self.site, is_cut=self.is_cut)
+
+
+class SelfAttention(Attention):
     """Multi-head attention of a sequence to itself.
 
     The query, key and value weights are one matrix whose rows are ordered by head (query, key and value of the first
@@ -25,13 +74,7 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(self, sizes: Sizes, place: Place, layer: int) -> None:
-        super().__init__()
-        self.num_heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
-        self.head_size = sizes.kv_hidden_size
-        self.layer = layer
-        self.dropout = sizes.attention_dropout
-        self.is_cut = place.group.size > 1
-        self.streams = place.streams
+        super().__init__(sizes, place, layer)
         self.query_key_value = ColumnParallelLinear(
             sizes.hidden_size, 3 * sizes.attention_width, bias=sizes.hidden_bias, group=place.group
         )
@@ -40,15 +83,6 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        s, b, _ = x.shape
-        qkv = self.query_key_value(x).view(s, b, self.num_heads, 3, self.head_size)  # [s, b, a/t, 3, d]
-        query, key, value = (y.permute(1, 2, 0, 3) for y in qkv.unbind(3))  # 3 x [b, a/t, s, d]
-        dropout = self.dropout if self.training else 0.0
-        with self._masks(x.device, dropout):
-            context = attention(query, key, value, mask=mask, dropout=dropout)  # [b, a/t, s, d]
-        return self.dense(context.permute(2, 0, 1, 3).reshape(s, b, -1))  # [s, b, h]
-
-    def _masks(self, device: torch.device, dropout: float) -> contextlib.AbstractContextManager[None]:
-        if dropout == 0.0:
-            return contextlib.nullcontext()
-        return self.streams.generator(device, self.layer, "attention", is_cut=self.is_cut)
+        query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
+        context = self.attend(attention, query, key, value, mask=mask)  # [s, b, a d / t]
+        return self.dense(context)

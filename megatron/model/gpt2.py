@@ -8,11 +8,13 @@ from torch import nn
 from megatron.model.embedding import Embedding
 from megatron.model.head import Head, logits_of
 from megatron.model.layer import TransformerLayer
-from megatron.model.loss import language_model_loss
+from megatron.model.loss import model_loss
 from megatron.model.norm import LayerNorm
 from megatron.model.sizes import Place, Sizes
 from megatron.model.stack import run_layers
 from megatron.ops.attention import document_mask
+
+gpt2_loss = model_loss
 
 
 class GPT2Model(nn.Module):
@@ -58,17 +60,3 @@ class GPT2Model(nn.Module):
         if self.head is not None:
             return self.head(x)
         return logits_of(x, self.embedding.word.weight, self.place.group)
-
-
-def gpt2_loss(
-    logits: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: Sizes, place: Place
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return GPT-2's (loss sum, token count); shapes as in ``language_model_loss``."""
-    return language_model_loss(
-        logits,
-        labels,
-        loss_mask,
-        vocab_size=sizes.vocab_size,
-        divisible_by=sizes.make_vocab_size_divisible_by,
-        group=place.group,
-    )

@@ -8,41 +8,82 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from megatron.model.sizes import T5Sizes
 from megatron.mpu.shard import Shard, shard_of
+
+Rule = Callable[[str, tuple[int, ...]], float | torch.Tensor]
+"""From logical name and global shape to the standard deviation: one number, or one for each row as [rows, 1]."""
 
 ROWS_PER_BLOCK = 1024
 RESIDUAL_OUTPUTS = ("attention.dense.weight", "mlp.down.weight")
 
 
 @torch.no_grad()
-def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: int, std: float, num_layers: int) -> None:
-    """Fill the weights that layers left unset, in place, by their logical names.
+def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: int, rule: Rule) -> None:
+    """Fill the weights that layers left unset, in place, by their logical names: normal(0, ``rule(name, shape)``).
 
-    They are normal(0, ``std``), those that end in the residual stream normal(0, ``std / sqrt(2 L)``); padded
-    vocabulary rows are zero. What a module has set itself (biases, norms, a user's own layers) stays.
-
-    Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4.
+    Padded vocabulary rows are zero. What a module has set itself (biases, norms, a user's own layers) stays.
     """
     for name, parameter in named_parameters:
         if not getattr(parameter, "is_unset", False):
             continue
-        scaled = std / math.sqrt(2.0 * num_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
-        _fill_normal(parameter, shard_of(parameter), name, seed, scaled)
+        shard = shard_of(parameter)
+        _fill_normal(parameter, shard, name, seed, rule(name, shard.global_shape))
         parameter.is_unset = False  # type: ignore[attr-defined]
 
 
-def _fill_normal(parameter: torch.Tensor, shard: Shard, name: str, seed: int, std: float) -> None:
+def gpt2_rule(std: float, num_layers: int) -> Rule:
+    """Return ``std`` for all but the weights that end in the residual stream, which have ``std / sqrt(2 L)``.
+
+    Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4.
+    """
+
+    def rule(name: str, shape: tuple[int, ...]) -> float:
+        return std / math.sqrt(2.0 * num_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
+
+    return rule
+
+
+def t5_rule(sizes: T5Sizes, std: float) -> Rule:
+    """Return how T5 starts; ``std`` acts on the variant with learned positions only, which starts as GPT-2 does.
+
+    With relative positions tables have 1 and a product of n inputs ``n ** -0.5``; a query has ``(h d) ** -0.5``, which
+    stands for the scale that the scores do not have. These are the factors of Hugging Face's ``_init_weights``.
+
+    Source: Raffel et al. 2020, code; Shazeer and Stern 2018, "Adafactor".
+    """
+    if not sizes.is_relative:
+        sides = {"encoder": gpt2_rule(std, sizes.enc_layers), "decoder": gpt2_rule(std, sizes.dec_layers)}
+        return lambda name, shape: sides.get(name.partition(".")[0], sides["encoder"])(name, shape)
+    into = sizes.hidden_size**-0.5
+    query = (sizes.hidden_size * sizes.kv_hidden_size) ** -0.5
+
+    def rule(name: str, shape: tuple[int, ...]) -> float | torch.Tensor:
+        if name in ("embedding.word.weight", "head.weight"):
+            return 1.0
+        if name.endswith(".query_key_value.weight"):  # rows of a head: query, key, value
+            head = torch.tensor([query, into, into]).repeat_interleave(sizes.kv_hidden_size)
+            return head.repeat(sizes.num_attention_heads).unsqueeze(1)
+        if name.endswith(".query.weight"):
+            return query
+        return shape[1] ** -0.5 if name.endswith(RESIDUAL_OUTPUTS) else into
+
+    return rule
+
+
+def _fill_normal(parameter: torch.Tensor, shard: Shard, name: str, seed: int, std: float | torch.Tensor) -> None:
     parameter.zero_()
     rows = shard.global_shape[0]
     for first in range(0, rows, ROWS_PER_BLOCK):
         last = min(first + ROWS_PER_BLOCK, rows)
         if shard.partition_dim == 0 and (last <= shard.start or first >= shard.start + shard.length):
             continue
-        block = _block(name, seed, first, last - first, shard.global_shape[1:]) * std
+        scale = std[first:last] if isinstance(std, torch.Tensor) else std
+        block = _block(name, seed, first, last - first, shard.global_shape[1:]) * scale
         _copy_overlap(parameter, shard, block, first)
 
 

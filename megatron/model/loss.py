@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron.model.sizes import Place, Sizes
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE, Group
 
@@ -30,3 +31,17 @@ def language_model_loss(
     )  # [s, b]
     weights = loss_mask.transpose(0, 1).to(losses.dtype)
     return (losses * weights).sum(), weights.sum()
+
+
+def model_loss(
+    logits: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: Sizes, place: Place
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the (loss sum, token count) of a model of these sizes; shapes as in ``language_model_loss``."""
+    return language_model_loss(
+        logits,
+        labels,
+        loss_mask,
+        vocab_size=sizes.vocab_size,
+        divisible_by=sizes.make_vocab_size_divisible_by,
+        group=place.group,
+    )

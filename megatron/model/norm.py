@@ -1,10 +1,12 @@
-"""Layer normalisation."""
+"""Normalisation of hidden states."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from megatron.ops.norm import rms_norm
 
 
 class LayerNorm(nn.Module):
@@ -24,3 +26,21 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """Bring the last dimension to a mean square of 1, then scale. Every rank holds all of it.
+
+    Shapes:
+        input, output [..., h]
+
+    Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.epsilon)

@@ -45,7 +45,31 @@ class Place:
     streams: DropoutStreams = field(default_factory=DropoutStreams)
 
 
+@dataclass(frozen=True, kw_only=True)
+class T5Sizes(Sizes):
+    """Sizes of an encoder-decoder; ``num_layers`` is per side, as the flag is."""
+
+    enc_layers: int
+    dec_layers: int
+    position_embedding_type: str = "relative"
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether it is T5 proper, else the variant with learned positions that CPM trained."""
+        return self.position_embedding_type == "relative"
+
+
 def sizes_from(values: Any, **overrides: Any) -> Sizes:
     """Return the sizes held by ``values`` (a configuration section or an object with the same names)."""
-    names = [name for name in Sizes.__dataclass_fields__ if hasattr(values, name)]
-    return Sizes(**{**{name: getattr(values, name) for name in names}, **overrides})
+    return Sizes(**{**_held(Sizes, values), **overrides})
+
+
+def t5_sizes_from(model: Any, t5: Any, **overrides: Any) -> T5Sizes:
+    """Return the sizes held by the configuration sections ``model`` and ``t5``."""
+    return T5Sizes(**{**_held(T5Sizes, model), **_held(T5Sizes, t5), **overrides})
+
+
+def _held(kind: Any, values: Any) -> dict[str, Any]:
+    return {name: getattr(values, name) for name in kind.__dataclass_fields__ if hasattr(values, name)}

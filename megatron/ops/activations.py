@@ -8,14 +8,19 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),  # Hugging Face's gelu_new, OpenAI's GPT-2
+    "relu": F.relu,
+    "gated-gelu": partial(F.gelu, approximate="tanh"),  # of the gate, as in T5 v1.1 and mT5
+    "gated-silu": F.silu,
 }
 
 
-def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the activation called ``name``.
+def activation(name: str) -> Activation:
+    """Return the activation called ``name``; of the gate, if it is a gated one.
 
     Raises:
         ValueError: there is none of that name.
@@ -23,3 +28,8 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     if name not in ACTIVATIONS:
         raise ValueError(f"--activation must be one of {', '.join(sorted(ACTIVATIONS))}, got {name}")
     return ACTIVATIONS[name]
+
+
+def is_gated(name: str) -> bool:
+    """Return whether the feed-forward layer multiplies its activation with a second product of the same input."""
+    return name.startswith("gated-")

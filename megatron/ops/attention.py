@@ -12,23 +12,33 @@ def attention(
     value: torch.Tensor,
     *,
     mask: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return ``softmax(q k^T * scale) v``; causal, with no s x s mask in memory, unless ``mask`` is given.
+    """Return ``softmax(q k^T * scale) v``.
 
     Shapes:
-        query, key, value [b, a/t, s, d]
-        mask   bool [b or 1, 1, s, s], True where a query may look; it must include the causal rule itself
+        query  [b, a/t, s, d]
+        key, value [b, a/t, s_k, d]
+        mask   bool [b or 1, 1, s, s_k], True where a query may look, or numbers that are added to the scores
         output [b, a/t, s, d]
 
     Args:
+        is_causal: no query sees a later key, with no s x s mask in memory; default: where no mask is given. A mask
+            must include the causal rule itself.
         scale: default ``d ** -0.5``.
 
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1.
     """
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None if is_causal is None else is_causal,
+        scale=scale,
     )
 
 
@@ -41,3 +51,22 @@ def document_mask(segment_ids: torch.Tensor) -> torch.Tensor:
     """
     same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [b, s, s]
     return same.tril().unsqueeze(1)
+
+
+def segment_mask(query_segments: torch.Tensor, key_segments: torch.Tensor) -> torch.Tensor:
+    """Return the mask within documents, in both directions. Padding (-1) sees padding and is seen by nothing else.
+
+    Shapes:
+        query_segments [b, s], key_segments [b, s_k] integers, the document of each position
+        output         bool [b, 1, s, s_k]
+    """
+    same = query_segments.unsqueeze(2) == key_segments.unsqueeze(1)  # [b, s, s_k]
+    return same.unsqueeze(1)
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 where ``mask`` is True and the lowest finite number elsewhere.
+
+    A query that may look nowhere then looks everywhere alike, where -inf would give it NaN.
+    """
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

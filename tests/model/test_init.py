@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.model import init
 from megatron.model.gpt2 import GPT2Model
-from megatron.model.init import initialize
+from megatron.model.init import gpt2_rule, initialize
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
 from megatron.mpu.shard import Shard, empty_weight, shard_of
@@ -43,7 +43,7 @@ def test_any_cut_of_any_shape_holds_the_same_global_numbers(rows, columns, size,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "ROWS_PER_BLOCK", block)
         for weight in (whole, *(parts := parts_of(shape, dim, size))):
-            initialize([("some.weight", weight)], seed=3, std=0.5, num_layers=2)
+            initialize([("some.weight", weight)], seed=3, rule=gpt2_rule(0.5, 2))
     for part in parts:
         shard = shard_of(part)
         assert torch.equal(shard.unpadded(part), shard.cut(whole))
@@ -55,7 +55,7 @@ def test_a_table_of_several_blocks_is_the_same_on_four_ranks():
     tables = [VocabParallelEmbedding(2501, 2, group=Group((0, 1, 2, 3), rank)).weight for rank in range(4)]
     whole = VocabParallelEmbedding(2501, 2).weight
     for table in (whole, *tables):
-        initialize([("embedding.word.weight", table)], seed=1, std=0.02, num_layers=1)
+        initialize([("embedding.word.weight", table)], seed=1, rule=gpt2_rule(0.02, 1))
     assert torch.equal(torch.cat([shard_of(table).unpadded(table) for table in tables]), whole)
     assert whole.unique(dim=0).shape == whole.shape, "no block repeats another"
 
@@ -66,7 +66,7 @@ def test_a_model_starts_from_the_same_values_on_any_number_of_tensor_ranks(size)
 
     def started(group):
         model = GPT2Model(sizes, place_of(group))
-        initialize(model.named_parameters(), seed=1, std=0.02, num_layers=sizes.num_layers)
+        initialize(model.named_parameters(), seed=1, rule=gpt2_rule(0.02, sizes.num_layers))
         return dict(model.named_parameters())
 
     whole = started(Group((0,), 0))
@@ -82,7 +82,7 @@ def large_model():
     layers = 4
     sizes = small_sizes(num_layers=layers, hidden_size=64, ff_hidden_size=256, kv_hidden_size=16, untie_embeddings=True)
     model = GPT2Model(sizes)
-    initialize(model.named_parameters(), seed=1, std=0.02, num_layers=layers)
+    initialize(model.named_parameters(), seed=1, rule=gpt2_rule(0.02, layers))
     return model, layers
 
 
@@ -109,14 +109,14 @@ def test_nothing_is_unset_after_and_what_is_set_stays():
     model, _ = large_model()
     assert not any(getattr(parameter, "is_unset", False) for parameter in model.parameters())
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    initialize(model.named_parameters(), seed=2, std=1.0, num_layers=1)
+    initialize(model.named_parameters(), seed=2, rule=gpt2_rule(1.0, 1))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_every_weight_and_every_seed_draws_other_numbers():
     def drawn(name, seed):
         weight = empty_weight((8, 8), Shard((8, 8)))
-        initialize([(name, weight)], seed=seed, std=1.0, num_layers=1)
+        initialize([(name, weight)], seed=seed, rule=gpt2_rule(1.0, 1))
         return weight.detach()
 
     seen = [drawn("layers.0.mlp.up.weight", 1), drawn("layers.1.mlp.up.weight", 1), drawn("layers.0.mlp.up.weight", 2)]

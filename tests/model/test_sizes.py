@@ -68,7 +68,7 @@ def test_a_size_flag_changes_the_tensor_it_names(flags, read, expected):
 
 OUTPUT_FLAGS = [
     "--layernorm-epsilon 0.1", "--activation gelu-tanh", "--openai-gelu", "--num-attention-heads 2",
-    "--apply-residual-connection-post-layernorm",
+    "--activation relu", "--apply-residual-connection-post-layernorm",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.ops.activations import activation
+from megatron.ops.activations import ACTIVATIONS, activation, is_gated
 
 X = torch.linspace(-4, 4, 33, dtype=torch.float64)
 
@@ -23,6 +23,16 @@ def test_gelu_tanh_is_the_approximation_that_gpt2_was_trained_with():
     assert (activation("gelu-tanh")(X) - activation("gelu")(X)).abs().max() > 1e-5
 
 
+def test_relu_is_the_positive_part():
+    assert torch.equal(activation("relu")(X), torch.where(X > 0, X, 0.0))
+
+
+def test_a_gated_name_gives_the_activation_of_its_gate():
+    assert torch.equal(activation("gated-gelu")(X), activation("gelu-tanh")(X))
+    assert (activation("gated-silu")(X) - X / (1 + (-X).exp())).abs().max() <= 1e-14
+    assert {name for name in ACTIVATIONS if is_gated(name)} == {"gated-gelu", "gated-silu"}
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="--activation must be one of gelu, gelu-tanh, got swish"):
+    with pytest.raises(ValueError, match="must be one of gated-gelu, gated-silu, gelu, gelu-tanh, relu, got swish"):
         activation("swish")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.ops.attention import attention, document_mask
+from megatron.ops.attention import additive, attention, document_mask, segment_mask
 from tests.mpu.whole import random
 
 B, A, S, D = 2, 3, 6, 4
@@ -71,3 +71,29 @@ def test_dropout_drops_probabilities_and_none_is_the_default(mask):
     assert (dropped - plain).abs().max() > 0.1
     torch.manual_seed(0)
     assert torch.equal(attention(Q, K, V, mask=mask, dropout=0.5), dropped)
+
+
+def test_without_mask_attention_is_causal_unless_it_is_told_otherwise():
+    everywhere = torch.ones(S, S, dtype=torch.bool)
+    assert (attention(Q, K, V, is_causal=False) - formula(everywhere)).abs().max() <= 1e-14
+    assert torch.equal(attention(Q, K, V, is_causal=True), attention(Q, K, V))
+
+
+def test_a_segment_mask_joins_equal_segments_of_two_sequences():
+    queries, keys = torch.tensor([[0, 0, 1, -1]]), torch.tensor([[0, 1, 1, 1, -1, -1]])
+    mask = segment_mask(queries, keys)
+    assert mask.shape == (1, 1, 4, 6) and mask.dtype == torch.bool
+    assert mask[0, 0].int().tolist() == [[1, 0, 0, 0, 0, 0]] * 2 + [[0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_additive_mask_is_the_same_mask_and_gives_no_nan_where_all_is_hidden(dtype):
+    mask = CAUSAL.clone().expand(B, 1, S, S).clone()
+    mask[0, 0, 3] = False
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (Q, K, V)]
+    y = attention(*leaves, mask=additive(mask, dtype))
+    y.sum().backward()
+    assert all(x.isfinite().all() for x in (y, *(leaf.grad for leaf in leaves)))
+    if dtype == torch.float64:
+        assert (y[1] - formula(CAUSAL)[1]).abs().max() <= 1e-14
+        assert (y[0, :, 3] - V[0].mean(dim=1)).abs().max() <= 1e-14

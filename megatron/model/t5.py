@@ -1,0 +1,128 @@
+"""T5 on one pipeline rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.model.head import Head
+from megatron.model.loss import model_loss
+from megatron.model.sizes import Place, T5Sizes
+from megatron.model.stack import run_layers
+from megatron.model.t5_attention import RelativeBias
+from megatron.model.t5_embedding import T5Embedding, embed, make_final_norm, make_norm, tied_logits
+from megatron.model.t5_layer import T5DecoderLayer, T5EncoderLayer
+
+__all__ = [
+    "RelativeBias",
+    "T5DecoderLayer",
+    "T5Embedding",
+    "T5EncoderLayer",
+    "T5Model",
+    "embed",
+    "make_final_norm",
+    "make_norm",
+    "t5_loss",
+    "tied_logits",
+]
+
+t5_loss = model_loss
+
+
+class T5Model(nn.Module):
+    """An encoder-decoder language model, cut over the tensor-parallel group of ``place``.
+
+    | | T5, T5 v1.1, mT5 (relative) | as CPM trained it (learned) |
+    |---|---|---|
+    | positions | a bias in self-attention, by distance | a table that both sides add to the words |
+    | norm | root mean square | mean and variance, with bias |
+    | scores | not scaled | times ``d ** -0.5`` |
+    | tied head | of ``x h ** -0.5`` | of ``x`` |
+    | dropout | also after activations and final norms | of what joins the residual, embeddings, attention |
+
+    Shapes:
+        enc_tokens [b, s_e], dec_tokens [b, s_d]
+        enc_segments, dec_segments alike, both or none: the document of each position, -1 for padding; given, every
+            attention stays within documents, and learned positions start anew in each
+        output logits [s_d, b, v/t]; with ``labels`` and ``loss_mask`` [b, s_d] the pair (loss sum, token count)
+
+    Source: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer".
+    """
+
+    loss_weighting = "tokens"  # for the start table
+
+    def __init__(self, sizes: T5Sizes, place: Place | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.place = place or Place()
+        self.embedding = T5Embedding(sizes, self.place)
+        self.encoder = T5Encoder(sizes, self.place)
+        self.decoder = T5Decoder(sizes, self.place)
+        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
+
+    def forward(
+        self,
+        enc_tokens: torch.Tensor,
+        dec_tokens: torch.Tensor,
+        enc_segments: torch.Tensor | None = None,
+        dec_segments: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        memory = self.encoder(self.embedding(enc_tokens, enc_segments, side="encoder"), enc_segments)  # [s_e, b, h]
+        y = self.embedding(dec_tokens, dec_segments, side="decoder")
+        logits = self._logits(self.decoder(y, memory, enc_segments, dec_segments))  # [s_d, b, v/t]
+        if labels is None or loss_mask is None:
+            return logits
+        return t5_loss(logits, labels, loss_mask, self.sizes, self.place)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self.head is not None:
+            return self.head(x)
+        return tied_logits(x, self.embedding.word.weight, self.sizes, self.place)
+
+
+class T5Side(nn.Module):
+    """The layers of a side, the bias that they share, and the norm after them."""
+
+    def __init__(self, sizes: T5Sizes, place: Place, side: str, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.sizes, self.streams = sizes, place.streams
+        is_bidirectional = side == "encoder"
+        self.bias = RelativeBias(sizes, place, is_bidirectional) if sizes.is_relative else None
+        self.layers = nn.ModuleList(layers)
+        self.final_norm = make_final_norm(sizes, place, side)
+
+    def run(self, x: torch.Tensor, *others: torch.Tensor | nn.Module | None) -> torch.Tensor:
+        """Return ``x`` after all layers, each of which takes ``others`` too, and the norm."""
+        every = self.sizes.checkpoint_num_layers if self.sizes.checkpoint_activations else 0
+        x = run_layers(list(self.layers), x, *others, streams=self.streams, recompute_every=every)
+        return self.final_norm(x)
+
+
+class T5Encoder(T5Side):
+    """Shapes as ``T5EncoderLayer``."""
+
+    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+        layers = [T5EncoderLayer(sizes, place, i) for i in range(sizes.enc_layers)]
+        super().__init__(sizes, place, "encoder", list(layers))
+
+    def forward(self, x: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+        return self.run(x, self.bias, segments)
+
+
+class T5Decoder(T5Side):
+    """Shapes as ``T5DecoderLayer``."""
+
+    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+        layers = [T5DecoderLayer(sizes, place, sizes.enc_layers + i) for i in range(sizes.dec_layers)]
+        super().__init__(sizes, place, "decoder", list(layers))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor,
+        enc_segments: torch.Tensor | None = None,
+        dec_segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.run(x, memory, self.bias, enc_segments, dec_segments)

@@ -1,0 +1,103 @@
+"""Attention of T5: with or without relative positions, to the sequence itself and to the encoder's output."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.model.attention import Attention, SelfAttention
+from megatron.model.sizes import Place, T5Sizes
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
+from megatron.mpu.shard import Shard, empty_weight
+from megatron.ops.attention import additive, attention
+from megatron.ops.biased_attention import biased_attention, spread
+from megatron.ops.positions import relative_buckets
+
+
+class RelativeBias(nn.Module):
+    """A number for each head and each bucket of distances, added to the scores. All layers of a side share it.
+
+    Shapes:
+        weight [buckets, a/t]
+        output [a/t, s, s]
+
+    Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, is_bidirectional: bool) -> None:
+        super().__init__()
+        self.num_buckets = sizes.relative_attention_num_buckets
+        self.max_distance = sizes.relative_attention_max_distance
+        self.is_bidirectional = is_bidirectional
+        local = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
+        shard = Shard((self.num_buckets, sizes.num_attention_heads), 1, place.group.rank * local, local)
+        self.weight = empty_weight((self.num_buckets, local), shard)
+
+    def forward(self, size: int) -> torch.Tensor:
+        return spread(self.by_distance(size))
+
+    def by_distance(self, size: int) -> torch.Tensor:
+        """Return the bias of each distance, key minus query position from -(size - 1) to size - 1.
+
+        Shapes:
+            output [a/t, 2s - 1]
+        """
+        distances = torch.arange(1 - size, size, device=self.weight.device)
+        buckets = relative_buckets(
+            distances,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            is_bidirectional=self.is_bidirectional,
+        )
+        return self.weight[buckets].t()
+
+
+class T5SelfAttention(SelfAttention):
+    """Self-attention that adds the relative bias of ``table`` to unscaled scores, or, without one, scales them.
+
+    Shapes:
+        x      [s, b, h]
+        mask   bool [b, 1, s, s], True where a query may look, or None; it includes the causal rule
+        output [s, b, h]
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, layer: int, *, is_causal: bool) -> None:
+        super().__init__(sizes, place, layer)
+        self.is_causal = is_causal
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, table: RelativeBias | None = None
+    ) -> torch.Tensor:
+        query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
+        is_causal = self.is_causal and mask is None
+        if table is None:
+            context = self.attend(attention, query, key, value, mask=mask, is_causal=is_causal)
+        else:
+            bias = table.by_distance(x.shape[0])  # [a/t, 2s - 1]
+            context = self.attend(biased_attention, query, key, value, bias, mask=mask, is_causal=is_causal)
+        return self.dense(context)
+
+
+class CrossAttention(Attention):
+    """Multi-head attention to the output of the encoder. It never has a relative bias; ``scale`` as the scores have.
+
+    Shapes:
+        x      [s_d, b, h]
+        memory [s_e, b, h]
+        mask   bool [b, 1, s_d, s_e], True where a query may look, or None
+        output [s_d, b, h]
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+        super().__init__(sizes, place, layer, site="cross attention")
+        h, width, bias = sizes.hidden_size, sizes.attention_width, sizes.hidden_bias
+        self.scale = 1.0 if sizes.is_relative else None
+        self.query = ColumnParallelLinear(h, width, bias=bias, group=place.group)
+        self.key_value = ColumnParallelLinear(h, 2 * width, bias=bias, group=place.group)
+        self.dense = RowParallelLinear(width, h, bias=bias, group=place.group)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        (query,) = self.split_heads(self.query(x), 1)  # [b, a/t, s_d, d]
+        key, value = self.split_heads(self.key_value(memory), 2)  # 2 x [b, a/t, s_e, d]
+        added = None if mask is None else additive(mask, query.dtype)  # a row of padding may see nothing
+        return self.dense(self.attend(attention, query, key, value, mask=added, is_causal=False, scale=self.scale))

@@ -1,0 +1,119 @@
+"""What enters and leaves the two sides of T5: embedding, norms, head."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.model.embedding import PositionEmbedding
+from megatron.model.head import logits_of
+from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.model.sizes import Place, T5Sizes
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.random import DropoutStreams
+from megatron.ops.positions import positions_in_segments
+
+
+class T5Embedding(nn.Module):
+    """Word embedding, and learned positions in the variant that has them, with dropout. Both sides share the tables.
+
+    Shapes:
+        tokens, segments [b, s]
+        output [s, b, h]
+
+    Args:
+        side: "encoder" or "decoder": whose dropout masks to draw where a call does not say.
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, side: str = "encoder") -> None:
+        super().__init__()
+        self.sizes, self.streams, self.side = sizes, place.streams, side
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+        )
+        self.position = (
+            None if sizes.is_relative else PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size)
+        )
+
+    def forward(
+        self, tokens: torch.Tensor, segments: torch.Tensor | None = None, side: str | None = None
+    ) -> torch.Tensor:
+        return embed(
+            tokens,
+            self.word,
+            self.position,
+            sizes=self.sizes,
+            streams=self.streams,
+            side=side or self.side,
+            training=self.training,
+            segments=segments,
+        )
+
+
+def embed(
+    tokens: torch.Tensor,
+    word: VocabParallelEmbedding,
+    position: PositionEmbedding | None,
+    *,
+    sizes: T5Sizes,
+    streams: DropoutStreams,
+    side: str,
+    training: bool,
+    segments: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the hidden states that enter ``side``; learned positions start anew in each segment.
+
+    Shapes:
+        tokens, segments [b, s]
+        output [s, b, h]
+    """
+    x = word(tokens.t())  # [s, b, h]
+    if position is not None:
+        if segments is None:
+            x = x + position(torch.arange(tokens.shape[1], device=tokens.device)).unsqueeze(1)
+        else:
+            x = x + position(positions_in_segments(segments).t())
+    return streams.dropout(x, sizes.hidden_dropout, training=training, layer=-1, site=f"{side} embedding")
+
+
+def make_norm(sizes: T5Sizes) -> nn.Module:
+    """Return a norm as a layer of this variant has it."""
+    kind = RMSNorm if sizes.is_relative else LayerNorm
+    return kind(sizes.hidden_size, sizes.layernorm_epsilon)
+
+
+def make_final_norm(sizes: T5Sizes, place: Place, side: str) -> nn.Module:
+    """Return the norm at the end of ``side``; with relative positions dropout follows it."""
+    return FinalRMSNorm(sizes, place, side) if sizes.is_relative else make_norm(sizes)
+
+
+class FinalRMSNorm(RMSNorm):
+    """The norm at the end of a side, and its dropout.
+
+    Shapes:
+        input, output [s, b, h]
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
+        super().__init__(sizes.hidden_size, sizes.layernorm_epsilon)
+        self.dropout, self.streams, self.side = sizes.hidden_dropout, place.streams, side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.streams.dropout(
+            super().forward(x), self.dropout, training=self.training, layer=-1, site=f"{self.side} final norm"
+        )
+
+
+def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5Sizes, place: Place) -> torch.Tensor:
+    """Return the logits of a head that is the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
+
+    Shapes:
+        x      [s, b, h]
+        weight [v/t, h]
+        output [s, b, v/t]
+
+    Source: Raffel et al.'s code, for weights of variance 1; the papers do not tell.
+    """
+    if sizes.is_relative:
+        x = x * sizes.hidden_size**-0.5
+    return logits_of(x, weight, place.group)
