@@ -66,7 +66,7 @@ def model_provider() -> torch.nn.Module:
     partition: str | list[int] = parallel.partition_method
     length, chunks = config.batch.seq_length, parallel.chunks
     if partition == "balanced":
-        partition = cost.stage_bounds(sizes, length, grid.pipe.size, chunks)
+        partition = cost.of(config).stage_bounds(grid.pipe.size, chunks)
     stages = pipe.GPT2ModelPipe(
         sizes,
         place,

@@ -11,5 +11,6 @@ from megatron.config.parallel import ParallelConfig as ParallelConfig
 from megatron.config.parse import parse as parse
 from megatron.config.precision import PrecisionConfig as PrecisionConfig
 from megatron.config.run import RunConfig as RunConfig
+from megatron.config.t5 import T5Config as T5Config
 from megatron.config.validate import check_device as check_device
 from megatron.config.validate import resolve_dtype as resolve_dtype

@@ -22,7 +22,13 @@ class BatchConfig:
         minimum=1,
         shown_default="batch-size x gas x replicas",
     )
-    seq_length: int = option(256, "tokens of a sample", minimum=1)
+    seq_length: int = option(
+        256,
+        "tokens of a sample",
+        minimum=1,
+        family="gpt2",
+        elsewhere="T5 has two lengths; use --enc-seq-length and --dec-seq-length",
+    )
     train_iters: int = option(200, "optimizer steps of the run; 0: no step, evaluate and save only", minimum=0)
     eval_iters: int = option(10, "steps of each evaluation; 0: no evaluation", minimum=0)
     eval_interval: int = option(100, "steps between evaluations; 0: never", minimum=0)

@@ -12,7 +12,7 @@ from megatron.config.option import option
 class CheckpointConfig:
     """The run folder and its checkpoints."""
 
-    save: str | None = option(None, "run folder: checkpoints, metrics, pictures", shown_default="runs/gpt2-<time>")
+    save: str | None = option(None, "run folder: checkpoints, metrics, pictures", shown_default="runs/<script>-<time>")
     load: str | None = option(None, "run folder or checkpoint to go on from")
     save_interval: int = option(0, "steps between checkpoints; 0: only at the end or when stopped", minimum=0)
     resume: bool = option(False, "go on from the newest checkpoint of the newest run")

@@ -1,4 +1,7 @@
-"""``chunks = layers / (stages x layers of a chunk)``: Megatron's way to say how many chunks a stage holds."""
+"""``chunks = layers / (stages x layers of a chunk)``: Megatron's way to say how many chunks a stage holds.
+
+The layers of T5 are those of both sides.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,13 @@ def resolve_chunks(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any]
     if not each or stages < 2 or ("layers_per_chunk" not in firm and "pipeline_chunks" in firm):
         return {}
     layers = both.get("num_layers", ModelConfig().num_layers)
+    name = "--num-layers"
+    if found.family == "t5":
+        layers = sum(both.get(side) or layers for side in ("enc_layers", "dec_layers"))
+        name = "the layers of both sides"
     if layers % (stages * each):
         found.problems.append(
-            f"--num-layers must be a multiple of --pipe-parallel-size x {FLAG}, got {layers} and {stages} x {each} = "
+            f"{name} must be a multiple of --pipe-parallel-size x {FLAG}, got {layers} and {stages} x {each} = "
             f"{stages * each}. Change one of them, or use --pipeline-chunks, which takes any number of layers"
         )
         return {}

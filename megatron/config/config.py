@@ -15,15 +15,17 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.option import Option, options_of
+from megatron.config.option import FAMILIES, Option, options_of
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
+from megatron.config.t5 import T5Config
 from megatron.errors import ConfigError
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
     {
         "model": ModelConfig,
+        "t5": T5Config,
         "parallel": ParallelConfig,
         "batch": BatchConfig,
         "optimizer": OptimizerConfig,
@@ -33,7 +35,29 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "run": RunConfig,
     }
 )
-"""Name in ``Config`` -> dataclass; the groups of --help, in this order."""
+"""Name in ``Config`` -> dataclass; the groups of --help, in this order. The first two say what the model is."""
+
+IDENTITY = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "kv_hidden_size",
+    "ff_hidden_size",
+    "hidden_bias",
+    "max_position_embeddings",
+    "vocab_size",
+    "untie_embeddings",
+    "activation",
+)
+"""Fields of the model that two runs must share for one's weights to fit the other."""
+T5_IDENTITY = (
+    "enc_layers",
+    "dec_layers",
+    "position_embedding_type",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+)
+"""The same of T5's own section; its numbers of layers stand for ``num_layers``."""
 
 RANK_BOUND = ("local_rank",)
 """Fields that differ between the ranks of one job; they are in no dictionary that ranks compare."""
@@ -41,9 +65,11 @@ RANK_BOUND = ("local_rank",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One of each section, and what was said while reading them."""
+    """One of each section, and what was said while reading them; ``t5`` counts where ``family`` is "t5" only."""
 
+    family: str = "gpt2"
     model: ModelConfig = field(default_factory=ModelConfig)
+    t5: T5Config = field(default_factory=T5Config)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -58,8 +84,13 @@ class Config:
     notes: tuple[str, ...] = ()  # to be logged once at the start
 
     def __post_init__(self) -> None:
-        if not self.model.max_position_embeddings:
-            model = replace(self.model, max_position_embeddings=self.batch.seq_length)
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be {' or '.join(FAMILIES)}, got {self.family!r}")
+        if self.is_t5:
+            object.__setattr__(self, "t5", self.t5.resolved(self.model.num_layers))
+        has_positions = not (self.is_t5 and self.t5.has_relative_positions)
+        if has_positions and not self.model.max_position_embeddings:
+            model = replace(self.model, max_position_embeddings=max(self.sequence_lengths))
             object.__setattr__(self, "model", model)
         if not self.optimizer.lr_decay_iters:
             optimizer = replace(self.optimizer, lr_decay_iters=max(self.batch.train_iters, 1))
@@ -74,11 +105,47 @@ class Config:
         }
         return cls(**sections, **others)
 
+    @property
+    def is_t5(self) -> bool:
+        return self.family == "t5"
+
+    @property
+    def total_layers(self) -> int:
+        """Transformer layers, of both sides."""
+        return self.t5.enc_layers + self.t5.dec_layers if self.is_t5 else self.model.num_layers
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens that the model reads of a sample: one length, or those of encoder and decoder."""
+        return (self.t5.enc_seq_length, self.t5.dec_seq_length) if self.is_t5 else (self.batch.seq_length,)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens that the model reads of a sample; they count for tokens/s."""
+        return sum(self.sequence_lengths)
+
+    @property
+    def loss_tokens_per_sample(self) -> int:
+        """Tokens of a sample that the loss may be a sum over: those of the head."""
+        return self.sequence_lengths[-1]
+
+    def sections(self) -> dict[str, Any]:
+        """Return name -> section of those that count for this family."""
+        return {name: getattr(self, name) for name in SECTIONS if name != "t5" or self.is_t5}
+
+    def identity(self) -> dict[str, Any]:
+        """Return what two models must share for one's weights to fit the other."""
+        sizes = {name: getattr(self.model, name) for name in IDENTITY}
+        if not self.is_t5:
+            return sizes
+        del sizes["num_layers"]
+        return {"family": self.family, **sizes, **{name: getattr(self.t5, name) for name in T5_IDENTITY}}
+
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain data for JSON, the same on every rank."""
-        settings: dict[str, Any] = {}
-        for name in SECTIONS:
-            section = dataclasses.asdict(getattr(self, name))
+        settings: dict[str, Any] = {"family": self.family}
+        for name, values in self.sections().items():
+            section = dataclasses.asdict(values)
             settings[name] = {key: value for key, value in section.items() if key not in RANK_BOUND}
         settings["deepspeed"] = dict(self.deepspeed)
         settings["extra"] = {key: _plain(value) for key, value in self.extra.items()}
@@ -87,10 +154,12 @@ class Config:
     def namespace(self) -> Namespace:
         """Return the flat names that Megatron's and CPM's scripts expect of ``get_args()``."""
         flat: dict[str, Any] = {}
-        for name in SECTIONS:
-            flat.update(dataclasses.asdict(getattr(self, name)))
+        for section in self.sections().values():
+            flat.update(dataclasses.asdict(section))
+        flat["seq_length"] = self.sequence_lengths[0]  # with T5 the encoder's, as in Megatron
         for _, option in all_options():
-            flat.update({_attribute(alias): flat[option.name] for alias in option.aliases})
+            if option.name in flat:
+                flat.update({_attribute(alias): flat[option.name] for alias in option.aliases})
         flat.update(
             pipe_parallel_size=self.parallel.pipe_parallel_size if self.parallel.has_pipeline else 0,
             pipeline_model_parallel_size=self.parallel.num_stages,

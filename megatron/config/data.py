@@ -12,6 +12,8 @@ from megatron.config.option import option
 
 OWN_DATA = "none"
 """As --data-path: the script brings its own data, and no file is looked for."""
+PAIRS = ("_context", "_target", "_target_offset")
+"""What follows the path in the names of CPM's three files, which T5 reads where there is no token file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,19 @@ class DataConfig:
     num_workers: int = option(
         0, "processes that read ahead on each replica; 0: read in the training process", minimum=0
     )
-    reset_position_ids: bool = option(False, "count positions from 0 after each end of document")
+    reset_position_ids: bool = option(
+        False,
+        "count positions from 0 after each end of document",
+        family="gpt2",
+        elsewhere="T5 keeps documents apart by --reset-attention-mask alone; use that",
+    )
     reset_attention_mask: bool = option(False, "no attention across the end of a document")
-    eod_mask_loss: bool = option(False, "no loss on the end-of-document token")
+    eod_mask_loss: bool = option(
+        False,
+        "no loss on the end-of-document token",
+        family="gpt2",
+        elsewhere="T5 learns the one end of its targets, and no document's end but those in masked spans; leave it out",
+    )
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be: a bad split, a file that is not there."""
@@ -61,7 +73,14 @@ class DataConfig:
             rule = "must be one to three weights, not negative and not all 0, such as 949,50,1"
             yield f"--split {rule}; got {self.split!r}"
 
-    def missing_files(self) -> Iterator[str]:
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether CPM's three files are there and no token file: then T5 masks nothing itself."""
+        path = self.data_path
+        is_there = path is not None and any(os.path.exists(f"{path}{part}.idx") for part in PAIRS)
+        return is_there and not os.path.exists(f"{path}.idx")
+
+    def missing_files(self, family: str = "gpt2") -> Iterator[str]:
         """Yield the token files of --data-path that are not there; a path that itself exists is the script's own.
 
         With several nodes nothing is looked for: a node whose ranks read no data need not have the files.
@@ -71,7 +90,9 @@ class DataConfig:
             return
         if path is None or path == OWN_DATA or os.path.exists(path):
             return
-        missing = [path + suffix for suffix in (".idx", ".bin") if not os.access(path + suffix, os.R_OK)]
+        parts = PAIRS if family == "t5" and self.reads_pairs else ("",)
+        names = [path + part + suffix for part in parts for suffix in (".idx", ".bin")]
+        missing = [name for name in names if not os.access(name, os.R_OK)]
         if missing:
             yield (
                 f"--data-path must name token files that can be read, got --data-path {path}, without "

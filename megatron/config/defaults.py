@@ -33,6 +33,8 @@ def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
     for name, value in defaults.items():
         if name not in options:
             found.problems.append(unknown("name in the defaults of pretrain():", name, options))
+        elif not options[name].acts_in(found.family):
+            found.problems.append(f"{name} in the defaults of pretrain() is refused: {options[name].elsewhere}")
         elif problem := options[name].problem(value, f"the default of {name}"):
             found.problems.append(problem)
         else:
@@ -47,7 +49,7 @@ def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[s
     except ValueError as error:
         found.problems.append(f"{VARIABLE} must be flags as a shell reads them, got {text!r}: {error}")
         return {}
-    soft = scan(words, extra_flags)
+    soft = scan(words, extra_flags, found.family)
     found.problems += [f"{VARIABLE}: {problem}" for problem in soft.problems]
     found.notes += soft.notes
     found.rest[:0] = soft.rest

@@ -38,12 +38,13 @@ def problems(config: Config) -> Iterator[str]:
         )
     if "checkpoint_num_layers" in given and not config.parallel.checkpoint_activations:
         yield "--checkpoint-num-layers acts with --checkpoint-activations only. Add that flag, or leave this one out"
-    if optimizer.optimizer == "sgd":
+    if optimizer.optimizer != "adamw":
         params = config.deepspeed.get("optimizer", {}).get("params", {})
         stated = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
         named = [*_flags(config, ADAM), *stated]
         if named:
-            yield f"{', '.join(named)} acts on AdamW only, got --optimizer sgd. Leave it out, or use --optimizer adamw"
+            got = f"got --optimizer {optimizer.optimizer}"
+            yield f"{', '.join(named)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
         yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
     named = [flag for name, flag in PIPELINE.items() if name in given]

@@ -7,18 +7,19 @@ from collections.abc import Iterator
 
 from megatron.config import deepspeed_keys as keys
 from megatron.config.config import all_options
-from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED
-from megatron.config.option import Option
+from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED, REFUSED_IN
+from megatron.config.option import FAMILIES, Option
 
 HEAD = """# Flags
 
 Made by `python -m megatron.config.flags_doc > docs/flags.md`; do not edit.
 
 A value comes from its flag, else from the JSON of `--deepspeed_config`, else from the flags in the environment variable
-MEGATRON_DEFAULTS, else it is the default. A flag that is given and a JSON value that differ are an error; "auto" in the
-JSON means the flag or the default. The last of a repeated flag holds. Flags are not abbreviated. Every mistake of a
-command line is reported at once, with exit code 2; a flag that could not act is an error or, where scripts pass it by
-habit, a note at the start.
+MEGATRON_DEFAULTS, else from the script (`pretrain(args_defaults=...)`; pretrain_t5.py: `--activation relu` and
+`--layernorm-epsilon 1e-6`), else it is the default. A flag that is given and a JSON value that differ are an error;
+"auto" in the JSON means the flag or the default. The last of a repeated flag holds. Flags are not abbreviated. Every
+mistake of a command line is reported at once, with exit code 2; a flag that could not act is an error or, where scripts
+pass it by habit, a note at the start.
 
 Run scripts use two variables: MEGATRON_DEFAULTS holds their recipe, written as flags, and MEGATRON_VARIABLES holds
 `flag=NAME` for each flag that a variable of theirs sets, so that messages name both.
@@ -28,7 +29,7 @@ KINDS = """
 * **honoured**: sets the field that is named.
 * **alias**: another name of an honoured flag.
 * **already so**: accepted; what it asks for always holds, which the log says once.
-* **refused**: an error that says what to use instead.
+* **refused**: an error that says what to use instead. So is a flag of one model in a run of the other.
 """
 
 JSON_HEAD = """
@@ -58,7 +59,8 @@ def classify(flag: str) -> tuple[str, str]:
             return _honoured(flag, section, option)
     if flag in ALREADY_SO:
         return "already so", ALREADY_SO[flag]
-    return "refused", REFUSED[flag]
+    others = [f"; {FAMILIES[family]}: {told[flag]}" for family, told in REFUSED_IN.items() if flag in told]
+    return "refused", REFUSED[flag] + "".join(others)
 
 
 def _honoured(flag: str, section: str, option: Option) -> tuple[str, str]:
@@ -66,20 +68,21 @@ def _honoured(flag: str, section: str, option: Option) -> tuple[str, str]:
         return "alias", f"of `{option.flag}`"
     if flag in option.constants:
         return "honoured", f"`{section}.{option.name}` = {option.constants[flag]}"
-    return "honoured", f"`{section}.{option.name}`"
+    others = f"; in {FAMILIES[option.family]} only, elsewhere refused: {option.elsewhere}" if option.family else ""
+    return "honoured", f"`{section}.{option.name}`{others}"
 
 
 def lines() -> Iterator[str]:
     """Yield the lines of docs/flags.md."""
     yield HEAD
-    yield "## What can be set\n"
-    yield "| flag | other names | value | default | meaning |"
-    yield "|---|---|---|---|---|"
+    yield "## What can be set\n\nA flag of one model only names it.\n"
+    yield "| flag | other names | model | value | default | meaning |"
+    yield "|---|---|---|---|---|---|"
     for _, option in all_options():
         names = [f"`{flag}`" for flag in option.flags]
         value = "" if option.kind == "bool" else _cell(", ".join(option.choices) or option.kind)
-        default = _cell(option.shown_default)
-        yield f"| {names[0]} | {' '.join(names[1:])} | {value} | {default} | {_cell(option.help)} |"
+        model, default = FAMILIES.get(option.family, ""), _cell(option.shown_default)
+        yield f"| {names[0]} | {' '.join(names[1:])} | {model} | {value} | {default} | {_cell(option.help)} |"
     yield "\n## Flags of CPM-Pretrain\n" + KINDS
     yield from _rows(list(CPM_FLAGS))
     yield "\n## Other names of today's Megatron-LM\n"

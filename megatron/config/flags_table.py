@@ -2,7 +2,7 @@
 
 | class | on the command line |
 |---|---|
-| honoured, alias | sets a field: megatron/config/*.py, one field each |
+| honoured, alias | sets a field: megatron/config/*.py, one field each; some in T5 or in GPT-2 only |
 | already so | accepted; what it asks for always holds here, which is said once in the log |
 | refused | an error, exit code 2, with what to use instead |
 """
@@ -30,9 +30,8 @@ ALREADY_SO = {
 """Flag without a value -> why what it asks for always holds."""
 
 _REALM = "REALM and ICT are not part of this project"
-_BERT = "BERT is not trained by this script; nothing in GPT-2 reads it"
+_BERT = "BERT is not trained by this script; nothing here reads it"
 _AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
-_T5 = "it is for encoder-decoder models; GPT-2 takes --seq-length"
 _RECOMPUTE = "recompute is our own, with the random states of the first pass; use --checkpoint-activations"
 _ZERO = "ZeRO belongs in the JSON, and this version takes stage 0 only; leave it out"
 _SOFTMAX = "scaled_dot_product_attention has no separate mask and softmax; leave it out"
@@ -50,8 +49,6 @@ CPM_REFUSED = {
     "--no-save-rng": "random states take a few kilobytes and are always saved; --no-load-rng leaves them out",
     "--fp16-lm-cross-entropy": "the loss is always computed in fp32, for its sum would overflow; leave it out",
     "--lazy-mpu-init": "process groups are made at the start; leave it out",
-    "--enc-seq-length": _T5,
-    "--dec-seq-length": _T5,
     "--mask-prob": _BERT,
     "--short-seq-prob": _BERT,
     "--mmap-warmup": "files are mapped and read when needed; `cat FILE.bin > /dev/null` before the start warms them",
@@ -78,12 +75,10 @@ CPM_REFUSED = {
     "--profile-backward": _RECOMPUTE,
     "--deepscale": "the old name of DeepSpeed; leave it out",
     "--deepscale_config": "the old name of --deepspeed_config; use that",
-    "--deepspeed_mpi": "start with bash run_gpt2.sh, torchrun or SLURM, which set RANK and WORLD_SIZE",
+    "--deepspeed_mpi": "start with bash run_gpt2.sh or run_t5.sh, torchrun or SLURM, which set RANK and WORLD_SIZE",
 }
 
 MEGATRON_REFUSED = {
-    "--encoder-seq-length": _T5,
-    "--decoder-seq-length": _T5,
     "--lr-warmup-iters": "warm-up is a fraction: use --warmup ITERS / LR_DECAY_ITERS",
     "--lr-warmup-samples": "warm-up is a fraction of the steps: use --warmup",
     "--lr-decay-samples": "steps are counted: use --lr-decay-iters",
@@ -110,12 +105,11 @@ MEGATRON_REFUSED = {
     "--decoder-last-pipeline-num-layers": "use --partition-method",
     "--num-experts": "the models are dense; leave it out",
     "--expert-model-parallel-size": "the models are dense; leave it out",
-    "--position-embedding-type": "GPT-2 has learned positions; leave it out",
     "--use-rotary-position-embeddings": "GPT-2 has learned positions; leave it out",
-    "--group-query-attention": "GPT-2 has as many key heads as query heads; leave it out",
-    "--num-query-groups": "GPT-2 has as many key heads as query heads; leave it out",
-    "--swiglu": "GPT-2's feed-forward layer is not gated; leave it out",
-    "--squared-relu": "use --activation gelu or gelu-tanh",
+    "--group-query-attention": "there are as many key heads as query heads; leave it out",
+    "--num-query-groups": "there are as many key heads as query heads; leave it out",
+    "--swiglu": "use --activation gated-silu, and --ff-hidden-size for its size",
+    "--squared-relu": "use --activation relu, gelu or gelu-tanh",
     "--normalization": "GPT-2 has layer norms; leave it out",
     "--attention-backend": "scaled_dot_product_attention takes the fastest kernel that the device has; leave it out",
     "--transformer-impl": "there is one implementation; leave it out",
@@ -143,6 +137,22 @@ MEGATRON_REFUSED = {
 }
 
 REFUSED = {**CPM_REFUSED, **MEGATRON_REFUSED}
+
+REFUSED_IN: dict[str, dict[str, str]] = {
+    "gpt2": {},
+    "t5": {
+        "--mask-prob": "use --noise-density",
+        "--short-seq-prob": "every sample has the same length of text; leave it out",
+        "--use-rotary-position-embeddings": "use --position-embedding-type relative or learned",
+        "--normalization": "--position-embedding-type relative has RMS norms, learned has layer norms; leave it out",
+        "--decoder-first-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
+        "--decoder-last-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
+    },
+}
+"""What a script says in place of the reason in REFUSED, by the family that it trains.
+
+Flags that act in another family are refused, too: their own fields say why (``Option.elsewhere``).
+"""
 
 _CPM_NAMES = """
 --num-layers --num-unique-layers --param-sharing-style --hidden-size --kv-hidden-size --ff-hidden-size

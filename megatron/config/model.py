@@ -11,7 +11,7 @@ from megatron.config.option import option
 class ModelConfig:
     """The sizes of a model; a size of 0 is derived from the others when the object is made."""
 
-    num_layers: int = option(4, "transformer layers", minimum=0)
+    num_layers: int = option(4, "transformer layers; of T5, those of each side", minimum=0)
     hidden_size: int = option(256, "size h of the residual stream", minimum=1)
     num_attention_heads: int = option(4, "attention heads a", minimum=1)
     kv_hidden_size: int = option(
@@ -29,7 +29,7 @@ class ModelConfig:
         aliases=("--ffn-hidden-size",),
     )
     hidden_bias: bool = option(False, "give the linear layers biases")
-    max_position_embeddings: int = option(0, "learned positions", minimum=1, shown_default="seq-length")
+    max_position_embeddings: int = option(0, "learned positions", minimum=1, shown_default="the longest sequence")
     layernorm_epsilon: float = option(
         1e-5, "added to the variance in layer norms", above=0, aliases=("--norm-epsilon",)
     )
@@ -45,15 +45,19 @@ class ModelConfig:
     )
     activation: str = option(
         "gelu",
-        "activation of the feed-forward layer; gelu-tanh is the approximation that GPT-2 was trained with",
-        choices=("gelu", "gelu-tanh"),
+        "activation of the feed-forward layer; gelu-tanh is the approximation that GPT-2 was trained with; a gated "
+        "one multiplies the activation (gated-gelu: that approximation) with a second product of the input",
+        choices=("gelu", "gelu-tanh", "relu", "gated-gelu", "gated-silu"),
         constants={"--openai-gelu": "gelu-tanh"},
     )
     make_vocab_size_divisible_by: int = option(
         1, "pad the vocabulary to a multiple of this and of --model-parallel-size; padded rows are masked", minimum=1
     )
     apply_residual_connection_post_layernorm: bool = option(
-        False, "add to the normalised input of a layer's parts instead of the input itself"
+        False,
+        "add to the normalised input of a layer's parts instead of the input itself",
+        family="gpt2",
+        elsewhere="T5 adds to the input of a layer's parts; leave it out",
     )
     vocab_size: int | None = option(
         None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"

@@ -12,11 +12,17 @@ from megatron.config.option import option
 class OptimizerConfig:
     """Learning rate over the steps, decay, betas and the clip of the global gradient norm."""
 
-    optimizer: str = option("adamw", "update rule", choices=("adamw", "sgd"))
+    optimizer: str = option(
+        "adamw",
+        "update rule; adafactor keeps a mean for each row and column of a matrix and no moment",
+        choices=("adamw", "adafactor", "sgd"),
+    )
     lr: float = option(5e-4, "highest learning rate", above=0)
     min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_style: str = option(
-        "cosine", "course after the warm-up", choices=("constant", "linear", "cosine", "exponential", "wsd")
+        "cosine",
+        "course after the warm-up",
+        choices=("constant", "linear", "cosine", "exponential", "wsd", "inverse-square-root"),
     )
     lr_decay_iters: int = option(
         0, "steps until --min-lr is reached, warm-up included", minimum=1, shown_default="train-iters"

@@ -11,6 +11,9 @@ from typing import Any
 
 LARGEST_INT = 2**31 - 1
 
+FAMILIES: Mapping[str, str] = {"gpt2": "GPT-2", "t5": "T5"}
+"""Kind of model that a script trains -> its name in messages."""
+
 KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
@@ -31,11 +34,17 @@ class Option:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
+    family: str = ""  # the only family of models in which it acts; "" for all
+    elsewhere: str = ""  # what a run of another family is told to do
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Every spelling that sets this field, the flag itself first (none when only constants set it)."""
         return ((self.flag,) if self.flag else ()) + self.aliases + tuple(self.constants)
+
+    def acts_in(self, family: str) -> bool:
+        """Return whether a run of ``family`` takes this flag."""
+        return self.family in ("", family)
 
     def rule(self) -> str:
         """Say in words what a value must be."""

@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron.config import deepspeed
 from megatron.config import defaults as outside
 from megatron.config.config import SECTIONS, Config, all_options
-from megatron.config.option import options_of
+from megatron.config.option import Option, options_of
 from megatron.config.scan import Scan, scan
 from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
 
@@ -38,6 +39,7 @@ def parse(
     extra_args_provider: ExtraArgs | None = None,
     defaults: Mapping[str, Any] | None = None,
     has_gpu: bool | None = None,
+    family: str = "gpt2",
 ) -> Config:
     """Return the checked Config of a command line; no process group, no torch.
 
@@ -48,6 +50,7 @@ def parse(
         extra_args_provider: Megatron's hook: adds a user's own flags to an argparse parser.
         defaults: field -> value that replaces our default, as a user's ``pretrain`` call gives it.
         has_gpu: whether a GPU can be used; None: not known here, ``check_device`` is called later.
+        family: kind of model that the script trains, gpt2 or t5; the flags of the other are refused.
 
     Raises:
         ConfigError: all problems at once, numbered.
@@ -55,11 +58,11 @@ def parse(
     """
     words = list(sys.argv[1:] if argv is None else argv)
     env = os.environ if env is None else env
-    extra_parser, extra_flags = _extra_parser(extra_args_provider)
+    extra_parser, extra_flags = _extra_parser(extra_args_provider, family)
     if "-h" in words or "--help" in words:
-        sys.stdout.write(help_text(extra_args_provider))
+        sys.stdout.write(help_text(extra_args_provider, family, defaults or {}))
         raise SystemExit(0)
-    found = scan(words, extra_flags)
+    found = scan(words, extra_flags, family)
     soft = outside.soft_values(defaults or {}, env, found, extra_flags)
     extra = _extra_values(extra_parser, found)
     json = _read_json(found, soft)
@@ -67,6 +70,7 @@ def parse(
     _add_local_rank(values, env, found)
     config = Config.of_values(
         values,
+        family=family,
         deepspeed=json,
         extra=extra,
         given=tuple(found.values),
@@ -80,34 +84,45 @@ def parse(
     return _with_notes(config, found.notes)
 
 
-def help_text(extra_args_provider: ExtraArgs | None = None) -> str:
-    """Return the text of --help: every flag, by section, with its default."""
-    parser = _Parser(prog="bash run_gpt2.sh", usage="bash run_gpt2.sh [flags]", epilog=SOURCES, allow_abbrev=False)
+def help_text(
+    extra_args_provider: ExtraArgs | None = None,
+    family: str = "gpt2",
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """Return the text of --help: every flag that acts in ``family``, by section, with its default."""
+    program = f"bash run_{family}.sh"
+    parser = _Parser(prog=program, usage=f"{program} [flags]", epilog=SOURCES, allow_abbrev=False)
     for name, section in SECTIONS.items():
-        group = parser.add_argument_group(name, (section.__doc__ or "").splitlines()[0].replace("`", ""))
-        for option in options_of(section):
-            valued = [flag for flag in option.flags if flag not in option.constants]
-            default = f" (default: {option.shown_default})" if option.shown_default else ""
-            text = (option.help + default).replace("%", "%%")
-            if valued and option.kind == "bool":
-                group.add_argument(*valued, dest=option.name, action="store_true", help=text)
-            elif valued:
-                metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.upper()
-                group.add_argument(*valued, dest=option.name, metavar=metavar, help=text)
-            for flag, value in option.constants.items():
-                about = f"{option.name} = {value}" + (f": {text}" if not valued else "")
-                group.add_argument(flag, dest=f"{option.name}_{value}", action="store_true", help=about)
+        options = [option for option in options_of(section) if option.acts_in(family)]
+        if options:
+            group = parser.add_argument_group(name, (section.__doc__ or "").splitlines()[0].replace("`", ""))
+        for option in options:
+            _add_help(group, option, defaults.get(option.name, option.shown_default))
     if extra_args_provider is not None:
         extra_args_provider(parser)
     return parser.format_help()
 
 
-def _extra_parser(provider: ExtraArgs | None) -> tuple[argparse.ArgumentParser, list[str]]:
+def _add_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> None:
+    valued = [flag for flag in option.flags if flag not in option.constants]
+    default = f" (default: {shown})" if shown not in ("", None) else ""
+    text = (option.help + default).replace("%", "%%")
+    if valued and option.kind == "bool":
+        group.add_argument(*valued, dest=option.name, action="store_true", help=text)
+    elif valued:
+        metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.upper()
+        group.add_argument(*valued, dest=option.name, metavar=metavar, help=text)
+    for flag, value in option.constants.items():
+        about = f"{option.name} = {value}" + (f": {text}" if not valued else "")
+        group.add_argument(flag, dest=f"{option.name}_{value}", action="store_true", help=about)
+
+
+def _extra_parser(provider: ExtraArgs | None, family: str) -> tuple[argparse.ArgumentParser, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     if provider is not None:
         provider(parser)
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    ours = {flag for _, option in all_options() for flag in option.flags}
+    ours = {flag for _, option in all_options() if option.acts_in(family) for flag in option.flags}
     taken = sorted(ours & set(flags))
     raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in taken])
     return parser, flags

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.config import all_options
-from megatron.config.flags_table import ALREADY_SO, REFUSED
+from megatron.config.flags_table import ALREADY_SO, REFUSED, REFUSED_IN
 from megatron.config.option import Option
 
 
 @dataclass
 class Scan:
-    """What was found on the command line."""
+    """What was found on the command line of a script that trains ``family``."""
 
+    family: str = "gpt2"
     values: dict[str, Any] = field(default_factory=dict)  # field -> value
     spelling: dict[str, str] = field(default_factory=dict)  # field -> "--flag value" as typed
     repeated: list[str] = field(default_factory=list)
@@ -24,11 +25,12 @@ class Scan:
     rest: list[str] = field(default_factory=list)  # words for extra_args_provider
 
 
-def scan(argv: Sequence[str], extra_flags: Iterable[str] = ()) -> Scan:
+def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
     """Read ``argv``; flags in ``extra_flags`` and the words behind them are left to ``rest``."""
-    known = {flag: option for _, option in all_options() for flag in option.flags}
+    known = {flag: option for _, option in all_options() if option.acts_in(family) for flag in option.flags}
+    refused = refusals(family)
     extras = set(extra_flags)
-    found = Scan()
+    found = Scan(family)
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -39,15 +41,21 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = ()) -> Scan:
             _take(found, known[flag], flag, text if equals else None, words)
         elif flag in ALREADY_SO:
             found.notes.append(f"{flag}: already so: {ALREADY_SO[flag]}")
-        elif flag in REFUSED:
+        elif flag in refused:
             _values_after(words)
-            found.problems.append(f"{flag} is refused: {REFUSED[flag]}")
+            found.problems.append(f"{flag} is refused: {refused[flag]}")
         elif flag.startswith("-"):
             _values_after(words)
-            found.problems.append(unknown("flag", flag, [*known, *extras, *ALREADY_SO, *REFUSED]))
+            found.problems.append(unknown("flag", flag, [*known, *extras, *ALREADY_SO, *refused]))
         else:
             found.problems.append(f"every value must follow a flag that takes one, got {word!r} on its own. Remove it")
     return found
+
+
+def refusals(family: str) -> dict[str, str]:
+    """Return flag -> why a script that trains ``family`` refuses it, and what to use instead."""
+    foreign = [option for _, option in all_options() if not option.acts_in(family)]
+    return REFUSED | REFUSED_IN[family] | {flag: option.elsewhere for option in foreign for flag in option.flags}
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.config import effects
+from megatron.config import effects, t5_checks
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
@@ -33,15 +33,15 @@ def find_problems(config: Config, world_size: int) -> list[str]:
     ranges = list(_range_problems(config))
     if ranges:
         return ranges
-    sections = [getattr(config, name) for name in SECTIONS]
-    own = [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
+    sections = [section for section in config.sections().values() if hasattr(section, "problems")]
+    own = [problem for section in sections for problem in section.problems()]
     return [*own, *_world_problems(config, world_size), *_cut_problems(config), *_cross_problems(config)]
 
 
 def _range_problems(config: Config) -> Iterator[str]:
-    for name, section in SECTIONS.items():
-        for option in options_of(section):
-            value = getattr(getattr(config, name), option.name)
+    for name, section in config.sections().items():
+        for option in options_of(SECTIONS[name]):
+            value = getattr(section, option.name)
             problem = option.problem(value, option.flag or option.name)
             if problem and not is_derived(option, value):
                 yield problem
@@ -56,20 +56,27 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
         below = world_size // (t * p) * t * p
         works = " or ".join(str(n) for n in (below, below + t * p) if n)
         yield f"world size must be a multiple of tensor x pipe, {got}. Start {works} processes, or lower one of the two"
-    if config.parallel.has_pipeline and p > config.model.num_layers:
-        layers = config.model.num_layers
+    if config.parallel.has_pipeline:
+        yield from _stage_problems(config)
+
+
+def _stage_problems(config: Config) -> Iterator[str]:
+    layers, p, chunks = config.total_layers, config.parallel.num_stages, config.parallel.chunks
+    got = f"--num-layers {layers}"
+    if config.is_t5:
+        got = f"{config.t5.enc_layers} encoder and {config.t5.dec_layers} decoder layers"
+    more = f"{p * chunks} layers or more in all" if config.is_t5 else f"--num-layers {p * chunks} or more"
+    if p > layers:
         allowed = f"0 to {layers}" if layers > 1 else "0 or 1"
         yield (
-            f"every pipeline stage must hold a layer, got --num-layers {layers} on --pipe-parallel-size {p}. "
-            f"Use --pipe-parallel-size {allowed}, or --num-layers {p} or more"
+            f"every pipeline stage must hold a layer, got {got} on --pipe-parallel-size {p}. "
+            f"Use --pipe-parallel-size {allowed}, or {more}"
         )
-    elif config.parallel.chunks > 1 and p * config.parallel.chunks > config.model.num_layers:
-        layers, chunks = config.model.num_layers, config.parallel.chunks
+    elif chunks > 1 and p * chunks > layers:
         allowed = f"1 to {layers // p}" if layers // p > 1 else "1"
         yield (
-            f"every chunk of every pipeline stage must hold a layer, got --num-layers {layers} on --pipe-parallel-size "
-            f"{p} x --pipeline-chunks {chunks} = {p * chunks}. Use --pipeline-chunks {allowed}, or --num-layers "
-            f"{p * chunks} or more"
+            f"every chunk of every pipeline stage must hold a layer, got {got} on --pipe-parallel-size {p} x "
+            f"--pipeline-chunks {chunks} = {p * chunks}. Use --pipeline-chunks {allowed}, or {more}"
         )
 
 
@@ -97,14 +104,22 @@ def _cut_problems(config: Config) -> Iterator[str]:
 
 
 def _cross_problems(config: Config) -> Iterator[str]:
-    batch, model = config.batch, config.model
-    if batch.seq_length > model.max_position_embeddings:
+    batch, model, t = config.batch, config.model, config.parallel.model_parallel_size
+    if config.is_t5:
+        yield from t5_checks.problems(config)
+    elif batch.seq_length > model.max_position_embeddings:
         yield (
             f"--seq-length must not exceed --max-position-embeddings, got {batch.seq_length} and "
             f"{model.max_position_embeddings}. Raise --max-position-embeddings, or shorten the sequence"
         )
     if not config.run.dry_run:
-        yield from config.data.missing_files()
+        yield from config.data.missing_files(config.family)
+    if config.optimizer.optimizer == "adafactor" and t > 1:
+        yield (
+            "--optimizer adafactor needs whole matrices for the means of their rows and columns, got "
+            f"--model-parallel-size {t}, which cuts them. Use --optimizer adamw, or --pipe-parallel-size in place of "
+            "--model-parallel-size"
+        )
     yield from effects.problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
@@ -181,4 +196,4 @@ def notes_of(config: Config) -> list[str]:
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
-    return [*notes, *effects.notes(config)]
+    return [*notes, *(t5_checks.notes(config) if config.is_t5 else ()), *effects.notes(config)]

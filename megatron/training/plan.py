@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron import cost
-from megatron.config import Config
+from megatron import cost, data
+from megatron.config import Config, T5Config
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Topology
 from megatron.stages import AUTO, bubble, by_default, candidates, in_flight, pieces_on
@@ -19,13 +19,19 @@ Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
 def with_tokenizer(config: Config) -> tuple[Any, Config]:
     """Return the tokenizer, where one is named, and the configuration with its vocabulary."""
-    data = config.data
-    if not (data.tokenizer_path or data.vocab_file):
+    files = config.data
+    if not (files.tokenizer_path or files.vocab_file):
         return None, config if config.model.vocab_size is None else config.with_vocab(config.model.vocab_size)
     tokenizer = build_tokenizer(
-        data.tokenizer_type, vocab_file=data.vocab_file, merge_file=data.merge_file, tokenizer_path=data.tokenizer_path
+        files.tokenizer_type,
+        vocab_file=files.vocab_file,
+        merge_file=files.merge_file,
+        tokenizer_path=files.tokenizer_path,
     )
-    return tokenizer, config.with_vocab(tokenizer.vocab_size)
+    if not config.is_t5:
+        return tokenizer, config.with_vocab(tokenizer.vocab_size)
+    tokens = data.t5_tokens(tokenizer, config.t5.vocab_extra_ids, config.t5.kinds)
+    return tokenizer, config.with_vocab(tokens.vocab_size)
 
 
 def dry_run(config: Config, world_size: int) -> None:
@@ -37,15 +43,15 @@ def dry_run(config: Config, world_size: int) -> None:
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
     parallel = config.parallel
     topology = Topology.of_world(world_size, parallel.model_parallel_size, parallel.num_stages)
-    bounds = cost.stage_bounds(config.model, config.batch.seq_length, topology.pipe, parallel.chunks)
+    bounds = cost.of(config).stage_bounds(topology.pipe, parallel.chunks)
     dtype = config.precision.dtype or "the device's default"
     screen = Screen("plain", config.batch.train_iters)
     screen.table("Plan (nothing was started)", plan_rows(config, topology, bounds, dtype))
 
 
-def is_gpt2(config: Config, counted: Sequence[int]) -> bool:
-    """Return whether a model of ``counted[0]`` parameters is the GPT-2 of ``config``: then its costs are known."""
-    return config.model.vocab_size is not None and counted[0] == cost.num_parameters(config.model)
+def is_known(config: Config, counted: Sequence[int]) -> bool:
+    """Return whether a model of ``counted[0]`` parameters is the one that ``config`` describes, whose costs we know."""
+    return config.model.vocab_size is not None and counted[0] == cost.of(config).num_parameters
 
 
 def plan_rows(
@@ -60,21 +66,27 @@ def plan_rows(
 
     Args:
         bounds: of the pieces, in layers as the pipeline counts them; with chunks a stage has several pieces.
-        counted: parameters of the whole model, then of one rank of each stage; None for GPT-2 before it is built.
+        counted: parameters of the whole model, then of one rank of each stage; None before it is built, when it is
+            taken to be the one that ``config`` describes.
         forecast: gives the bubble as ``megatron.stages.bubble`` does; None: by its closed forms.
     """
     batch, d = config.batch, topology.data
     yield "layout", f"{topology.world_size} ranks = pipe {topology.pipe} x data {d} x tensor {topology.tensor}"
-    known = counted is None or is_gpt2(config, counted)
+    known = counted is None or is_known(config, counted)
     if counted is None or known:
-        yield from _gpt2_rows(config, topology, bounds, dtype)
+        yield "model", model_text(config)
+        yield from _stage_rows(config, topology, bounds, dtype)
     else:
         yield from _own_model_rows(config, counted, bounds)
+    lengths = config.sequence_lengths
+    sample = f"(encoder {lengths[0]} + decoder {lengths[-1]})" if config.is_t5 else f"sequence {lengths[0]}"
     yield (
         "tokens per step",
-        f"{batch.global_batch_size(d) * batch.seq_length:,} = sequence {batch.seq_length} x micro-batch "
-        f"{batch.batch_size} x {batch.gas} micro-batches x {d} replicas",
+        f"{batch.global_batch_size(d) * config.tokens_per_sample:,} = {sample} x micro-batch {batch.batch_size} x "
+        f"{batch.gas} micro-batches x {d} replicas",
     )
+    if config.is_t5 and not config.data.reads_pairs:
+        yield "spans", spans_text(config)
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
@@ -91,22 +103,33 @@ def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int
         yield f"stage {stage}", f"{layers}{human_count(held)} parameters on each rank{kept}"
 
 
-def _gpt2_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
-    model = config.model
-    yield (
-        "model",
-        f"{human_count(cost.num_parameters(model))} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
-        f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}",
+def model_text(config: Config) -> str:
+    """Return the sizes of the model that ``config`` describes."""
+    model, t5 = config.model, config.t5
+    layers, positions = f"{model.num_layers} layers", ""
+    if config.is_t5:
+        layers = f"{t5.enc_layers} encoder and {t5.dec_layers} decoder layers"
+        positions = f", {t5.position_embedding_type} positions"
+    return (
+        f"{human_count(cost.of(config).num_parameters)} parameters: {layers}, hidden {model.hidden_size}, "
+        f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
+        f"{positions}"
     )
-    yield from _stage_rows(config, topology, bounds, dtype)
+
+
+def spans_text(config: Config) -> str:
+    """Return how a text becomes a sample of T5."""
+    t5 = config.t5
+    kind = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
+    if t5.denoisers != "R":
+        kind = f"denoisers {t5.denoisers}"
+    return f"{t5.raw_length} tokens of text in at most {t5.enc_seq_length} of inputs; {kind}"
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
-    model, batch, stages = config.model, config.batch, topology.pipe
-    memory = cost.memory_per_stage(
-        model,
+    costs, batch, stages = cost.of(config), config.batch, topology.pipe
+    memory = costs.memory_per_stage(
         bounds,
-        seq_length=batch.seq_length,
         micro_batch_size=batch.batch_size,
         num_micro_batches=batch.gas,
         tensor=topology.tensor,
@@ -115,13 +138,13 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         checkpoint_activations=config.parallel.checkpoint_activations,
         **_schedule(config, bounds, stages),
     )
-    held = cost.stage_parameters(model, bounds, topology.tensor, stages)
+    held = costs.stage_parameters(bounds, topology.tensor, stages)
     for stage in range(stages):
         kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
         yield (
             f"stage {stage}",
-            f"layers {layers_text(bounds, stages, stage)} of {model.num_layers + 3}, {human_count(held[stage])} "
-            f"parameters and about {human_bytes(memory[stage].total)} on each rank{kept}",
+            f"{_place_text(config, bounds, stages, stage)}, {human_count(held[stage])} parameters and about "
+            f"{human_bytes(memory[stage].total)} on each rank{kept}",
         )
 
 
@@ -135,7 +158,7 @@ def _pipeline_rows(
     yield "pipeline", f"schedule {schedule}{each}"
     if forecast is None and method != "balanced":
         yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
-    costs = cost.piece_costs(config.model, bounds, config.batch.seq_length) if is_known else None
+    costs = cost.of(config).piece_costs(bounds) if is_known else None
     idle_share, about = forecast or bubble, "" if forecast else "about "
     told = []
     for name in candidates(schedule, chunks):
@@ -158,8 +181,33 @@ def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, A
 
 def layers_text(bounds: Sequence[int], stages: int, stage: int) -> str:
     """Return the layers of a stage in words, the pieces of its chunks in their order: "0-2 and 6-8"."""
-    pieces = pieces_on(bounds, stages, stage)
-    return " and ".join(str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in pieces)
+    return " and ".join(_range_text(start, stop) for start, stop in pieces_on(bounds, stages, stage))
+
+
+def sides_text(bounds: Sequence[int], stages: int, stage: int, t5: T5Config) -> str:
+    """Return the layers of each side that lie on a stage of a T5, by chunk: "encoder 0-3 and decoder 0".
+
+    Args:
+        bounds: in units: embedding, layers and norm of either side, and the head.
+    """
+    firsts = {"encoder": (1, t5.enc_layers), "decoder": (t5.enc_layers + 3, t5.dec_layers)}
+    found = []
+    for start, stop in pieces_on(bounds, stages, stage):
+        for side, (first, count) in firsts.items():
+            begin, end = max(start - first, 0), min(stop - first, count)
+            if begin < end:
+                found.append(f"{side} {_range_text(begin, end)}")
+    return " and ".join(found)
+
+
+def _place_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+    if config.is_t5:
+        return sides_text(bounds, stages, stage, config.t5)
+    return f"layers {layers_text(bounds, stages, stage)} of {config.total_layers + 3}"
+
+
+def _range_text(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:

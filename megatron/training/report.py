@@ -19,7 +19,7 @@ from megatron.mpu.shard import shard_of
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.engines import StepResult
 from megatron.training.forecast import simulated_bubble
-from megatron.training.plan import is_gpt2, plan_rows
+from megatron.training.plan import is_known, plan_rows
 from megatron.training.screen import human_count, human_time
 from megatron.training.state import Progress
 from megatron.training.world import World
@@ -31,8 +31,8 @@ MATMUL_SECONDS = 0.3
 class Rates:
     """Speed since the last report: tokens/s, FLOP/s and the share of what the devices could do (MFU).
 
-    MFU counts the causal half of attention and no recomputation: ``6 N + 6 L a d s`` FLOPs per token; ``6 N`` for a
-    model of the user's own, of which only the number of parameters is known.
+    MFU counts no recomputation, of GPT-2 the causal half of attention (``6 N + 6 L a d s`` FLOPs per token), of T5 all
+    of it; ``6 N`` for a model of the user's own, of which only the number of parameters is known.
 
     Args:
         counted: as ``count_parameters`` returns it.
@@ -40,9 +40,9 @@ class Rates:
 
     def __init__(self, config: Config, tokens_per_step: int, peak_flops: float | None, counted: Sequence[int]) -> None:
         self.tokens_per_step = tokens_per_step
-        of_gpt2 = is_gpt2(config, counted)
-        of_token = cost.flops_per_token(config.model, config.batch.seq_length) if of_gpt2 else 6.0 * counted[0]
-        self.flops_per_step = tokens_per_step * of_token
+        samples = tokens_per_step // config.tokens_per_sample
+        known = is_known(config, counted)
+        self.flops_per_step = cost.of(config).flops_per_step(samples) if known else 6.0 * counted[0] * tokens_per_step
         self.peak_flops = peak_flops
         self._since, self._steps = time.perf_counter(), 0
 
@@ -111,7 +111,7 @@ def start_rows(
     peak: float | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table at the start."""
-    bounds = getattr(module, "parts", [0, config.model.num_layers + 3])
+    bounds = getattr(module, "parts", [0, cost.of(config).num_units])
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)

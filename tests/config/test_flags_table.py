@@ -8,14 +8,16 @@ import pytest
 
 from megatron.config import flags_doc, parse
 from megatron.config.config import all_options
-from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED
+from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED, REFUSED_IN
+from megatron.config.option import FAMILIES
+from megatron.config.scan import refusals
 from megatron.errors import ConfigError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "flags.md"
 OURS = {flag: option for _, option in all_options() for flag in option.flags}
+ACTING = [(family, flag) for family in FAMILIES for flag in sorted(OURS) if OURS[flag].acts_in(family)]
 NEEDS = {
     "--checkpoint-num-layers": ["--checkpoint-activations"],
-    "--max-position-embeddings": ["--seq-length", "5"],
     "--recompute-num-layers": ["--checkpoint-activations"],
     "--min-lr": ["--lr", "1"],
     "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
@@ -36,14 +38,34 @@ NEEDS = {
     },
     **{flag: ["--load", "x"] for flag in ("--finetune", "--no-load-optim", "--no-load-rng", "--eval-only")},
 }
+NEEDS_IN = {
+    "gpt2": {"--max-position-embeddings": ["--seq-length", "5"]},
+    "t5": {
+        "--max-position-embeddings": ["--position-embedding-type", "learned", "--enc-seq-length", "5"],
+        "--init-method-std": ["--position-embedding-type", "learned"],
+        "--dec-seq-length": ["--enc-seq-length", "6"],
+        "--decoder-seq-length": ["--enc-seq-length", "6"],
+        "--relative-attention-max-distance": ["--relative-attention-num-buckets", "4"],
+        "--pipeline-split-rank": ["--pipe-parallel-size", "2"],
+        "--pipeline-model-parallel-split-rank": ["--pipe-parallel-size", "2"],
+    },
+}
+"""Flags beside which another acts, in all families and in one."""
 
 
 def some_value(option, folder: Path) -> str:
     """Return a good value that is not the default."""
     if option.choices:
         return next((choice for choice in option.choices if choice != option.default), option.choices[0])
-    if option.name in ("partition_method", "data_path"):
-        return {"partition_method": "uniform", "data_path": "none"}[option.name]
+    chosen = {
+        "partition_method": "uniform",
+        "data_path": "none",
+        "denoisers": "R,S",
+        "mean_span_length": "4",
+        "pipeline_split_rank": "1",
+    }
+    if option.name in chosen:
+        return chosen[option.name]
     if option.name in ("vocab_file", "merge_file", "tokenizer_path", "deepspeed_config"):
         (folder / "file.json").write_text("{}")
         return str(folder / "file.json")
@@ -65,8 +87,8 @@ def test_a_flag_has_one_class():
     assert sum(map(len, classes)) == len(set.union(*classes))
 
 
-@pytest.mark.parametrize("flag", sorted(OURS))
-def test_an_honoured_flag_changes_its_field(flag, tmp_path):
+@pytest.mark.parametrize(("family", "flag"), ACTING)
+def test_an_honoured_flag_changes_its_field(family, flag, tmp_path):
     option = OURS[flag]
     takes_value = option.kind != "bool" and flag not in option.constants
     words = [flag, some_value(option, tmp_path)] if takes_value else [flag]
@@ -75,8 +97,9 @@ def test_an_honoured_flag_changes_its_field(flag, tmp_path):
     words += ["--hidden-size", "16", "--num-attention-heads", "4"] if option.name == "model_parallel_size" else []
     if option.name == "requested_global_batch_size":
         world_size = 1
-    config = parse([*words, *NEEDS.get(flag, [])], world_size=world_size, env={})
-    before = getattr(parse([], world_size=1, env={}).namespace(), option.name)
+    words += NEEDS.get(flag, []) + NEEDS_IN[family].get(flag, [])
+    config = parse(words, world_size=world_size, env={}, family=family)
+    before = getattr(parse([], world_size=1, env={}, family=family).namespace(), option.name)
     after = getattr(config.namespace(), option.name)
     assert after != before or option.name == "data_impl"
     assert option.name in config.given
@@ -87,12 +110,21 @@ def test_what_is_already_so_is_accepted_and_said():
     assert len([note for note in config.notes if "already so" in note]) == len(ALREADY_SO)
 
 
-def test_every_refused_flag_ends_the_start_with_its_reason():
-    for flag, reason in REFUSED.items():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_refused_flag_ends_the_start_with_its_reason(family):
+    for flag, reason in refusals(family).items():
         for words in ([flag], [flag, "3"], [f"{flag}=3"]):
             with pytest.raises(ConfigError) as caught:
-                parse(words, world_size=1, env={})
+                parse(words, world_size=1, env={}, family=family)
             assert str(caught.value) == f"{flag} is refused: {reason}"
+
+
+def test_a_family_refuses_its_own_list_and_what_acts_in_the_other_only():
+    for family, told in REFUSED_IN.items():
+        foreign = {flag for flag, option in OURS.items() if not option.acts_in(family)}
+        assert set(refusals(family)) == set(REFUSED) | foreign
+        assert set(told) <= set(REFUSED)
+        assert all(OURS[flag].elsewhere for flag in foreign)
 
 
 def test_the_document_is_what_the_table_says():

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron import cost
 from megatron.config import Config, parse
 from megatron.mpu.topology import Topology
 from megatron.training.forecast import simulated_bubble
-from megatron.training.plan import plan_rows
+from megatron.training.plan import plan_rows, with_tokenizer
+from megatron.training.report import Rates
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
+T5_SIZES = SIZES.replace("--seq-length 32", "--enc-seq-length 64").replace("--num-layers 8", "--num-layers 4")
+TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizer.json"
+
+
+def config_of(flags: str, pipe: int, family: str) -> Config:
+    sizes = {"gpt2": SIZES, "t5": T5_SIZES}[family]
+    line = f"{sizes} {flags} --pipe-parallel-size {pipe}"
+    return parse(line.split(), world_size=pipe, env={}, family=family).with_vocab(101)
 
 
 def rows(
-    flags: str, pipe: int = 2, counted: list[int] | None = None, bounds: list[int] | None = None
+    flags: str,
+    pipe: int = 2,
+    counted: list[int] | None = None,
+    bounds: list[int] | None = None,
+    family: str = "gpt2",
 ) -> dict[str, str]:
-    config: Config = parse([*SIZES.split(), *flags.split(), "--pipe-parallel-size", str(pipe)], world_size=pipe)
-    config = config.with_vocab(101)
+    config = config_of(flags, pipe, family)
     topology = Topology.of_world(pipe, 1, pipe)
-    bounds = bounds or cost.stage_bounds(config.model, 32, pipe, config.parallel.chunks)
+    bounds = bounds or cost.of(config).stage_bounds(pipe, config.parallel.chunks)
     return dict(plan_rows(config, topology, bounds, "fp32", counted, simulated_bubble if counted else None))
 
 
@@ -35,9 +49,9 @@ def test_stages_of_several_chunks_show_all_their_layers_and_what_they_keep() -> 
 
 def test_parameters_of_stages_add_up_whatever_the_chunks() -> None:
     for chunks in (1, 2, 4):
-        model = parse(SIZES.split(), world_size=1).with_vocab(101).model
-        bounds = cost.stage_bounds(model, 32, 2, chunks)
-        assert sum(cost.stage_parameters(model, bounds, stages=2)) == cost.num_parameters(model) + 101 * 64
+        costs = cost.of(config_of("", 1, "gpt2"))
+        bounds = costs.stage_bounds(2, chunks)
+        assert sum(costs.stage_parameters(bounds, stages=2)) == costs.num_parameters + 101 * 64
 
 
 @pytest.mark.parametrize(
@@ -57,8 +71,7 @@ def test_auto_shows_what_it_chooses_from() -> None:
 
 
 def test_a_model_that_is_built_is_simulated_and_one_of_ones_own_has_equal_stages() -> None:
-    model = parse(SIZES.split(), world_size=1).with_vocab(101).model
-    built = rows("", counted=[cost.num_parameters(model), 0, 0])
+    built = rows("", counted=[cost.of(config_of("", 1, "gpt2")).num_parameters, 0, 0])
     assert built["pipeline bubble"] == rows("")["pipeline bubble"].removeprefix("about ")
     own = rows("", counted=[1000, 600, 400], bounds=[0, 2, 3, 5, 7])
     kept = "keeps the activations of 5 of 8 x 2 forwards"
@@ -74,3 +87,53 @@ def test_a_plan_says_where_the_cut_is_made_only_at_the_start() -> None:
 
 def test_few_micro_batches_are_told() -> None:
     assert rows("--gas 2", pipe=4)["pipeline bubble"].endswith("(fewer micro-batches than stages: raise --gas)")
+
+
+def test_stages_of_t5_show_the_layers_of_their_sides() -> None:
+    shown = rows("", pipe=4, family="t5", bounds=[0, 3, 8, 10, 13])
+    assert shown["stage 0"].startswith("encoder 0-1, ")
+    assert shown["stage 1"].startswith("encoder 2-3 and decoder 0, ")
+    assert shown["stage 2"].startswith("decoder 1-2, ")
+    assert shown["stage 3"].startswith("decoder 3, ") and shown["stage 3"].endswith(
+        "keeps the activations of 1 of 8 micro-batches"
+    )
+    chunked = rows("", pipe=2, family="t5", bounds=[0, 3, 6, 9, 13])
+    assert chunked["stage 0"].startswith("encoder 0-1 and decoder 0-1, ")
+    assert chunked["stage 1"].startswith("encoder 2-3 and decoder 2-3, ")
+
+
+def test_the_rows_of_t5_tell_its_sizes_tokens_and_spans() -> None:
+    shown = rows("--denoisers R,X --dec-layers 2", family="t5")
+    assert ": 4 encoder and 2 decoder layers, hidden 64, 4 heads, " in shown["model"]
+    assert shown["model"].endswith("vocabulary 101, relative positions")
+    config = config_of("--denoisers R,X --dec-layers 2", 2, "t5")
+    each = 64 + config.t5.dec_seq_length
+    assert shown["tokens per step"].startswith(f"{8 * 4 * each:,} = (encoder 64 + decoder {each - 64}) x micro-batch 4")
+    assert shown["spans"] == f"{config.t5.raw_length} tokens of text in at most 64 of inputs; denoisers R,X"
+    assert rows("", family="t5")["spans"].endswith("; noise density 0.15, mean span length 3")
+    assert "spans" not in rows("")
+
+
+def test_the_bubble_of_t5_is_that_of_its_own_costs() -> None:
+    config = config_of("", 2, "t5")
+    uneven = rows("", family="t5", bounds=[0, 2, 13], counted=[cost.of(config).num_parameters, 0, 0])["pipeline bubble"]
+    even = rows("", family="t5", counted=[cost.of(config).num_parameters, 0, 0])["pipeline bubble"]
+    assert float(uneven.split()[0]) > 30 > float(even.split()[0])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_rates_count_the_flops_of_the_model_and_of_ones_own_six_per_parameter_and_token(family: str) -> None:
+    config = config_of("", 1, family)
+    costs, tokens = cost.of(config), 24 * config.tokens_per_sample
+    assert Rates(config, tokens, None, [costs.num_parameters]).flops_per_step == costs.flops_per_step(24)
+    assert Rates(config, tokens, None, [1000]).flops_per_step == 6 * 1000 * tokens
+
+
+def test_the_vocabulary_of_t5_holds_the_appended_sentinels_and_modes() -> None:
+    line = f"--tokenizer-path {TOKENIZER} --vocab-extra-ids 30"
+    sizes = {}
+    for family, flags in (("gpt2", line.split(" --vocab")[0]), ("t5", line), ("t5", f"{line} --denoisers R,X,S")):
+        _, config = with_tokenizer(parse(flags.split(), world_size=1, env={}, family=family))
+        sizes[flags] = config.model.vocab_size
+    text, with_sentinels, with_modes = sizes.values()
+    assert (with_sentinels, with_modes) == (text + 30, text + 33)

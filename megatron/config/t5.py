@@ -1,0 +1,141 @@
+"""What an encoder-decoder adds: two lengths, two heights, positions, spans, and where the pipeline's seam is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron import spans
+from megatron.config.option import option
+
+_option = partial(option, family="t5", elsewhere="it is for T5; use pretrain_t5.py, or leave it out")
+_length = partial(option, family="t5", elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --seq-length here")
+_layers = partial(option, family="t5", elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --num-layers here")
+_LEARNED = "GPT-2 has learned positions; leave it out, or use pretrain_t5.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Config:
+    """Encoder, decoder, and the spans between them; a size of 0 is derived when the whole Config is made."""
+
+    enc_seq_length: int = _length(
+        256, "tokens of the encoder's inputs, with sentinels and end", minimum=1, aliases=("--encoder-seq-length",)
+    )
+    dec_seq_length: int = _length(
+        0,
+        "tokens of the decoder's targets; more than the longest target pads, less is an error",
+        minimum=1,
+        shown_default="the longest target over --denoisers",
+        aliases=("--decoder-seq-length",),
+    )
+    enc_layers: int = _layers(
+        0, "encoder layers", minimum=1, shown_default="num-layers", aliases=("--encoder-num-layers",)
+    )
+    dec_layers: int = _layers(
+        0, "decoder layers", minimum=1, shown_default="num-layers", aliases=("--decoder-num-layers",)
+    )
+    position_embedding_type: str = _option(
+        "relative",
+        "relative: a bias on attention scores, RMS norms (T5); learned: a table of positions, layer norms (CPM)",
+        choices=("relative", "learned"),
+        elsewhere=_LEARNED,
+    )
+    relative_attention_num_buckets: int = _option(
+        32, "rows of a relative bias table; an even number", minimum=4, elsewhere=_LEARNED
+    )
+    relative_attention_max_distance: int = _option(
+        128, "distance from which on all share a row of the relative bias table", minimum=1, elsewhere=_LEARNED
+    )
+    noise_density: float = _option(0.15, "share of the text that is masked", above=0, below=1)
+    mean_span_length: float = _option(3.0, "mean length of a masked span in tokens", minimum=1)
+    denoisers: str = _option(
+        "R",
+        "kinds of samples and their weights, as R, R,X,S or R:2,X:1,S:1: R masks as the two flags say, X much more, S "
+        "has a prefix predict the rest (UL2); with several kinds inputs start with a token that names theirs",
+    )
+    vocab_extra_ids: int = _option(
+        100, "sentinels that are appended to the vocabulary of a tokenizer that has none", minimum=0
+    )
+    pipeline_split_rank: int = _option(
+        0,
+        "first pipeline stage that holds decoder layers; those before it hold encoder layers only; 0: by cost",
+        minimum=0,
+        aliases=("--pipeline-model-parallel-split-rank",),
+    )
+
+    @property
+    def kinds(self) -> tuple[spans.Denoiser, ...]:
+        """The denoisers; ValueError where the text cannot be read."""
+        return spans.parse_denoisers(self.denoisers, self.noise_density, self.mean_span_length)
+
+    @property
+    def raw_length(self) -> int:
+        """Tokens of text that become one sample; ValueError where no text has inputs of ``enc_seq_length``."""
+        return spans.raw_length(self.enc_seq_length, self.kinds)
+
+    @property
+    def longest_target(self) -> int:
+        """Tokens that the decoder needs: the longest target over the denoisers."""
+        return spans.longest_target(self.raw_length, self.kinds)
+
+    @property
+    def most_spans(self) -> int:
+        """Masked spans that a sample can have: the sentinels that its tokens must have."""
+        return spans.most_spans(self.raw_length, self.kinds)
+
+    @property
+    def has_relative_positions(self) -> bool:
+        return self.position_embedding_type == "relative"
+
+    def has_segments(self, reset_attention_mask: bool) -> bool:
+        """Return whether batches carry segments: documents are kept apart, or inputs are padded.
+
+        The inputs of a single kind fill ``enc_seq_length`` exactly; those of several kinds differ in length.
+        """
+        return reset_attention_mask or spans.has_modes(self.kinds)
+
+    def resolved(self, num_layers: int) -> T5Config:
+        """Return this section with the numbers that follow from others; what cannot be computed stays 0."""
+        try:
+            longest = self.dec_seq_length or self.longest_target
+        except ValueError:  # told by problems()
+            longest = 0
+        return replace(
+            self,
+            enc_layers=self.enc_layers or num_layers,
+            dec_layers=self.dec_layers or num_layers,
+            dec_seq_length=longest,
+        )
+
+    def problems(self) -> Iterator[str]:
+        """Yield what cannot be, looking at this section alone."""
+        buckets = self.relative_attention_num_buckets
+        if buckets % 2:
+            yield (
+                "--relative-attention-num-buckets must be even, got "
+                f"{buckets}: half of the rows are for keys behind. Use {buckets - 1} or {buckets + 1}"
+            )
+        if self.has_relative_positions and self.relative_attention_max_distance <= buckets // 2:
+            yield (
+                "--relative-attention-max-distance must exceed half of --relative-attention-num-buckets, got "
+                f"{self.relative_attention_max_distance} and {buckets}: shorter distances have a row each. "
+                f"Use {buckets // 2 + 1} or more"
+            )
+        try:
+            raw, longest = self.raw_length, self.longest_target
+        except ValueError as error:
+            yield str(error).removesuffix(".")
+            return
+        if 0 < self.dec_seq_length < longest:
+            yield (
+                f"--dec-seq-length must be at least {longest}, the longest target of {raw} tokens of text, got "
+                f"{self.dec_seq_length} with --enc-seq-length {self.enc_seq_length}, {self._spans_text()}. "
+                f"Leave it out, or raise it to {longest} or more (more pads)"
+            )
+
+    def _spans_text(self) -> str:
+        return (
+            f"--noise-density {self.noise_density:g}, --mean-span-length {self.mean_span_length:g}, "
+            f"--denoisers {self.denoisers}"
+        )

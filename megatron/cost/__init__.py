@@ -1,0 +1,15 @@
+"""What a model costs: parameters, FLOPs, memory; and how its units are shared out over stages. Arithmetic only.
+
+``cost.of(config)`` returns the ``Costs`` of the model of a configuration, GPT-2 or T5.
+
+Letters as in docs/glossary.md: ``L`` layers, ``h`` hidden, ``a`` heads, ``d`` size of a head, ``f`` feed-forward,
+``v`` vocabulary, ``s`` sequence, ``b`` micro-batch, ``t`` tensor size, ``p`` stages. Forward and backward: 3 x forward.
+"""
+
+from megatron.cost.costs import Costs as Costs
+from megatron.cost.family import of as of
+from megatron.cost.gpt2 import GPT2Costs as GPT2Costs
+from megatron.cost.memory import BYTES as BYTES
+from megatron.cost.memory import Memory as Memory
+from megatron.cost.peaks import peak_flops as peak_flops
+from megatron.cost.t5 import T5Costs as T5Costs

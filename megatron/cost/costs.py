@@ -1,0 +1,150 @@
+"""What is asked of every model's costs, from lists over its units: embeddings, layers, norms, head, in their order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron.cost.memory import Memory, State
+from megatron.stages import in_flight, pieces_on
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An amount that all who hold any of ``units`` hold once: tied weights, the encoder's output."""
+
+    amount: int
+    units: tuple[int, ...]
+
+    def is_held(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Return whether one of the pieces (first, one past the last) has any of the units."""
+        return any(start <= unit < stop for unit in self.units for start, stop in pieces)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a unit keeps of a micro-batch until its backward: in full, or its input when it is recomputed."""
+
+    full: int = 0
+    input: int = 0
+
+
+class Costs(ABC):
+    """Parameters, FLOPs, memory and stages of one model at the lengths in use; each family fills in the lists.
+
+    ``bounds`` are always those of pieces, in units, as ``stage_bounds`` returns them: piece ``chunk * p + stage`` lies
+    on ``stage``.
+    """
+
+    @property
+    @abstractmethod
+    def unit_names(self) -> list[str]:
+        """Name of each unit."""
+
+    @property
+    @abstractmethod
+    def unit_costs(self) -> list[float]:
+        """Cost of each unit, with one layer (T5: of the encoder) as 1.0."""
+
+    @property
+    @abstractmethod
+    def flops_per_sample(self) -> float:
+        """FLOPs of forward and backward for one sample; recompute is not counted."""
+
+    @abstractmethod
+    def unit_parameters(self, tensor: int = 1) -> list[int]:
+        """Return the parameters of each unit on one of ``tensor`` ranks, without those that units share."""
+
+    @abstractmethod
+    def shared_parameters(self, tensor: int = 1) -> list[Shared]:
+        """Return the parameters that units share."""
+
+    @abstractmethod
+    def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
+        """Return what each unit keeps of ``samples`` samples in numbers of ``width`` bytes."""
+
+    @abstractmethod
+    def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
+        """Return the bytes that units of a piece keep together."""
+
+    @abstractmethod
+    def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
+        """Return the bytes of the logits and their fp32 softmax."""
+
+    @abstractmethod
+    def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
+        """Return the bounds of ``stages * chunks`` pieces; each has a layer at least.
+
+        With one chunk the slowest stage is as fast as contiguous layers allow; with more, no piece costs more than one
+        must, then stages are as even as can be.
+
+        Raises:
+            ValueError: fewer layers than pieces.
+        """
+
+    @property
+    def num_units(self) -> int:
+        return len(self.unit_names)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model; a tied head counts once, padded rows of the vocabulary not at all."""
+        return self.stage_parameters([0, self.num_units])[0]
+
+    def flops_per_step(self, global_batch_size: int) -> float:
+        """Return the FLOPs of a step over that many samples."""
+        return global_batch_size * self.flops_per_sample
+
+    def piece_costs(self, bounds: Sequence[int]) -> list[float]:
+        """Return the cost of each piece, in layers."""
+        costs = self.unit_costs
+        return [sum(costs[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+    def stage_parameters(self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None) -> list[int]:
+        """Return the parameters that one rank of each stage holds; None for ``stages``: one for each piece."""
+        number = stages or len(bounds) - 1
+        units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
+        return [_held(units, shared, pieces_on(bounds, number, stage)) for stage in range(number)]
+
+    def memory_per_stage(
+        self,
+        bounds: Sequence[int],
+        *,
+        micro_batch_size: int,
+        num_micro_batches: int = 1,
+        tensor: int = 1,
+        dtype: str = "fp32",
+        optimizer: str = "adamw",
+        checkpoint_activations: bool = False,
+        schedule: str = "1f1b",
+        chunks: int = 1,
+    ) -> list[Memory]:
+        """Return an estimate of what one rank of each stage holds, with the micro-batches that its schedule keeps.
+
+        A stage's chunks count as alike. Allocator, kernels' work space and Python are not counted.
+        """
+        stages = (len(bounds) - 1) // chunks
+        state = State.of(dtype, optimizer)
+        sizes = (micro_batch_size, tensor, state.width)
+        units, shared = self.unit_kept(*sizes), self.shared_kept(*sizes)
+        estimates = []
+        for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages)):
+            pieces = pieces_on(bounds, stages, stage)
+            kept = [unit.input if checkpoint_activations else unit.full for unit in units]
+            in_all = sum(_held(kept, shared, [piece]) for piece in pieces)
+            again = max(unit.full for start, stop in pieces for unit in units[start:stop])
+            forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
+            activations = forwards * in_all // chunks + (again if checkpoint_activations else 0)
+            logits = self.logit_bytes(*sizes) if stage == stages - 1 else 0
+            estimates.append(state.memory(held, activations, logits))
+        return estimates
+
+
+def _held(units: Sequence[int], shared: Sequence[Shared], pieces: Sequence[tuple[int, int]]) -> int:
+    """Return the sum of ``units`` over the pieces, and of what is shared there."""
+    own = sum(units[unit] for start, stop in pieces for unit in range(start, stop))
+    return own + sum(one.amount for one in shared if one.is_held(pieces))

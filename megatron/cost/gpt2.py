@@ -1,0 +1,100 @@
+"""What a GPT-2 costs. Its units: embedding, L layers, final norm, head.
+
+| count | formula | |
+|---|---|---|
+| N | parameters in matrix products: without input embeddings, with the head | a tied head counts |
+| FLOPs per token, causal half counted | 6 N + 6 L a d s | the convention of our MFU |
+| FLOPs per token, full attention matrix | 12 L a d s in place of 6 | the convention of many papers |
+
+Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 5.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron.cost import parts
+from megatron.cost.costs import Costs, Kept, Shared
+from megatron.cost.parts import ELEMENTWISE, Sizes
+from megatron.stages import balanced_bounds, layers_in_chunks
+
+
+@dataclass(frozen=True)
+class GPT2Costs(Costs):
+    """The costs of a GPT-2 of ``sizes`` on samples of ``seq_length`` tokens."""
+
+    sizes: Sizes
+    seq_length: int
+
+    @property
+    def unit_names(self) -> list[str]:
+        layers = [f"layer {number}" for number in range(self.sizes.num_layers)]
+        return ["embedding", *layers, "final norm", "head"]
+
+    @property
+    def unit_costs(self) -> list[float]:
+        sizes, h = self.sizes, self.sizes.hidden_size
+        scores = 2 * self.seq_length * parts.attention_width(sizes)  # the causal half
+        layer = parts.projections_flops(sizes) + parts.feed_forward_flops(sizes) + scores
+        norm, head = ELEMENTWISE * h / layer, parts.head_cost(sizes) / layer
+        return [norm, *[1.0] * sizes.num_layers, norm, head]
+
+    @property
+    def flops_per_sample(self) -> float:
+        return self.seq_length * self.flops_per_token()
+
+    def flops_per_token(self, *, causal: bool = True) -> float:
+        """Return the FLOPs of forward and backward for one token; ``causal`` counts half of the attention matrix."""
+        sizes = self.sizes
+        head = parts.vocabulary(sizes) * sizes.hidden_size
+        products = sizes.num_layers * self.layer_parameters() + 2 * sizes.hidden_size + head
+        scores = sizes.num_layers * parts.attention_width(sizes) * self.seq_length
+        return 6.0 * products + (6.0 if causal else 12.0) * scores
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are whole."""
+        inner = parts.attention_parameters(self.sizes, tensor) + parts.feed_forward_parameters(self.sizes, tensor)
+        return inner + 4 * self.sizes.hidden_size
+
+    def unit_parameters(self, tensor: int = 1) -> list[int]:
+        sizes = self.sizes
+        table = parts.table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
+        positions = sizes.max_position_embeddings * sizes.hidden_size
+        layers = [self.layer_parameters(tensor)] * sizes.num_layers
+        return [table + positions, *layers, 2 * sizes.hidden_size, table]
+
+    def shared_parameters(self, tensor: int = 1) -> list[Shared]:
+        if self.sizes.untie_embeddings:
+            return []
+        return [Shared(parts.table_parameters(self.sizes, tensor), (0, self.num_units - 1))]
+
+    def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
+        """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1."""
+        sizes, h = self.sizes, self.sizes.hidden_size
+        whole = 4 * h * width + 2 * h
+        cut = (4 * parts.attention_width(sizes) + parts.feed_forward_kept(sizes)) * width
+        tokens = samples * self.seq_length
+        layer = Kept(tokens * (whole + cut // tensor), tokens * h * width)
+        return [Kept(), *[layer] * sizes.num_layers, Kept(), Kept()]
+
+    def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
+        return []
+
+    def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
+        return samples * self.seq_length * -(-parts.vocabulary(self.sizes) // tensor) * (width + 4)
+
+    def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
+        """As ``Costs`` says; with several chunks by the rule of ``megatron.stages.layers_in_chunks``."""
+        costs, number = self.unit_costs, self.sizes.num_layers
+        if stages == 1:
+            return [0, len(costs)]
+        first, last = costs[0], costs[-2] + costs[-1]
+        if chunks > 1:
+            counts = layers_in_chunks(number, stages, chunks, first, last)
+            return [0, *[1 + bound for bound in accumulate(counts[:-1])], len(costs)]
+        layers = costs[1:-2]
+        layers[:1] = [cost + first for cost in layers[:1]]
+        layers[-1:] = [cost + last for cost in layers[-1:]]
+        inner = balanced_bounds(layers, stages)[1:-1]
+        return [0, *[bound + 1 for bound in inner], len(costs)]

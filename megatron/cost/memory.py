@@ -1,0 +1,56 @@
+"""Bytes that training holds: weights, gradients, optimizer, activations and logits.
+
+16-bit weights have fp32 masters, gradients and moments (18 bytes per parameter with AdamW); others 16 or 32 in all.
+SGD has no moments; Adafactor's means of rows and columns are small and not counted.
+
+Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
+models", section 4, without scores: attention keeps no s x s matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that training holds on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one parameter: its weight, its gradient, and what the optimizer keeps."""
+
+    width: int
+    gradient: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, dtype: str, optimizer: str) -> State:
+        """Return the bytes for weights of ``dtype`` under the optimizer of that name."""
+        width = BYTES[dtype]
+        wide = max(width, 4)
+        master = wide if width < 4 else 0
+        return cls(width, wide, master + (2 * wide if optimizer == "adamw" else 0))
+
+    def memory(self, parameters: int, activations: int, logits: int) -> Memory:
+        """Return the bytes of a rank that holds so many parameters."""
+        return Memory(
+            weights=parameters * self.width,
+            gradients=parameters * self.gradient,
+            optimizer=parameters * self.optimizer,
+            activations=activations,
+            logits=logits,
+        )

@@ -1,0 +1,188 @@
+"""What a T5 costs. Its units: encoder embedding, Le layers and norm; decoder embedding, Ld layers and norm; head.
+
+| unit | FLOPs of a sample, forward |
+|---|---|
+| encoder layer | s_e (8 h a d + 4 h f) + 4 s_e^2 a d |
+| decoder layer | s_d (8 h a d + 4 h f) + 4 s_d^2 a d |
+| its cross attention | 4 s_d h a d + 4 s_e h a d + 4 s_d s_e a d |
+| head | 2 s_d h v |
+
+A gated feed-forward layer has 6 h f in place of 4 h f. Scores count in full, though the decoder's are causal. At equal
+lengths a decoder layer costs 1.4 to 1.5 encoder layers, at 512 and 114 tokens 0.4.
+
+The word table is shared by both embeddings and a tied head, the position table by both embeddings, a relative bias
+table by all layers of its side: each stage that has any of them holds it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.cost import parts
+from megatron.cost.costs import Costs, Kept, Shared
+from megatron.cost.cuts import bounds_in_chunks
+from megatron.cost.parts import ELEMENTWISE, Sizes
+from megatron.stages import balanced_bounds
+
+
+class Sides(Protocol):
+    """What is read of the two sides; ``T5Config`` has it."""
+
+    @property
+    def enc_layers(self) -> int: ...
+    @property
+    def dec_layers(self) -> int: ...
+    @property
+    def enc_seq_length(self) -> int: ...
+    @property
+    def dec_seq_length(self) -> int: ...
+    @property
+    def has_relative_positions(self) -> bool: ...
+    @property
+    def relative_attention_num_buckets(self) -> int: ...
+    @property
+    def pipeline_split_rank(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class T5Costs(Costs):
+    """The costs of a T5 of ``sizes`` (``num_layers`` is not read) with the two ``sides``.
+
+    Args:
+        has_segments: batches carry segments, so that each sample has a mask of its own.
+    """
+
+    sizes: Sizes
+    sides: Sides
+    has_segments: bool = False
+
+    @property
+    def unit_names(self) -> list[str]:
+        encoder = [f"encoder {number}" for number in range(self.sides.enc_layers)]
+        decoder = [f"decoder {number}" for number in range(self.sides.dec_layers)]
+        return [
+            *("encoder embedding", *encoder, "encoder norm"),
+            *("decoder embedding", *decoder, "decoder norm", "head"),
+        ]
+
+    @property
+    def unit_costs(self) -> list[float]:
+        enc, dec = self._layer_flops()
+        read = ELEMENTWISE * self.sizes.hidden_size
+        ends = self.sides.enc_seq_length * read / enc, self.sides.dec_seq_length * read / enc
+        head = self.sides.dec_seq_length * parts.head_cost(self.sizes) / enc
+        encoder = [ends[0], *[1.0] * self.sides.enc_layers, ends[0]]
+        return [*encoder, ends[1], *[dec / enc] * self.sides.dec_layers, ends[1], head]
+
+    @property
+    def flops_per_sample(self) -> float:
+        enc, dec = self._layer_flops()
+        head = 2 * self.sides.dec_seq_length * self.sizes.hidden_size * parts.vocabulary(self.sizes)
+        return 3.0 * (self.sides.enc_layers * enc + self.sides.dec_layers * dec + head)
+
+    def unit_parameters(self, tensor: int = 1) -> list[int]:
+        sizes = self.sizes
+        norm = sizes.hidden_size * (1 if self.sides.has_relative_positions else 2)
+        attention = parts.attention_parameters(sizes, tensor)
+        encoder_layer = attention + parts.feed_forward_parameters(sizes, tensor) + 2 * norm
+        head = parts.table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
+        encoder = [0, *[encoder_layer] * self.sides.enc_layers, norm]
+        return [*encoder, 0, *[encoder_layer + attention + norm] * self.sides.dec_layers, norm, head]
+
+    def shared_parameters(self, tensor: int = 1) -> list[Shared]:
+        sizes, sides, embeddings = self.sizes, self.sides, (0, self.sides.enc_layers + 2)
+        words = embeddings if sizes.untie_embeddings else (*embeddings, self.num_units - 1)
+        word = Shared(parts.table_parameters(sizes, tensor), words)
+        if not sides.has_relative_positions:
+            return [word, Shared(sizes.max_position_embeddings * sizes.hidden_size, embeddings)]
+        bias = sides.relative_attention_num_buckets * sizes.num_attention_heads // tensor
+        return [word, Shared(bias, self._encoder_layers), Shared(bias, self._decoder_layers)]
+
+    def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
+        encoder = self._encoder_kept(samples, tensor, width)
+        decoder = self._decoder_kept(samples, tensor, width)
+        ends = [Kept(), Kept()]
+        return [Kept(), *[encoder] * self.sides.enc_layers, *ends, *[decoder] * self.sides.dec_layers, *ends]
+
+    def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
+        """The encoder's output, which all decoder layers of a piece read."""
+        output = samples * self.sides.enc_seq_length * self.sizes.hidden_size * width
+        return [Shared(output, self._decoder_layers)]
+
+    def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
+        return samples * self.sides.dec_seq_length * -(-parts.vocabulary(self.sizes) // tensor) * (width + 4)
+
+    def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
+        """As ``Costs`` says; with ``pipeline_split_rank`` the decoder's embedding is the first unit of that stage."""
+        enc_layers, rank = self.sides.enc_layers, self.sides.pipeline_split_rank
+        if stages == 1:
+            return [0, self.num_units]
+        layers = self._costs_by_layer()
+        if chunks > 1:
+            cut = bounds_in_chunks(layers, stages, chunks)
+        elif rank:
+            decoder = balanced_bounds(layers[enc_layers:], stages - rank)
+            cut = [*balanced_bounds(layers[:enc_layers], rank)[:-1], *[enc_layers + bound for bound in decoder]]
+        else:
+            cut = balanced_bounds(layers, stages)
+        return [0, *[self._unit_before(layer) for layer in cut[1:-1]], self.num_units]
+
+    @property
+    def _encoder_layers(self) -> tuple[int, ...]:
+        return tuple(range(1, 1 + self.sides.enc_layers))
+
+    @property
+    def _decoder_layers(self) -> tuple[int, ...]:
+        first = self.sides.enc_layers + 3
+        return tuple(range(first, first + self.sides.dec_layers))
+
+    def _unit_before(self, layer: int) -> int:
+        """Return the first unit of a piece that begins with ``layer``, counted over both sides."""
+        enc_layers = self.sides.enc_layers
+        if layer == enc_layers:  # with the decoder's embedding
+            return enc_layers + 2
+        return layer + (1 if layer < enc_layers else 3)
+
+    def _costs_by_layer(self) -> list[float]:
+        """Return the cost of each layer of both sides, with the units that always lie beside it."""
+        costs, enc_layers = self.unit_costs, self.sides.enc_layers
+        encoder, decoder = costs[: enc_layers + 2], costs[enc_layers + 2 : -1]
+        decoder[-1] += costs[-1]  # the head follows the decoder's norm
+        layers = []
+        for first, *inner, last in (encoder, decoder):
+            inner[0] += first
+            inner[-1] += last
+            layers += inner
+        return layers
+
+    def _layer_flops(self) -> tuple[int, int]:
+        """Return the forward FLOPs of a sample in an encoder layer and in a decoder layer."""
+        enc, dec = self.sides.enc_seq_length, self.sides.dec_seq_length
+        width, own = parts.attention_width(self.sizes), parts.projections_flops(self.sizes)
+        of_token = own + parts.feed_forward_flops(self.sizes)
+        cross = (dec + enc) * own // 2 + 4 * dec * enc * width
+        return enc * of_token + 4 * enc * enc * width, dec * of_token + 4 * dec * dec * width + cross
+
+    def _encoder_kept(self, samples: int, tensor: int, width: int) -> Kept:
+        h, length, heads = self.sizes.hidden_size, self.sides.enc_seq_length, parts.attention_width(self.sizes)
+        whole = 4 * h * width + 2 * h
+        cut = (4 * heads + parts.feed_forward_kept(self.sizes)) * width
+        tokens = samples * length
+        mask = self._mask_bytes(samples, length, tensor, width)
+        return Kept(tokens * (whole + cut // tensor) + mask, tokens * h * width)
+
+    def _decoder_kept(self, samples: int, tensor: int, width: int) -> Kept:
+        """Three parts read the decoder's side; keys and values of cross attention are as long as the encoder's."""
+        h, length, heads = self.sizes.hidden_size, self.sides.dec_seq_length, parts.attention_width(self.sizes)
+        whole = 6 * h * width + 3 * h
+        cut = (6 * heads + parts.feed_forward_kept(self.sizes)) * width
+        tokens, cross = samples * length, samples * self.sides.enc_seq_length * 2 * heads * width // tensor
+        mask = self._mask_bytes(samples, length, tensor, width)
+        return Kept(tokens * (whole + cut // tensor) + cross + mask, tokens * h * width)
+
+    def _mask_bytes(self, samples: int, length: int, tensor: int, width: int) -> int:
+        """Return the bytes of the relative bias [a/t, s, s] that attention keeps, one for each sample with segments."""
+        if not self.sides.has_relative_positions:
+            return 0
+        return (samples if self.has_segments else 1) * self.sizes.num_attention_heads // tensor * length**2 * width

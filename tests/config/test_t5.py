@@ -1,0 +1,262 @@
+"""The flags of an encoder-decoder: derived numbers, cross checks, and what each model refuses of the other's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Config, ModelConfig, T5Config, parse
+from megatron.config.validate import find_problems
+from megatron.errors import ConfigError
+
+DEFAULTS = {"activation": "relu", "layernorm_epsilon": 1e-6}
+
+
+def read(line: str = "", world_size: int = 1, **others: Any) -> Config:
+    env = others.pop("env", {})
+    return parse(line.split(), world_size=world_size, env=env, family="t5", defaults=DEFAULTS, **others)
+
+
+def error_of(line: str, world_size: int = 1, **others: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(line, world_size, **others)
+    return str(caught.value)
+
+
+def test_missing_numbers_follow_from_the_others():
+    config = read("--num-layers 3 --dec-layers 5 --enc-seq-length 512")
+    t5 = config.t5
+    assert (t5.enc_layers, t5.dec_layers, config.total_layers) == (3, 5, 8)
+    assert (t5.raw_length, t5.dec_seq_length, t5.most_spans) == (568, 114, 28)
+    assert (config.tokens_per_sample, config.loss_tokens_per_sample) == (626, 114)
+    assert config.model.max_position_embeddings == 0
+    assert (config.model.activation, config.model.layernorm_epsilon) == ("relu", 1e-6)
+    gpt2 = parse(["--seq-length", "64", "--num-layers", "3"], world_size=1, env={})
+    assert (gpt2.tokens_per_sample, gpt2.loss_tokens_per_sample, gpt2.total_layers) == (64, 64, 3)
+
+
+def test_a_longer_decoder_pads_and_learned_positions_hold_the_longer_side():
+    learned = "--position-embedding-type learned --enc-seq-length 64"
+    assert read("--enc-seq-length 512 --dec-seq-length 130").t5.dec_seq_length == 130
+    assert read(learned).model.max_position_embeddings == 64
+    assert read(f"{learned} --dec-seq-length 100").model.max_position_embeddings == 100
+    assert read(f"{learned} --max-position-embeddings 200").model.max_position_embeddings == 200
+
+
+def test_segments_travel_where_documents_are_apart_or_lengths_differ():
+    assert not read().t5.has_segments(False)
+    assert read().t5.has_segments(True)
+    assert read("--denoisers R,X,S").t5.has_segments(False)
+    assert read("--denoisers R:2,S:1").t5.most_spans == read("--denoisers R,S").t5.most_spans
+
+
+def test_a_config_of_t5_can_be_made_without_a_command_line():
+    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
+    config = Config(family="t5", model=model, t5=T5Config(enc_seq_length=40))
+    assert find_problems(config, 1) == []
+    assert config.t5.dec_seq_length == config.t5.longest_target
+    with pytest.raises(ValueError, match="family must be gpt2 or t5, got 'bert'"):
+        Config(family="bert")
+
+
+def test_the_namespace_has_megatrons_names():
+    args = read("--enc-seq-length 64 --dec-seq-length 40 --dec-layers 2").namespace()
+    assert (args.seq_length, args.encoder_seq_length, args.decoder_seq_length) == (64, 64, 40)
+    assert (args.encoder_num_layers, args.decoder_num_layers) == (4, 2)
+    assert (args.vocab_extra_ids, args.pipeline_model_parallel_split_rank) == (100, 0)
+    assert not hasattr(parse([], world_size=1, env={}).namespace(), "enc_seq_length")
+
+
+def test_what_two_models_must_share_is_named_by_family():
+    gpt2 = parse(["--vocab-size", "9"], world_size=1, env={})
+    assert list(gpt2.identity()) == [
+        *("num_layers", "hidden_size", "num_attention_heads", "kv_hidden_size", "ff_hidden_size", "hidden_bias"),
+        *("max_position_embeddings", "vocab_size", "untie_embeddings", "activation"),
+    ]
+    t5 = read("--enc-layers 2 --vocab-size 9").identity()
+    assert (t5["family"], t5["enc_layers"], t5["dec_layers"], "num_layers" in t5) == ("t5", 2, 4, False)
+    assert t5 != read("--enc-layers 2 --vocab-size 9 --relative-attention-max-distance 64").identity()
+    assert t5 == read("--num-layers 2 --dec-layers 4 --vocab-size 9 --enc-seq-length 80").identity()
+
+
+def test_a_config_is_json_with_a_section_of_t5_only_where_it_counts():
+    assert json.loads(json.dumps(read().to_dict()))["t5"]["dec_seq_length"] == read().t5.dec_seq_length
+    gpt2 = parse([], world_size=1, env={}).to_dict()
+    assert gpt2["family"] == "gpt2" and "t5" not in gpt2
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--enc-seq-length 2", ["--enc-seq-length must be at least 3", "got 2"]),
+        (
+            "--enc-seq-length 512 --dec-seq-length 100",
+            ["--dec-seq-length must be at least 114", "568 tokens of text", "got 100", "raise it to 114"],
+        ),
+        ("--enc-seq-length 64 --dec-seq-length 12 --denoisers R,X", ["--denoisers R,X", "--dec-seq-length must be"]),
+        ("--denoisers R,Q", ["--denoisers must be", "'Q'"]),
+        ("--denoisers R,R", ["--denoisers must be", "R twice"]),
+        ("--noise-density 1", ["--noise-density must be a finite number of more than 0 and less than 1, got 1"]),
+        ("--mean-span-length 0.5", ["--mean-span-length must be a finite number of at least 1, got 0.5"]),
+        ("--noise-density 0.6 --mean-span-length 1", ["spans must have a token of the text between them"]),
+        ("--noise-density 0.5 --denoisers X,S", ["--noise-density acts on the denoiser R only", "--denoisers X,S"]),
+        ("--max-position-embeddings 512", ["acts on learned positions only", "512"]),
+        ("--init-method-std 0.01", ["--init-method-std acts with --position-embedding-type learned only"]),
+        (
+            "--position-embedding-type learned --enc-seq-length 64 --max-position-embeddings 32",
+            ["--enc-seq-length must not exceed --max-position-embeddings, got 64 and 32"],
+        ),
+        (
+            "--position-embedding-type learned --enc-seq-length 64 --dec-seq-length 80 --max-position-embeddings 64",
+            ["--dec-seq-length must not exceed --max-position-embeddings, got 80 and 64"],
+        ),
+        (
+            "--position-embedding-type learned --relative-attention-num-buckets 8",
+            ["--relative-attention-num-buckets acts with --position-embedding-type relative only"],
+        ),
+        ("--relative-attention-num-buckets 7", ["must be even, got 7", "Use 6 or 8"]),
+        ("--relative-attention-max-distance 16", ["must exceed half of", "16 and 32", "Use 17 or more"]),
+        ("--num-layers 0", ["each side of a T5 must hold a layer, got 0 in the encoder and 0"]),
+        ("--num-layers 3 --enc-layers 2 --dec-layers 2", ["--num-layers is for a side without", "--enc-layers 2"]),
+        ("--pipeline-split-rank 1", ["--pipeline-split-rank acts on a pipeline only"]),
+        ("--model-parallel-size 3 --hidden-size 48", ["--num-attention-heads must be a multiple"]),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_told_with_its_cure(line, parts):
+    message = error_of(line, 3 if "parallel-size 3" in line else 1)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "parts"),
+    [
+        ("--pipe-parallel-size 9", 9, ["got 4 encoder and 4 decoder layers", "0 to 8", "or 9 layers or more in all"]),
+        ("--pipe-parallel-size 4 --pipeline-chunks 3", 4, ["4 x --pipeline-chunks 3 = 12", "1 to 2, or 12 layers"]),
+        ("--pipe-parallel-size 2 --pipeline-split-rank 2", 2, ["must be 1 with --pipe-parallel-size 2, got 2"]),
+        ("--pipe-parallel-size 3 --pipeline-split-rank 3", 3, ["must be 1 to 2 with", "got 3", "Use 0"]),
+        (
+            "--pipe-parallel-size 4 --pipeline-split-rank 1 --dec-layers 2",
+            4,
+            ["leaves the decoder 3 of 4 stages", "got --dec-layers 2"],
+        ),
+        (
+            "--pipe-parallel-size 4 --pipeline-split-rank 3 --enc-layers 2",
+            4,
+            ["leaves the encoder 3 of 4 stages", "got --enc-layers 2"],
+        ),
+        ("--pipe-parallel-size 2 --pipeline-split-rank 1 --pipeline-chunks 2", 2, ["needs one chunk on each stage"]),
+        (
+            "--pipe-parallel-size 2 --pipeline-split-rank 1 --partition-method uniform",
+            2,
+            ["acts with --partition-method balanced only", "uniform"],
+        ),
+        ("--optimizer adafactor --model-parallel-size 2", 2, ["needs whole matrices", "--model-parallel-size 2"]),
+        (
+            "--pipe-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            2,
+            ["the layers of both sides must be a multiple", "got 8 and 2 x 3 = 6"],
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_names_the_numbers_that_do(line, world_size, parts):
+    message = error_of(line, world_size)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("stages", [5, 8])
+def test_more_stages_than_a_side_has_layers_work(stages):
+    assert read(f"--pipe-parallel-size {stages}", stages).parallel.num_stages == stages
+
+
+def test_layers_of_a_chunk_count_both_sides():
+    line = "--pipe-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --enc-layers 2 --dec-layers 6"
+    assert read(line, 2).parallel.chunks == 2
+
+
+def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
+    config = read(env={"MEGATRON_DEFAULTS": "--pipeline-split-rank 1"})
+    assert "--pipeline-split-rank in the defaults has no effect without a pipeline" in config.notes
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--seq-length 9", "T5 has two lengths; use --enc-seq-length and --dec-seq-length"),
+        ("--reset-position-ids", "by --reset-attention-mask alone; use that"),
+        ("--eod-mask-loss", "leave it out"),
+        ("--apply-residual-connection-post-layernorm", "T5 adds to the input"),
+        ("--mask-prob 0.2", "use --noise-density"),
+        ("--normalization RMSNorm", "--position-embedding-type relative has RMS norms"),
+        ("--use-rotary-position-embeddings", "use --position-embedding-type relative or learned"),
+    ],
+)
+def test_t5_refuses_what_acts_in_gpt2_only(flag, told):
+    message = error_of(flag)
+    assert message.startswith(f"{flag.split()[0]} is refused: ") and told in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--enc-seq-length 9", "use pretrain_t5.py, or --seq-length here"),
+        ("--decoder-seq-length 9", "use pretrain_t5.py, or --seq-length here"),
+        ("--enc-layers 2", "use pretrain_t5.py, or --num-layers here"),
+        ("--noise-density 0.1", "use pretrain_t5.py, or leave it out"),
+        ("--position-embedding-type relative", "GPT-2 has learned positions; leave it out, or use pretrain_t5.py"),
+        ("--normalization RMSNorm", "GPT-2 has layer norms"),
+        ("--use-rotary-position-embeddings", "GPT-2 has learned positions"),
+    ],
+)
+def test_gpt2_refuses_what_acts_in_t5_only(flag, told):
+    with pytest.raises(ConfigError) as caught:
+        parse(flag.split(), world_size=1, env={})
+    assert str(caught.value).startswith(f"{flag.split()[0]} is refused: ") and told in str(caught.value)
+
+
+def test_defaults_of_the_other_model_are_told():
+    with pytest.raises(ConfigError, match=r"seq_length in the defaults of pretrain\(\) is refused: T5 has two"):
+        parse([], world_size=1, env={}, family="t5", defaults={"seq_length": 4})
+    assert "MEGATRON_DEFAULTS: --seq-length is refused" in error_of("", env={"MEGATRON_DEFAULTS": "--seq-length 4"})
+
+
+def test_defaults_of_the_script_give_way_to_flags_and_show_in_help(capsys):
+    config = read("--activation gated-gelu --layernorm-epsilon 1e-5")
+    assert (config.model.activation, config.model.layernorm_epsilon) == ("gated-gelu", 1e-5)
+    with pytest.raises(SystemExit):
+        read("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "bash run_t5.sh [flags]" in text and "--denoisers" in text and "(default: relu)" in text
+    assert "--seq-length INT" not in text.replace("enc-seq-length", "").replace("dec-seq-length", "")
+
+
+def test_help_of_gpt2_shows_no_flag_of_t5(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"], world_size=1, env={})
+    text = capsys.readouterr().out
+    assert "--seq-length" in text and "--denoisers" not in text and "\nt5:" not in text
+
+
+def test_files_of_pairs_are_looked_for_where_one_of_them_is(tmp_path: Path):
+    prefix = tmp_path / "corpus"
+    assert f"without {prefix}.idx and {prefix}.bin" in error_of(f"--data-path {prefix}")
+    for part in ("_context", "_target"):
+        for suffix in (".idx", ".bin"):
+            (tmp_path / f"corpus{part}{suffix}").touch()
+    assert f"without {prefix}_target_offset.idx and {prefix}_target_offset.bin" in error_of(f"--data-path {prefix}")
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"corpus_target_offset{suffix}").touch()
+    assert read(f"--data-path {prefix}").data.reads_pairs
+    with pytest.raises(ConfigError, match=r"without .*corpus\.idx"):
+        parse(["--data-path", str(prefix)], world_size=1, env={})
+
+
+def test_the_recipe_of_t5_is_taken_and_adams_flags_are_not():
+    line = "--optimizer adafactor --lr-decay-style inverse-square-root"
+    config = read(line)
+    assert (config.optimizer.optimizer, config.optimizer.lr_decay_style) == ("adafactor", "inverse-square-root")
+    assert "--adam-beta1 acts on AdamW only, got --optimizer adafactor" in error_of(f"{line} --adam-beta1 0.8")

@@ -1,0 +1,188 @@
+"""Costs of a T5 against the formulas, against counting by hand and against the model that is built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+
+from megatron.config import Config, parse
+from megatron.cost import Memory, T5Costs, of
+
+BASE = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --enc-seq-length 512 --vocab-size 32128"
+
+
+def config_of(line: str = BASE, **others: Any) -> Config:
+    return parse(line.split(), world_size=others.pop("world_size", 1), env={}, family="t5", **others)
+
+
+def costs_of(line: str = BASE, **sides: Any) -> T5Costs:
+    costs = of(config_of(line))
+    assert isinstance(costs, T5Costs)
+    return replace(costs, sides=replace(costs.sides, **sides))
+
+
+def stages_of(costs: T5Costs, bounds: list[int]) -> list[list[str]]:
+    return [costs.unit_names[start:stop] for start, stop in pairwise(bounds)]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ff", "lengths", "low", "high"),
+    [
+        (768, 3072, (512, 512), 1.4, 1.5),
+        (512, 2048, (512, 512), 1.4, 1.5),
+        (1024, 4096, (1024, 1024), 1.4, 1.5),
+        (768, 3072, (512, 114), 0.38, 0.42),
+        (512, 2048, (512, 114), 0.38, 0.42),
+    ],
+)
+def test_a_decoder_layer_costs_what_it_should(hidden, ff, lengths, low, high):
+    line = f"--hidden-size {hidden} --num-attention-heads 8 --ff-hidden-size {ff} --vocab-size 99"
+    costs = costs_of(f"{line} --enc-seq-length {lengths[0]}", dec_seq_length=lengths[1])
+    names = dict(zip(costs.unit_names, costs.unit_costs, strict=True))
+    assert names["encoder 0"] == 1.0
+    assert low <= names["decoder 0"] <= high
+
+
+def test_flops_are_three_forwards_of_the_formula():
+    costs = costs_of(BASE + " --kv-hidden-size 32 --ff-hidden-size 2048 --activation gated-gelu")
+    h, width, f, enc, dec, v = 768, 12 * 32, 2048, 512, 114, 32128
+    encoder = enc * (8 * h * width + 6 * h * f) + 4 * enc**2 * width
+    decoder = dec * (8 * h * width + 6 * h * f) + 4 * dec**2 * width
+    decoder += 4 * dec * h * width + 4 * enc * h * width + 4 * dec * enc * width
+    assert costs.flops_per_sample == 3 * (12 * encoder + 12 * decoder + 2 * dec * h * v)
+    assert costs.flops_per_step(7) == 7 * costs.flops_per_sample
+
+
+def test_t5_small_has_its_published_number_of_parameters():
+    line = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ff-hidden-size 2048 --vocab-size 32128"
+    assert of(config_of(line)).num_parameters == 60_506_624
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--activation relu",
+        "--activation gated-gelu --untie-embeddings-and-output-weights",
+        "--position-embedding-type learned --hidden-bias",
+        "--hidden-bias --activation gated-silu --relative-attention-num-buckets 8",
+    ],
+)
+def test_parameters_are_those_of_the_model_that_is_built(line):
+    from megatron.model.sizes import t5_sizes_from
+    from megatron.model.t5 import T5Model
+
+    sizes = "--enc-layers 2 --dec-layers 3 --hidden-size 24 --num-attention-heads 2 --kv-hidden-size 5"
+    config = config_of(f"{sizes} --ff-hidden-size 50 --vocab-size 61 --enc-seq-length 20 {line}")
+    built = T5Model(t5_sizes_from(config.model, config.t5))
+    assert of(config).num_parameters == sum(parameter.numel() for parameter in built.parameters())
+
+
+def test_units_are_named_in_their_order():
+    costs = costs_of(enc_layers=1, dec_layers=2)
+    assert costs.unit_names == [
+        *("encoder embedding", "encoder 0", "encoder norm"),
+        *("decoder embedding", "decoder 0", "decoder 1", "decoder norm", "head"),
+    ]
+    assert costs.num_units == len(costs.unit_costs) == len(costs.unit_parameters()) == 8
+
+
+@pytest.mark.parametrize("layers", [(3, 3), (2, 4), (1, 5)])
+@pytest.mark.parametrize("lengths", [(512, 114), (128, 128)])
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+def test_the_slowest_stage_is_as_fast_as_layers_allow(layers, lengths, stages):
+    costs = costs_of(
+        "--hidden-size 256 --vocab-size 500",
+        enc_layers=layers[0],
+        dec_layers=layers[1],
+        enc_seq_length=lengths[0],
+        dec_seq_length=lengths[1],
+    )
+    bounds = costs.stage_bounds(stages)
+    cuts = [[0, *cut, costs.num_units] for cut in combinations(places_of(costs), stages - 1)]
+    assert bounds in cuts
+    assert max(costs.piece_costs(bounds)) == pytest.approx(min(max(costs.piece_costs(cut)) for cut in cuts))
+
+
+def places_of(costs: T5Costs) -> list[int]:
+    """Return where a cut parts two layers: between two of a side, or at the seam, before the decoder's embedding."""
+    names = costs.unit_names
+    return [
+        unit
+        for unit in range(1, costs.num_units)
+        if names[unit] == "decoder embedding" or (is_layer(names[unit]) and is_layer(names[unit - 1]))
+    ]
+
+
+def is_layer(name: str) -> bool:
+    return name[-1].isdigit()
+
+
+def test_the_seam_keeps_each_norm_with_its_side():
+    line = "--hidden-size 64 --vocab-size 50 --enc-seq-length 64"
+    costs = costs_of(line, dec_seq_length=64, enc_layers=3, dec_layers=2)
+    first, second = stages_of(costs, costs.stage_bounds(2))
+    assert first == ["encoder embedding", "encoder 0", "encoder 1", "encoder 2", "encoder norm"]
+    assert second[0] == "decoder embedding"
+
+
+@pytest.mark.parametrize(("rank", "stages"), [(1, 2), (1, 3), (2, 3), (1, 4), (3, 4)])
+def test_a_split_rank_fixes_the_seam_and_balances_each_side(rank, stages):
+    costs = costs_of(BASE, enc_layers=6, dec_layers=6, pipeline_split_rank=rank)
+    held = stages_of(costs, costs.stage_bounds(stages))
+    assert [stage[0] == "decoder embedding" for stage in held].index(True) == rank
+    for number, stage in enumerate(held):
+        side = "encoder" if number < rank else "decoder"
+        assert all(name.startswith(side) or name == "head" for name in stage)
+    encoder = [sum(map(is_layer, stage)) for stage in held[:rank]]
+    assert max(encoder) - min(encoder) <= 1
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 3), (3, 2), (4, 2)])
+def test_chunks_have_a_layer_each_and_no_piece_is_heavy(stages, chunks):
+    costs = costs_of("--hidden-size 256 --vocab-size 500 --enc-seq-length 512", enc_layers=6, dec_layers=6)
+    bounds = costs.stage_bounds(stages, chunks)
+    assert len(bounds) == stages * chunks + 1
+    assert all(any(map(is_layer, stage)) for stage in stages_of(costs, bounds))
+    assert max(costs.piece_costs(bounds)) <= max(costs.piece_costs(costs.stage_bounds(stages * chunks))) + 1e-9
+
+
+def test_stages_hold_all_parameters_and_shared_ones_once_each():
+    costs = costs_of(BASE, enc_layers=2, dec_layers=2)
+    table, bias = 32128 * 768, 32 * 12
+    bounds = [0, 2, 4, 6, 9]  # encoder 0 | encoder 1, norm | decoder embedding, decoder 0 | decoder 1, norm, head
+    assert sum(costs.stage_parameters(bounds)) == costs.num_parameters + 2 * table + 2 * bias
+    assert costs.stage_parameters([0, 9]) == [costs.num_parameters]
+    assert costs.stage_parameters(bounds)[1] < table
+    both = costs.stage_parameters([0, 5, 9])  # both embeddings on the first stage
+    assert sum(both) == costs.num_parameters + table
+
+
+def states_of(memory: Memory) -> int:
+    return memory.weights + memory.gradients + memory.optimizer
+
+
+def test_memory_counts_the_encoder_output_of_decoder_stages_and_the_logits():
+    line = "--hidden-size 64 --num-attention-heads 4 --vocab-size 300 --position-embedding-type learned"
+    costs = costs_of(f"{line} --num-layers 4 --enc-seq-length 64 --dec-seq-length 32")
+    bounds = [0, 4, 6, 10, 13]  # encoder 0-2 | encoder 3 | decoder 0-2 | decoder 3
+    common = {"micro_batch_size": 2, "num_micro_batches": 8, "dtype": "bf16"}
+    plain = costs.memory_per_stage(bounds, **common)
+    assert [states_of(stage) for stage in plain] == [18 * held for held in costs.stage_parameters(bounds)]
+    assert [stage.logits for stage in plain] == [0, 0, 0, 2 * 32 * 300 * 6]
+    short = costs.memory_per_stage(bounds, checkpoint_activations=True, **common)
+    encoder, decoder, output = (2 * length * 64 * 2 for length in (64, 32, 64))
+    once = [memory.activations - kept for memory, kept in zip(short, (12 * encoder, 3 * encoder, 0, 0), strict=True)]
+    assert once[0] == once[1] == 2 * 64 * (34 * 64)
+    assert once[2] - once[3] == 2 * (3 * decoder + output) - (decoder + output)
+    assert all(a.activations > b.activations for a, b in zip(plain[:3], short[:3], strict=True))
+
+
+def test_a_relative_bias_is_kept_for_each_sample_where_batches_have_segments():
+    plain = costs_of(BASE)
+    apart = of(config_of(BASE + " --reset-attention-mask"))
+    common = {"micro_batch_size": 4, "dtype": "bf16"}
+    (one,), (many,) = (costs.memory_per_stage([0, 29], **common) for costs in (plain, apart))
+    assert many.activations - one.activations == 3 * 12 * 12 * (512**2 + 114**2) * 2
