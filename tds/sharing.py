@@ -67,7 +67,9 @@ class SharingLayerSpec(LayerSpec):
         """Return the layer, with what it shares where ``held_in`` says where that is."""
         layer: nn.Module = super().build(log)
         modules = _holder.get()
-        for name, shared in self.shares.items() if modules is not None else ():
+        if modules is None:
+            return layer
+        for name, shared in self.shares.items():
             if hasattr(layer, name):
                 raise ValueError(
                     f"{self.typename.__name__} shares a module by the name {name!r}, which is taken there. Take another"

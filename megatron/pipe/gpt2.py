@@ -116,7 +116,7 @@ class GPT2ModelPipe(PipelineModule):
         has_segments: bool = False,
         probe: tuple[int, int] | None = None,
     ) -> None:
-        self.sizes, self.place = sizes, place
+        self.sizes, self.place, self.has_segments = sizes, place, has_segments
         profile = {} if probe is None else {"profile_batch": random_batch(sizes.vocab_size, probe, has_segments)}
         every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
         super().__init__(

@@ -1,0 +1,240 @@
+"""T5 as a list of layers for the pipeline engine.
+
+What a stage passes on depends on the side whose layers it ends with; never a mask:
+
+| its last layer | tensors |
+|---|---|
+| of the encoder | hidden states [s_e, b, h], decoder tokens [b, s_d], segments of both sides |
+| of the decoder | hidden states [s_d, b, h], the encoder's output ("memory") [s_e, b, h], segments of both sides |
+| the last of the decoder, or its norm | hidden states [s_d, b, h] |
+
+Segments travel where documents are kept apart.
+
+Each decoder layer hands memory on as it came, so that on the way back its gradient is summed layer by layer. The word
+table is shared by both embeddings and a tied head, learned positions by both embeddings, and each table of relative
+biases by all layers of its side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.model.embedding import PositionEmbedding
+from megatron.model.head import Head
+from megatron.model.sizes import Place, T5Sizes
+from megatron.model.t5 import (
+    RelativeBias,
+    T5DecoderLayer,
+    T5EncoderLayer,
+    embed,
+    make_final_norm,
+    t5_loss,
+    tied_logits,
+)
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.random import checkpoint
+from megatron.mpu.topology import Topology
+from megatron.pipe.topology import pipe_topology
+from tds.boundary import Boundary
+from tds.loss import Weighted
+from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class EmbeddingPipe(nn.Module):
+    """The embedding of one side, by tables that are shared with others.
+
+    Encoder: (its tokens, decoder tokens[, segments of both]) to (hidden states, decoder tokens[, segments]).
+    Decoder: (memory, its tokens[, segments of both]) to (hidden states, memory[, segments]).
+    """
+
+    word: VocabParallelEmbedding
+
+    def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
+        super().__init__()
+        self.sizes, self.streams, self.side = sizes, place.streams, side
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        if self.side == "encoder":
+            tokens, beside, *segments = inputs
+        else:
+            beside, tokens, *segments = inputs
+        x = embed(
+            tokens,
+            self.word,
+            getattr(self, "position", None),
+            sizes=self.sizes,
+            streams=self.streams,
+            side=self.side,
+            training=self.training,
+            segments=segments[self.side == "decoder"] if segments else None,
+        )  # [s, b, h]
+        return x, beside, *segments
+
+
+class EncoderLayerPipe(T5EncoderLayer):
+    """A layer of the encoder, past which travels what the decoder will need."""
+
+    def forward(self, inputs: Tensors) -> Tensors:  # type: ignore[override]
+        x, dec_tokens, *segments = inputs
+        x = super().forward(x, getattr(self, "table", None), *segments[:1])
+        return x, dec_tokens, *segments
+
+
+class DecoderLayerPipe(T5DecoderLayer):
+    """A layer of the decoder, which hands memory and segments on unless it is the last one."""
+
+    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+        super().__init__(sizes, place, layer)
+        self.is_last = layer == sizes.enc_layers + sizes.dec_layers - 1
+
+    def forward(self, inputs: Tensors) -> torch.Tensor | Tensors:  # type: ignore[override]
+        y, memory, *segments = inputs
+        y = super().forward(y, memory, getattr(self, "table", None), *segments)
+        return y if self.is_last else (y, memory, *segments)
+
+
+class NormPipe(nn.Module):
+    """The norm at the end of a side; what comes beside the hidden states passes by."""
+
+    def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
+        super().__init__()
+        self.norm = make_final_norm(sizes, place, side)
+
+    def forward(self, inputs: torch.Tensor | Tensors) -> torch.Tensor | Tensors:
+        if isinstance(inputs, torch.Tensor):
+            normed: torch.Tensor = self.norm(inputs)
+            return normed
+        return self.norm(inputs[0]), *inputs[1:]
+
+
+class TiedHeadPipe(nn.Module):
+    """Logits by the word table."""
+
+    word: VocabParallelEmbedding
+
+    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+        super().__init__()
+        self.sizes, self.place = sizes, place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return tied_logits(x, self.word.weight, self.sizes, self.place)
+
+
+def layer_specs(sizes: T5Sizes, place: Place) -> list[LayerSpec]:
+    """Return the encoder's embedding, layers and norm, the decoder's, and the head."""
+    word = Shared(
+        "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
+        divisible_by=sizes.make_vocab_size_divisible_by, group=place.group,
+    )  # fmt: skip
+    tables = {"word": word}
+    biases: dict[str, dict[str, Shared]] = {"encoder": {}, "decoder": {}}
+    if sizes.is_relative:
+        for side in biases:
+            biases[side]["table"] = Shared(f"{side}_bias", RelativeBias, sizes, place, side == "encoder")
+    else:
+        size = (sizes.max_position_embeddings, sizes.hidden_size)
+        tables["position"] = Shared("position", PositionEmbedding, *size)
+    encoder, decoder = range(sizes.enc_layers), range(sizes.enc_layers, sizes.enc_layers + sizes.dec_layers)
+    head = SharingLayerSpec(TiedHeadPipe, sizes, place, shares={"word": word})
+    return [
+        SharingLayerSpec(EmbeddingPipe, sizes, place, "encoder", shares=tables),
+        *[SharingLayerSpec(EncoderLayerPipe, sizes, place, i, shares=biases["encoder"]) for i in encoder],
+        LayerSpec(NormPipe, sizes, place, "encoder"),
+        SharingLayerSpec(EmbeddingPipe, sizes, place, "decoder", shares=tables),
+        *[SharingLayerSpec(DecoderLayerPipe, sizes, place, i, shares=biases["decoder"]) for i in decoder],
+        LayerSpec(NormPipe, sizes, place, "decoder"),
+        LayerSpec(Head, sizes, place) if sizes.untie_embeddings else head,
+    ]
+
+
+def boundary_before(layer: int, sizes: T5Sizes, has_segments: bool) -> list[Boundary]:
+    """Return what crosses into a stage that begins with ``layer`` of the list."""
+    decoder = sizes.enc_layers + 2  # its embedding
+    if layer > decoder + sizes.dec_layers:
+        return [Boundary("hidden states")]
+    second = Boundary("decoder tokens", "int") if layer <= decoder else Boundary("memory")
+    segments = [Boundary(f"{side} segments", "int") for side in ("encoder", "decoder") if has_segments]
+    return [Boundary("hidden states"), second, *segments]
+
+
+def random_batch(vocab_size: int, shape: tuple[int, int, int], has_segments: bool) -> tuple[Any, Any]:
+    """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
+
+    Args:
+        shape: (b, s_e, s_d).
+    """
+    b, s_e, s_d = shape
+    generator = torch.Generator().manual_seed(0)
+    enc_tokens, dec_tokens = (torch.randint(vocab_size, (b, s), generator=generator) for s in (s_e, s_d))
+    segments = tuple(torch.zeros((b, s), dtype=torch.int32) for s in (s_e, s_d) if has_segments)
+    return (enc_tokens, dec_tokens, *segments), (dec_tokens.roll(-1, dims=1), torch.ones(b, s_d))
+
+
+class T5ModelPipe(PipelineModule):
+    """T5 over the pipeline stages of ``topology``, which may be cut anywhere.
+
+    Args:
+        partition: bounds of the pieces in layers (embedding, layers and norm of the encoder, then of the decoder,
+            head), or the name of a partition method; "profile" times the layers on ``probe``.
+        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
+        has_segments: ids of documents travel, too; -1 is padding.
+        probe: (micro-batch size, encoder length, decoder length).
+    """
+
+    loss_weighting = "tokens"  # for the start table
+
+    def __init__(
+        self,
+        sizes: T5Sizes,
+        place: Place,
+        topology: Topology,
+        *,
+        partition: str | list[int] = "parameters",
+        chunks: int = 1,
+        has_segments: bool = False,
+        probe: tuple[int, int, int] | None = None,
+    ) -> None:
+        self.sizes, self.place, self.has_segments = sizes, place, has_segments
+        profile = {} if probe is None else {"profile_batch": random_batch(sizes.vocab_size, probe, has_segments)}
+        every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
+        super().__init__(
+            layer_specs(sizes, place),
+            topology=pipe_topology(topology),
+            loss_fn=self._loss,
+            partition_method=partition,
+            chunks=chunks,
+            activation_checkpoint_interval=every,
+            activation_checkpoint_func=partial(checkpoint, place.streams),
+            **profile,
+        )
+        ends = enumerate(self.parts[1:-1])
+        self.boundary = {piece: boundary_before(end, sizes, has_segments) for piece, end in ends}
+
+    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
+        return any(isinstance(func, (EncoderLayerPipe, DecoderLayerPipe)) for func in funcs)
+
+    def _loss(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
+        return Weighted(*t5_loss(logits, labels[0], labels[1], self.sizes, self.place))
+
+    def logical_name(self, local_name: str) -> str:
+        """Return the name that this parameter has in the single-stage model."""
+        head, _, rest = local_name.partition(".")
+        if head == "tied_modules":
+            key, _, rest = rest.partition(".")
+            side, _, is_bias = key.partition("_")
+            return f"{side}.bias.{rest}" if is_bias else f"embedding.{local_name.removeprefix('tied_modules.')}"
+        index, encoder = int(head), self.sizes.enc_layers
+        for side, first, size in (("encoder", 1, encoder), ("decoder", encoder + 3, self.sizes.dec_layers)):
+            if first <= index < first + size:
+                return f"{side}.layers.{index - first}.{rest}"
+            if index == first + size:
+                return f"{side}.final_norm.{rest.removeprefix('norm.')}"
+        return f"head.{rest}"

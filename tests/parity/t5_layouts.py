@@ -1,0 +1,202 @@
+"""One global batch of a small T5 in any layout, by ``T5ModelPipe`` and ``tds`` alone, and in one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint import named_parameters
+from megatron.model.sizes import Place, T5Sizes
+from megatron.model.t5 import T5Model
+from megatron.mpu.groups import Grid, build_grid
+from megatron.mpu.random import DropoutStreams, Position
+from megatron.mpu.shard import Shard, shard_of
+from megatron.mpu.topology import Topology
+from megatron.pipe import T5ModelPipe
+from tds.agreement import agree_on_loss
+from tds.loss import LossMeter, Weighted
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine, train
+
+VOCAB, ROWS = 101, 2  # a prime: padded for every tensor size
+SMALL = {
+    "hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 0, "kv_hidden_size": 6,
+    "ff_hidden_size": 24, "hidden_bias": False, "layernorm_epsilon": 1e-6, "activation": "relu",
+    "position_embedding_type": "relative", "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16,
+}  # fmt: skip
+GATED = (("activation", "gated-gelu"), ("untie_embeddings", True))
+LEARNED = (
+    ("position_embedding_type", "learned"), ("max_position_embeddings", 16), ("hidden_bias", True),
+    ("activation", "gelu"), ("layernorm_epsilon", 1e-5),
+)  # fmt: skip
+UNTIED = (("untie_embeddings", True),)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its global batch, and, from ``bounds`` on, how a pipeline runs it."""
+
+    enc_layers: int = 3
+    dec_layers: int = 3
+    sizes: tuple[tuple[str, Any], ...] = ()
+    dtype: torch.dtype = torch.float64
+    dropout: float = 0.0
+    has_segments: bool = False
+    lengths: tuple[int, int] = (12, 7)
+    micro_batches: int = 4
+    bounds: tuple[int, ...] | str = "uniform"
+    chunks: int = 1
+    schedule: str = "1f1b"
+    recompute_every: int = 0
+
+    @property
+    def num_units(self) -> int:
+        return self.enc_layers + self.dec_layers + 5
+
+    @property
+    def of_one_process(self) -> Case:
+        """The same without what acts on a pipeline only, and without recompute, which changes nothing."""
+        return replace(self, bounds="uniform", chunks=1, schedule="1f1b", recompute_every=0)
+
+    def make_sizes(self) -> T5Sizes:
+        named = {
+            "num_layers": self.dec_layers,
+            "enc_layers": self.enc_layers,
+            "dec_layers": self.dec_layers,
+            "attention_dropout": self.dropout,
+            "hidden_dropout": self.dropout,
+            "checkpoint_activations": self.recompute_every > 0,
+            "checkpoint_num_layers": max(self.recompute_every, 1),
+        }
+        return T5Sizes(**{**SMALL, **named, **dict(self.sizes)})
+
+    def batch(self, index: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:
+        """Return (inputs, labels) of a micro-batch; with segments two documents each, and padding at the end."""
+        generator = torch.Generator().manual_seed(index)
+        texts = [torch.randint(0, VOCAB, (ROWS, s + 1), generator=generator) for s in self.lengths]
+        segments = tuple(self._segments(s, generator) for s in self.lengths if self.has_segments)
+        mask = (torch.rand(ROWS, self.lengths[1], generator=generator) < 0.3 + 0.2 * (index % 4)).float()
+        if self.has_segments:
+            mask = mask * (segments[1] >= 0)
+        return (texts[0][:, 1:], texts[1][:, :-1], *segments), (texts[1][:, 1:], mask)
+
+    def _segments(self, length: int, generator: torch.Generator) -> torch.Tensor:
+        ends = torch.randint(2, length - 2, (ROWS, 1), generator=generator)
+        padding = torch.randint(0, 2, (ROWS, 1), generator=generator)
+        places = torch.arange(length).expand(ROWS, length)
+        return torch.where(places >= length - padding, -1, (places >= ends).int()).int()
+
+
+Parts = dict[str, tuple[Shard, torch.Tensor]]
+Result = tuple[float, Parts, float]
+"""Loss, gradients of this rank by name, and the norm of all."""
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module) -> None:
+    """Give ``model`` its part of weights that are known by their names."""
+    for name, parameter in named_parameters(model):
+        shard = shard_of(parameter)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = 0.2 * torch.randn(shard.global_shape, generator=generator, dtype=torch.float64)
+        shard.unpadded(parameter).copy_(shard.cut(whole + name.endswith("norm.weight")))
+
+
+@functools.cache
+def one_process(case: Case) -> Result:
+    """Return what one process gives, by the single-stage model."""
+    streams = DropoutStreams(5)
+    model = T5Model(case.make_sizes(), Place(streams=streams)).to(case.dtype)
+    fill(model)
+    meter = LossMeter(case.micro_batches, 1.0, torch.device("cpu"))
+    for index in range(case.micro_batches):
+        streams.position = Position(0, index)
+        inputs, (labels, mask) = case.batch(index)
+        meter.add(Weighted(*model(*inputs, labels=labels, loss_mask=mask)), index).backward()
+    agreement = agree_on_loss(
+        meter, data_group=None, data_size=1, pipe_group=None, pipe_size=1, last_rank=0, device=torch.device("cpu")
+    )
+    gradients = {name: (shard_of(p), p.grad * agreement.factor) for name, p in named_parameters(model)}
+    unpadded = [shard.unpadded(gradient) for shard, gradient in gradients.values()]
+    mean = agreement.means().loss
+    return float(mean), gradients, float(torch.stack([g.double().norm() for g in unpadded]).norm())
+
+
+def make_pipe(case: Case, grid: Grid, streams: DropoutStreams) -> T5ModelPipe:
+    bounds = case.bounds if isinstance(case.bounds, str) else list(case.bounds)
+    module = T5ModelPipe(
+        case.make_sizes(), Place(grid.tensor, streams), grid.topology, partition=bounds, chunks=case.chunks,
+        has_segments=case.has_segments, probe=(ROWS, *case.lengths) if bounds == "profile" else None,
+    )  # fmt: skip
+    fill(module.to(case.dtype))
+    return module
+
+
+def run_case(case: Case, grid: Grid) -> Result:
+    """Train ``case`` on this rank's part of the grid. Collective."""
+    streams = DropoutStreams(5, grid.data, grid.tensor)
+    number = case.micro_batches // grid.data.size
+    batches = [case.batch(grid.data.rank * number + i) for i in range(number)]
+    return train_pipe(make_pipe(case, grid, streams), grid, batches, case.schedule)
+
+
+def train_pipe(module: T5ModelPipe, grid: Grid, batches: list[Any], schedule: str = "1f1b") -> Result:
+    """Train ``module`` on micro-batches of one size. Collective."""
+    toy = Toy(rows=len(batches[0][0][0]), micro_batches=len(batches), pipeline={"schedule": schedule})
+    engine = make_engine(toy, grid.pipe.size, module=module)
+    engine.on_micro_batch = lambda index: setattr(module.place.streams, "position", Position(0, index))
+    loss, seen, norm = train(engine, toy, batches)
+    names = {id(p): name for name, p in named_parameters(module)}
+    local = {names[id(p)]: (shard_of(p), seen[name]) for name, p in module.named_parameters()}
+    return float(loss), {name: (shard, shard.unpadded(g)) for name, (shard, g) in local.items()}, float(norm or 0.0)
+
+
+def _rank(rank: int, cases: Sequence[Case], tensor: int, pipe: int) -> list[Result]:
+    grid = build_grid(Topology.of_world(dist.get_world_size(), tensor, pipe), rank)
+    return [run_case(case, grid) for case in cases]
+
+
+def run(cases: Sequence[Case], tensor: int = 1, pipe: int = 1, data: int = 1) -> Iterator[tuple[Case, list[Result]]]:
+    """Yield each case with every rank's result in this layout; one set of processes runs them all."""
+    results = run_ranks(tensor * pipe * data, _rank, cases, tensor, pipe, deadline_s=30.0 + 5.0 * len(cases))
+    for index, case in enumerate(cases):
+        yield case, [each[index] for each in results]
+
+
+def difference(case: Case, ranks: Sequence[Result]) -> dict[str, float]:
+    """Return how far ``ranks`` are from one process: loss, norm, and the relative difference of each gradient."""
+    loss, wanted, norm = one_process(case.of_one_process)
+    assert {name for _, parts, _ in ranks for name in parts} == set(wanted)
+    found = {
+        "loss": max(abs(each[0] - loss) for each in ranks),
+        "norm": max(abs(each[2] - norm) / norm for each in ranks),
+    }
+    for _, parts, _ in ranks:
+        for name, (shard, part) in parts.items():
+            whole_shard, whole = wanted[name]
+            whole = whole_shard.unpadded(whole)
+            apart = float((part - shard.cut(whole)).norm() / max(float(whole.norm()), 1e-6 * norm))
+            found[name] = max(found.get(name, 0.0), apart)
+    return found
+
+
+def check_fp64(case: Case, ranks: Sequence[Result]) -> None:
+    """Rows E01, E04, E06, E16."""
+    found = difference(case, ranks)
+    worst = max((value, name) for name, value in found.items() if name not in ("loss", "norm"))
+    assert found["loss"] <= 1e-12, (case, found["loss"])
+    assert worst[0] <= 1e-11, (case, worst)
+    assert found["norm"] <= 1e-13, (case, found["norm"])
+
+
+def cuts(case: Case, stages: int) -> list[tuple[int, ...]]:
+    """Return every way to cut the model into so many stages."""
+    inner = itertools.combinations(range(1, case.num_units), stages - 1)
+    return [(0, *each, case.num_units) for each in inner]

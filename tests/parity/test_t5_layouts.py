@@ -1,0 +1,125 @@
+"""T5 in every layout and cut anywhere gives the loss, every gradient and the gradient norm of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parity.layouts import LAYOUTS
+from tests.parity.t5_layouts import GATED, LEARNED, UNTIED, Case, check_fp64, cuts, difference, run
+
+VARIANTS = [
+    Case(),
+    Case(sizes=GATED, has_segments=True, recompute_every=1),
+    Case(enc_layers=2, dec_layers=4, sizes=LEARNED, lengths=(6, 13)),
+]
+BITS = replace(Case(), sizes=(*LEARNED, *UNTIED), dtype=torch.float32)
+"""Where nothing is tied but the tables of words and positions, between the two embeddings."""
+TIED = ("embedding.word.weight", "embedding.position.weight")
+MODELS = [Case(micro_batches=2), Case(enc_layers=2, dec_layers=4, has_segments=True, micro_batches=2)]
+SCHEDULES = [
+    {"schedule": "gpipe"},
+    {"schedule": "zb-h1"},
+    {"schedule": "interleaved", "chunks": 2},
+]
+
+
+@pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
+def test_every_layout_equals_one_process(tensor: int, pipe: int, data: int) -> None:
+    for case, ranks in run(VARIANTS, tensor, pipe, data):
+        check_fp64(case, ranks)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_cut_may_fall_anywhere(stages: int) -> None:
+    """Within the encoder, at the seam, within the decoder, around each norm; here a sample."""
+    every = [replace(model, bounds=bounds) for model in MODELS for bounds in cuts(model, stages)]
+    step = {2: 3, 3: 15, 4: 60}[stages]
+    for case, ranks in run(every[1::step], pipe=stages):
+        check_fp64(case, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_cut_equals_one_process(stages: int) -> None:
+    for model in MODELS:
+        every = [replace(model, bounds=bounds) for bounds in cuts(model, stages)]
+        assert len(every) == {2: 10, 3: 45, 4: 120}[stages]
+        for case, ranks in run(every, pipe=stages):
+            check_fp64(case, ranks)
+
+
+def test_more_stages_than_either_side_has_layers() -> None:
+    few = Case(enc_layers=1, dec_layers=1, micro_batches=2)
+    cases = [replace(few, bounds=bounds) for bounds in ((0, 1, 2, 4, 7), (0, 2, 5, 6, 7), (0, 3, 4, 5, 7))]
+    cases.append(replace(few, enc_layers=2, bounds=(0, 1, 2, 3, 8)))
+    for case, ranks in run(cases, pipe=4):
+        check_fp64(case, ranks)
+
+
+def test_recompute_schedules_and_methods_of_cutting_equal_one_process() -> None:
+    cases = [
+        Case(has_segments=True, recompute_every=2, **SCHEDULES[2]),
+        Case(sizes=GATED, recompute_every=1, schedule="zb-h1"),
+        Case(sizes=LEARNED, chunks=3, schedule="interleaved"),
+        Case(bounds="profile"),
+        Case(bounds="parameters"),
+        Case(bounds="type:LayerPipe"),
+    ]
+    for case, ranks in run(cases, pipe=2):
+        check_fp64(case, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipe", "data"), [grid for grid in LAYOUTS if grid[1] > 1])
+def test_every_schedule_with_every_switch(tensor: int, pipe: int, data: int) -> None:
+    cases = [
+        replace(case, recompute_every=every, **schedule)
+        for case in (*VARIANTS, replace(VARIANTS[2], has_segments=True))
+        for schedule in SCHEDULES
+        for every in (0, 2)
+    ]
+    for case, ranks in run(cases, tensor, pipe, data):
+        check_fp64(case, ranks)
+
+
+def test_untied_pipeline_is_bitwise_the_same_in_fp32_but_for_shared_tables() -> None:
+    """Rows E03 and E04, with the cut in the encoder, at the seam, and in the decoder, and all schedules (E10)."""
+    cases = [replace(BITS, bounds=bounds) for bounds in ((0, 2, 11), (0, 5, 11), (0, 8, 11))]
+    cases += [replace(BITS, has_segments=True, recompute_every=1)]
+    cases += [replace(BITS, **schedule) for schedule in SCHEDULES]
+    for case, ranks in run(cases, pipe=2):
+        found = difference(case, ranks)
+        assert max(found.pop(name) for name in TIED) <= 3e-7
+        assert found.pop("norm") <= 1e-7
+        assert set(found.values()) == {0.0}, (case, found)
+
+
+def test_dropout_draws_the_masks_of_one_process_and_again_in_recompute() -> None:
+    """Rows E08 and E12."""
+    dropped = replace(BITS, dropout=0.1)
+    cases = [dropped, replace(dropped, recompute_every=1), replace(dropped, bounds=(0, 8, 11), recompute_every=2)]
+    cases += [replace(dropped, schedule="zb-h1", recompute_every=1), Case(dropout=0.1, recompute_every=1)]
+    for case, ranks in run(cases, pipe=2):
+        found = difference(case, ranks)
+        assert max(found.pop(name, 0.0) for name in TIED) <= 3e-7
+        assert found.pop("norm") <= 1e-7
+        assert max(found.values()) <= (0.0 if case.sizes else 1e-11), (case, found)
+    with pytest.raises(AssertionError):
+        check_fp64(replace(dropped, dropout=0.0), ranks)
+
+
+def test_bf16_stays_close_to_fp32() -> None:
+    cases = [Case(dtype=torch.bfloat16, bounds=(0, 4, 11)), Case(dtype=torch.bfloat16, bounds=(0, 7, 11))]
+    for case, ranks in run(cases, pipe=2):
+        found = difference(
+            replace(case, dtype=torch.float32), [(loss, _wide(parts), norm) for loss, parts, norm in ranks]
+        )
+        assert found["loss"] < 0.05 and found["norm"] < 0.05
+        assert len({loss for loss, _, _ in ranks}) == 1
+
+
+def _wide(parts: dict) -> dict:
+    return {name: (shard, gradient.float()) for name, (shard, gradient) in parts.items()}
