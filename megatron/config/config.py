@@ -15,7 +15,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.option import FAMILIES, Option, options_of
+from megatron.config.option import Option, options_of, require_family
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
@@ -84,8 +84,7 @@ class Config:
     notes: tuple[str, ...] = ()  # to be logged once at the start
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"family must be {' or '.join(FAMILIES)}, got {self.family!r}")
+        require_family(self.family)
         if self.is_t5:
             object.__setattr__(self, "t5", self.t5.resolved(self.model.num_layers))
         has_positions = not (self.is_t5 and self.t5.has_relative_positions)

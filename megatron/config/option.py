@@ -17,6 +17,16 @@ FAMILIES: Mapping[str, str] = {"gpt2": "GPT-2", "t5": "T5"}
 KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
+def require_family(family: str) -> None:
+    """Check that there is a family of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"family must be {' or '.join(FAMILIES)}, got {family!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """What a flag is called, takes and allows; built from a dataclass field by ``options_of``."""

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.config import deepspeed
 from megatron.config import defaults as outside
 from megatron.config.config import SECTIONS, Config, all_options
-from megatron.config.option import Option, options_of
+from megatron.config.option import Option, options_of, require_family
 from megatron.config.scan import Scan, scan
 from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
 
@@ -54,8 +54,10 @@ def parse(
 
     Raises:
         ConfigError: all problems at once, numbered.
+        ValueError: there is no such family.
         SystemExit: after ``--help``.
     """
+    require_family(family)
     words = list(sys.argv[1:] if argv is None else argv)
     env = os.environ if env is None else env
     extra_parser, extra_flags = _extra_parser(extra_args_provider, family)

@@ -30,17 +30,23 @@ def with_tokenizer(config: Config) -> tuple[Any, Config]:
     )
     if not config.is_t5:
         return tokenizer, config.with_vocab(tokenizer.vocab_size)
-    tokens = data.t5_tokens(tokenizer, config.t5.vocab_extra_ids, config.t5.kinds)
-    return tokenizer, config.with_vocab(tokens.vocab_size)
+    return tokenizer, config.with_vocab(_t5_tokens(tokenizer, config).vocab_size)
+
+
+def _t5_tokens(tokenizer: Any, config: Config) -> Any:
+    return data.t5_tokens(tokenizer, config.t5.vocab_extra_ids, config.t5.kinds)
 
 
 def dry_run(config: Config, world_size: int) -> None:
     """Print the start table of a run on ``world_size`` ranks, without forming it. Rank 0 speaks."""
     if os.environ.get("RANK", "0") != "0":
         return
-    _, config = with_tokenizer(config)
+    tokenizer, config = with_tokenizer(config)
     if config.model.vocab_size is None:
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
+    if config.is_t5 and tokenizer is not None and not config.data.reads_pairs:
+        asked_by = f"--enc-seq-length {config.t5.enc_seq_length}"
+        _t5_tokens(tokenizer, config).require_sentinels(config.t5.most_spans, asked_by)
     parallel = config.parallel
     topology = Topology.of_world(world_size, parallel.model_parallel_size, parallel.num_stages)
     bounds = cost.of(config).stage_bounds(topology.pipe, parallel.chunks)
@@ -123,7 +129,9 @@ def spans_text(config: Config) -> str:
     kind = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
     if t5.denoisers != "R":
         kind = f"denoisers {t5.denoisers}"
-    return f"{t5.raw_length} tokens of text in at most {t5.enc_seq_length} of inputs; {kind}"
+    most = "up to " if len(t5.kinds) > 1 else ""
+    text = f"{t5.raw_length} tokens of text become {most}{t5.enc_seq_length} of inputs"
+    return f"{text} and {most}{t5.longest_target} of targets; {kind}"
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:

@@ -60,6 +60,8 @@ def test_a_config_of_t5_can_be_made_without_a_command_line():
     assert config.t5.dec_seq_length == config.t5.longest_target
     with pytest.raises(ValueError, match="family must be gpt2 or t5, got 'bert'"):
         Config(family="bert")
+    with pytest.raises(ValueError, match="got 'bert'"):
+        parse([], world_size=1, env={}, family="bert")
 
 
 def test_the_namespace_has_megatrons_names():

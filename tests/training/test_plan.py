@@ -8,9 +8,10 @@ import pytest
 
 from megatron import cost
 from megatron.config import Config, parse
+from megatron.errors import DataError
 from megatron.mpu.topology import Topology
 from megatron.training.forecast import simulated_bubble
-from megatron.training.plan import plan_rows, with_tokenizer
+from megatron.training.plan import dry_run, plan_rows, with_tokenizer
 from megatron.training.report import Rates
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
@@ -109,8 +110,10 @@ def test_the_rows_of_t5_tell_its_sizes_tokens_and_spans() -> None:
     config = config_of("--denoisers R,X --dec-layers 2", 2, "t5")
     each = 64 + config.t5.dec_seq_length
     assert shown["tokens per step"].startswith(f"{8 * 4 * each:,} = (encoder 64 + decoder {each - 64}) x micro-batch 4")
-    assert shown["spans"] == f"{config.t5.raw_length} tokens of text in at most 64 of inputs; denoisers R,X"
-    assert rows("", family="t5")["spans"].endswith("; noise density 0.15, mean span length 3")
+    text = f"{config.t5.raw_length} tokens of text become up to 64 of inputs"
+    assert shown["spans"] == f"{text} and up to {each - 64} of targets; denoisers R,X"
+    plain = rows("--dec-seq-length 40", family="t5")["spans"]
+    assert plain == "71 tokens of text become 64 of inputs and 16 of targets; noise density 0.15, mean span length 3"
     assert "spans" not in rows("")
 
 
@@ -127,6 +130,12 @@ def test_rates_count_the_flops_of_the_model_and_of_ones_own_six_per_parameter_an
     costs, tokens = cost.of(config), 24 * config.tokens_per_sample
     assert Rates(config, tokens, None, [costs.num_parameters]).flops_per_step == costs.flops_per_step(24)
     assert Rates(config, tokens, None, [1000]).flops_per_step == 6 * 1000 * tokens
+
+
+def test_a_dry_run_tells_of_too_few_sentinels() -> None:
+    line = f"--tokenizer-path {TOKENIZER} --enc-seq-length 2048 --vocab-extra-ids 5 --dry-run"
+    with pytest.raises(DataError, match=r"114 for --enc-seq-length 2048.*gives 5\. Raise --vocab-extra-ids to 114"):
+        dry_run(parse(line.split(), world_size=1, env={}, family="t5"), 1)
 
 
 def test_the_vocabulary_of_t5_holds_the_appended_sentinels_and_modes() -> None:
