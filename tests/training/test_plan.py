@@ -113,7 +113,7 @@ def test_the_rows_of_t5_tell_its_sizes_tokens_and_spans() -> None:
     text = f"{config.t5.raw_length} tokens of text become up to 64 of inputs"
     assert shown["spans"] == f"{text} and up to {each - 64} of targets; denoisers R,X"
     plain = rows("--dec-seq-length 40", family="t5")["spans"]
-    assert plain == "71 tokens of text become 64 of inputs and 16 of targets; noise density 0.15, mean span length 3"
+    assert plain == "70 tokens of text become 64 of inputs and 14 of targets; noise density 0.15, mean span length 3"
     assert "spans" not in rows("")
 
 
