@@ -92,3 +92,21 @@ def test_fingerprint_changes_with_all_that_changes_the_order(tmp_path: Path) -> 
     prints = {GPT2Samples(file, **{**settings, **change}).fingerprint for change in changed}  # type: ignore[arg-type]
     prints |= {GPT2Samples(f, **settings).fingerprint for f in (file, other)}  # type: ignore[arg-type]
     assert len(prints) == 5
+
+
+def test_order_and_fingerprint_are_the_same_for_ever(tmp_path: Path) -> None:
+    """Written down before T5 shared the windows: a checkpoint of then must go on with the data of then."""
+    file = write(tmp_path / "a", [7, 30, 1, 25, 0, 18, 40], vocab_size=300)
+    samples = GPT2Samples(file, documents=(1, 6), seq_length=6, seed=1234)
+    assert samples.samples_per_epoch == 18 and samples.fingerprint == FINGERPRINT
+    assert [samples[index].tolist() for index in (0, 1, 17, 18, 40)] == FIXED
+
+
+FINGERPRINT = "b9edfd41da9b611a"
+FIXED = [
+    [99, 100, 101, 102, 103, 104, 105],
+    [52, 53, 54, 55, 56, 57, 58],
+    [117, 118, 119, 120, 121, 64, 65],
+    [45, 46, 47, 48, 49, 50, 51],
+    [9, 10, 11, 12, 13, 14, 15],
+]
