@@ -12,6 +12,10 @@ from megatron.errors import DataError
 
 EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>")
 """Names of the end-of-document token, the first that is in the vocabulary counts."""
+PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
+"""Names of the padding token, as above."""
+SENTINEL_NAMES = ("<extra_id_{}>", "<s_{}>")
+"""Names of the tokens that stand for spans, T5's and CPM's; those of one kind, counted from 0 without a gap."""
 
 
 class Tokenizer(ABC):
@@ -89,6 +93,23 @@ class Tokenizer(ABC):
                 "one), or leave out what needs it (preprocessing: --no-append-eod)."
             )
         return token
+
+    @cached_property
+    def pad_id(self) -> int | None:
+        """The id of the padding token, None if there is none."""
+        ids = (self.token_to_id(name) for name in PAD_NAMES)
+        return next((token for token in ids if token is not None), None)
+
+    @cached_property
+    def sentinel_ids(self) -> tuple[int, ...]:
+        """The ids that stand for spans cut out of a text, that of the first span first; empty if there are none."""
+        for name in SENTINEL_NAMES:
+            found: list[int] = []
+            while (token := self.token_to_id(name.format(len(found)))) is not None:
+                found.append(token)
+            if found:
+                return tuple(found)
+        return ()
 
     @cached_property
     def identity(self) -> str:

@@ -77,6 +77,18 @@ def test_a_vocabulary_without_an_end_of_document_token_says_so_when_it_is_needed
         _ = built.eod_id
 
 
+def test_sentinels_and_padding_are_found_by_their_names(folder: Path, tmp_path: Path) -> None:
+    plain = tokenizer.build(tokenizer_path=folder / "unigram.model")
+    assert plain.sentinel_ids == () and plain.pad_id is None
+    for name, top in (("<extra_id_{}>", 302), ("<s_{}>", 302)):
+        library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        library.add_special_tokens([name.format(number) for number in (2, 1, 0, 9)] + ["<pad>"])
+        library.save(str(tmp_path / "t.json"))
+        built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
+        assert built.sentinel_ids == (top, top - 1, top - 2) and built.pad_id == 304 and built.vocab_size == 305
+        assert not set(built.encode(f"a {name.format(0)} <pad>")) & {300, 301, 302, 304}
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
