@@ -1,0 +1,108 @@
+"""Cutting spans out of a text: which ones, and what inputs and targets then are.
+
+All of it works on whole arrays. Splitting n tokens into k parts of at least one token, all ways equally likely, is
+choosing k - 1 of the n - 1 places between them: those with the smallest random keys. The same sort does it for
+several documents at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.data.apportion import apportion
+from megatron.spans import Denoiser, noise_and_spans
+
+_WORDS_OF_DOCUMENTS = 2
+
+
+class Spans(NamedTuple):
+    """A text as pieces that stay, each with the number of tokens cut out behind it.
+
+    ``kept`` >= 1 and ``cut`` are int64[P]; ``cut`` is 0 only behind the one piece of a document without spans.
+    ``documents`` int64[P] is the number, within the text, of the document that a piece belongs to.
+    """
+
+    kept: np.ndarray
+    cut: np.ndarray
+    documents: np.ndarray
+
+
+class Pair(NamedTuple):
+    """Inputs and targets without what frames them, and the document of each token; int64 all."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    input_documents: np.ndarray
+    target_documents: np.ndarray
+
+
+def num_words(length: int) -> int:
+    """Return how many random words the spans of a text of ``length`` take."""
+    return length + _WORDS_OF_DOCUMENTS
+
+
+def draw_spans(sizes: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> Spans:
+    """Return spans of a text whose documents have ``sizes`` tokens; none crosses the end of a document.
+
+    Their number and the tokens in them are those of a text without documents (``spans.noise_and_spans``).
+    """
+    length = sum(sizes)
+    noise, spans = noise_and_spans(length, denoiser)
+    tokens, noises, counts = apportion(sizes, noise, spans, words)
+    words = words[_WORDS_OF_DOCUMENTS:]
+    pieces = np.maximum(counts, 1)
+    has_span = np.repeat(counts > 0, pieces)
+    kept = compositions(tokens - noises, pieces, words[noise:length])
+    cut = np.zeros_like(kept)
+    cut[has_span] = compositions(noises, counts, words[:noise])
+    return Spans(kept, cut, np.repeat(np.arange(len(pieces)), pieces))
+
+
+def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Return ``parts[i]`` numbers >= 1 that sum to ``totals[i]``, for one i after the other; each way equally likely.
+
+    Args:
+        totals: int64[n], 0 only where ``parts`` is 0, else at least ``parts``.
+        words: uint64[sum(totals)], random.
+    """
+    places, groups = np.arange(len(words)), np.repeat(np.arange(len(totals)), totals)
+    firsts = np.cumsum(totals) - totals
+    place_bits, group_bits = len(words).bit_length(), len(totals).bit_length()
+    place_mask = np.uint64((1 << place_bits) - 1)
+    # A key is group, random bits, place: no two are equal, so that any way to sort gives the same.
+    keys = words >> np.uint64(group_bits) & ~place_mask
+    keys[firsts[totals > 0]] = 0  # a group's first token always starts a part
+    keys |= (groups.astype(np.uint64) << np.uint64(64 - group_bits)) | places.astype(np.uint64)
+    order = (np.sort(keys) & place_mask).astype(np.int64)
+    is_start = places - firsts[groups] < parts[groups]
+    return np.diff(np.sort(order[is_start]), append=len(words))
+
+
+def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
+    """Return the text with a sentinel for each span, and the spans with their sentinel in front of each.
+
+    Sentinels count from the first one in each document.
+    """
+    kept, cut, documents = spans
+    is_cut = np.repeat(np.arange(2 * len(kept)) % 2 == 1, np.stack([kept, cut], axis=1).ravel())
+    has_span = cut > 0
+    cut, span_documents = cut[has_span], documents[has_span]
+    names = sentinels[np.arange(len(cut)) - np.searchsorted(span_documents, span_documents)]
+    return Pair(
+        _insert(text[~is_cut], np.cumsum(kept + has_span)[has_span] - 1, names),
+        _insert(text[is_cut], np.cumsum(cut + 1) - cut - 1, names),
+        np.repeat(documents, kept + has_span),
+        np.repeat(span_documents, cut + 1),
+    )
+
+
+def _insert(values: np.ndarray, places: np.ndarray, inserted: np.ndarray) -> np.ndarray:
+    """Return ``values`` with ``inserted`` at ``places`` of the result."""
+    result = np.empty(len(values) + len(places), np.int64)
+    is_value = np.ones(len(result), np.bool_)
+    is_value[places] = False
+    result[places], result[is_value] = inserted, values
+    return result
