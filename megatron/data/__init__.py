@@ -11,18 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.data.batches import ReplicaBatches
     from megatron.data.build import build_train_valid_test
-    from megatron.data.fields import gpt2_fields
+    from megatron.data.build_t5 import build_t5_train_valid_test
+    from megatron.data.control_tokens import T5Tokens, t5_tokens
+    from megatron.data.fields import gpt2_fields, t5_fields
     from megatron.data.gpt2_samples import GPT2Samples
+    from megatron.data.span_file_samples import SpanFileSamples
+    from megatron.data.span_files import SpanFiles
     from megatron.data.split import split_documents
+    from megatron.data.t5_samples import T5Samples
     from megatron.data.token_file import TokenFile
     from megatron.data.token_writer import TokenFileWriter
 
 _MODULES = {
     "ReplicaBatches": "batches",
+    "SpanFiles": "span_files",
+    "SpanFileSamples": "span_file_samples",
+    "T5Samples": "t5_samples",
+    "T5Tokens": "control_tokens",
+    "build_t5_train_valid_test": "build_t5",
     "build_train_valid_test": "build",
     "GPT2Samples": "gpt2_samples",
     "gpt2_fields": "fields",
     "split_documents": "split",
+    "t5_fields": "fields",
+    "t5_tokens": "control_tokens",
     "TokenFile": "token_file",
     "TokenFileWriter": "token_writer",
 }
@@ -30,11 +42,18 @@ _MODULES = {
 __all__ = [
     "GPT2Samples",
     "ReplicaBatches",
+    "SpanFileSamples",
+    "SpanFiles",
+    "T5Samples",
+    "T5Tokens",
     "TokenFile",
     "TokenFileWriter",
+    "build_t5_train_valid_test",
     "build_train_valid_test",
     "gpt2_fields",
     "split_documents",
+    "t5_fields",
+    "t5_tokens",
 ]
 
 

@@ -1,9 +1,14 @@
-"""From raw samples to what GPT-2 trains on: inputs, labels, loss mask, positions, documents within a sample."""
+"""From raw samples to what a model trains on: inputs, labels, loss mask, positions, documents within a sample."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.data.control_tokens import T5Tokens
 
 
 def gpt2_fields(
@@ -41,6 +46,38 @@ def gpt2_fields(
         "loss_mask": (~is_eod).float() if eod_mask_loss else torch.ones_like(inputs, dtype=torch.float32),
         "position_ids": positions.contiguous(),
         "segment_ids": _exclusive_cumsum(is_eod) if reset_attention_mask else None,
+    }
+
+
+def t5_fields(
+    inputs: Tensor,
+    targets: Tensor,
+    enc_segments: Tensor,
+    dec_segments: Tensor,
+    *,
+    tokens: T5Tokens,
+    has_segments: bool,
+) -> dict[str, Tensor | None]:
+    """Return enc_tokens, dec_tokens, labels, loss_mask, enc_segments and dec_segments of a micro-batch.
+
+    Shapes:
+        inputs, enc_segments [b, s_e]; targets, dec_segments [b, s_d]
+        results [b, s_e] and [b, s_d]; loss_mask is float32, both segments are None without ``has_segments``
+
+    The decoder reads its targets one place late, behind ``start_id`` at the start of each document. Padding, whose
+    segment is -1, has no loss; behind the last target it needs no segments, for nothing before it sees it.
+    """
+    is_start = torch.ones_like(targets, dtype=torch.bool)
+    is_start[:, 1:] = dec_segments[:, 1:] != dec_segments[:, :-1]
+    late = targets.roll(1, dims=1).masked_fill(is_start, tokens.start_id)
+    is_padding = dec_segments < 0
+    return {
+        "enc_tokens": inputs,
+        "dec_tokens": late.masked_fill(is_padding, tokens.pad_id),
+        "labels": targets,
+        "loss_mask": (~is_padding).float(),
+        "enc_segments": enc_segments if has_segments else None,
+        "dec_segments": dec_segments if has_segments else None,
     }
 
 

@@ -8,7 +8,8 @@
 | 18, 26 | u64, u64 | S sequences; D = documents + 1 |
 | 34 | int32[S], int64[S], int64[D] | lengths in tokens; byte offsets into .bin; first sequence of each document |
 
-Little-endian throughout. The ``.bin`` is the tokens alone. Readers of Megatron-LM of any age open these files.
+Little-endian throughout. The ``.bin`` is the tokens alone. Readers of Megatron-LM of any age open these files. Tools
+that know no documents, as CPM's, leave one document start, 0: each sequence then is a document.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ def _check_arrays(
         raise DataError(f"{path}: lengths must not be negative, sequence {worst} has {lengths[worst]}. Build it again.")
     if not np.array_equal(offsets, (ends - lengths) * dtype.itemsize):
         raise DataError(f"{path}: byte offsets do not follow from the lengths; the file is damaged. Build it again.")
+    if _has_no_documents(starts):
+        return
     if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(lengths) or (np.diff(starts) < 0).any():
         raise DataError(
             f"{path}: document starts must rise from 0 to {len(lengths)} sequences; the file is damaged. "
@@ -109,7 +112,13 @@ def _check_arrays(
 
 def _document_sizes(starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Join the sequences of a document: Megatron's files may hold several (sentences) in one."""
+    if _has_no_documents(starts):
+        return lengths
     if len(starts) == len(lengths) + 1 and np.array_equal(starts, np.arange(len(starts))):
         return lengths
     bounds = np.concatenate([np.zeros(1, np.int64), ends])[starts]
     return np.diff(bounds).astype(np.int32)
+
+
+def _has_no_documents(starts: np.ndarray) -> bool:
+    return len(starts) == 1 and starts[0] == 0

@@ -36,6 +36,14 @@ def test_megatron_files_open_and_sequences_of_a_document_are_joined(tmp_path: Pa
     assert file.read(0).tolist() == [0, 1, 2, 3, 4] and file.read(2).tolist() == [5, 6, 7, 8]
 
 
+def test_without_documents_each_sequence_is_one(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "a", [2, 3, 0, 4], [0])
+    assert TokenFile(tmp_path / "a").sizes.tolist() == [2, 3, 0, 4]
+    write_megatron(tmp_path / "b", [2, 3], [1])
+    with pytest.raises(DataError, match="must rise from 0 to 2"):
+        TokenFile(tmp_path / "b")
+
+
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 def test_a_missing_file_is_named_with_the_command_that_builds_it(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / "a", [3])
