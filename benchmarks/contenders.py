@@ -1,79 +1,70 @@
-"""The contenders of ``step_time.py``: each a function that returns ``step(text) -> loss`` from the same first weights.
+"""The contenders of ``step_time.py``: each a function that returns ``step(batch) -> loss`` from the same first weights.
 
-| name | what it is |
-|---|---|
-| ours | ``GPT2Model`` as ``pretrain_gpt2.py`` trains it without a pipeline: flags, DeepSpeed's engine, our optimizer |
-| hf | Hugging Face's ``GPT2LMHeadModel`` as it ships, but with SDPA, no cache and dropout 0, in the plain loop |
-| hf-fused-gelu | the same with torch's fused tanh GELU in place of Hugging Face's own |
-| plain | ``plain_gpt.py``: a small script of ``torch.nn`` layers |
+| of | name | what it is |
+|---|---|---|
+| both | ours | the model as ``pretrain_*.py`` trains it without a pipeline: flags, DeepSpeed's engine, our optimizer |
+| GPT-2 | hf | Hugging Face's ``GPT2LMHeadModel`` as it ships but with SDPA, no cache, dropout 0, in the plain loop |
+| GPT-2 | hf-fused-gelu | the same with torch's fused tanh GELU in place of Hugging Face's own |
+| GPT-2 | plain | ``plain_gpt.py``: a small script of ``torch.nn`` layers |
+| T5 | hf | its ``T5ForConditionalGeneration`` as it ships, which is with SDPA, but no cache, dropout 0, in that loop |
+| T5 | hf-eager | the same with its attention written out |
 
-All four compute the same function. Modules are imported by the contender that needs them, so that the memory of one
-does not hold the libraries of another.
+All of a family compute the same function. Modules are imported by the contender that needs them, so that the memory of
+one does not hold the libraries of another. Those of T5 are in ``t5_contenders.py``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from benchmarks.plain_gpt import GPTSizes, PlainGPT, PlainLoop
-from megatron import device
+from benchmarks.flags import STD, config_of
+from benchmarks.plain_gpt import PlainGPT
+from benchmarks.plain_loop import CLIP_GRAD, LR, Fields, MeanLoss, PlainLoop, Step
+from benchmarks.sizes import GPTSizes, Sizes
 from megatron.checkpoint.hf.gpt2 import from_ours
 from megatron.checkpoint.naming import named_parameters
 from megatron.model.gpt2 import GPT2Model
-from megatron.model.init import initialize
-from megatron.model.sizes import Sizes
+from megatron.model.init import gpt2_rule, initialize
+from megatron.model.sizes import sizes_from
 
-SEED, STD, LR, CLIP_GRAD = 1234, 0.02, 3e-4, 1.0
-Step = Callable[[torch.Tensor], torch.Tensor | float]
+SEED = 1234
+Contender = Callable[[Any, int, str, str], Step]
 
 
 def our_weights(sizes: GPTSizes) -> dict[str, torch.Tensor]:
     """Return the weights that every contender starts from, by our logical names."""
-    h, a = sizes.hidden_size, sizes.num_attention_heads
-    full = Sizes(
-        num_layers=sizes.num_layers,
-        hidden_size=h,
-        num_attention_heads=a,
-        vocab_size=sizes.vocab_size,
-        max_position_embeddings=sizes.seq_length,
-        kv_hidden_size=h // a,
-        ff_hidden_size=4 * h,
-    )
-    parameters = dict(named_parameters(GPT2Model(full)))
-    initialize(parameters.items(), seed=SEED, std=STD, num_layers=sizes.num_layers)
+    parameters = dict(named_parameters(GPT2Model(sizes_from(config_of(sizes).model))))
+    initialize(parameters.items(), seed=SEED, rule=gpt2_rule(STD, sizes.num_layers))
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def ours(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
+def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str) -> Step:
     """Return a step of our engine, built from flags as a user's run is."""
-    import pretrain_gpt2
-    from megatron.config import parse
     from megatron.mpu.random import DropoutStreams
     from megatron.training import arguments, world
     from megatron.training.assembly import build_engine
+    from megatron.training.stand_in import stand_in_tokenizer
 
     os.environ.setdefault("DS_ACCELERATOR", kind)
-    argv = (
-        f"--num-layers {sizes.num_layers} --hidden-size {sizes.hidden_size} --seq-length {sizes.seq_length} "
-        f"--num-attention-heads {sizes.num_attention_heads} --vocab-size {sizes.vocab_size} --batch-size {batch_size} "
-        f"--activation gelu-tanh --hidden-bias --attention-dropout 0 --hidden-dropout 0 --init-method-std {STD} "
-        f"--lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} --seed {SEED} --{dtype} "
-        f"--device {kind} --train-iters 1000 --data-path none"
-    ).split()
-    config = parse(argv, world_size=1).with_vocab(sizes.vocab_size)
+    script = importlib.import_module(f"pretrain_{sizes.family}")
+    config = config_of(
+        sizes,
+        f"--batch-size {batch_size} --lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} "
+        f"--seed {SEED} --{dtype} --device {kind} --train-iters 1000",
+    )
     here = world.start(config)
     streams = DropoutStreams(SEED)
-    arguments.set_current(config, SimpleNamespace(eod_id=0), streams)
-    engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
+    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     numbers = iter(range(1_000_000_000))
 
-    def step(text: torch.Tensor) -> float:
-        batches: Iterator[dict[str, torch.Tensor]] = iter([{"text": text}])
-        return engine.train_step(batches, next(numbers)).loss
+    def step(batch: Fields) -> float:
+        return engine.train_step(iter([batch]), next(numbers)).loss
 
     return step
 
@@ -100,18 +91,7 @@ def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, activation: str 
     )
     model = GPT2LMHeadModel(config)
     model.load_state_dict(from_ours(our_weights(sizes), sizes.num_attention_heads))
-
-    class MeanLoss(torch.nn.Module):
-        """Takes labels that are shifted already, as the plain model does."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return self.inner(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
-
-    return _plain_loop(MeanLoss(), kind, dtype)
+    return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
 
 def hf_fused_gelu(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
@@ -124,10 +104,10 @@ def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
     model = PlainGPT(sizes)
     theirs = from_ours(our_weights(sizes), sizes.num_attention_heads)
     model.load_state_dict(dict(_plain_state(theirs)))
-    return _plain_loop(model, kind, dtype)
+    return PlainLoop(model, _shifted, kind=kind, dtype=dtype).step
 
 
-CONTENDERS: dict[str, Callable[[GPTSizes, int, str, str], Step]] = {
+CONTENDERS: dict[str, Contender] = {
     "ours": ours,
     "hf": hf,
     "hf-fused-gelu": hf_fused_gelu,
@@ -158,6 +138,6 @@ def _plain_state(theirs: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
         yield f"{block}{_PLAIN_NAMES[stem]}.{kind}", weight.t() if is_product else weight
 
 
-def _plain_loop(model: torch.nn.Module, kind: str, dtype: str) -> Step:
-    place = device.bind(kind, 0)
-    return PlainLoop(model, device=place, dtype=device.DTYPES[dtype], lr=LR, clip_grad=CLIP_GRAD).step
+def _shifted(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels [b, s]."""
+    return batch["text"][:, :-1].contiguous(), batch["text"][:, 1:].contiguous()

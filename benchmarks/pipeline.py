@@ -1,11 +1,15 @@
 """Time our pipeline engine beside DeepSpeed's and torch's, in one run.
 
     python benchmarks/pipeline.py --out runs/pipeline
+    python benchmarks/pipeline.py --model t5 --micro-batches 8
 
 Every contender is a set of processes with one thread each that stay for a whole case; all train the same GPT from the
 same weights on the same tokens (their first losses must agree to 1e-5). They take turns, in an order that rotates;
 medians over rounds are reported, and ratios within rounds. Which cuts take part is chosen by the time of each layer,
 measured first; every contender may cut between the same layers, attention and feed-forward being two.
+
+A T5 has no other engine to be compared with: one process, two of them side by side, and ours, at the cut that a run
+gets by default and at those that look best by the engine's own profile.
 
 DIR gets table.txt, turns.jsonl (a line for each turn) and speed.png.
 """
@@ -25,18 +29,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.pipe.bars import NO_MEMORY_BAR, Bar, bars  # noqa: E402
+from benchmarks.pipe.bars import MEMORY, NO_MEMORY_BAR, Bar, bars  # noqa: E402
 from benchmarks.pipe.case import Case, Contender  # noqa: E402
+from benchmarks.pipe.cases import KINDS, cases_of  # noqa: E402
 from benchmarks.pipe.record import Record, check_losses  # noqa: E402
 from benchmarks.pipe.tables import draw, row, table  # noqa: E402
 from benchmarks.pipe.teams import START_METHODS, Team, assembled  # noqa: E402
 from benchmarks.pipe.worker import Order  # noqa: E402
-from benchmarks.plain_gpt import GPTSizes  # noqa: E402
 
-MAIN = GPTSizes(num_layers=8, hidden_size=256, num_attention_heads=8, vocab_size=8192, seq_length=256)
-DEEP = replace(MAIN, num_layers=16, vocab_size=4096)
-SMALL = GPTSizes(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
-KINDS = ("main", "deep", "tensor")
 RECORDED_STEPS = 3
 
 
@@ -45,33 +45,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=tuple(KINDS), default="gpt2", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="turns that count, of each contender (default: 5)")
     parser.add_argument("--warm-up", type=int, default=2, help="turns ahead of them (default: 2)")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps in a turn (default: 1)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4, 16], help="of the main cases")
-    parser.add_argument("--cases", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--cases", nargs="+", choices=KINDS["gpt2"], help="default: all; T5 has main alone")
     parser.add_argument("--cuts", type=int, default=3, help="how many of its best cuts each engine runs (default: 3)")
     parser.add_argument("--only", nargs="+", help="take contenders alone whose names hold one of these texts")
     parser.add_argument("--smoke", action="store_true", help="a model of no use, a few turns: whether it runs at all")
     parser.add_argument("--strict", action="store_true", help="end with code 1 if a bar is not met")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--start-method", choices=START_METHODS, default=START_METHODS[0], help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Return the cases that the options ask for, in the order of their running."""
-    main, deep, batch = (SMALL, replace(SMALL, num_layers=4), 2) if args.smoke else (MAIN, DEEP, 4)
-    found = []
-    if "main" in args.cases:
-        for m in args.micro_batches:
-            bar = 0.93 if m == 8 else None
-            found.append(Case(name=f"m={m}", sizes=main, micro_batch_size=batch, num_micro_batches=m, bar=bar))
-    if "deep" in args.cases:
-        found.append(Case(name="deep m=16", sizes=deep, micro_batch_size=batch, num_micro_batches=16, bar=0.94))
-    if "tensor" in args.cases:
-        found.append(Case(name="tensor m=8", sizes=main, micro_batch_size=batch, num_micro_batches=8, tensor=2))
-    return found
+    args = parser.parse_args(argv)
+    args.cases = args.cases or KINDS[args.model]
+    if set(args.cases) - set(KINDS[args.model]):
+        parser.error(f"--cases of --model {args.model} must be of {', '.join(KINDS[args.model])}, got {args.cases}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -86,13 +76,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {"surroundings": surroundings(), "cases": {}}
     with (args.out / "turns.jsonl").open("w") as lines:
         _write(lines, what="surroundings", **result["surroundings"])
-        for case in cases_of(args):
+        for case in cases_of(args.model, args.cases, args.micro_batches, is_smoke=args.smoke):
             records = run_case(case, args, lines)
             drawn[case] = records
             found = bars(case, records)
-            text.append(
-                "\n".join([table(case, records), "", *map(str, found), *([NO_MEMORY_BAR] if found else []), ""])
-            )
+            remark = [NO_MEMORY_BAR] if any(MEMORY in bar.told for bar in found) else []
+            text.append("\n".join([table(case, records), "", *map(str, found), *remark, ""]))
             print(text[-1], flush=True)
             rows = [row(case, record, records) for record in records.values()]
             result["cases"][case.name] = {"rows": rows, "bars": [_told(bar) for bar in found]}
@@ -118,7 +107,7 @@ def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Reco
     if not contenders:
         raise ValueError(f"--only must name a contender of case {case.name}, got {args.only}; see {args.out}/table.txt")
     with assembled(case, contenders, args.start_method) as teams:
-        records = {name: Record(team.contender, cut=_cut(case, team)) for name, team in teams.items()}
+        records = {name: _record(case, team, costs) for name, team in teams.items()}
         for number in range(args.warm_up + args.rounds):
             start = time.time()
             for name in _rotated(list(teams), number):
@@ -131,9 +120,10 @@ def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Reco
 
 
 def layer_costs(case: Case, start_method: str) -> list[float]:
-    """Return seconds of each layer, forward and backward, as two processes at once measure them."""
-    layers = "tensor" if case.tensor > 1 else "half"
-    probe = Contender(name="probe", kind="side by side", layers=layers)
+    """Return seconds of each layer, forward and backward, as two processes at once measure them; of T5 our engine."""
+    probe = Contender(name="probe", kind="side by side", layers="tensor" if case.tensor > 1 else "half")
+    if case.sizes.family == "t5":
+        probe = Contender(name="probe", kind="ours", layers="t5", partition="profile")
     alone = replace(case, tensor=1, num_stages=2)
     with assembled(alone, [probe], start_method) as teams:
         found = teams[probe.name].ask(Order("layers"))
@@ -172,12 +162,17 @@ def _look_closer(case: Case, args: argparse.Namespace, teams: Mapping[str, Team]
                 records[name].measured_to_simulated.append(compare(stages, team.contender.chunks).ratio)
 
 
-def _cut(case: Case, team: Team) -> str:
-    from benchmarks.pipe.cuts import told
+def _record(case: Case, team: Team, costs: Sequence[float]) -> Record:
+    from benchmarks.pipe.cuts import stage_seconds, told
     from benchmarks.pipe.model import make_model
 
     bounds = team.ask(Order("cut"))[0]
-    return told(bounds, make_model(case, team.contender.layers).specs) if bounds else ""
+    record = Record(team.contender)
+    if bounds:
+        record.cut = told(bounds, make_model(case, team.contender.layers).specs)
+    if team.contender.kind == "ours":
+        record.stage_s = stage_seconds(bounds, costs, case.num_stages)
+    return record
 
 
 def _is_wanted(contender: Contender, only: Sequence[str] | None) -> bool:

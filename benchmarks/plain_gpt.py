@@ -1,27 +1,15 @@
 """A plain GPT-2 of ``torch.nn`` layers: what a small single-process script would train, as the mark for our speed.
 
-No groups, no engine, no masters: pre-norm layers on [b, s, h], causal SDPA, a tied head, mean cross-entropy, fused
-AdamW, clipping by torch's own function.
+No groups: pre-norm layers on [b, s, h], causal SDPA, a tied head, mean cross-entropy.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class GPTSizes:
-    """The sizes that all contenders of a benchmark share; names as in the flags."""
-
-    num_layers: int = 8
-    hidden_size: int = 512
-    num_attention_heads: int = 8
-    vocab_size: int = 16384
-    seq_length: int = 512
+from benchmarks.sizes import GPTSizes
 
 
 class Block(nn.Module):
@@ -67,33 +55,3 @@ class PlainGPT(nn.Module):
             x = block(x)
         logits = F.linear(self.final_norm(x), self.word.weight)  # [b, s, v]
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-
-
-class PlainLoop:
-    """Any model that returns a mean loss, trained as small scripts do.
-
-    Args:
-        model: called with tokens and labels [b, s].
-        dtype: bf16 runs the forward pass under autocast; the weights stay fp32.
-    """
-
-    def __init__(
-        self, model: nn.Module, *, device: torch.device, dtype: torch.dtype, lr: float, clip_grad: float
-    ) -> None:
-        self.model = model.to(device).train()
-        self.device, self.dtype, self.clip_grad = device, dtype, clip_grad
-        matrices = [p for p in model.parameters() if p.dim() >= 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8, fused=True)
-
-    def step(self, text: torch.Tensor) -> torch.Tensor:
-        """Train on ``text`` [b, s+1] and return the loss; it is not read, so a GPU need not wait."""
-        text = text.to(self.device)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
-            loss = self.model(text[:, :-1].contiguous(), text[:, 1:].contiguous())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()

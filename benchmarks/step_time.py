@@ -1,55 +1,63 @@
-"""Time our GPT-2 step beside Hugging Face's and a plain loop's, in one run.
+"""Time our step of GPT-2 or T5 beside Hugging Face's and a plain loop's, in one run.
 
     python benchmarks/step_time.py --json step_time.json
+    python benchmarks/step_time.py --model t5 --json step_time.json
 
-Every contender runs in a process of its own on the same tokens from the same weights, dropout 0, with all cores. They
-take turns of a few steps; the order rotates; medians over rounds are reported, and ratios within rounds. MFU counts the
-causal half of attention (6 L a d s) over products of two 2048 x 2048 matrices, which take turns with the contenders.
+Every contender runs in a process of its own on the same tokens from the same weights, dropout 0, with all cores: their
+first losses must agree. They take turns of a few steps; the order rotates; medians over rounds are reported, and ratios
+within rounds. MFU counts the causal half of GPT-2's attention (6 L a d s) and all of T5's, over products of two
+2048 x 2048 matrices, which take turns with the contenders. The flags of sizes are those of the chosen model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.flags import config_of  # noqa: E402
 from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.plain_gpt import GPTSizes  # noqa: E402
+from benchmarks.sizes import GPTSizes, T5Sizes  # noqa: E402
 from benchmarks.turns import PRODUCT, PRODUCT_SIDE, PRODUCTS_PER_TURN, Record, Work, take_turns  # noqa: E402
 from megatron import cost, device  # noqa: E402
 
-NAMES = ("ours", "hf", "hf-fused-gelu", "plain")
+MODELS: dict[str, type[GPTSizes] | type[T5Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes)}
+NAMES = {"gpt2": ("ours", "hf", "hf-fused-gelu", "plain"), "t5": ("ours", "hf", "hf-eager")}
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the benchmark's options."""
+    given = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sizes = GPTSizes()
-    for name, default in vars(sizes).items():
+    parser.add_argument("--model", choices=tuple(MODELS), default="gpt2", help="default: %(default)s")
+    family = parser.parse_known_args([word for word in given if word not in ("-h", "--help")])[0].model
+    for name, default in vars(MODELS[family]()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     parser.add_argument("--batch-size", type=int, default=2, help="sequences in a step (default: 2)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each contender (default: 7)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps in a turn (default: 3)")
-    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--contenders", nargs="+", choices=NAMES[family], default=list(NAMES[family]))
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     parser.add_argument("--json", type=Path, help="write the result here too")
-    return parser.parse_args(argv)
+    return parser.parse_args(given)
 
 
 def work_of(args: argparse.Namespace) -> Work:
     """Return what the options ask each contender to do: fp32 on CPU, bf16 on CUDA."""
     kind = device.choose(args.device)
-    sizes = GPTSizes(**{name: getattr(args, name) for name in vars(GPTSizes())})
+    model = MODELS[args.model]
+    sizes = model(**{name: getattr(args, name) for name in vars(model())})
     dtype = "bf16" if kind == "cuda" else "fp32"
     return Work(sizes=sizes, batch_size=args.batch_size, steps=args.steps, kind=kind, dtype=dtype, threads=args.threads)
 
@@ -62,8 +70,8 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     """
     product_s = statistics.median(records[PRODUCT].turns_s) / PRODUCTS_PER_TURN
     peak = 2.0 * PRODUCT_SIDE**3 / product_s
-    tokens = work.batch_size * work.sizes.seq_length
-    flops = cost.flops_per_token(_cost_sizes(work.sizes), work.sizes.seq_length) * tokens
+    tokens = work.batch_size * work.sizes.tokens_per_sample
+    flops = cost.of(config_of(work.sizes)).flops_per_step(work.batch_size)
     contenders = {}
     for name, record in records.items():
         if name == PRODUCT:
@@ -88,6 +96,15 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     return {"peak_flops_per_s": peak, "flops_per_step": flops, "contenders": contenders}
 
 
+def check_first_losses(losses: dict[str, float], tolerance: float) -> None:
+    """Raise RuntimeError if contenders differ by more than ``tolerance`` before the first update of the weights."""
+    is_finite = all(map(math.isfinite, losses.values()))
+    if not is_finite or max(losses.values()) - min(losses.values()) > tolerance:
+        raise RuntimeError(
+            f"contenders must train the same thing: their first losses may differ by {tolerance}, got {losses}"
+        )
+
+
 def surroundings_of(work: Work) -> dict[str, Any]:
     """Return what the numbers depend on: command, code, versions, machine, sizes."""
     found = surroundings()
@@ -98,13 +115,14 @@ def surroundings_of(work: Work) -> dict[str, Any]:
         "memory_bytes": device.total_memory_bytes(work.kind),
     }
     sizes = vars(work.sizes) | {"batch_size": work.batch_size}
-    return found | {"machine": machine, "dtype": work.dtype, "sizes": sizes}
+    return found | {"machine": machine, "model": work.sizes.family, "dtype": work.dtype, "sizes": sizes}
 
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as lines of text."""
     lines = [
-        f"{'':16}{'ms/step':>9}{'tokens/s':>10}{'MFU':>7}{'peak MiB':>10}{'last loss':>11}   ours is ... times as fast"
+        f"{'':16}{'ms/step':>9}{'CPU ms':>9}{'tokens/s':>10}{'MFU':>7}{'peak MiB':>10}{'last loss':>11}"
+        "   ours is ... times as fast"
     ]
     for name, row in result["contenders"].items():
         speed = ""
@@ -123,7 +141,9 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     """Run the contenders, print the table, write the JSON."""
     args = parse_args(argv)
     work = work_of(args)
-    result = surroundings_of(work) | summarize(take_turns(args.contenders, work, args.rounds, start_method), work)
+    records = take_turns(args.contenders, work, args.rounds, start_method)
+    check_first_losses({name: records[name].first_loss for name in args.contenders}, LOSS_TOLERANCE[work.dtype])
+    result = surroundings_of(work) | summarize(records, work)
     print(table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -136,18 +156,6 @@ def _quartiles(theirs: list[float], ours: list[float]) -> tuple[float, float, fl
         return ratios[0], ratios[0], ratios[0]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return low, middle, high
-
-
-def _cost_sizes(sizes: GPTSizes) -> Any:
-    h, a = sizes.hidden_size, sizes.num_attention_heads
-    return SimpleNamespace(
-        **vars(sizes),
-        kv_hidden_size=h // a,
-        ff_hidden_size=4 * h,
-        hidden_bias=True,
-        max_position_embeddings=sizes.seq_length,
-        untie_embeddings=False,
-    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ while is slower for all; each process also tells its own peak of memory.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import math
 import multiprocessing
 import time
 import traceback
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.plain_gpt import GPTSizes
+from benchmarks.sizes import Sizes
 
 PRODUCT = "matrix product"
 PRODUCT_SIDE = 2048
@@ -26,7 +28,7 @@ PRODUCTS_PER_TURN = 8
 class Work:
     """What every contender does."""
 
-    sizes: GPTSizes
+    sizes: Sizes
     batch_size: int
     steps: int
     kind: str
@@ -36,7 +38,7 @@ class Work:
 
 @dataclass
 class Record:
-    """What one contender told: seconds of each turn, the loss after each turn, bytes.
+    """What one contender told: seconds of each turn, the loss of the first step and after each turn, bytes.
 
     Args:
         cpu_s: processor time of each turn, over all threads; with one thread it says something on a busy machine too.
@@ -45,6 +47,7 @@ class Record:
     turns_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    first_loss: float = math.nan
     peak_bytes: int = 0
     idle_bytes: int = 0
 
@@ -73,10 +76,12 @@ def take_turns(names: Sequence[str], work: Work, rounds: int, start_method: str 
             shift = number % len(order)
             for name in order[shift:] + order[:shift]:
                 pipes[name].send(number * work.steps)
-                seconds, cpu_s, loss, peak = _answer(name, pipes[name])
-                records[name].losses.append(loss)
+                seconds, cpu_s, losses, peak = _answer(name, pipes[name])
+                records[name].losses.append(losses[-1])
                 records[name].peak_bytes = peak
-                if number:
+                if number == 0:
+                    records[name].first_loss = losses[0]
+                else:
                     records[name].turns_s.append(seconds)
                     records[name].cpu_s.append(cpu_s)
         return records
@@ -85,15 +90,6 @@ def take_turns(names: Sequence[str], work: Work, rounds: int, start_method: str 
             _dismiss(pipe)
         for worker in workers:
             worker.join(timeout=20.0)
-
-
-def text_of_step(work: Work, step: int) -> Any:
-    """Return the random tokens [b, s+1] of a step, the same for every contender."""
-    import torch
-
-    generator = torch.Generator().manual_seed(step)
-    shape = (work.batch_size, work.sizes.seq_length + 1)
-    return torch.randint(0, work.sizes.vocab_size, shape, generator=generator)
 
 
 def _answer(name: str, pipe: Connection) -> Any:
@@ -126,10 +122,10 @@ def _work(name: str, work: Work, pipe: Connection) -> None:
         while (first := pipe.recv()) is not None:
             device.synchronize(work.kind)
             start, cpu_start = time.perf_counter(), time.process_time()
-            loss = float(turn(first))
+            losses = [float(loss) for loss in turn(first)]
             device.synchronize(work.kind)
             seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-            pipe.send((seconds, cpu_s, loss, device.peak_memory_bytes(work.kind)))
+            pipe.send((seconds, cpu_s, losses, device.peak_memory_bytes(work.kind)))
     except EOFError:
         return
     except Exception:
@@ -137,14 +133,11 @@ def _work(name: str, work: Work, pipe: Connection) -> None:
 
 
 def _contender(name: str, work: Work) -> Any:
-    from benchmarks.contenders import CONTENDERS
+    module = {"gpt2": "benchmarks.contenders", "t5": "benchmarks.t5_contenders"}[work.sizes.family]
+    step = importlib.import_module(module).CONTENDERS[name](work.sizes, work.batch_size, work.kind, work.dtype)
 
-    step = CONTENDERS[name](work.sizes, work.batch_size, work.kind, work.dtype)
-
-    def turn(first: int) -> Any:
-        for number in range(first, first + work.steps):
-            loss = step(text_of_step(work, number))
-        return loss
+    def turn(first: int) -> list[Any]:
+        return [step(work.sizes.batch(work.batch_size, number)) for number in range(first, first + work.steps)]
 
     return turn
 
@@ -159,9 +152,9 @@ def _product(work: Work) -> Any:
     a, b = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, device=place, dtype=device.DTYPES[work.dtype]) for _ in range(2))
     out = torch.empty_like(a)
 
-    def turn(_: int) -> float:
+    def turn(_: int) -> list[float]:
         for _ in range(PRODUCTS_PER_TURN):
             torch.mm(a, b, out=out)
-        return 0.0
+        return [0.0]
 
     return turn

@@ -7,6 +7,7 @@
 | our best to torch's 1F1B at its best cut | at least 1.05 |
 | our best to two one-process runs side by side | the case's own |
 | a recorded step to ``simulate`` with its costs | off by at most 0.05 |
+| longest stage to the shortest at our best cut, by the layers' times | off by at most the case's own |
 | tensors on the first stage, our 1F1B and ZB-H1 to the stock engine at the same cut | at most 1 |
 
 Interleaved and GPipe have no bar of memory: they hold more micro-batches at a time, by design.
@@ -22,6 +23,7 @@ from benchmarks.pipe.case import Case
 from benchmarks.pipe.record import Record, fastest, ratio
 
 NO_MEMORY_BAR = "memory has no bar for interleaved and gpipe: they hold more micro-batches at a time, by design"
+MEMORY = "memory of the first stage"
 SAME_CUT, BEST_OF_STOCK, BEST_OF_TORCH, PREDICTED = 0.98, 1.04, 1.05, 0.05
 
 
@@ -56,6 +58,7 @@ def bars(case: Case, records: Mapping[str, Record]) -> list[Bar]:
         ("torch at its best", fastest(case, records.values(), "torch"), BEST_OF_TORCH),
         ("two processes", fastest(case, records.values(), "side by side"), case.bar),
     ]
+    found += _balanced(case, records)
     for told, rival, bar in rivals:
         if ours is not None and rival is not None:
             told = f"our best ({ours.contender.name}) to {told} ({rival.contender.name})"
@@ -78,9 +81,19 @@ def _same_cut(case: Case, records: Mapping[str, Record]) -> list[Bar]:
         stock = fastest(case, rivals, "stock")
         is_lean = contender.schedule in ("1f1b", "zb-h1")
         if is_lean and stock is not None and own.first_stage_bytes and stock.first_stage_bytes:
-            told = f"memory of the first stage, {contender.name} to {stock.contender.name}"
+            told = f"{MEMORY}, {contender.name} to {stock.contender.name}"
             found.append(Bar(told, sum(own.first_stage_bytes) / sum(stock.first_stage_bytes), 1.0, is_limit=True))
     return found
+
+
+def _balanced(case: Case, records: Mapping[str, Record]) -> list[Bar]:
+    """How far apart the stages of our best cut are; chunks are left out, for they have a balance of their own."""
+    cut = [record for record in records.values() if record.contender.chunks == 1 and record.stage_s]
+    best = fastest(case, cut, "ours")
+    if case.balance is None or best is None:
+        return []
+    apart = max(best.stage_s) / min(best.stage_s) - 1.0
+    return [Bar(f"stages of {best.contender.name} are apart by", apart, case.balance, is_limit=True)]
 
 
 def _predicted(records: Mapping[str, Record]) -> list[Bar]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.plain_gpt import GPTSizes
+from benchmarks.sizes import GPTSizes, Sizes
 
 Bounds = tuple[int, ...]
 
@@ -15,20 +15,22 @@ class Case:
 
     Args:
         bar: speed that ours must reach, as a part of two one-process runs side by side; None: reported without bars.
+        balance: how much longer than the shortest the longest stage of our best may take, as measured ahead.
     """
 
     name: str
-    sizes: GPTSizes = field(default_factory=GPTSizes)
+    sizes: Sizes = field(default_factory=GPTSizes)
     micro_batch_size: int = 4
     num_micro_batches: int = 8
     num_stages: int = 2
     tensor: int = 1
     bar: float | None = None
+    balance: float | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens of one step."""
-        return self.sizes.seq_length * self.micro_batch_size * self.num_micro_batches
+        return self.sizes.tokens_per_sample * self.micro_batch_size * self.num_micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _plain(contender: Contender, model: Model, seat: Seat) -> Built:
-    chain = Chain(model.specs)
+    chain = model.whole()
     model.finish(chain)
     optimizer = make_optimizer(chain)
 
@@ -137,8 +137,7 @@ def _ours(contender: Contender, model: Model, seat: Seat) -> Built:
         options["chunks"] = pipeline["chunks"] = contender.chunks
     if contender.partition == "profile":
         options["profile_batch"] = model.batches(seat.case, 0)[0]
-    module = tds.PipelineModule(model.specs, **options)
-    return _engine(module, tds.initialize, pipeline, model, seat)
+    return _engine(model.staged(options), tds.initialize, pipeline, model, seat)
 
 
 def _layout(contender: Contender, model: Model, seat: Seat) -> dict[str, Any]:

@@ -13,7 +13,14 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from benchmarks.pipe.case import Bounds
 
-WEIGHT_OF_A_LAYER = {"Block": 1.0, "TransformerLayerPipe": 1.0, "Attention": 0.5, "Mlp": 0.5}
+WEIGHT_OF_A_LAYER = {
+    "Block": 1.0,
+    "TransformerLayerPipe": 1.0,
+    "EncoderLayerPipe": 1.0,
+    "DecoderLayerPipe": 1.0,
+    "Attention": 0.5,
+    "Mlp": 0.5,
+}
 
 
 def all_cuts(num_layers: int, num_pieces: int) -> list[Bounds]:
@@ -48,14 +55,17 @@ def predicted_s(
     With more pieces than stages they lie in a ring, or in a V (stage 0 has the first and the last).
     """
     pieces = [sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds)]
-    stages = [0.0] * num_stages
-    for index, piece in enumerate(pieces):
-        place = index % num_stages
-        is_way_back = is_v and index >= num_stages
-        stages[num_stages - 1 - place if is_way_back else place] += piece
+    stages = _stages_of(pieces, num_stages, is_v=is_v)
     slowest = max(stages)
     chunks = len(pieces) / num_stages
     return num_micro_batches * slowest + (sum(stages) - slowest) / chunks + 1e-3 * max(pieces)
+
+
+def stage_seconds(bounds: Bounds, costs: Sequence[float], num_stages: int) -> list[float]:
+    """Return the seconds of each stage, its pieces in a ring; none if ``costs`` are not those of the layers cut."""
+    if not bounds or bounds[-1] != len(costs):
+        return []
+    return _stages_of([sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds)], num_stages)
 
 
 def best_cuts(
@@ -75,6 +85,23 @@ def told(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
     """Return the cut in transformer layers, such as "5.5+2.5"; embedding and head count for nothing."""
     counts = [WEIGHT_OF_A_LAYER.get(spec.typename.__name__, 0.0) for spec in specs]
     return "+".join(f"{sum(counts[start:stop]):g}" for start, stop in itertools.pairwise(bounds))
+
+
+def distinct(cuts: Iterable[Bounds], specs: Sequence[LayerSpec]) -> list[Bounds]:
+    """Return the cuts whose names differ, of those alike the first: a norm to the left or right changes little."""
+    found: dict[str, Bounds] = {}
+    for bounds in cuts:
+        found.setdefault(told(bounds, specs), bounds)
+    return list(found.values())
+
+
+def _stages_of(pieces: Sequence[float], num_stages: int, *, is_v: bool = False) -> list[float]:
+    stages = [0.0] * num_stages
+    for index, piece in enumerate(pieces):
+        place = index % num_stages
+        is_way_back = is_v and index >= num_stages
+        stages[num_stages - 1 - place if is_way_back else place] += piece
+    return stages
 
 
 def _bounds(found: Sequence[int]) -> Bounds:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from deepspeed.pipe import LayerSpec
 
 from benchmarks.pipe.case import Bounds, Case, Contender
-from benchmarks.pipe.cuts import all_cuts, best_cuts, cuts_of_deepspeed, told
+from benchmarks.pipe.cuts import all_cuts, best_cuts, cuts_of_deepspeed, distinct, told
 from benchmarks.pipe.model import make_model
 
 ALONE = Contender(name="one process", kind="alone")
@@ -21,6 +24,9 @@ def line_up(case: Case, costs: Sequence[float], num_cuts: int) -> list[Contender
         costs: seconds of each layer of the finest cut, forward and backward.
         num_cuts: how many of its best-looking cuts each engine runs; DeepSpeed's those that it can make.
     """
+    if case.sizes.family == "t5":
+        one, two = (replace(each, layers="t5") for each in (ALONE, SIDE_BY_SIDE))
+        return [one, two, *_t5_pipelines(case, costs, num_cuts)]
     if case.tensor > 1:
         alone = Contender(name=ALONE.name, kind=ALONE.kind, layers="tensor")
         return [alone, *_pipelines(case, "tensor", costs, num_cuts)]
@@ -35,9 +41,7 @@ def _named_methods(case: Case) -> Iterator[Contender]:
 
 def _pipelines(case: Case, layers: str, costs: Sequence[float], num_cuts: int) -> Iterator[Contender]:
     p, m = case.num_stages, case.num_micro_batches
-    specs = make_model(case, layers).specs
-    if len(specs) != len(costs):
-        raise ValueError(f"costs must be one for each of the {len(specs)} layers, got {len(costs)}")
+    specs = _specs(case, layers, costs)
     cuts = all_cuts(len(specs), p)
     best = best_cuts(cuts, costs, p, m, num_cuts)
     methods = cuts_of_deepspeed(specs, p)
@@ -52,15 +56,42 @@ def _pipelines(case: Case, layers: str, costs: Sequence[float], num_cuts: int) -
             yield Contender(name=name, kind="dualpipev", layers=layers, partition=folded[bounds])
     for bounds in shared:
         yield Contender(name=f"torch {told(bounds, specs)}", kind="torch", layers=layers, partition=bounds)
-    for schedule in SCHEDULES:
-        for bounds in shared if schedule == "1f1b" else best:
-            yield _ours(layers, bounds, told(bounds, specs), schedule)
-    yield _ours(layers, best[0], told(best[0], specs), "gpipe")
-    ring = best_cuts(all_cuts(len(specs), p * CHUNKS), costs, p, m, 1)[0]
-    yield _ours(layers, ring, told(ring, specs), "interleaved", CHUNKS)
-    yield _ours(layers, best[0], told(best[0], specs), "auto")
+    ring = best_cuts(all_cuts(len(specs), p * CHUNKS), costs, p, m, 1)
+    yield from _all_of_ours(layers, specs, {"1f1b": shared, "zb-h1": best, "interleaved": ring}, best[0])
     if case.tensor == 1:
         yield _ours(layers, "profile", "profile", "auto")
+
+
+def _t5_pipelines(case: Case, costs: Sequence[float], num_cuts: int) -> Iterator[Contender]:
+    """Yield our schedules alone, for no other engine trains an encoder-decoder; at the default cut, too."""
+    from benchmarks.pipe.t5_model import cut_by_cost
+
+    p, m = case.num_stages, case.num_micro_batches
+    specs = _specs(case, "t5", costs)
+    cuts = all_cuts(len(specs), p)
+    best = distinct(best_cuts(cuts, costs, p, m, len(cuts)), specs)[:num_cuts]
+    shared = distinct([*best, cut_by_cost(case)], specs)
+    ring = best_cuts(all_cuts(len(specs), p * CHUNKS), costs, p, m, 1)
+    rings = distinct([*ring, cut_by_cost(case, CHUNKS)], specs)
+    yield from _all_of_ours("t5", specs, {"1f1b": shared, "zb-h1": shared, "interleaved": rings}, best[0])
+    yield _ours("t5", "profile", "profile", "auto")
+
+
+def _specs(case: Case, layers: str, costs: Sequence[float]) -> list[LayerSpec]:
+    specs = make_model(case, layers).specs
+    if len(specs) != len(costs):
+        raise ValueError(f"costs must be one for each of the {len(specs)} layers, got {len(costs)}")
+    return specs
+
+
+def _all_of_ours(
+    layers: str, specs: Sequence[LayerSpec], cuts: Mapping[str, Sequence[Bounds]], best: Bounds
+) -> Iterator[Contender]:
+    """Yield each of our schedules at its ``cuts``, by name; those that have none there at the ``best``."""
+    for schedule in (*SCHEDULES, "gpipe", "interleaved", "auto"):
+        for bounds in cuts.get(schedule, [best]):
+            chunks = CHUNKS if schedule == "interleaved" else 1
+            yield _ours(layers, bounds, told(bounds, specs), schedule, chunks)
 
 
 def _ours(layers: str, partition: Bounds | str, cut: str, schedule: str, chunks: int = 1) -> Contender:

@@ -5,6 +5,7 @@
 | whole | embedding, ``num_layers`` blocks, norm, head | no |
 | half | the same with each block as two layers, attention and feed-forward | no |
 | tensor | embedding, ``num_layers`` layers of ``megatron.model``, norm, head | yes |
+| t5 | the units of ``megatron.pipe.T5ModelPipe``: a model of its own, in ``t5_model.py`` | no |
 
 The first two are plain ``torch.nn`` on [b, s, h] and compute the same function from the same weights: each layer fills
 its own by its place in the list of halves. The head is not tied.
@@ -129,16 +130,29 @@ class Model:
     finish: Callable[[nn.Module], None]
     inputs_of: Callable[[torch.Tensor], Any]
 
+    def whole(self) -> nn.Module:
+        """Return the module that one process trains."""
+        return Chain(self.specs)
+
+    def staged(self, options: dict[str, Any]) -> Any:
+        """Return the module that our engine trains; ``options`` are those of a ``tds.PipelineModule``."""
+        import tds
+
+        return tds.PipelineModule(self.specs, **options)
+
     def batches(self, case: Case, step: int) -> list[Batch]:
         """Return the micro-batches of a step: random tokens, the same for every contender."""
-        generator = torch.Generator().manual_seed(step)
-        shape = (case.num_micro_batches, case.micro_batch_size, case.sizes.seq_length + 1)
-        text = torch.randint(0, case.sizes.vocab_size, shape, generator=generator)
-        return [(self.inputs_of(each[:, :-1].contiguous()), each[:, 1:].contiguous()) for each in text]
+        text = case.sizes.batch(case.num_micro_batches * case.micro_batch_size, step)["text"]
+        parts = text.split(case.micro_batch_size)
+        return [(self.inputs_of(each[:, :-1].contiguous()), each[:, 1:].contiguous()) for each in parts]
 
 
 def make_model(case: Case, layers: str, tensor_group: Any = None) -> Model:
-    """Return the model of ``case`` as ``layers`` ("whole", "half" or "tensor") cut it."""
+    """Return the model of ``case`` as ``layers`` ("whole", "half", "tensor" or "t5") cut it."""
+    if layers == "t5":
+        from benchmarks.pipe.t5_model import make_t5_model
+
+        return make_t5_model(case)
     if layers == "tensor":
         from benchmarks.pipe.tensor_model import make_tensor_model
 

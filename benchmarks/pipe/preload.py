@@ -4,5 +4,6 @@ import torch.distributed.pipelining  # noqa: F401
 
 import benchmarks.pipe.contenders  # noqa: F401
 import benchmarks.pipe.memory  # noqa: F401
+import benchmarks.pipe.t5_model  # noqa: F401
 import benchmarks.pipe.tensor_model  # noqa: F401
 import tds  # noqa: F401

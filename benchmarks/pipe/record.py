@@ -26,6 +26,7 @@ class Record:
         cpu_s: processor time of each turn, a step, over all ranks.
         losses: of each step from the first.
         cut: transformer layers of each piece.
+        stage_s: seconds of the layers of each stage for one micro-batch, as measured ahead; of ours.
         first_stage_bytes: tensors on stage 0 before a step, and the most that the step adds.
         measured_to_simulated: for each recorded step of ours.
     """
@@ -35,6 +36,7 @@ class Record:
     seconds: list[list[float]] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    stage_s: list[float] = field(default_factory=list)
     first_stage_bytes: tuple[int, int] | None = None
     measured_to_simulated: list[float] = field(default_factory=list)
 

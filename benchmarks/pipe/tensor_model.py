@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.pipe.case import Case
 from benchmarks.pipe.model import SEED, STD, Model
-from megatron.model.init import initialize
+from megatron.model.init import gpt2_rule, initialize
 from megatron.model.sizes import Place, Sizes
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE
@@ -39,7 +39,7 @@ def make_tensor_model(case: Case, group: Any) -> Model:
         return each.mean()
 
     def finish(module: nn.Module) -> None:
-        initialize(module.named_parameters(), seed=SEED, std=STD, num_layers=sizes.num_layers)
+        initialize(module.named_parameters(), seed=SEED, rule=gpt2_rule(STD, sizes.num_layers))
 
     def inputs_of(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return tokens, torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()

@@ -115,8 +115,10 @@ class Worker:
 
     def layers(self, order: Order) -> list[float]:
         """Return seconds of each layer, forward and backward, for one micro-batch; the loss counts to the last."""
-        from benchmarks.pipe.probe import seconds_of_layers
+        from benchmarks.pipe.probe import seconds_by_profile, seconds_of_layers
 
+        if self.contender.partition == "profile":
+            return seconds_by_profile(self.built.part)
         return seconds_of_layers(self.built.part, self.built.model, self.built.model.batches(self.case, 0)[0])
 
     def profile(self, order: Order) -> str:

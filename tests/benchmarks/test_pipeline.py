@@ -28,6 +28,24 @@ def test_a_few_contenders_from_options_to_files(tmp_path) -> None:
     assert (tmp_path / "table.txt").read_text().count("ours 1f1b") >= 2 and (tmp_path / "speed.png").exists()
 
 
+def test_a_t5_from_options_to_files(tmp_path) -> None:
+    result = run(tmp_path, "--model", "t5", "--micro-batches", "8", "--cuts", "1", "--only", "side", "1f1b", "zb-h1")
+    case = result["cases"]["t5 m=8"]
+    rows = {each["contender"]: each for each in case["rows"]}
+    assert {name.split()[1] for name in rows if name.startswith("ours")} == {"1f1b", "zb-h1"}
+    for name, each in rows.items():
+        assert each["cut"] in name, "a contender has not the cut that its name says"
+        assert each["losses"] == pytest.approx(rows["side by side"]["losses"], abs=1e-5)
+    told = " ".join(bar["told"] for bar in case["bars"])
+    assert "two processes" in told and "apart by" in told and "simulate" in told and "memory" not in told
+
+
+def test_cases_of_the_other_model_are_refused(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--model", "t5", "--cases", "deep")
+    assert "must be of main" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_contender_of_every_case_trains_the_same(tmp_path) -> None:
@@ -36,4 +54,14 @@ def test_every_contender_of_every_case_trains_the_same(tmp_path) -> None:
     kinds = {each["contender"].split()[0] for each in result["cases"]["m=4"]["rows"]}
     assert kinds == {"one", "side", "stock", "dualpipev", "torch", "ours"}
     schedules = {each["contender"].split()[1] for each in result["cases"]["m=4"]["rows"] if "ours" in each["contender"]}
+    assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "auto"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_schedule_trains_the_same_t5(tmp_path) -> None:
+    result = run(tmp_path, "--model", "t5", "--micro-batches", "4", "--cuts", "2")
+    rows = result["cases"]["t5 m=4"]["rows"]
+    assert {each["contender"].split()[0] for each in rows} == {"one", "side", "ours"}
+    schedules = {each["contender"].split()[1] for each in rows if "ours" in each["contender"]}
     assert schedules == {"1f1b", "gpipe", "zb-h1", "interleaved", "auto"}

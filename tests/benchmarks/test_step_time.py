@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks import step_time, turns
-from benchmarks.contenders import CONTENDERS
-from benchmarks.plain_gpt import GPTSizes
-from benchmarks.turns import PRODUCT, PRODUCTS_PER_TURN, Record, Work, text_of_step
+from benchmarks import contenders, step_time, t5_contenders, turns
+from benchmarks.sizes import GPTSizes, Sizes, T5Sizes
+from benchmarks.turns import PRODUCT, PRODUCTS_PER_TURN, Record, Work
 from tests.harness import run_ranks
 
 SIZES = GPTSizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
+T5_SIZES = T5Sizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=256, enc_seq_length=16)
 WORK = Work(sizes=SIZES, batch_size=2, steps=2, kind="cpu", dtype="fp32", threads=1)
 
 
-def losses(rank: int, steps: int) -> dict[str, list[float]]:
-    """Train each contender on the same few batches."""
+def losses(rank: int, sizes: Sizes, steps: int) -> dict[str, list[float]]:
+    """Train each contender on the same batch, over and over."""
+    builders = {"gpt2": contenders, "t5": t5_contenders}[sizes.family].CONTENDERS
     found = {}
-    for name, build in CONTENDERS.items():
-        step = build(SIZES, WORK.batch_size, WORK.kind, WORK.dtype)
-        found[name] = [float(step(text_of_step(WORK, 0))) for _ in range(steps)]
+    for name, build in builders.items():
+        step = build(sizes, WORK.batch_size, WORK.kind, WORK.dtype)
+        found[name] = [float(step(sizes.batch(WORK.batch_size, 0))) for _ in range(steps)]
     return found
 
 
-def test_all_contenders_have_the_same_losses_from_the_same_weights() -> None:
-    found = run_ranks(1, losses, 6, init=False)[0]
-    assert set(found) == set(step_time.NAMES)
-    expected = found["plain"]
+@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES], ids=lambda sizes: sizes.family)
+def test_all_contenders_have_the_same_losses_from_the_same_weights(sizes: Sizes) -> None:
+    found = run_ranks(1, losses, sizes, 6, init=False)[0]
+    assert set(found) == set(step_time.NAMES[sizes.family])
+    expected = found["hf"]
     assert expected[-1] < expected[0] - 1e-3  # the weights have moved, clipped and decayed, in all of them
     for name, own in found.items():
         assert own == pytest.approx(expected, abs=2e-6), name
@@ -50,13 +54,38 @@ def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
     assert "ours" in step_time.table(result)
 
 
-def test_contenders_take_turns_in_processes_of_their_own(tmp_path, monkeypatch) -> None:
+def test_flops_of_t5_are_those_of_the_note() -> None:
+    """Products of both sides, whole attention matrices, the head on the targets; norms are left out."""
+    h, f, s_e, s_d = 32, 128, 16, T5_SIZES.target_length
+    encoder = s_e * (8 * h * h + 4 * h * f) + 4 * s_e * s_e * h
+    decoder = s_d * (8 * h * h + 4 * h * f) + 4 * s_d * s_d * h + 4 * (s_d + s_e) * h * h + 4 * s_d * s_e * h
+    expected = 3 * (2 * encoder + 2 * decoder + 2 * s_d * h * 256)
+    work = replace(WORK, sizes=T5_SIZES)
+    records = {
+        "ours": Record(turns_s=[1.0], cpu_s=[1.0], losses=[1.0]),
+        PRODUCT: Record(turns_s=[1.0]),
+    }
+    result = step_time.summarize(records, work)
+    assert result["flops_per_step"] == pytest.approx(WORK.batch_size * expected, rel=0.02)
+    assert result["contenders"]["ours"]["tokens_per_s"] == pytest.approx(2 * 2 * (s_e + s_d))
+
+
+def test_unequal_first_losses_end_a_run() -> None:
+    step_time.check_first_losses({"ours": 1.0, "hf": 1.00001}, 1e-4)
+    for other in (1.001, float("nan")):
+        with pytest.raises(RuntimeError, match="same thing"):
+            step_time.check_first_losses({"ours": 1.0, "hf": other}, 1e-4)
+
+
+@pytest.mark.parametrize("model, names", [("gpt2", ["plain"]), ("t5", ["hf", "hf-eager"])])
+def test_contenders_take_turns_in_processes_of_their_own(tmp_path, monkeypatch, model: str, names: list[str]) -> None:
     monkeypatch.setattr(turns, "PRODUCT_SIDE", 64)
-    tiny = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 32 --seq-length 8"
-    short = (
-        f"--batch-size 1 --rounds 2 --steps 1 --threads 1 --device cpu --contenders plain --json {tmp_path}/out.json"
-    )
-    result = step_time.main([*tiny.split(), *short.split()], start_method="fork")
+    lengths = {"gpt2": "--seq-length 8", "t5": "--enc-seq-length 16"}[model]
+    tiny = f"--model {model} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 {lengths}"
+    short = "--batch-size 1 --rounds 2 --steps 1 --threads 1 --device cpu"
+    place = f"--contenders {' '.join(names)} --json {tmp_path}/out.json"
+    result = step_time.main(f"{tiny} {short} {place}".split(), start_method="fork")
     assert (tmp_path / "out.json").exists()
-    assert len(result["contenders"]["plain"]["losses"]) == 3
-    assert result["contenders"]["plain"]["mfu"] > 0.0
+    for name in names:
+        row = result["contenders"][name]
+        assert len(row["losses"]) == 3 and row["mfu"] > 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.pipe.bars import bars
@@ -52,6 +54,16 @@ def test_bars_are_met_or_not_by_the_right_pairs() -> None:
     memory, simulated = got[1.0, True], got[0.05, True]
     assert memory.ratio == pytest.approx(1.01) and not memory.is_met and str(memory).startswith("NOT MET")
     assert simulated.ratio == pytest.approx(0.04) and simulated.is_met
+
+
+def test_the_balance_is_that_of_our_best_cut_in_one_piece_a_stage() -> None:
+    chunks = record("ours interleaved", "ours", [1.0, 2.0, 1.0], stage_s=[1.0, 3.0])
+    chunks.contender = replace(chunks.contender, chunks=2)
+    found = records() | {chunks.contender.name: chunks}
+    found["ours zb-h1 5+3"].stage_s, found["ours 1f1b 5+3"].stage_s = [2.0, 2.05], [1.0, 2.0]
+    assert not any("apart" in bar.told for bar in bars(CASE, found))
+    (balance,) = (bar for bar in bars(replace(CASE, balance=0.03), found) if "apart" in bar.told)
+    assert "zb-h1" in balance.told and balance.ratio == pytest.approx(0.025) and balance.is_met
 
 
 def test_unequal_losses_end_a_run() -> None:

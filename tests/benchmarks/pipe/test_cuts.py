@@ -8,10 +8,11 @@ import re
 from deepspeed.runtime.utils import partition_balanced
 
 from benchmarks.pipe.case import Case
-from benchmarks.pipe.cuts import all_cuts, best_cuts, cuts_of_deepspeed, predicted_s, told
+from benchmarks.pipe.cuts import all_cuts, best_cuts, cuts_of_deepspeed, predicted_s, stage_seconds, told
 from benchmarks.pipe.line_up import line_up
 from benchmarks.pipe.model import plain_specs
-from benchmarks.plain_gpt import GPTSizes
+from benchmarks.pipe.t5_model import cut_by_cost
+from benchmarks.sizes import GPTSizes, T5Sizes
 
 SIZES = GPTSizes(num_layers=8, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
 CASE = Case(name="toy", sizes=SIZES, bar=0.9)
@@ -49,6 +50,29 @@ def test_pieces_lie_in_a_ring_or_in_a_v() -> None:
     ring, folded = predicted_s(bounds, costs, 2, 100), predicted_s(bounds, costs, 2, 100, is_v=True)
     assert round(ring) == 600 + 2  # 1 + 3 against 2 + 4
     assert round(folded) in (502, 503)  # 1 + 4 against 2 + 3
+
+
+def test_seconds_of_a_stage_are_those_of_its_pieces() -> None:
+    assert stage_seconds((0, 1, 2, 3, 4), [1.0, 2.0, 3.0, 4.0], 2) == [4.0, 6.0]
+    assert stage_seconds((0, 1, 3), [1.0, 2.0, 3.0, 4.0], 2) == [], "these are costs of other layers"
+    assert stage_seconds((), [1.0], 2) == []
+
+
+def test_a_t5_runs_each_schedule_at_the_default_cut_too() -> None:
+    sizes = T5Sizes(num_layers=3, hidden_size=32, num_attention_heads=2, vocab_size=256, enc_seq_length=16)
+    case = Case(name="t5", sizes=sizes)
+    by_cost = cut_by_cost(case)
+    costs = [1.0] * by_cost[-1]
+    costs[-1] = 30.0  # one that the default cannot know
+    contenders = line_up(case, costs, 1)
+    assert {c.kind for c in contenders} == {"alone", "side by side", "ours"} and {c.layers for c in contenders} == {
+        "t5"
+    }
+    for schedule in ("1f1b", "zb-h1"):
+        cuts = [c.partition for c in contenders if c.schedule == schedule and c.kind == "ours"]
+        assert by_cost in cuts and len(cuts) == 2
+    assert {c.schedule for c in contenders if c.kind == "ours"} == {"1f1b", "zb-h1", "gpipe", "interleaved", "auto"}
+    assert len({c.name for c in contenders}) == len(contenders)
 
 
 def test_one_f_one_b_of_all_engines_runs_at_the_same_cuts() -> None:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.pipe.case import Case, Contender
 from benchmarks.pipe.teams import Team, assembled
 from benchmarks.pipe.worker import Order
-from benchmarks.plain_gpt import GPTSizes
+from benchmarks.sizes import GPTSizes
 
 SIZES = GPTSizes(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
 CASE = Case(name="toy", sizes=SIZES, micro_batch_size=1, num_micro_batches=4)

@@ -1,0 +1,83 @@
+"""The model of ``pipeline.py --model t5``: ``megatron``'s own T5, whole in one process or cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.flags import config_of
+from benchmarks.pipe.case import Bounds, Case
+from benchmarks.pipe.model import SEED, Batch, Model
+from benchmarks.sizes import START_ID
+from megatron import cost
+from megatron.checkpoint.naming import named_parameters
+from megatron.model.init import initialize, t5_rule
+from megatron.model.sizes import Place, T5Sizes, t5_sizes_from
+from megatron.model.t5 import T5Model, t5_loss
+from megatron.mpu.topology import Topology
+from megatron.pipe.t5 import T5ModelPipe, layer_specs
+
+
+@dataclass(frozen=True)
+class T5Stages(Model):
+    """The T5 of a case; its units are those that ``megatron.cost`` counts.
+
+    Args:
+        lengths: (micro-batch size, encoder length, decoder length).
+        num_stages: of the case.
+    """
+
+    sizes: T5Sizes
+    lengths: tuple[int, int, int]
+    num_stages: int
+
+    def whole(self) -> nn.Module:
+        return T5Model(self.sizes, Place())
+
+    def staged(self, options: dict[str, Any]) -> Any:
+        partition = options["partition_method"]
+        return T5ModelPipe(
+            self.sizes,
+            Place(),
+            Topology(tensor=1, pipe=self.num_stages, data=1),
+            partition=partition,
+            chunks=options.get("chunks", 1),
+            has_segments=False,
+            probe=self.lengths if partition == "profile" else None,
+        )
+
+    def batches(self, case: Case, step: int) -> list[Batch]:
+        """Return the micro-batches of a step: random inputs and targets, the same for every contender."""
+        fields = case.sizes.batch(case.num_micro_batches * case.micro_batch_size, step)
+        parts = [fields[name].split(case.micro_batch_size) for name in ("inputs", "targets")]
+        found = []
+        for inputs, targets in zip(*parts, strict=True):
+            starts = torch.full_like(targets[:, :1], START_ID)
+            shifted = torch.cat([starts, targets[:, :-1]], dim=1)
+            found.append(((inputs, shifted), (targets, torch.ones(targets.shape))))
+        return found
+
+
+def make_t5_model(case: Case) -> Model:
+    """Return the model of ``case``, with the initial weights of a run of its sizes."""
+    config = config_of(case.sizes)
+    sizes, place = t5_sizes_from(config.model, config.t5), Place()
+
+    def loss_fn(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        total, count = t5_loss(logits, labels[0], labels[1], sizes, place)
+        return total / count
+
+    def finish(module: nn.Module) -> None:
+        initialize(named_parameters(module), seed=SEED, rule=t5_rule(sizes, config.model.init_method_std))
+
+    lengths = (case.micro_batch_size, config.t5.enc_seq_length, config.t5.dec_seq_length)
+    specs = layer_specs(sizes, place)
+    return T5Stages(specs, loss_fn, finish, lambda tokens: tokens, sizes, lengths, case.num_stages)
+
+
+def cut_by_cost(case: Case, num_chunks: int = 1) -> Bounds:
+    """Return the bounds that a run of these sizes gets by default."""
+    return tuple(cost.of(config_of(case.sizes)).stage_bounds(case.num_stages, num_chunks))

@@ -1,0 +1,92 @@
+"""The sizes that all contenders of a benchmark share, for each family of models, and the random batches they train on.
+
+Names are as in the flags: each field is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from megatron import spans
+
+START_ID = 0
+"""What the decoder of a T5 begins with; for Hugging Face the id of padding, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTSizes:
+    """A GPT-2; the feed-forward layer is 4 times as wide as the model."""
+
+    family: ClassVar[str] = "gpt2"
+    num_layers: int = 8
+    hidden_size: int = 512
+    num_attention_heads: int = 8
+    vocab_size: int = 16384
+    seq_length: int = 512
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.seq_length
+
+    @property
+    def told(self) -> str:
+        return f"{self.num_layers} layers, vocabulary {self.vocab_size}"
+
+    def batch(self, batch_size: int, step: int) -> dict[str, torch.Tensor]:
+        """Return the ``text`` [b, s+1] of a step, the same for every contender."""
+        return {"text": _random(self.vocab_size, (batch_size, self.seq_length + 1), _generator(step))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Sizes:
+    """A T5 with as many layers on each side; the default is Hugging Face's "t5-small".
+
+    Args:
+        dec_seq_length: 0 for the targets that inputs of ``enc_seq_length`` leave: 512 have 114.
+    """
+
+    family: ClassVar[str] = "t5"
+    num_layers: int = 6
+    hidden_size: int = 512
+    num_attention_heads: int = 8
+    vocab_size: int = 32128
+    enc_seq_length: int = 512
+    dec_seq_length: int = 0
+
+    @property
+    def target_length(self) -> int:
+        kinds = spans.parse_denoisers("R", noise_density=0.15, mean_span_length=3.0)
+        return self.dec_seq_length or spans.longest_target(spans.raw_length(self.enc_seq_length, kinds), kinds)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.enc_seq_length + self.target_length
+
+    @property
+    def told(self) -> str:
+        return (
+            f"{self.num_layers}+{self.num_layers} layers, {self.enc_seq_length}+{self.target_length} tokens, "
+            f"vocabulary {self.vocab_size}"
+        )
+
+    def batch(self, batch_size: int, step: int) -> dict[str, torch.Tensor]:
+        """Return ``inputs`` [b, s_e] and ``targets`` [b, s_d] of a step with their segments: one document each."""
+        generator, fields = _generator(step), {}
+        for name, side, length in (("inputs", "enc", self.enc_seq_length), ("targets", "dec", self.target_length)):
+            fields[name] = _random(self.vocab_size, (batch_size, length), generator)
+            fields[f"{side}_segments"] = torch.zeros(batch_size, length, dtype=torch.int32)
+        return fields
+
+
+Sizes = GPTSizes | T5Sizes
+
+
+def _generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step)
+
+
+def _random(vocab_size: int, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, vocab_size, shape, generator=generator)
