@@ -53,15 +53,15 @@ TENSOR = (
     Mutant(
         "queries, keys and values of all heads lie together, so that a cut mixes them",
         "megatron/model/attention.py",
-        ".view(s, b, self.num_heads, 3, self.head_size)",
-        ".view(s, b, 3, self.num_heads, self.head_size).transpose(2, 3)",
+        ".view(s, b, self.num_heads, parts, self.head_size)",
+        ".view(s, b, parts, self.num_heads, self.head_size).transpose(2, 3)",
         ("tests/model/test_gpt2.py::test_tensor_ranks_together_equal_one_process[plain-2]",),
     ),
     Mutant(
         "each tensor rank starts from numbers of its own",
         "megatron/model/init.py",
-        "        block = _block(name, seed, first, last - first, shard.global_shape[1:]) * std\n",
-        "        block = _block(name, seed + shard.start, first, last - first, shard.global_shape[1:]) * std\n",
+        "        block = _block(name, seed, first, last - first, shard.global_shape[1:]) * scale\n",
+        "        block = _block(name, seed + shard.start, first, last - first, shard.global_shape[1:]) * scale\n",
         ("tests/model/test_init.py::test_a_model_starts_from_the_same_values_on_any_number_of_tensor_ranks",),
     ),
 )
