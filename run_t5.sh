@@ -21,7 +21,7 @@ DEC_SEQLEN=${DEC_SEQLEN:-}                        # the exact target length; lon
 BATCHSIZE=${BATCHSIZE:-}                          # 16; samples of a micro-batch
 GAS=${GAS:-}                                      # 4; micro-batches of a step; with it the samples of a step are
                                                   #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
-TRAIN_ITERS=${TRAIN_ITERS:-}                      # 150; steps
+TRAIN_ITERS=${TRAIN_ITERS:-}                      # 100; steps
 
 DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx
 TOKENIZER=${TOKENIZER:-}                          # the sample data's; tokenizer file
@@ -31,7 +31,7 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/t5-<time>; run folder
 # ----------------------------------------------------------------------------------------------------------------------
 own=(--enc-seq-length ENC_SEQLEN --dec-seq-length DEC_SEQLEN --seq-length SEQLEN)  # the last, of GPT-2, is refused
 recipe="--num-layers 2 --hidden-size 128 --num-attention-heads 4 --enc-seq-length 128 --batch-size 16 --gas 4
-  --train-iters 150 --attention-dropout 0 --hidden-dropout 0
+  --train-iters 100 --attention-dropout 0 --hidden-dropout 0
   --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05
   --log-interval 10 --eval-interval 50 --eval-iters 2"
 # shellcheck source=tools/run.sh

@@ -5,15 +5,18 @@
         --num-layers 6 --hidden-size 96 --num-attention-heads 6 --steps 10 --fp32
 
     python tools/check_layout.py --pipe-parallel-size 2 --pipeline-chunks 2 --gas 8
+    python tools/check_layout.py --model t5 --pipe-parallel-size 3 --enc-layers 2 --dec-layers 4 --pipeline-split-rank 1
 
-All flags of pretrain_gpt2.py that shape the model, the batch and the optimizer work. Tokens are random unless
---data-path and --tokenizer-path are given. Dropout is off: its masks differ between tensor slices by design.
+All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py, that shape the model, the batch and the optimizer
+work. Tokens are random unless --data-path and --tokenizer-path are given. Dropout is off: its masks differ between
+tensor slices by design.
 Ends with code 0 if everything lies within its bound, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import pickle
 import subprocess
@@ -26,12 +29,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-DEFAULTS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --batch-size 2 --gas 2 --lr 1e-3 "
-    "--hidden-bias --init-method-std 0.05"
-).split()
+SIZES = "--hidden-size 64 --num-attention-heads 4 --batch-size 2 --gas 2 --lr 1e-3 "
+DEFAULTS = {
+    "gpt2": SIZES + "--num-layers 4 --seq-length 32 --hidden-bias --init-method-std 0.05",
+    "t5": SIZES + "--num-layers 2 --enc-seq-length 32",
+}
+"""What holds where the user gives nothing else."""
 FORCED = "--attention-dropout 0 --hidden-dropout 0 --device cpu".split()
-PIPELINE = ("--pipeline-schedule", "--pipeline-chunks", "--num-layers-per-virtual-pipeline-stage")
+PIPELINE = (
+    "--pipeline-schedule",
+    "--pipeline-chunks",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--pipeline-split-rank",
+)
 """Flags that the one process cannot take."""
 VOCAB_SIZE = 1009
 BOUNDS = {  # (first loss, all losses, first gradient norm, gradients)
@@ -58,15 +68,17 @@ def main() -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"
     own, flags = own_parser().parse_known_args()
     layout = Layout(own.model_parallel_size, max(own.pipe_parallel_size, 1), own.data_parallel_size)
-    flags = [*DEFAULTS, *flags, f"--{own.dtype}", *FORCED]
+    os.environ["MEGATRON_DEFAULTS"] = f"{DEFAULTS[own.model]} {os.environ.get('MEGATRON_DEFAULTS', '')}"
+    flags = [*flags, f"--{own.dtype}", *FORCED]
     pipeline = [word for name in PIPELINE if (value := getattr(own, name)) is not None for word in (name, value)]
-    check_flags([*flags, *pipeline], layout)
+    check_flags([*flags, *pipeline], layout, own.model)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as folder:
         print(f"one process, {own.steps} steps in {own.dtype} ...", flush=True)
-        one = run(Path(folder) / "one", Layout(1, 1, 1), flags, own.steps, replicas=layout.data)
+        job = (own.model, own.steps)
+        one = run(Path(folder) / "one", Layout(1, 1, 1), flags, *job, replicas=layout.data)
         sizes = f"tensor {layout.tensor} x pipe {layout.pipe} x data {layout.data}"
         print(f"{layout.world_size} processes: {' '.join([sizes, *pipeline])} ...", flush=True)
-        many = run(Path(folder) / "many", layout, [*flags, *pipeline], own.steps, replicas=1)
+        many = run(Path(folder) / "many", layout, [*flags, *pipeline], *job, replicas=1)
     return report(one[0], many, own.dtype)
 
 
@@ -75,32 +87,44 @@ def own_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--model", choices=tuple(DEFAULTS), default="gpt2", help="which model (default: gpt2)")
     parser.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipe-parallel-size", "--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument(
         "--data-parallel-size", type=int, default=1, help="replicas; the world is the product of all three"
     )
     for flag in PIPELINE:
-        parser.add_argument(flag, dest=flag, help="as for pretrain_gpt2.py")
+        parser.add_argument(flag, dest=flag, help="as in training")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--fp32", dest="dtype", action="store_const", const="fp32", default="fp64")
     return parser
 
 
-def check_flags(flags: list[str], layout: Layout) -> None:
+def check_flags(flags: list[str], layout: Layout, model: str) -> None:
     """End with code 2 and the reasons when the layout cannot be."""
-    from megatron.config import parse
     from megatron.errors import ConfigError
 
     sizes = [f"--model-parallel-size={layout.tensor}", f"--pipe-parallel-size={layout.pipe}"]
     try:
-        parse([*flags, *sizes, "--data-path", "none"], world_size=layout.world_size)
+        parse_as(model, [*flags, *sizes, "--data-path", "none"], layout.world_size)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def run(out: Path, layout: Layout, flags: list[str], steps: int, replicas: int) -> list[Any]:
+def parse_as(model: str, flags: list[str], world_size: int) -> Any:
+    """Return the configuration of the model's own program."""
+    from megatron.config import parse
+
+    return parse(flags, world_size=world_size, family=model, defaults=getattr(program_of(model), "DEFAULTS", None))
+
+
+def program_of(model: str) -> Any:
+    """Return the module ``pretrain_<model>``."""
+    return importlib.import_module(f"pretrain_{model}")
+
+
+def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, replicas: int) -> list[Any]:
     """Train in ``layout`` through the launcher; return each rank's trace.
 
     Args:
@@ -108,8 +132,9 @@ def run(out: Path, layout: Layout, flags: list[str], steps: int, replicas: int) 
     """
     out.mkdir()
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(layout.world_size)]
-    command += ["--preload", "torch,deepspeed,torch._dynamo", __file__, "--worker", str(out), str(steps), str(replicas)]
-    command += [*flags, "--model-parallel-size", str(layout.tensor), "--pipe-parallel-size", str(layout.pipe)]
+    command += ["--preload", "torch,deepspeed,torch._dynamo", __file__]
+    command += ["--worker", str(out), model, str(steps), str(replicas), *flags]
+    command += ["--model-parallel-size", str(layout.tensor), "--pipe-parallel-size", str(layout.pipe)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     env = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, check=False)
@@ -118,24 +143,23 @@ def run(out: Path, layout: Layout, flags: list[str], steps: int, replicas: int) 
     return [pickle.loads((out / f"rank-{rank}").read_bytes()) for rank in range(layout.world_size)]
 
 
-def worker(out: Path, steps: int, replicas: int, flags: list[str]) -> None:
+def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -> None:
     """What each rank does."""
-    import pretrain_gpt2
-    from megatron.config import parse
     from megatron.training import settle, world
     from megatron.training.failure import guard
 
-    config = parse(with_data(flags), world_size=int(os.environ["WORLD_SIZE"]))
+    config = parse_as(model, with_data(flags), int(os.environ["WORLD_SIZE"]))
     settle(config)
-    config = replace(config, batch=replace(config.batch, gas=config.batch.gas * replicas))
+    gas = config.batch.gas * (1 if config.batch.requested_global_batch_size else replicas)
+    config = replace(config, batch=replace(config.batch, gas=gas))
 
     def train() -> None:
         from megatron.training.parity import trace_steps
 
-        here = world.start(config)
-        providers = (pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
-        settings, dataset = with_dataset(config)
-        trace = trace_steps(settings, here, dataset, *providers, steps=steps)
+        here, program = world.start(config), program_of(model)
+        settings, tokenizer, dataset = with_dataset(config, program)
+        providers = (program.model_provider, program.forward_step)
+        trace = trace_steps(settings, here, dataset, *providers, steps=steps, tokenizer=tokenizer)
         (out / f"rank-{here.rank}").write_bytes(pickle.dumps(trace))
         world.stop()
 
@@ -147,28 +171,19 @@ def with_data(flags: list[str]) -> list[str]:
     return flags if "--data-path" in flags else [*flags, "--data-path", "none"]
 
 
-def with_dataset(config: Any) -> tuple[Any, Any]:
-    """Return the configuration with its vocabulary, and the data set: the user's token files or random tokens."""
-    from megatron.data import build_train_valid_test
-    from megatron.training.parity import RandomTokens
+def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
+    """Return the configuration with its vocabulary, the tokenizer, and the user's token files or random tokens."""
+    from megatron.training import arguments
     from megatron.training.plan import with_tokenizer
+    from megatron.training.stand_in import random_data
 
-    length, seed = config.batch.seq_length, config.run.seed
     if config.data.data_path == "none":
-        return config.with_vocab(config.model.vocab_size or VOCAB_SIZE), RandomTokens(
-            config.model.vocab_size or VOCAB_SIZE, length, seed
-        )
+        config = config.with_vocab(config.model.vocab_size or VOCAB_SIZE)
+        return config, None, random_data(config)
     tokenizer, config = with_tokenizer(config)
-    train, _, _ = build_train_valid_test(
-        data_path=config.data.data_path,
-        split=config.data.split,
-        seq_length=length,
-        seed=seed,
-        vocab_size=config.model.vocab_size,
-        needed=(True, False, False),
-        tokenizer_identity=getattr(tokenizer, "identity", None),
-    )
-    return config, train
+    arguments.set_current(config, tokenizer, None)
+    train, _, _ = program.train_valid_test_datasets_provider([1, 0, 0])
+    return config, tokenizer, train
 
 
 def report(one: Any, many: list[Any], dtype: str) -> int:
@@ -197,6 +212,6 @@ def report(one: Any, many: list[Any], dtype: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+        worker(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6:])
     else:
         sys.exit(main())

@@ -21,7 +21,12 @@ from megatron.launch.options import parse as parse_launch
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ROOT / "docs" / "flags.md"
 PAGES = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")} - {FLAGS})
-PAIRS = [("README.md", "docs/zh/README.md"), ("docs/own_model.md", "docs/zh/own_model.md")]
+PAIRS = [
+    ("README.md", "docs/zh/README.md"),
+    ("docs/own_model.md", "docs/zh/own_model.md"),
+    ("docs/t5.md", "docs/zh/t5.md"),
+]
+SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
 
 MADE = ("data/", "runs/", ".venv", "rank-0000", "step-0000")
 MADE_FILES = {
@@ -114,10 +119,12 @@ def test_flags_are_in_the_table_of_flags_or_a_tools_own(page: Path) -> None:
 
 def check_command(words: list[str]) -> None:
     """Fail unless this command line is one that its program takes."""
+    variables = []
     while re.match(r"[A-Za-z_]+=", words[0]):
-        variable = words.pop(0).partition("=")[0]
-        assert f"{variable}=${{{variable}:-" in (ROOT / "run_gpt2.sh").read_text(), f"run_gpt2.sh has no {variable}"
+        variables.append(words.pop(0).partition("=")[0])
     program, script, *flags = words
+    for variable in variables:
+        assert f"{variable}=${{{variable}:-" in (ROOT / script).read_text(), f"{script} has no {variable}"
     if program in ("srun", "torchrun"):
         assert (ROOT / words[-1]).is_file()
     elif script == "-m" and flags[0] == "megatron.launch":
@@ -130,10 +137,13 @@ def check_command(words: list[str]) -> None:
         known, rest = (
             tool.own_parser().parse_known_args(flags) if hasattr(tool, "own_parser") else (tool.parse_args(flags), [])
         )
-        parse(rest, world_size=1)
+        is_t5 = getattr(known, "model", None) == "t5"  # other tools have a --model, too
+        parse(rest, world_size=1, family="t5" if is_t5 else "gpt2")
     else:
         assert (ROOT / script).is_file(), f"{script} is not there"
-        if script in ("run_gpt2.sh", "examples/own_model.py"):
+        if script == "run_t5.sh":
+            parse(flags, world_size=4, family="t5")
+        elif script in ("run_gpt2.sh", "examples/own_model.py"):
             parse(flags, world_size=4)
 
 
@@ -168,15 +178,27 @@ def test_tables_of_the_readme_agree_with_the_code(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", text, flags=re.M)}
     assert codes == {0, 1, *EXIT_CODES.values()}
-    script = (ROOT / "run_gpt2.sh").read_text()
-    variables = set(re.findall(r"^([A-Za-z_]+)=\$\{\1:-", script, flags=re.M))
+    scripts = [(ROOT / name).read_text() for name in SCRIPTS.values()]
+    variables = {name for script in scripts for name in re.findall(r"^([A-Za-z_]+)=\$\{\1:-", script, flags=re.M)}
     rows = re.findall(r"^\| (`[A-Za-z_]+`(?:, `[A-Za-z_]+`)*) \|", text, flags=re.M)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     keys = named - variables
     assert named >= variables
     assert keys <= set(KNOWN), f"neither a variable nor a key of the JSON: {keys - set(KNOWN)}"
-    defaults = dict(re.findall(r"^([A-Z_]+)=\$\{\1:-\} +# (\d+)\b", script, flags=re.M))
-    rows_of_numbers = re.findall(r"^\| (`[A-Z_]+`(?:, `[A-Z_]+`)*) \| ([\d, ]+) \|", text, flags=re.M)
-    assert len(rows_of_numbers) == 4
-    for row, told in rows_of_numbers:
-        assert [defaults[name] for name in re.findall(r"`(\w+)`", row)] == told.split(", ")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/zh/README.md"])
+def test_the_defaults_in_the_readme_are_those_of_each_script(page: str) -> None:
+    """A cell of the column of T5 that is empty says that the default is the other's."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    number = r"^([A-Z_]+)=\$\{\1:-\} +# (\d+)\b(?!\.)"
+    gpt2, t5 = (dict(re.findall(number, (ROOT / name).read_text(), flags=re.M)) for name in SCRIPTS.values())
+    rows = re.findall(r"^\| (`[A-Z_]+`(?:, `[A-Z_]+`)*) \| ([^|]*)\| ([^|]*)\|", text, flags=re.M)
+    told_gpt2, told_t5 = {}, {}
+    for row, first, second in rows:
+        names = re.findall(r"`(\w+)`", row)
+        for told, cell in ((told_gpt2, first), (told_t5, second.strip() or first)):
+            told.update(zip(names, re.split(r"[,;；] *", cell.strip()), strict=False))
+    assert len(gpt2) == len(t5) == 10
+    assert {name: told_gpt2[name] for name in gpt2} == gpt2
+    assert {name: told_t5[name] for name in t5} == t5

@@ -1,4 +1,4 @@
-"""Each variable on top of run_gpt2.sh has an effect, given in the environment or edited in place."""
+"""Each variable on top of run_gpt2.sh and run_t5.sh has an effect, given in the environment or edited in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from tests.launch.jobs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "run_gpt2.sh"
+MODELS = ("gpt2", "t5")
 
 FAKE_PYTHON = """\
 #!/usr/bin/env bash
@@ -30,7 +30,7 @@ case "$*" in
 esac
 """
 
-EFFECTS = {
+COMMON = {
     "GPUS_PER_NODE": ("2", "--nproc-per-node 2"),
     "NNODES": ("2", "--nnodes 2"),
     "NODE_RANK": ("1", "--node-rank 1"),
@@ -41,7 +41,6 @@ EFFECTS = {
     "NLAYERS": ("7", "--num-layers 7"),
     "NHIDDEN": ("96", "--hidden-size 96"),
     "NHEADS": ("3", "--num-attention-heads 3"),
-    "SEQLEN": ("65", "--seq-length 65"),
     "BATCHSIZE": ("5", "--batch-size 5"),
     "GAS": ("9", "--gas 9"),
     "TRAIN_ITERS": ("11", "--train-iters 11"),
@@ -50,6 +49,18 @@ EFFECTS = {
     "config_json": ("my_ds.json", "--deepspeed_config my_ds.json"),
     "CHECKPOINT_PATH": ("out/run 1", "--save out/run 1"),
 }
+EFFECTS = {
+    "gpt2": COMMON | {"SEQLEN": ("65", "--seq-length 65")},
+    "t5": COMMON | {"ENC_SEQLEN": ("65", "--enc-seq-length 65"), "DEC_SEQLEN": ("33", "--dec-seq-length 33")},
+}
+CASES = [(model, name) for model in MODELS for name in EFFECTS[model]]
+OF_BOTH = {name for effects in EFFECTS.values() for name in effects}
+
+every_model = pytest.mark.parametrize("model", MODELS)
+
+
+def script_of(model: str) -> Path:
+    return ROOT / f"run_{model}.sh"
 
 
 @pytest.fixture(scope="module")
@@ -60,42 +71,57 @@ def fake_python(tmp_path_factory):
     return path
 
 
-def run(fake: Path, *flags: str, script: Path = SCRIPT, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in EFFECTS and not name.startswith("SLURM")}
+def run(
+    fake: Path, *flags: str, model: str = "gpt2", script: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in OF_BOTH and not name.startswith("SLURM")}
     return subprocess.run(
-        ["bash", str(script), *flags], env=clean | {"PYTHON": str(fake), "DS_ACCELERATOR": "cpu"} | env,
+        ["bash", str(script or script_of(model)), *flags],
+        env=clean | {"PYTHON": str(fake), "DS_ACCELERATOR": "cpu"} | env,
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
 
 
-def test_the_table_of_this_test_names_every_variable_of_the_script():
-    top = SCRIPT.read_text().split("# ----")[0]
-    assert set(re.findall(r"^(\w+)=\$\{\1:-", top, re.M)) == set(EFFECTS)
+@every_model
+def test_the_table_of_this_test_names_every_variable_of_the_script(model):
+    top = script_of(model).read_text().split("# ----")[0]
+    assert set(re.findall(r"^(\w+)=\$\{\1:-", top, re.M)) == set(EFFECTS[model])
+
+
+def test_the_scripts_differ_in_lengths_defaults_and_recipe_alone():
+    """What both need is in tools/run.sh, once."""
+    texts = [script_of(model).read_text() for model in MODELS]
+    lines = [text.split("# ----")[0].splitlines() for text in texts]
+    names = [[line.partition("=")[0] for line in part if re.match(r"\w+=", line)] for part in lines]
+    assert [name for name in names[0] if name != "SEQLEN"] == [name for name in names[1] if "_SEQLEN" not in name]
+    assert all(len(text.split("# ----")[1].splitlines()) < 12 for text in texts)
 
 
 @pytest.fixture(scope="module")
 def plain(fake_python):
-    return run(fake_python).stdout
+    return {model: run(fake_python, model=model).stdout for model in MODELS}
 
 
-@pytest.mark.parametrize("name", EFFECTS)
-def test_variable_in_the_environment_has_an_effect(fake_python, plain, name):
-    value, effect = EFFECTS[name]
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_variable_in_the_environment_has_an_effect(fake_python, plain, model, name):
+    value, effect = EFFECTS[model][name]
     extra = {"MASTER_ADDR": "host7"} if name == "NNODES" else {}
     extra |= {"NNODES": "2", "MASTER_ADDR": "host7"} if name == "NODE_RANK" else {}
-    changed = run(fake_python, **extra, **{name: value})
+    changed = run(fake_python, model=model, **extra, **{name: value})
     assert effect in changed.stdout, changed.stderr
-    assert effect not in plain
+    assert effect not in plain[model]
+    assert f"pretrain_{model}.py" in changed.stdout
 
 
-def test_variables_edited_in_place_have_an_effect(fake_python, tmp_path):
-    text = SCRIPT.read_text()
-    for name, (value, _) in EFFECTS.items():
+@every_model
+def test_variables_edited_in_place_have_an_effect(fake_python, tmp_path, model):
+    text = script_of(model).read_text()
+    for name, (value, _) in EFFECTS[model].items():
         text = re.sub(rf"^{name}=\S*", f"{name}='{value}'", text, flags=re.M)  # as a user may write it
     edited = tmp_path / "run_edited.sh"
-    edited.write_text(text.replace('"$(dirname "${BASH_SOURCE[0]}")/tools/setup.sh"', f"{ROOT}/tools/setup.sh"))
+    edited.write_text(text.replace('"$(dirname "${BASH_SOURCE[0]}")/tools/run.sh"', f"{ROOT}/tools/run.sh"))
     done = run(fake_python, script=edited)
-    assert all(effect in done.stdout for _, effect in EFFECTS.values()), done.stderr
+    assert all(effect in done.stdout for _, effect in EFFECTS[model].values()), done.stderr
 
 
 def test_flags_of_the_user_come_last(fake_python):
@@ -103,26 +129,44 @@ def test_flags_of_the_user_come_last(fake_python):
     assert re.search(r"--train-iters 7 --train-iters 50 --resume$", said, re.M)
 
 
-def parsed(fake: Path, *flags: str, **variables: str) -> Config:
+def parsed(fake: Path, *flags: str, model: str = "gpt2", **variables: str) -> Config:
     """Return what the flags and defaults that the script passes on become."""
-    done = run(fake, *flags, "--dry-run", **variables)
-    words = done.stdout.splitlines()[0].partition("pretrain_gpt2.py")[2].split()
+    done = run(fake, *flags, "--dry-run", model=model, **variables)
+    words = done.stdout.splitlines()[0].partition(f"pretrain_{model}.py")[2].split()
     files = {"MEGATRON_DEFAULTS": "defaults", "MEGATRON_VARIABLES": "variables"}
     env = {name: Path(f"{fake}.{kind}").read_text() for name, kind in files.items()}
-    return parse(words, world_size=4, env=env)
+    return parse(words, world_size=4, env=env, family=model)
 
 
-def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_names(fake_python, plain):
-    assert re.search(r"pretrain_gpt2\.py$", plain, re.M)
-    config = parsed(fake_python)
+@every_model
+def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_names(fake_python, plain, model):
+    assert re.search(rf"pretrain_{model}\.py$", plain[model], re.M)
+    config = parsed(fake_python, model=model)
     assert config.given == ("dry_run",)
     args = vars(config.namespace())
-    told = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", SCRIPT.read_text(), re.M))
-    fields = {name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in EFFECTS.items()}
+    told = dict(re.findall(r"^(\w+)=\$\{\1:-\} +# (\d+)\b(?!\.)", script_of(model).read_text(), re.M))
+    fields = {name: effect.split()[0].lstrip("-").replace("-", "_") for name, (_, effect) in EFFECTS[model].items()}
     checked = {name: (str(args[fields[name]]), value) for name, value in told.items() if fields[name] in args}
     assert len(checked) == 7
     assert all(got == value for got, value in checked.values()), checked
-    assert (config.parallel.pipe_parallel_size, config.optimizer.lr, config.model.hidden_bias) == (2, 3e-3, True)
+    assert config.parallel.pipe_parallel_size == config.parallel.model_parallel_size == 2
+    assert Path(config.run.deepspeed_config or "").name == f"ds_config_{model}.json"
+    assert (config.model.hidden_bias, config.model.hidden_dropout) == (model == "gpt2", 0.0)
+
+
+def test_the_decoder_of_t5_is_as_long_as_the_longest_target_unless_said_otherwise(fake_python):
+    assert parsed(fake_python, model="t5").t5.dec_seq_length == 29  # 21 tokens of noise, 7 sentinels and the end
+    assert parsed(fake_python, model="t5", ENC_SEQLEN="512").t5.dec_seq_length == 114
+    assert parsed(fake_python, model="t5", DEC_SEQLEN="64").t5.dec_seq_length == 64
+    with pytest.raises(
+        ConfigError, match=r"--dec-seq-length.*29.*\(in the run script:.*--dec-seq-length is DEC_SEQLEN"
+    ):
+        parsed(fake_python, model="t5", DEC_SEQLEN="28")
+
+
+def test_the_length_of_gpt2_is_refused_by_t5_by_the_name_of_its_variable(fake_python):
+    with pytest.raises(ConfigError, match=r"--seq-length.*--enc-seq-length.*--seq-length is SEQLEN"):
+        parsed(fake_python, model="t5", SEQLEN="64")
 
 
 def test_a_json_with_numbers_and_a_global_batch_replace_the_defaults_of_the_script(fake_python, tmp_path):
@@ -144,15 +188,16 @@ def test_a_data_path_given_as_a_flag_needs_no_sample(fake_python):
     assert "sample" not in Path(f"{fake_python}.defaults").read_text()
 
 
-def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path):
+@every_model
+def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path, model):
     """In a tree without data, whose path needs quotes."""
     tree = tmp_path / "it's a tree"
     (tree / "tools").mkdir(parents=True)
-    for name in ("tools/setup.sh", "tools/set_up.py", "run_gpt2.sh"):
+    for name in ("tools/run.sh", "tools/setup.sh", "tools/set_up.py", f"run_{model}.sh"):
         shutil.copy(ROOT / name, tree / name)
-    for name in ("megatron", "tds", "pretrain_gpt2.py", "ds_config_gpt2.json", "pyproject.toml"):
+    for name in ("megatron", "tds", f"pretrain_{model}.py", f"ds_config_{model}.json", "pyproject.toml"):
         (tree / name).symlink_to(ROOT / name)
-    done = run(Path(sys.executable), "--dry-run", script=tree / "run_gpt2.sh")
+    done = run(Path(sys.executable), "--dry-run", script=tree / f"run_{model}.sh")
     assert done.returncode == 0, done.stderr
     assert "the sample data are not made yet" in done.stderr
     assert "vocabulary 8192" in done.stdout
@@ -160,16 +205,17 @@ def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path
 
 
 def test_sample_data_is_made_only_when_no_data_is_given(fake_python, plain):
-    assert "made sample data" in plain
+    assert all("made sample data" in said for said in plain.values())
     assert "made sample data" not in run(fake_python, DATA_PATH="x").stdout
 
 
-def test_help_and_dry_run_start_no_ranks(fake_python):
+@every_model
+def test_help_and_dry_run_start_no_ranks(fake_python, model):
     for flag in ("--help", "--dry-run"):
-        said = run(fake_python, flag).stdout
+        said = run(fake_python, flag, model=model).stdout
         assert "megatron.launch" not in said
         assert "made sample data" not in said
-        assert flag in said
+        assert re.search(rf"pretrain_{model}\.py {flag}$", said, re.M)
     assert "WORLD_SIZE=4" in said
 
 
@@ -192,7 +238,7 @@ def test_a_count_of_gpus_that_is_no_number_ends_with_2(fake_python):
 
 
 def test_the_launcher_refuses_more_ranks_than_gpus():
-    flags = ["--nproc-per-node", "4", "--master-port", str(free_port()), str(SCRIPT)]
+    flags = ["--nproc-per-node", "4", "--master-port", str(free_port()), str(script_of("gpt2"))]
     done = subprocess.run(
         [sys.executable, "-m", "megatron.launch", *flags], cwd=ROOT, capture_output=True, text=True, timeout=30,
         env=os.environ | {"DS_ACCELERATOR": "", "MEGATRON_NUM_GPUS": "2"},

@@ -26,6 +26,25 @@ def test_a_pipeline_of_two_stages_with_two_chunks_each_is_equal(capfd: pytest.Ca
     assert "allowed" in told
 
 
+def test_t5_in_three_stages_with_the_seam_by_hand_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = "--hidden-size 16 --num-attention-heads 2 --enc-seq-length 16 --enc-layers 1 --dec-layers 2 --steps 2"
+    layout = "--pipe-parallel-size 3 --pipeline-split-rank 1 --reset-attention-mask"
+    command = [sys.executable, str(TOOL), "--model", "t5", *sizes.split(), *layout.split()]
+    done = subprocess.run(command, timeout=100, check=False)
+    told = capfd.readouterr().out
+    assert done.returncode == 0, told
+    assert "3 processes: tensor 1 x pipe 3 x data 1 --pipeline-split-rank 1 ..." in told
+    assert "verdict: equal" in told
+
+
+def test_flags_of_the_other_model_are_refused_with_2() -> None:
+    for model, flag in (("t5", "--seq-length"), ("gpt2", "--enc-seq-length")):
+        command = [sys.executable, str(TOOL), "--model", model, flag, "32"]
+        done = subprocess.run(command, capture_output=True, check=False)
+        assert done.returncode == 2
+        assert flag.encode() in done.stderr
+
+
 def test_a_layout_that_cannot_be_is_refused_with_2() -> None:
     done = subprocess.run([sys.executable, str(TOOL), "--model-parallel-size", "3"], capture_output=True, check=False)
     assert done.returncode == 2
