@@ -8,6 +8,7 @@ import torch
 
 from megatron.generate.greedy import Rows, check_positions, check_rows, greedy
 from megatron.generate.replica import Inputs, Replica
+from megatron.model.sizes import T5Sizes
 
 
 def greedy_gpt2(model: Any, prompts: Rows, *, max_new_tokens: int, eos_id: int | None = None) -> list[list[int]]:
@@ -21,10 +22,13 @@ def greedy_gpt2(model: Any, prompts: Rows, *, max_new_tokens: int, eos_id: int |
         eos_id: ends a row, and is its last token then; None: every row has ``max_new_tokens``.
 
     Raises:
+        TypeError: another model.
         ValueError: rows that the model cannot take, or more tokens than it has positions.
     """
     replica = Replica(model)
     sizes = replica.sizes
+    if isinstance(sizes, T5Sizes):
+        raise TypeError("greedy_gpt2 needs a GPT-2, got an encoder-decoder. Use greedy_t5.")
     check_rows("prompts", prompts, sizes.vocab_size, max_new_tokens)
     fed = max(len(prompt) for prompt in prompts) + max_new_tokens - 1
     check_positions("a prompt with all new tokens but the last", fed, sizes.max_position_embeddings)

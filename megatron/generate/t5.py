@@ -8,6 +8,7 @@ import torch
 
 from megatron.generate.greedy import Rows, check_positions, check_rows, filled_up, greedy
 from megatron.generate.replica import Replica
+from megatron.model.sizes import T5Sizes
 
 PADDING = -1
 """The segment of what fills a source up: nothing attends to it."""
@@ -29,10 +30,13 @@ def greedy_t5(
         eos_id: ends a row, and is its last token then; None: every row has ``max_new_tokens``.
 
     Raises:
+        TypeError: another model.
         ValueError: rows that the model cannot take, or more tokens than it has positions.
     """
     replica = Replica(model)
     sizes = replica.sizes
+    if not isinstance(sizes, T5Sizes):
+        raise TypeError("greedy_t5 needs a T5, got a model without a decoder of its own. Use greedy_gpt2.")
     check_rows("sources", sources, sizes.vocab_size, max_new_tokens)
     check_rows("start_id", [[start_id]], sizes.vocab_size, max_new_tokens)
     if not sizes.is_relative:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.generate.gpt2 import greedy_gpt2
+from megatron.generate import greedy_gpt2, greedy_t5
 from megatron.generate.greedy import greedy
 from megatron.model.gpt2 import GPT2Model
-from tests.model.samples import SEQ, VOCAB, filled, small_sizes
+from megatron.model.sizes import T5Sizes
+from megatron.model.t5 import T5Model
+from tests.model.samples import SEQ, SMALL, VOCAB, filled, small_sizes
 
 EOS = 50
 
@@ -71,3 +73,35 @@ def test_the_last_position_can_be_used() -> None:
 def test_something_that_is_no_model_is_refused() -> None:
     with pytest.raises(TypeError, match="must be a GPT2Model, a T5Model, or the engine that trains one, got Linear"):
         greedy_gpt2(torch.nn.Linear(2, 2), [[1]], max_new_tokens=1)
+
+
+def small_t5(**changes: Any) -> T5Model:
+    return filled(T5Model(T5Sizes(**{**SMALL, "enc_layers": 1, "dec_layers": 1, **changes})))
+
+
+def test_each_family_has_its_own_function() -> None:
+    with pytest.raises(TypeError, match="got an encoder-decoder. Use greedy_t5"):
+        greedy_gpt2(small_t5(), [[1]], max_new_tokens=1)
+    with pytest.raises(TypeError, match="greedy_t5 needs a T5, .* Use greedy_gpt2"):
+        greedy_t5(GPT2Model(small_sizes()), [[1]], start_id=0, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("sources", "start", "new", "told"),
+    [
+        ([[1] * (SEQ + 1)], 0, 1, "a source must not be longer .* got 13 tokens and 12 positions"),
+        ([[1]], 0, SEQ + 1, "start token with .* got 13 tokens and 12 positions"),
+        ([[1]], VOCAB, 1, "tokens of start_id must be from 0 to 100, got 101"),
+        ([[1], [VOCAB]], 0, 1, "tokens of sources must be from 0 to 100, got 101 in row 1"),
+    ],
+)
+def test_what_a_t5_cannot_take_is_refused(sources: Any, start: int, new: int, told: str) -> None:
+    model = small_t5(position_embedding_type="learned", activation="gelu")
+    with pytest.raises(ValueError, match=told):
+        greedy_t5(model, sources, start_id=start, max_new_tokens=new)
+
+
+def test_every_learned_position_can_be_used_and_relative_ones_have_no_end() -> None:
+    for changes, new in (({"position_embedding_type": "learned"}, SEQ), ({}, 2 * SEQ)):
+        rows = greedy_t5(small_t5(**changes), [[1] * SEQ, [2]], start_id=0, max_new_tokens=new)
+        assert [len(row) for row in rows] == [new, new]
