@@ -160,7 +160,7 @@ def test_batches_are_the_same_in_every_layout_and_with_workers(
 
 
 def test_a_sample_stays_the_same_for_ever(file: TokenFile) -> None:
-    sample = samples_of(file, enc_seq_length=20, denoisers=SEVERAL, reset_attention_mask=True)[2]
+    sample = samples_of(file, enc_seq_length=32, denoisers=SEVERAL, reset_attention_mask=True)[11]
     assert {key: value.tolist() for key, value in sample.items()} == FIXED
 
 
@@ -198,8 +198,8 @@ def test_fingerprint_changes_with_all_that_changes_a_sample(file: TokenFile) -> 
 
 
 FIXED = {
-    "inputs": [50060, 403, *range(301, 310), 50059, *range(554, 561), 0],
-    "targets": [50059, 310, 311, 312, *[0] * 8],
-    "enc_segments": [0] * 2 + [1] * 10 + [2] * 8,
-    "dec_segments": [1] * 4 + [2] + [-1] * 7,
+    "inputs": [50060, *range(373, 386), 50059, *range(388, 401), 50058, 301, 302, 0],
+    "targets": [50059, 386, 387, 50058, 401, 402, 403, *[0] * 12],
+    "enc_segments": [0] * 29 + [1] * 3,
+    "dec_segments": [0] * 7 + [1] + [-1] * 11,
 }
