@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from megatron.errors import DataError
 from megatron.spans import KINDS, Denoiser, has_modes
 
-if TYPE_CHECKING:
-    from megatron.tokenizer import Tokenizer
+
+class Vocabulary(Protocol):
+    """What T5 must know of a tokenizer: ``megatron.tokenizer.Tokenizer``, or what stands in for one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod_id(self) -> int: ...
+
+    @property
+    def pad_id(self) -> int | None: ...
+
+    @property
+    def sentinel_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ class T5Tokens:
         )
 
 
-def t5_tokens(tokenizer: Tokenizer, vocab_extra_ids: int, denoisers: Sequence[Denoiser]) -> T5Tokens:
+def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[Denoiser]) -> T5Tokens:
     """Return the tokenizer's own control tokens, and behind its vocabulary those that it lacks.
 
     Sentinels are the tokenizer's where it has any, else ``vocab_extra_ids`` new ids of which the highest is the first;

@@ -6,8 +6,7 @@ import hashlib
 
 import numpy as np
 
-from megatron.data.token_file import TokenFile
-from megatron.data.windows import Windows
+from megatron.data.windows import TokenSource, Windows
 
 
 class GPT2Samples:
@@ -22,7 +21,7 @@ class GPT2Samples:
         DataError: the documents hold fewer than L + 1 tokens.
     """
 
-    def __init__(self, token_file: TokenFile, *, documents: tuple[int, int], seq_length: int, seed: int) -> None:
+    def __init__(self, token_file: TokenSource, *, documents: tuple[int, int], seq_length: int, seed: int) -> None:
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
         self._windows = Windows(
             token_file,

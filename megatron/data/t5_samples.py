@@ -15,8 +15,7 @@ from megatron.data import t5_layout
 from megatron.data.control_tokens import T5Tokens
 from megatron.data.corruption import cut_out, draw_spans, num_words
 from megatron.data.random_words import random_words
-from megatron.data.token_file import TokenFile
-from megatron.data.windows import Windows
+from megatron.data.windows import TokenSource, Windows
 from megatron.errors import DataError
 from megatron.spans import Denoiser, has_modes, longest_target, most_spans, raw_length
 
@@ -38,7 +37,7 @@ class T5Samples:
 
     def __init__(
         self,
-        token_file: TokenFile,
+        token_file: TokenSource,
         *,
         documents: tuple[int, int],
         enc_seq_length: int,

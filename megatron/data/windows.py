@@ -8,7 +8,7 @@ neighbours share ``overlap``, drops the tail, and permutes the windows. Nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +17,21 @@ from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
 
 _EPOCHS_KEPT = 2
+
+
+class TokenSource(Protocol):
+    """Documents of tokens: a ``TokenFile``, or what can stand in for one."""
+
+    @property
+    def prefix(self) -> str: ...
+
+    @property
+    def sizes(self) -> np.ndarray: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
 
 
 class Piece(NamedTuple):
@@ -51,7 +66,7 @@ class Windows:
 
     def __init__(
         self,
-        token_file: TokenFile,
+        token_file: TokenSource,
         *,
         documents: tuple[int, int],
         length: int,
@@ -110,9 +125,8 @@ class Windows:
             return self.token_file.read(document, offset, length)
         except Exception as error:
             raise DataError(
-                f"sample {index} cannot be read: document {document}, tokens {offset}:{offset + length}, byte "
-                f"{self.token_file.byte_offset(document, offset)} of {self.token_file.token_path}: "
-                f"{type(error).__name__}: {error}"
+                f"sample {index} cannot be read: document {document}, tokens {offset}:{offset + length}, "
+                f"{_place(self.token_file, document, offset)}: {type(error).__name__}: {error}"
             ) from error
 
     def _epoch(self, number: int) -> _Epoch:
@@ -123,3 +137,9 @@ class Windows:
             epoch = _Epoch(self._sizes, self.documents[0], self.seed, number, self.per_epoch)
             self._epochs[number] = epoch
         return epoch
+
+
+def _place(source: TokenSource, document: int, offset: int) -> str:
+    if isinstance(source, TokenFile):
+        return f"byte {source.byte_offset(document, offset)} of {source.token_path}"
+    return source.prefix

@@ -23,7 +23,7 @@ class FakeTokenizer:
 
 
 def tokens_of(denoisers: Any = ONE, extra_ids: int = 10, **changed: Any) -> T5Tokens:
-    return t5_tokens(FakeTokenizer(**changed), extra_ids, denoisers)  # type: ignore[arg-type]
+    return t5_tokens(FakeTokenizer(**changed), extra_ids, denoisers)
 
 
 def test_sentinels_count_down_from_the_top_of_the_vocabulary() -> None:
