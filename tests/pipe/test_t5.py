@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
+from megatron.model.mlp import MLP
 from megatron.model.t5 import T5Model
+from megatron.mpu.grads import counts_here
 from megatron.mpu.groups import build_grid
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.topology import Topology
@@ -19,7 +21,20 @@ from megatron.pipe import t5
 from tds.exchange import Exchange
 from tds.schedule import Kind
 from tests.harness import run_ranks
-from tests.parity.t5_layouts import GATED, LEARNED, ROWS, UNTIED, VOCAB, Case, check_fp64, make_pipe, run, run_case
+from tests.parity.t5_layouts import (
+    GATED,
+    LEARNED,
+    ROWS,
+    UNTIED,
+    VOCAB,
+    Case,
+    check_fp64,
+    make_pipe,
+    one_process,
+    run,
+    run_case,
+)
+from tests.tds.toys import Toy, make_engine
 
 LONG = Case(enc_layers=2, dec_layers=2, lengths=(40, 24), micro_batches=2)
 HIDDEN, TOKEN, SEGMENT = 16 * 8, 8, 4  # bytes of a token's hidden states in fp64, of its id, of its document's
@@ -98,20 +113,65 @@ def test_the_gradient_of_memory_is_the_sum_over_all_decoder_layers(monkeypatch: 
                 check_fp64(case, ranks)
 
 
-def _names(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+def _names(rank: int, cases: list[Case]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return, for each case, the shapes by name, and the names that this rank counts and saves."""
     grid = build_grid(Topology.of_world(dist.get_world_size(), 1, dist.get_world_size()), rank)
-    modules = [make_pipe(case, grid, DropoutStreams()) for case in cases]
-    return [{name: tuple(p.shape) for name, p in named_parameters(module)} for module in modules]
+    results = []
+    for case in cases:
+        named = list(named_parameters(make_pipe(case, grid, DropoutStreams())))
+        owned = [name for name, parameter in named if counts_here(parameter, 0)]
+        results.append(({name: tuple(parameter.shape) for name, parameter in named}, owned))
+    return results
 
 
 def test_parameters_have_the_names_of_the_single_stage_model() -> None:
     cases = [Case(dec_layers=2), Case(sizes=GATED), Case(enc_layers=1, sizes=(*LEARNED, *UNTIED)), Case(sizes=LEARNED)]
-    for case, *stages in zip(cases, *run_ranks(2, _names, cases), strict=True):
+    for case, (first, own), (last, others) in zip(cases, *run_ranks(2, _names, cases), strict=True):
         wanted = {name: tuple(p.shape) for name, p in named_parameters(T5Model(case.make_sizes()))}
-        assert stages[0] | stages[1] == wanted
-        shared = set(stages[0]) & set(stages[1])
+        assert first | last == wanted
+        assert sorted([*own, *others]) == sorted(wanted), "each has one owner"
+        shared = set(first) & set(last)
         assert not any("layers" in name for name in shared)
         assert ("embedding.word.weight" in shared) is not case.make_sizes().untie_embeddings
+
+
+def _forwards(rank: int, cases: list[Case]) -> list[int]:
+    """Return how often this rank runs a feed-forward half, for each case."""
+    grid = build_grid(Topology.of_world(dist.get_world_size(), 1, dist.get_world_size()), rank)
+    forward, calls = MLP.forward, [0 for _ in cases]
+    for index, case in enumerate(cases):
+
+        def counting(self: MLP, x: torch.Tensor, index: int = index) -> torch.Tensor:
+            calls[index] += 1
+            return forward(self, x)
+
+        MLP.forward = counting  # type: ignore[method-assign]
+        run_case(case, grid)
+    return calls
+
+
+def test_recompute_runs_each_layer_of_both_sides_twice() -> None:
+    every = [Case(micro_batches=2, bounds=(0, 3, 11), recompute_every=every) for every in (0, 1, 2, 3)]
+    assert run_ranks(2, _forwards, every) == [[2 * 2, *[2 * 2 * 2] * 3], [2 * 4, *[2 * 2 * 4] * 3]]
+
+
+def _evaluated(rank: int, cases: list[Case]) -> list[float]:
+    grid = build_grid(Topology.of_world(dist.get_world_size(), 1, dist.get_world_size()), rank)
+    losses = []
+    for case in cases:
+        toy = Toy(rows=ROWS, micro_batches=case.micro_batches)
+        engine = make_engine(toy, grid.pipe.size, module=make_pipe(case, grid, DropoutStreams()))
+        batches = [case.batch(i) for i in range(case.micro_batches)]
+        losses.append(float(engine.eval_batch(iter(batches))))
+    return losses
+
+
+def test_evaluation_gives_the_loss_of_one_process_to_the_bit() -> None:
+    """Row E20, with dropout, which evaluation leaves out."""
+    cases = [Case(dtype=torch.float32, sizes=sizes, has_segments=True) for sizes in ((), (*LEARNED, *UNTIED))]
+    wanted = [one_process(case)[0] for case in cases]
+    for losses in run_ranks(2, _evaluated, [replace(case, dropout=0.3) for case in cases]):
+        assert losses == wanted
 
 
 def test_random_batches_for_the_probe_have_the_shapes_of_real_ones() -> None:
