@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import pretrain_gpt2
+import pretrain_t5
 from megatron.checkpoint import named_parameters, open_latest
 from megatron.config import parse
 from megatron.mpu.groups import SINGLE
@@ -19,13 +19,18 @@ from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.training import arguments, world
 from megatron.training.assembly import build_engine
 from megatron.training.data import RunData
-from megatron.training.stand_in import RandomTokens
+from megatron.training.stand_in import random_data, stand_in_tokenizer
 from megatron.training.state import CHECKPOINTS, Progress, _make_moments, open_for, restore, save_state
 from tests.harness import run_ranks
-from tests.parity.layouts import GLOBAL_BATCH, SEQ, VOCAB, batches, check_fp64, difference, flags
+from tests.parity.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
 
 ADAFACTOR = "--optimizer adafactor --weight-decay 0.01 --make-vocab-size-divisible-by 16"
 FP64, FP32 = f"--fp64 {ADAFACTOR}", f"--fp32 {ADAFACTOR} --hidden-dropout 0.1"
+T5 = (
+    "--num-layers 2 --dec-layers 3 --hidden-size 32 --num-attention-heads 4 --enc-seq-length 24 --data-path none "
+    f"--vocab-size {VOCAB} --vocab-extra-ids 8 --device cpu --train-iters 20 --lr 1e-2 --attention-dropout 0 "
+    "--lr-decay-style inverse-square-root --hidden-dropout 0"
+).split()
 
 
 @pytest.mark.parametrize(
@@ -37,15 +42,19 @@ def test_every_layout_trains_the_weights_of_one_process(pipe: int, data: int) ->
     assert found.weight <= 1e-10, "relative; the keys' biases move by rounding alone"
 
 
-def started(rank: int, pipe: int, data: int, extra: str) -> tuple[Any, Any, Any, Any]:
-    """Return configuration, world, engine and training batches of this rank."""
+def started(rank: int, family: str, pipe: int, data: int, extra: str) -> tuple[Any, Any, Any, Any]:
+    """Return configuration, world, engine and training data of this rank."""
     micro, gas = batches(data, 4)
-    config = parse(flags(1, pipe, micro=micro, gas=gas, extra=extra), world_size=pipe * data).with_vocab(VOCAB)
+    argv, script, defaults = flags(1, pipe, micro=micro, gas=gas, extra=extra), pretrain_gpt2, None
+    if family == "t5":
+        layout = f"--pipe-parallel-size {pipe} --batch-size {micro} --gas {gas} {extra}"
+        argv, script, defaults = [*T5, *layout.split()], pretrain_t5, pretrain_t5.DEFAULTS
+    config = parse(argv, world_size=pipe * data, family=family, defaults=defaults).with_vocab(VOCAB)
     here = world.start(config)
     streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
-    arguments.set_current(config, SimpleNamespace(eod_id=0), streams)
-    engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
-    return config, here, engine, RunData({"train": RandomTokens(VOCAB, SEQ, seed=7)} if here.reads_data else {}, None)
+    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
+    return config, here, engine, RunData({"train": random_data(config)} if here.reads_data else {}, None)
 
 
 def trained(engine: Any, config: Any, here: Any, data: Any, first: int, last: int) -> list[str]:
@@ -59,9 +68,9 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: optimizer.master_of(p).detach().clone() for name, p in named_parameters(engine.module)}
 
 
-def save_and_go_on(rank: int, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
+def save_and_go_on(rank: int, family: str, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
     """Train three steps, save, train two more."""
-    config, here, engine, source = started(rank, pipe, data, extra)
+    config, here, engine, source = started(rank, family, pipe, data, extra)
     trained(engine, config, here, source, 0, 3)
     progress = Progress(3, 3, 3 * GLOBAL_BATCH)
     kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
@@ -69,50 +78,60 @@ def save_and_go_on(rank: int, pipe: int, data: int, extra: str, folder: Path) ->
     return trained(engine, config, here, source, 3, 5), weights_of(engine)
 
 
-def load_and_go_on(rank: int, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
+def load_and_go_on(rank: int, family: str, pipe: int, data: int, extra: str, folder: Path) -> tuple[list[str], Any]:
     """Load, and train the last two steps."""
-    config, here, engine, source = started(rank, pipe, data, extra)
+    config, here, engine, source = started(rank, family, pipe, data, extra)
     kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
     progress = restore(open_for(folder, here), config=config, **kept)
     return trained(engine, config, here, source, progress.step, 5), weights_of(engine)
 
 
+SLOW = [("gpt2", 1, 1), ("gpt2", 1, 2), ("gpt2", 2, 1), ("t5", 1, 1), ("t5", 2, 2)]
+
+
 @pytest.mark.parametrize(
-    ("pipe", "data"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 1), (1, 2), (2, 2)])]
+    ("family", "pipe", "data"), [("t5", 2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
-def test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop(pipe: int, data: int, tmp_path: Path) -> None:
-    whole = run_ranks(pipe * data, save_and_go_on, pipe, data, FP32, tmp_path)
-    resumed = run_ranks(pipe * data, load_and_go_on, pipe, data, FP32, tmp_path)
+def test_a_resumed_run_is_bit_for_bit_the_one_that_did_not_stop(
+    family: str, pipe: int, data: int, tmp_path: Path
+) -> None:
+    given = family, pipe, data, FP32, tmp_path
+    whole = run_ranks(pipe * data, save_and_go_on, *given)
+    resumed = run_ranks(pipe * data, load_and_go_on, *given)
     for (losses, weights), (losses_again, weights_again) in zip(whole, resumed, strict=True):
         assert losses_again == losses
         assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
 
 
+SLOW_MOVES = [((1, 1), each) for each in [(2, 1), (1, 2), (4, 1), (2, 2)]]
+
+
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        ((2, 1), (1, 1)),
-        *(pytest.param((1, 1), each, marks=pytest.mark.slow) for each in [(2, 1), (1, 2), (4, 1), (2, 2)]),
-    ],
+    ("saved", "loaded"), [((2, 1), (1, 1)), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_MOVES)]
 )
-def test_state_of_one_layout_goes_on_in_another(saved: Any, loaded: Any, tmp_path: Path) -> None:
-    whole = run_ranks(saved[0] * saved[1], save_and_go_on, *saved, FP64, tmp_path)
+def test_state_of_one_layout_goes_on_in_another(family: str, saved: Any, loaded: Any, tmp_path: Path) -> None:
+    whole = run_ranks(saved[0] * saved[1], save_and_go_on, family, *saved, FP64, tmp_path)
     wanted = {name: weight for _, weights in whole for name, weight in weights.items()}
-    for losses, weights in run_ranks(loaded[0] * loaded[1], load_and_go_on, *loaded, FP64, tmp_path):
+    for losses, weights in run_ranks(loaded[0] * loaded[1], load_and_go_on, family, *loaded, FP64, tmp_path):
         assert [float.fromhex(loss) for loss in losses] == pytest.approx(
             [float.fromhex(loss) for loss in whole[0][0]], abs=1e-12, rel=0
         )
         assert all((wanted[name] - weight).abs().max() <= 1e-12 for name, weight in weights.items())
-    _check_names(tmp_path)
+    _check_names(tmp_path, family)
 
 
-def _check_names(folder: Path) -> None:
+def _check_names(folder: Path, family: str) -> None:
     """The file holds the means of each weight, whole and without the padded rows of the vocabulary."""
     found = open_latest(folder / CHECKPOINTS, SINGLE)
     shapes = {name: found.shape(name) for name in found.names() if name.startswith("optimizer/")}
     assert shapes["optimizer/row_var/embedding.word.weight"] == (VOCAB, 1)
     assert shapes["optimizer/col_var/embedding.word.weight"] == (1, 32)
-    assert shapes["optimizer/variance/final_norm.weight"] == (32,)
+    if family == "gpt2":
+        assert shapes["optimizer/variance/final_norm.weight"] == (32,)
+    else:
+        assert shapes["optimizer/row_var/decoder.bias.weight"] == (32, 1)
+        assert shapes["optimizer/col_var/decoder.bias.weight"] == (1, 4)
     for name in shapes:
         assert found.read(name, Shard(shapes[name])).abs().max() > 0, name
 
