@@ -63,9 +63,9 @@ DATA = (
     ),
     Mutant(
         "every epoch has the same order",
-        "megatron/data/gpt2_samples.py",
-        'Permutation(num_samples, "samples", seed, epoch)',
-        'Permutation(num_samples, "samples", seed, 0)',
+        "megatron/data/windows.py",
+        'Permutation(num_windows, "samples", seed, epoch)',
+        'Permutation(num_windows, "samples", seed, 0)',
         ("tests/data/test_gpt2_samples.py::test_samples_equal_the_reference",),
     ),
 )

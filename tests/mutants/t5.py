@@ -1,0 +1,121 @@
+"""Mistakes in T5: its model, its spans, and its stages."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PLAIN = "tests/model/test_t5.py::test_the_model_equals_plain_torch"
+PACKED = "tests/model/test_t5.py::test_a_packed_document_gets_exactly_what_it_gets_alone"
+RANKS = "tests/model/test_t5.py::test_two_tensor_ranks_together_equal_one_process"
+TEXTS = "tests/data/test_corruption.py::test_inputs_and_targets_give_back_the_text_and_have_exact_lengths"
+LATE = "tests/data/test_fields.py::test_t5_s_decoder_reads_late_and_starts_anew_in_each_document"
+
+
+T5 = (
+    Mutant(
+        "the tied head is not scaled",
+        "megatron/model/t5_embedding.py",
+        "        x = x * sizes.hidden_size**-0.5\n",
+        "        x = x * 1.0\n",
+        (PLAIN,),
+    ),
+    Mutant(
+        "scores beside a relative bias are scaled in attention to the encoder",
+        "megatron/model/t5_attention.py",
+        "self.scale = 1.0 if sizes.is_relative else None",
+        "self.scale = None",
+        (PLAIN,),
+    ),
+    Mutant(
+        "distances count from key to query",
+        "megatron/ops/positions.py",
+        "    return buckets + size * (distances > 0) if is_bidirectional else buckets",
+        "    return buckets + size * (distances < 0) if is_bidirectional else buckets",
+        (PLAIN,),
+    ),
+    Mutant(
+        "the decoder's bias looks both ways",
+        "megatron/model/t5.py",
+        'is_bidirectional = side == "encoder"',
+        "is_bidirectional = True",
+        (PLAIN,),
+    ),
+    Mutant(
+        "each tensor rank takes the first heads of the bias table",
+        "megatron/model/t5_attention.py",
+        "place.group.rank * local, local)",
+        "0 * local, local)",
+        (RANKS,),
+    ),
+    Mutant(
+        "the gradient of the bias misses one diagonal",
+        "megatron/ops/biased_attention.py",
+        "return self.rows.sum(dim=1)[:, :-1]",
+        "return self.rows[:, 1:].sum(dim=1)[:, :-1]",
+        ("tests/ops/test_biased_attention.py::test_it_equals_the_formula_and_so_do_all_gradients",),
+    ),
+    Mutant(
+        "a document of the decoder reads all of the encoder's output",
+        "megatron/model/t5_layer.py",
+        "segment_mask(dec_segments, enc_segments)",
+        "None",
+        (PACKED,),
+    ),
+    Mutant(
+        "encoder and decoder share dropout masks",
+        "megatron/model/t5.py",
+        "T5DecoderLayer(sizes, place, sizes.enc_layers + i)",
+        "T5DecoderLayer(sizes, place, i)",
+        ("tests/model/test_t5_dropout.py::test_every_mask_has_a_key_of_its_own",),
+    ),
+    Mutant(
+        "the encoder's output goes on without its gradient",
+        "megatron/pipe/t5.py",
+        "return y if self.is_last else (y, memory, *segments)",
+        "return y if self.is_last else (y, memory + 0 * memory.detach(), *segments)"
+        " if self.layer % 2 else (y, memory.detach().requires_grad_(), *segments)",
+        ("tests/pipe/test_t5.py::test_the_gradient_of_memory_is_the_sum_over_all_decoder_layers",),
+    ),
+    Mutant(
+        "the decoder embeds with the encoder's segments",
+        "megatron/pipe/t5.py",
+        'segments[self.side == "decoder"]',
+        "segments[0]",
+        ("tests/parity/test_t5_layouts.py::test_every_layout_equals_one_process",),
+    ),
+    Mutant(
+        "the decoder reads the token that it is to give",
+        "megatron/data/fields.py",
+        "late = targets.roll(1, dims=1)",
+        "late = targets.roll(0, dims=1)",
+        (LATE,),
+    ),
+    Mutant(
+        "a document's decoder starts from the last token of the one before",
+        "megatron/data/fields.py",
+        "    is_start[:, 1:] = dec_segments[:, 1:] != dec_segments[:, :-1]\n",
+        "    is_start[:, 1:] = False\n",
+        (LATE,),
+    ),
+    Mutant(
+        "padding counts for the loss",
+        "megatron/data/fields.py",
+        '"loss_mask": (~is_padding).float(),',
+        '"loss_mask": torch.ones_like(targets).float(),',
+        ("tests/data/test_fields.py::test_t5_without_segments_still_masks_padding_and_rows_do_not_mix",),
+    ),
+    Mutant(
+        "sentinels go on counting in the next document",
+        "megatron/data/corruption.py",
+        "np.arange(len(cut)) - np.searchsorted(span_documents, span_documents)",
+        "np.arange(len(cut))",
+        ("tests/data/test_t5_samples.py::test_a_sample_stays_the_same_for_ever", TEXTS),
+    ),
+    Mutant(
+        "every epoch cuts the same spans",
+        "megatron/data/t5_samples.py",
+        '"spans", self.seed, int(index))',
+        '"spans", self.seed, int(index) % self.samples_per_epoch)',
+        ("tests/data/test_t5_samples.py::test_spans_are_new_in_each_epoch_and_with_each_seed",),
+    ),
+)
