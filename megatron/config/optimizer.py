@@ -21,11 +21,14 @@ class OptimizerConfig:
     min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_style: str = option(
         "cosine",
-        "course after the warm-up",
+        "course after the warm-up of W steps; inverse-square-root: lr sqrt(W / step), not below --min-lr and without end",
         choices=("constant", "linear", "cosine", "exponential", "wsd", "inverse-square-root"),
     )
     lr_decay_iters: int = option(
-        0, "steps until --min-lr is reached, warm-up included", minimum=1, shown_default="train-iters"
+        0,
+        "steps until --min-lr is reached, warm-up included; of inverse-square-root only what --warmup is a fraction of",
+        minimum=1,
+        shown_default="train-iters",
     )
     warmup: float = option(
         0.01,
