@@ -21,7 +21,7 @@ class OptimizerConfig:
     min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_style: str = option(
         "cosine",
-        "course after the warm-up of W steps; inverse-square-root: lr sqrt(W / step), not below --min-lr and without end",
+        "course after W steps of warm-up; inverse-square-root: lr sqrt(W / step), not below --min-lr and without end",
         choices=("constant", "linear", "cosine", "exponential", "wsd", "inverse-square-root"),
     )
     lr_decay_iters: int = option(
