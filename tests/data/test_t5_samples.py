@@ -11,7 +11,7 @@ from megatron.data import GPT2Samples, ReplicaBatches, T5Samples, T5Tokens, Toke
 from megatron.data.windows import Windows
 from megatron.errors import DataError
 from megatron.spans import longest_target, parse_denoisers, raw_length
-from tests.data.token_data import write
+from tests.data.token_data import write, write_megatron
 
 TOKENS = T5Tokens.appended(50_000, 60, 0, 3)
 ONE, SEVERAL = parse_denoisers("R", 0.15, 3), parse_denoisers("R:2,X:1,S:1", 0.15, 3)
@@ -111,6 +111,13 @@ def test_documents_apart_are_the_documents_of_the_file(file: TokenFile) -> None:
         assert sample["dec_segments"][-1] == last == len(of_text) - 1
         seen.add(len(of_text))
     assert max(seen) > 2
+
+
+def test_empty_documents_are_no_documents(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "a", [0, 9, 0, 0, 8, 0, 13, 0], list(range(9)))
+    samples = samples_of(TokenFile(tmp_path / "a"), enc_seq_length=27, reset_attention_mask=True)
+    for index in range(20):
+        assert samples[index]["enc_segments"].max() == 2 and (samples[index]["dec_segments"] >= 0).all()
 
 
 def test_spans_are_new_in_each_epoch_and_with_each_seed(file: TokenFile) -> None:
