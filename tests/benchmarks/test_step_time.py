@@ -77,7 +77,7 @@ def test_unequal_first_losses_end_a_run() -> None:
             step_time.check_first_losses({"ours": 1.0, "hf": other}, 1e-4)
 
 
-@pytest.mark.parametrize("model, names", [("gpt2", ["plain"]), ("t5", ["hf", "hf-eager"])])
+@pytest.mark.parametrize("model, names", [("gpt2", ["plain"]), ("t5", ["hf"])])
 def test_contenders_take_turns_in_processes_of_their_own(tmp_path, monkeypatch, model: str, names: list[str]) -> None:
     monkeypatch.setattr(turns, "PRODUCT_SIDE", 64)
     lengths = {"gpt2": "--seq-length 8", "t5": "--enc-seq-length 16"}[model]
