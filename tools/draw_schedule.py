@@ -14,9 +14,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from megatron.stages import MANY_CHUNKS, ONE_CHUNK  # noqa: E402
 
 PLANNED = ("schedule", "stages", "micro_batches", "chunks", "costs", "transfer")
 MEASURED = ("trace", "step", "replica")
@@ -38,9 +41,16 @@ def main() -> int:
     return 0
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Ends with code 2 and one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; it needs neither torch nor DeepSpeed."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--schedule", metavar="NAME", help="1f1b, gpipe, zb-h1 or interleaved")
@@ -75,8 +85,20 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> N
     if flags.trace is None and missing:
         told = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         parser.error(f"give --schedule, --stages and --micro-batches, or --trace DIR; {told} not given")
+    if flags.schedule is not None:
+        check_schedule(parser, flags.schedule.lower(), flags.chunks or 1)
     if flags.out is not None and flags.out.suffix.lower() != ".png":
         parser.error(f"--out must end in .png, got {flags.out}")
+
+
+def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int) -> None:
+    """End with code 2 unless there is a schedule of that name for so many chunks."""
+    if name not in (*ONE_CHUNK, *MANY_CHUNKS):
+        parser.error(f"--schedule must be one of {', '.join((*ONE_CHUNK, *MANY_CHUNKS))}, got {name}")
+    if name in MANY_CHUNKS and num_chunks == 1:
+        parser.error(f"--schedule {name} needs several chunks on each stage, got 1. Add --chunks 2")
+    if name in ONE_CHUNK and num_chunks > 1:
+        parser.error(f"--schedule {name} takes one chunk on each stage, got --chunks {num_chunks}. Leave --chunks out")
 
 
 def draw_schedule(flags: argparse.Namespace) -> None:
