@@ -11,6 +11,7 @@ from megatron import device
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
 from megatron.config.deepspeed import engine_dict
+from megatron.errors import ConfigError
 from megatron.model.init import Rule, gpt2_rule, initialize, t5_rule
 from megatron.model.sizes import t5_sizes_from
 from megatron.mpu.random import DropoutStreams
@@ -29,6 +30,7 @@ def build_engine(
 ) -> StepEngine:
     """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
     module = model_provider()
+    check_chunks(module, config.parallel.chunks)
     initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
     module.to(world.device)
     optimizer = make_optimizer(config, module, world)
@@ -43,6 +45,20 @@ def build_engine(
     return SingleStageEngine(
         engine, forward_step, grid=world.grid, streams=streams, num_micro_batches=config.batch.gas, nominal=nominal
     )
+
+
+def check_chunks(module: torch.nn.Module, chunks: int) -> None:
+    """Check that the script built its pipeline with as many chunks as the flags ask for.
+
+    Raises:
+        ConfigError: it did not; the same on every rank.
+    """
+    built = getattr(module, "chunks", 1)
+    if chunks > 1 and built != chunks:
+        raise ConfigError(
+            f"--pipeline-chunks must be the chunks that the model was built with, got {chunks} and {built}. Build it "
+            f"with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
+        )
 
 
 def weight_rule(config: Config) -> Rule:

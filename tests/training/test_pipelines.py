@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.checkpoint import open_latest
+from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training import timeline
+from megatron.training.assembly import check_chunks
 from megatron.training.metrics import read_metrics
 from megatron.training.state import CHECKPOINTS
 from tds import tracing
@@ -99,3 +102,9 @@ def test_chunks_go_through_any_layout_and_back_bit_for_bit(
     there = moved(corpus, traced / "run", tmp_path / "there", layout, world_size)
     assert_same_tensors(traced / "run", there)
     assert_same_tensors(there, moved(corpus, there, tmp_path / "back", INTERLEAVED, 2))
+
+
+def test_a_model_without_the_chunks_of_the_flags_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--pipeline-chunks .* got 2 and 1\. Build it with tds.PipelineModule"):
+        check_chunks(torch.nn.Linear(1, 1), 2)
+    check_chunks(torch.nn.Linear(1, 1), 1)
