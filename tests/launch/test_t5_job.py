@@ -1,0 +1,62 @@
+"""``bash run_t5.sh`` as a user types it, with tiny sizes: launcher, training, run folder, evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.metrics import read_metrics
+from tests.training.runs import ROOT, TOKENIZER, write_corpus
+
+TINY = {"NLAYERS": "1", "NHIDDEN": "32", "NHEADS": "4", "ENC_SEQLEN": "32", "BATCHSIZE": "2", "GAS": "2"}
+SPLIT = ("--split", "800,100,100")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    write_corpus(folder)
+    return folder
+
+
+def start(place: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script from another folder, with the Python of the tests."""
+    env = os.environ | TINY | {"PYTHON": sys.executable, "TOKENIZER": str(TOKENIZER), "DATA_PATH": str(place / "texts")}
+    env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
+    command = ["bash", str(ROOT / "run_t5.sh"), *flags]
+    return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_the_t5_job_trains_and_saves(place: Path) -> None:
+    done = start(place, *SPLIT, "--eval-interval", "0", TRAIN_ITERS="2")
+    assert done.returncode == 0, done.stderr
+    for word in ("4 ranks = pipe 2 x data 1 x tensor 2", "encoder 0", "decoder 0", "targets", "test loss", "MFU"):
+        assert word in done.stdout
+    assert "DeepSpeed" not in done.stdout + done.stderr
+    (run,) = (place / "runs").iterdir()
+    assert run.name.startswith("t5-")
+    settings = json.loads((run / "config.json").read_text())
+    assert (settings["t5"]["enc_seq_length"], settings["t5"]["dec_seq_length"]) == (32, 8)
+    assert {path.name for path in run.iterdir()} >= {"command.txt", "versions.json", "metrics.jsonl", "loss.png"}
+    assert (run / "checkpoints/step-00000002/manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_another_layout_evaluates_what_the_t5_job_saved_and_goes_on(place: Path) -> None:
+    """Its smaller sibling is the one above; checkpoints across layouts are tested in tests/training."""
+    first = start(place, *SPLIT, "--eval-interval", "0", TRAIN_ITERS="2", CHECKPOINT_PATH="first")
+    assert first.returncode == 0, first.stderr
+    one = {"GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1", "CHECKPOINT_PATH": "first"}
+    again = start(place, *SPLIT, "--eval-only", "--load", "first", **one)
+    assert again.returncode == 0, again.stderr
+    told = [line for line in (first.stdout + again.stdout).splitlines() if "test loss" in line]
+    assert len(told) == 2
+    assert told[0] == told[1]
+    more = start(place, *SPLIT, "--eval-iters", "0", "--log-interval", "1", "--load", "first", TRAIN_ITERS="3", **one)
+    assert more.returncode == 0, more.stderr
+    assert [row["step"] for row in read_metrics(place / "first/metrics.jsonl") if row["kind"] == "train"][-1] == 3
