@@ -16,6 +16,7 @@ class Case:
     Args:
         bar: speed that ours must reach, as a part of two one-process runs side by side; None: reported without bars.
         balance: how much longer than the shortest the longest stage of our best may take, as measured ahead.
+        loss_tolerance: how far apart the losses of contenders may be in their first steps.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Case:
     tensor: int = 1
     bar: float | None = None
     balance: float | None = None
+    loss_tolerance: float = 1e-5
 
     @property
     def tokens(self) -> int:

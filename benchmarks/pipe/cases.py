@@ -13,6 +13,8 @@ DEEP = replace(MAIN, num_layers=16, vocab_size=4096)
 SMALL = GPTSizes(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
 T5_MAIN = T5Sizes(num_layers=8, hidden_size=256, num_attention_heads=8, vocab_size=11776, enc_seq_length=256)
 """With this vocabulary the decoder's side and the head make up for what the encoder's layers leave over."""
+T5_LOSS_TOLERANCE = 5e-5
+"""Stages add up the gradients of tied tables in another order, which Adam's first steps blow up."""
 T5_SMALL = T5Sizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=256, enc_seq_length=16)
 KINDS = {"gpt2": ("main", "deep", "tensor"), "t5": ("main",)}
 
@@ -22,7 +24,7 @@ def cases_of(model: str, kinds: Sequence[str], micro_batches: Sequence[int], *, 
     batch = 2 if is_smoke else 4
     if model == "t5":
         sizes = T5_SMALL if is_smoke else T5_MAIN
-        t5 = Case(name="t5", sizes=sizes, micro_batch_size=batch, balance=0.03)
+        t5 = Case(name="t5", sizes=sizes, micro_batch_size=batch, balance=0.03, loss_tolerance=T5_LOSS_TOLERANCE)
         return [replace(t5, name=f"t5 m={m}", num_micro_batches=m, bar=_at_8(m, 0.85)) for m in micro_batches]
     main, deep = (SMALL, replace(SMALL, num_layers=4)) if is_smoke else (MAIN, DEEP)
     found = []

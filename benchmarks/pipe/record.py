@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from benchmarks.pipe.case import Case, Contender
 
-LOSS_TOLERANCE = 1e-5
 NUM_EQUAL_LOSSES = 3
 
 
@@ -51,21 +50,21 @@ class Record:
         return statistics.median(self.speeds(case))
 
 
-def check_losses(records: Iterable[Record]) -> float:
+def check_losses(records: Iterable[Record], tolerance: float) -> float:
     """Return the largest difference of losses among the first steps.
 
     Raises:
-        UnequalError: above 1e-5.
+        UnequalError: above ``tolerance``.
     """
     records = list(records)
     worst = 0.0
     for step in range(min(NUM_EQUAL_LOSSES, *(len(record.losses) for record in records))):
         by_name = {record.contender.name: record.losses[step] for record in records}
         difference = max(by_name.values()) - min(by_name.values())
-        if not (all(map(math.isfinite, by_name.values())) and difference <= LOSS_TOLERANCE):
+        if not (all(map(math.isfinite, by_name.values())) and difference <= tolerance):
             raise UnequalError(
                 f"contenders must train the same thing, got losses at step {step} that differ by {difference:.2e}, "
-                f"above {LOSS_TOLERANCE}, or are no numbers: {by_name}"
+                f"above {tolerance}, or are no numbers: {by_name}"
             )
         worst = max(worst, difference)
     return worst

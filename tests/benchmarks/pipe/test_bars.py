@@ -68,13 +68,13 @@ def test_the_balance_is_that_of_our_best_cut_in_one_piece_a_stage() -> None:
 
 def test_unequal_losses_end_a_run() -> None:
     found = records()
-    assert check_losses(found.values()) == 0.0
+    assert check_losses(found.values(), CASE.loss_tolerance) == 0.0
     found["torch 5+3"].losses[2] += 2e-5
     with pytest.raises(UnequalError, match=r"step 2 .* 'torch 5\+3'"):
-        check_losses(found.values())
+        check_losses(found.values(), CASE.loss_tolerance)
     found["torch 5+3"].losses[2] = float("nan")
     with pytest.raises(UnequalError):
-        check_losses(found.values())
+        check_losses(found.values(), CASE.loss_tolerance)
 
 
 def test_table_and_picture_name_every_contender(tmp_path) -> None:
