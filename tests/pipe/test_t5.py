@@ -108,7 +108,7 @@ def test_the_gradient_of_memory_is_the_sum_over_all_decoder_layers(monkeypatch: 
             return output if self.is_last else (output[0], wrong(output[1]), *output[2:])
 
         monkeypatch.setattr(t5.DecoderLayerPipe, "forward", mistaken)
-        for case, ranks in run(every, pipe=3):
+        for case, ranks in run(every[:1], pipe=3):
             with pytest.raises(AssertionError, match="encoder"):
                 check_fp64(case, ranks)
 
