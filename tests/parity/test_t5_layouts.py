@@ -70,7 +70,7 @@ def test_recompute_schedules_and_methods_of_cutting_equal_one_process() -> None:
     cases = [
         Case(has_segments=True, recompute_every=2, **SCHEDULES[2]),
         Case(sizes=GATED, recompute_every=1, schedule="zb-h1"),
-        Case(sizes=LEARNED, chunks=3, schedule="interleaved"),
+        Case(sizes=LEARNED, has_segments=True, lengths=(9, 9), chunks=3, schedule="interleaved"),
         Case(bounds="profile"),
         Case(bounds="parameters"),
         Case(bounds="type:LayerPipe"),
