@@ -32,7 +32,7 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/t5-<time>; run folder
 own=(--enc-seq-length ENC_SEQLEN --dec-seq-length DEC_SEQLEN --seq-length SEQLEN)  # the last, of GPT-2, is refused
 recipe="--num-layers 2 --hidden-size 128 --num-attention-heads 4 --enc-seq-length 128 --batch-size 16 --gas 4
   --train-iters 100 --attention-dropout 0 --hidden-dropout 0
-  --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05
+  --lr 6e-3 --min-lr 6e-4 --lr-decay-style cosine --warmup 0.05
   --log-interval 10 --eval-interval 50 --eval-iters 2"
 # shellcheck source=tools/run.sh
 source "$(dirname "${BASH_SOURCE[0]}")/tools/run.sh" t5 "$@"
