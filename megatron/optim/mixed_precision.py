@@ -32,6 +32,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model, tensor: groups of one replica and of its tensor-parallel ranks.
 
     Attributes:
+        gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
         overflow: the last step was skipped because fp16 gradients overflowed.
         _global_grad_norm: norm of the last step's gradients before clipping, without loss scale.
     """
@@ -52,6 +53,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.clip_grad = clip_grad
         self.scaler = scaler or LossScaler()
         self.model_group, self.tensor_group = model, tensor
+        self.gradient_factor = 1.0
         self.overflow = False
         self._global_grad_norm = 0.0
         self._masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -84,14 +86,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             NumericsError: the norm is not finite, and there is no loss scale to blame or it is at its smallest.
         """
-        norm = self._norm() / self.loss_scale
+        factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
+        norm = self._norm() * factor
         self._global_grad_norm = norm
         self.overflow = not math.isfinite(norm)
         if self.overflow:
             if not self.scaler.is_to_blame:
                 raise NumericsError(self._not_finite(norm))
         else:
-            self._scale_gradients(clip_coefficient(norm, self.clip_grad) / self.loss_scale)
+            self._scale_gradients(clip_coefficient(norm, self.clip_grad) * factor)
             self.inner.step()
             self.copy_masters_to_parameters()
         self.scaler.update(self.overflow)

@@ -93,7 +93,7 @@ class SingleStageEngine:
             share = meter.add(as_weighted(loss), micro_batch)
             self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
         agreement = self._agree(meter)
-        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, agreement.factor)
+        self._reduce(agreement.factor)
         means = agreement.means()
         return self._update(means.loss.item(), {name: mean.item() for name, mean in means.additional.items()})
 
@@ -110,6 +110,13 @@ class SingleStageEngine:
 
     def bubble(self) -> None:
         """Return None: a single stage waits for no other."""
+
+    def _reduce(self, factor: float) -> None:
+        """Sum the gradients over the replicas, times ``factor``, which a single replica leaves to the optimizer."""
+        if self.grid.data.size == 1:
+            self.optimizer.gradient_factor = factor
+        else:
+            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, factor)
 
     def _agree(self, meter: LossMeter) -> Agreement:
         """Return what the losses of all replicas came to. Collective."""

@@ -29,15 +29,15 @@ GRADIENTS = (
     Mutant(
         "gradients are divided by the replicas once more",
         "megatron/training/engines.py",
-        "self.grid.data.handle, agreement.factor)\n",
-        "self.grid.data.handle, agreement.factor / self.grid.data.size)\n",
+        "self.grid.data.handle, factor)\n",
+        "self.grid.data.handle, factor / self.grid.data.size)\n",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(
         "gradients are not summed over the replicas",
         "megatron/training/engines.py",
-        "self.optimizer.gradients()], self.grid.data.handle, agreement.factor)",
-        "self.optimizer.gradients()], None, agreement.factor)",
+        "self.optimizer.gradients()], self.grid.data.handle, factor)",
+        "self.optimizer.gradients()], None, factor)",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(

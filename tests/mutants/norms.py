@@ -36,12 +36,11 @@ NORMS = (
     Mutant(
         "each replica clips before the sum, in one stage",
         "megatron/training/engines.py",
-        "        reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, "
-        "agreement.factor)\n",
-        "        own, scale = [g for _, g in self.optimizer.gradients()], agreement.factor\n"
-        "        norm = scale * self.grid.data.size * sum(float(g.square().sum()) for g in own) ** 0.5\n"
-        "        torch._foreach_mul_(own, min(1.0, self.optimizer.clip_grad / norm))\n"
-        "        reduce_gradients(own, self.grid.data.handle, scale)\n",
+        "            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, factor)\n",
+        "            own = [g for _, g in self.optimizer.gradients()]\n"
+        "            norm = factor * self.grid.data.size * sum(float(g.square().sum()) for g in own) ** 0.5\n"
+        "            torch._foreach_mul_(own, min(1.0, self.optimizer.clip_grad / norm))\n"
+        "            reduce_gradients(own, self.grid.data.handle, factor)\n",
         (f"{LAYOUTS}::test_fp64_equals_one_process[1-1-2]",),
     ),
     Mutant(
@@ -69,14 +68,14 @@ NORMS = (
     Mutant(
         "the norm includes the loss scale",
         "megatron/optim/mixed_precision.py",
-        "        norm = self._norm() / self.loss_scale\n",
+        "        norm = self._norm() * factor\n",
         "        norm = self._norm()\n",
         (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
     ),
     Mutant(
         "the update includes the loss scale",
         "megatron/optim/mixed_precision.py",
-        "clip_coefficient(norm, self.clip_grad) / self.loss_scale)",
+        "clip_coefficient(norm, self.clip_grad) * factor)",
         "clip_coefficient(norm, self.clip_grad))",
         (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
     ),

@@ -118,4 +118,18 @@ T5 = (
         '"spans", self.seed, int(index) % self.samples_per_epoch)',
         ("tests/data/test_t5_samples.py::test_spans_are_new_in_each_epoch_and_with_each_seed",),
     ),
+    Mutant(
+        "what is kept and what is cut follow from the same random numbers",
+        "megatron/data/corruption.py",
+        "words[noise:length])",
+        "words[: length - noise])",
+        ("tests/data/test_corruption.py::test_what_is_kept_and_what_is_cut_out_are_independent",),
+    ),
+    Mutant(
+        "texts that follow each other share a token",
+        "megatron/data/t5_samples.py",
+        "overlap=0",
+        "overlap=1",
+        ("tests/data/test_t5_samples.py::test_samples_give_back_the_windows_of_the_file",),
+    ),
 )
