@@ -9,8 +9,8 @@ from megatron.model.attention import Attention, SelfAttention
 from megatron.model.sizes import Place, T5Sizes
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.shard import Shard, empty_weight
-from megatron.ops.attention import additive, attention
-from megatron.ops.biased_attention import biased_attention, spread
+from megatron.ops.attention import attention
+from megatron.ops.biased_attention import biased_attention, spread, without_future
 from megatron.ops.positions import relative_buckets
 
 
@@ -74,12 +74,13 @@ class T5SelfAttention(SelfAttention):
             context = self.attend(attention, query, key, value, mask=mask, is_causal=is_causal)
         else:
             bias = table.by_distance(x.shape[0])  # [a/t, 2s - 1]
-            context = self.attend(biased_attention, query, key, value, bias, mask=mask, is_causal=is_causal)
+            bias = without_future(bias) if is_causal else bias
+            context = self.attend(biased_attention, query, key, value, bias, mask=mask)
         return self.dense(context)
 
 
 class CrossAttention(Attention):
-    """Multi-head attention to the output of the encoder. It never has a relative bias; ``scale`` as the scores have.
+    """Multi-head attention to the output of the encoder, without a bias in both variants.
 
     Shapes:
         x      [s_d, b, h]
@@ -91,7 +92,7 @@ class CrossAttention(Attention):
     def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
         super().__init__(sizes, place, layer, site="cross attention")
         h, width, bias = sizes.hidden_size, sizes.attention_width, sizes.hidden_bias
-        self.scale = 1.0 if sizes.is_relative else None
+        self.scale = 1.0 if sizes.is_relative else self.head_size**-0.5
         self.query = ColumnParallelLinear(h, width, bias=bias, group=place.group)
         self.key_value = ColumnParallelLinear(h, 2 * width, bias=bias, group=place.group)
         self.dense = RowParallelLinear(width, h, bias=bias, group=place.group)
@@ -99,5 +100,5 @@ class CrossAttention(Attention):
     def forward(self, x: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         (query,) = self.split_heads(self.query(x), 1)  # [b, a/t, s_d, d]
         key, value = self.split_heads(self.key_value(memory), 2)  # 2 x [b, a/t, s_e, d]
-        added = None if mask is None else additive(mask, query.dtype)  # a row of padding may see nothing
-        return self.dense(self.attend(attention, query, key, value, mask=added, is_causal=False, scale=self.scale))
+        query = query if self.scale == 1.0 else query * self.scale
+        return self.dense(self.attend(biased_attention, query, key, value, mask=mask))

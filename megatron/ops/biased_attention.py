@@ -1,55 +1,66 @@
-"""Attention with a bias that depends on the distance between query and key alone.
+"""Attention whose scores are not scaled, with a bias that depends on the distance between query and key alone.
 
-The 2s - 1 numbers of a head are all that autograd sees; where they are spread to [s, s] it is in memory of one block.
+The 2s - 1 numbers of a head are all that autograd sees of the bias; they are spread to [s, s] where they are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from megatron.ops.attention import additive
+
 BLOCK = 2**20
-"""Scores that are in memory at a time on a CPU: few enough to stay in its caches from one step to the next."""
+"""Scores that are worked on at a time on a CPU: few enough to stay in its caches from one step to the next."""
+KEPT = 2**24
+"""Probabilities that a layer may keep for backward on a CPU; above it they are made once more there."""
 
 
 def biased_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    by_distance: torch.Tensor,
+    by_distance: torch.Tensor | None = None,
     *,
     mask: torch.Tensor | None = None,
-    is_causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return ``softmax(q k^T + bias) v``, not scaled.
+    """Return ``softmax(q k^T + bias) v``. A query that may look nowhere looks everywhere alike: no NaN.
 
     Shapes:
-        query, key, value [b, a/t, s, d]
-        by_distance [a/t, 2s - 1], for key minus query position from -(s - 1) to s - 1
-        mask   bool [b or 1, 1, s, s], True where a query may look; each must be allowed to see itself
+        query  [b, a/t, s, d]
+        key, value [b, a/t, s_k, d]
+        by_distance [a/t, 2s - 1], for key minus query position from -(s - 1) to s - 1, where s_k is s; None: no bias
+        mask   bool [b or 1, 1, s, s_k], True where a query may look
         output [b, a/t, s, d]
 
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
     """
-    lowest = torch.finfo(by_distance.dtype).min
-    if is_causal:
-        future = torch.arange(by_distance.shape[1], device=by_distance.device) >= query.shape[2]
-        by_distance = by_distance.masked_fill(future, lowest)
-    if on_cpu(query) and not dropout:
+    if is_blocked(query) and not dropout:
         return _BlockedAttention.apply(query, key, value, by_distance, None if mask is None else ~mask)
-    bias = spread(by_distance).unsqueeze(0)  # [1, a/t, s, s]
-    if mask is not None:
-        bias = bias.masked_fill(~mask, lowest)  # [b, a/t, s, s]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, scale=1.0)
+    added = None if mask is None else additive(mask, query.dtype)
+    if by_distance is not None:
+        bias = spread(by_distance).unsqueeze(0)  # [1, a/t, s, s]
+        added = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)  # [b, a/t, s, s]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=dropout, scale=1.0)
 
 
-def on_cpu(x: torch.Tensor) -> bool:
-    """Return whether ``x`` is where torch's own attention is slow as soon as a bias needs a gradient."""
-    return x.device.type == "cpu"
+def is_blocked(x: torch.Tensor) -> bool:
+    """Return whether ``x`` goes block by block: on CPUs, where torch is slow as soon as a bias needs a gradient."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+
+
+def without_future(by_distance: torch.Tensor) -> torch.Tensor:
+    """Return the bias with the lowest number for keys to the right of the query: the causal rule, for nothing.
+
+    Shapes:
+        by_distance, output [a, 2s - 1]
+    """
+    size = by_distance.shape[1]
+    future = torch.arange(size, device=by_distance.device) > size // 2
+    return by_distance.masked_fill(future, torch.finfo(by_distance.dtype).min)
 
 
 def spread(by_distance: torch.Tensor) -> torch.Tensor:
@@ -69,9 +80,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        sums = _DiagonalSums(grads[0])
-        sums.add(grads[0], slice(None))
-        return sums.total().to(grads[0].dtype)
+        return _diagonal_sums(grads[0])
 
 
 def _spread(by_distance: torch.Tensor) -> torch.Tensor:
@@ -80,78 +89,121 @@ def _spread(by_distance: torch.Tensor) -> torch.Tensor:
     return windows.flip(1)
 
 
-class _DiagonalSums:
-    """Sums along the diagonals of matrices: the transpose of ``spread``.
+def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
+    """Return the sums along the diagonals of [a, s, s] as [a, 2s - 1]: the transpose of ``_spread``.
 
-    Row i is put down i places to the left, in a buffer of rows of 2s, so that its columns are the distances.
+    Row i of a matrix is put down i places to the left, in rows of 2s, so that columns are distances.
     """
+    size = matrices.shape[-1]
+    rows = matrices.new_zeros(size, 2 * size)
+    square = rows.as_strided((size, size), (2 * size - 1, 1), size - 1)
+    sums = matrices.new_empty(matrices.shape[0], 2 * size)
+    for matrix, own in zip(matrices, sums, strict=True):
+        square.copy_(matrix)
+        torch.sum(rows, dim=0, out=own)
+    return sums[:, :-1]
 
-    def __init__(self, like: torch.Tensor) -> None:
-        heads, size = like.shape[-3], like.shape[-1]
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self.rows = torch.zeros((heads, size, 2 * size), dtype=dtype, device=like.device)
-        self.square = self.rows.as_strided((heads, size, size), (2 * size * size, 2 * size - 1, 1), size - 1)
 
-    def add(self, matrices: torch.Tensor, heads: slice) -> None:
-        self.square[heads].add_(matrices)
+class _Block(NamedTuple):
+    """Whole samples where one fits, else some heads of one: in both cases neighbours among all heads of all samples."""
 
-    def total(self) -> torch.Tensor:
-        return self.rows.sum(dim=1)[:, :-1]  # [a, 2s - 1]
+    part: slice  # of [b a, ...]
+    samples: slice
+    heads: slice
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Probabilities are made block by block, and once more in backward: no [b, a, s, s] is ever in memory."""
+    """Scores become probabilities in place, block by block; beyond ``KEPT`` no [b, a, s, s_k] is ever in memory.
+
+    torch's own attention, in the same case, makes several tensors of that size and goes over each from end to end.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, by_distance: Any, hidden: Any) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, by_distance, hidden)
         context = torch.empty_like(query, memory_format=torch.contiguous_format)
-        bias = _spread(by_distance)  # [a, s, s]
-        for samples, heads in _blocks(*query.shape[:3]):
-            q, k, v = (_flat(x[samples, heads]) for x in (query, key, value))
-            torch.bmm(_probabilities(q, k, bias[heads], hidden, samples), v, out=_flat(context[samples, heads]))
+        bias = None if by_distance is None else _spread(by_distance)  # [a, s, s]
+        blocks, size = _blocks(query, key)
+        is_kept = any(ctx.needs_input_grad) and query[..., 0].numel() * key.shape[2] <= KEPT
+        kept = query.new_empty(query.shape[0] * query.shape[1] if is_kept else size, query.shape[2], key.shape[2])
+        for block in blocks:
+            q, k, v, own = (_flat(x)[block.part] for x in (query, key, value, context))
+            probabilities = kept[block.part] if is_kept else kept[: q.shape[0]]  # [n, s, s_k]
+            _set_probabilities(probabilities, q, k, bias, hidden, block)
+            torch.bmm(probabilities, v, out=own)
+        ctx.save_for_backward(query, key, value, by_distance, hidden, kept if is_kept else None)
         return context
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        query, key, value, by_distance, hidden = ctx.saved_tensors
+        query, key, value, by_distance, hidden, kept = ctx.saved_tensors
         found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        bias = _spread(by_distance)
-        sums = _DiagonalSums(bias)
-        for samples, heads in _blocks(*query.shape[:3]):
-            q, k, v, grad = (_flat(x[samples, heads]) for x in (query, key, value, grads[0]))
-            to_q, to_k, to_v = (_flat(x[samples, heads]) for x in found)
-            probabilities = _probabilities(q, k, bias[heads], hidden, samples)  # [n, s, s]
+        bias = None if by_distance is None else _spread(by_distance)
+        to_bias = None if bias is None else torch.zeros_like(bias)
+        blocks, size = _blocks(query, key)
+        again = query.new_empty(0 if kept is not None else size, query.shape[2], key.shape[2])
+        scratch = query.new_empty(size, query.shape[2], key.shape[2])
+        for block in blocks:
+            q, k, v, grad, to_q, to_k, to_v = (_flat(x)[block.part] for x in (query, key, value, grads[0], *found))
+            probabilities = again[: q.shape[0]] if kept is None else kept[block.part]
+            if kept is None:
+                _set_probabilities(probabilities, q, k, bias, hidden, block)
             torch.bmm(probabilities.transpose(1, 2), grad, out=to_v)
-            scores = torch.bmm(grad, v.transpose(1, 2))  # the gradient, of the probabilities and then of the scores
+            scores = scratch[: q.shape[0]]  # their gradient; first that of the probabilities
+            torch.bmm(grad, v.transpose(1, 2), out=scores)
             torch.ops.aten._softmax_backward_data.out(scores, probabilities, -1, scores.dtype, grad_input=scores)
             torch.bmm(scores, k, out=to_q)
             torch.bmm(scores.transpose(1, 2), q, out=to_k)
-            for sample in scores.unflatten(0, (-1, bias[heads].shape[0])):
-                sums.add(sample, heads)
-        return (*found, sums.total().to(by_distance.dtype), None)
+            if to_bias is not None:
+                for sample in scores.split(to_bias[block.heads].shape[0]):
+                    to_bias[block.heads].add_(sample)
+        return (*found, None if to_bias is None else _diagonal_sums(to_bias), None)
 
 
-def _blocks(num_samples: int, num_heads: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (samples, heads) of each block: whole samples where one fits, else some heads of one."""
-    heads = min(num_heads, max(1, BLOCK // size**2))
-    samples = max(1, BLOCK // (num_heads * size**2))
-    for i in range(0, num_samples, samples):
-        for j in range(0, num_heads, heads):
-            yield slice(i, i + samples), slice(j, j + heads)
+def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[list[_Block], int]:
+    """Return the blocks and the number of heads in the largest."""
+    num_samples, num_heads = query.shape[:2]
+    size = max(1, BLOCK // (query.shape[2] * key.shape[2]))
+    if size < num_heads:
+        parts = [(i, j) for i in range(num_samples) for j in range(0, num_heads, size)]
+        ends = [(i + 1, min(j + size, num_heads)) for i, j in parts]
+    else:
+        size -= size % num_heads
+        parts = [(i, 0) for i in range(0, num_samples, size // num_heads)]
+        ends = [(min(i + size // num_heads, num_samples), num_heads) for i, _ in parts]
+    blocks = [
+        _Block(slice(i * num_heads + j, (i_end - 1) * num_heads + j_end), slice(i, i_end), slice(j, j_end))
+        for (i, j), (i_end, j_end) in zip(parts, ends, strict=True)
+    ]
+    return blocks, min(size, num_samples * num_heads)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1)
 
 
-def _probabilities(
-    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor, hidden: torch.Tensor | None, samples: slice
-) -> torch.Tensor:
-    """Return [n, s, s] of a block of n heads, those of ``bias`` for each sample in turn."""
-    heads, size = bias.shape[0], bias.shape[-1]
-    scores = bias.repeat(query.shape[0] // heads, 1, 1).baddbmm_(query, key.transpose(1, 2))  # [n, s, s]
+def _set_probabilities(
+    scores: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    bias: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    block: _Block,
+) -> None:
+    """Put the softmax of the scores of a block into ``scores``; the lowest number stands for one that is ``hidden``.
+
+    Shapes:
+        scores [n, s, s_k]
+        query, key [n, s or s_k, d]
+        bias   [a, s, s]
+        hidden [b or 1, 1, s, s_k]
+    """
+    each = (-1, block.heads.stop - block.heads.start)
+    if bias is None:
+        torch.bmm(query, key.transpose(1, 2), out=scores)
+    else:
+        scores.unflatten(0, each).copy_(bias[block.heads])
+        scores.baddbmm_(query, key.transpose(1, 2))
     if hidden is not None:
-        own = hidden if hidden.shape[0] == 1 else hidden[samples]
-        scores.view(-1, heads, size, size).masked_fill_(own, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores, dim=-1, out=scores)
+        own = hidden if hidden.shape[0] == 1 else hidden[block.samples]
+        scores.unflatten(0, each).masked_fill_(own, torch.finfo(scores.dtype).min)
+    torch.softmax(scores, dim=-1, out=scores)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.ops import biased_attention as module
-from megatron.ops.attention import segment_mask
-from megatron.ops.biased_attention import biased_attention, spread
+from megatron.ops.attention import additive, segment_mask
+from megatron.ops.biased_attention import biased_attention, spread, without_future
 from tests.mpu.whole import random
 
 B, A, S, D = 3, 4, 7, 5
@@ -19,14 +19,13 @@ MASKS = {
 }
 
 
-def inputs():
-    """Return query, key and value as views of one product, as the layer has them, and the bias."""
-    packed = random(1, S, B, A, 3, D)
-    query, key, value = (x.permute(1, 2, 0, 3) for x in packed.unbind(3))
-    return [
-        x.clone(memory_format=torch.preserve_format).requires_grad_()
-        for x in (query, key, value, random(2, A, 2 * S - 1))
-    ]
+def inputs(dtype=torch.float64):
+    """Return query, key and value in one tensor, as the layer makes them, and the bias."""
+    return [random(1, S, B, A, 3, D).to(dtype).requires_grad_(), random(2, A, 2 * S - 1).to(dtype).requires_grad_()]
+
+
+def heads(packed):
+    return [x.permute(1, 2, 0, 3) for x in packed.unbind(3)]
 
 
 def formula(query, key, value, by_distance, mask, is_causal):
@@ -40,43 +39,86 @@ def formula(query, key, value, by_distance, mask, is_causal):
     return scores.softmax(dim=-1) @ value
 
 
-def with_gradients(function, *args, **how):
-    leaves = inputs()
-    y = function(*leaves, *args, **how)
-    y.backward(random(3, B, A, S, D))
-    return [y.detach(), *(leaf.grad for leaf in leaves)]
+def with_gradients(function, dtype=torch.float64):
+    """Return the output of ``function(query, key, value, by_distance)`` and the gradients."""
+    packed, by_distance = inputs(dtype)
+    y = function(*heads(packed), by_distance)
+    y.backward(random(3, B, A, S, D).to(dtype))
+    return [y.detach(), packed.grad, by_distance.grad]
+
+
+def ours(mask, is_causal):
+    """Return our function with everything but the tensors."""
+    return lambda q, k, v, bias: biased_attention(q, k, v, without_future(bias) if is_causal else bias, mask=mask)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block", [1, 3 * S * S, 9 * S * S, 2**20], ids=["a head", "3 heads", "2 samples", "all"])
+@pytest.mark.parametrize("kept", [0, 2**24], ids=["made twice", "kept"])
 @pytest.mark.parametrize("name", MASKS)
-def test_it_equals_the_formula_and_so_do_all_gradients(name, block, is_causal, monkeypatch):
+def test_it_equals_the_formula_and_so_do_all_gradients(name, kept, block, is_causal, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(module, "KEPT", kept)
     mask = MASKS[name]
     if name == "one mask for all":
         mask = mask | torch.eye(S, dtype=torch.bool)
-    expected = with_gradients(formula, mask, is_causal)
-    found = with_gradients(biased_attention, mask=mask, is_causal=is_causal)
+    expected = with_gradients(lambda *tensors: formula(*tensors, mask, is_causal))
+    found = with_gradients(ours(mask, is_causal))
     for own, wanted in zip(found, expected, strict=True):
         assert (own - wanted).abs().max() <= 1e-13 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("name", ["no mask", "segments"])
 def test_the_way_of_other_devices_is_the_same_function(name, monkeypatch):
-    here = with_gradients(biased_attention, mask=MASKS[name], is_causal=True)
-    monkeypatch.setattr(module, "on_cpu", lambda *_: False)
-    there = with_gradients(biased_attention, mask=MASKS[name], is_causal=True)
+    here = with_gradients(ours(MASKS[name], True))
+    monkeypatch.setattr(module, "is_blocked", lambda *_: False)
+    there = with_gradients(ours(MASKS[name], True))
     for own, wanted in zip(there, here, strict=True):
         assert (own - wanted).abs().max() <= 1e-13 * wanted.abs().max()
 
 
 def test_dropout_drops_probabilities():
-    leaves = inputs()
+    packed, by_distance = inputs()
     torch.manual_seed(0)
-    dropped = biased_attention(*leaves, dropout=0.5)
-    assert (dropped - biased_attention(*leaves)).abs().max() > 0.1
+    dropped = biased_attention(*heads(packed), by_distance, dropout=0.5)
+    assert (dropped - biased_attention(*heads(packed), by_distance)).abs().max() > 0.1
     torch.manual_seed(0)
-    assert torch.equal(biased_attention(*leaves, dropout=0.5), dropped)
+    assert torch.equal(biased_attention(*heads(packed), by_distance, dropout=0.5), dropped)
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_sequences_of_two_lengths_without_a_bias(blocked, monkeypatch):
+    monkeypatch.setattr(module, "is_blocked", lambda *_: blocked)
+    mask = torch.rand(B, 1, 3, S, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[0, 0, 1] = False
+    results = []
+    for function in (
+        lambda q, k, v: biased_attention(q, k, v, mask=mask),
+        lambda q, k, v: (q @ k.transpose(2, 3) + additive(mask, q.dtype)).softmax(-1) @ v,
+    ):
+        leaves = [random(i, B, A, size, D).requires_grad_() for i, size in enumerate((3, S, S))]
+        y = function(*leaves)
+        grad = random(4, B, A, 3, D)
+        grad[0, :, 1] = 0.0
+        y.backward(grad)
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        assert (y[0, :, 1] - leaves[2][0].mean(dim=1)).abs().max() <= 1e-14, "what may look nowhere looks everywhere"
+    for own, wanted in zip(*results, strict=True):
+        assert (own - wanted).abs().max() <= 1e-13 * wanted.abs().max()
+
+
+def test_probabilities_are_kept_for_backward_up_to_a_limit_only(monkeypatch):
+    def kept():
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            packed, by_distance = inputs()
+            biased_attention(*heads(packed), by_distance)
+        return sum(sizes)
+
+    less = 3 * B * A * S * D + A * (2 * S - 1)
+    assert kept() == less + B * A * S * S
+    monkeypatch.setattr(module, "KEPT", B * A * S * S - 1)
+    assert kept() == less
 
 
 def test_spread_puts_each_distance_on_its_diagonal_and_its_gradient_sums_them():
@@ -92,10 +134,8 @@ def test_spread_puts_each_distance_on_its_diagonal_and_its_gradient_sums_them():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_a_bias_in_16_bits_are_summed_in_32(dtype):
-    expected = with_gradients(formula, None, False)
-    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs()]
-    biased_attention(*leaves).backward(random(3, B, A, S, D).to(dtype))
-    assert all(leaf.grad.dtype == dtype for leaf in leaves)
-    for leaf, wanted in zip(leaves, expected[1:], strict=True):
-        assert (leaf.grad - wanted).norm() <= 4 * torch.finfo(dtype).eps * wanted.norm() * S
+def test_fewer_bits_give_the_same_but_for_rounding(dtype):
+    expected = with_gradients(lambda *tensors: formula(*tensors, None, False))
+    for own, wanted in zip(with_gradients(ours(None, False), dtype), expected, strict=True):
+        assert own.dtype == dtype
+        assert (own - wanted).norm() <= 4 * torch.finfo(dtype).eps * wanted.norm()
