@@ -22,8 +22,8 @@ T5 = (
     Mutant(
         "scores beside a relative bias are scaled in attention to the encoder",
         "megatron/model/t5_attention.py",
-        "self.scale = 1.0 if sizes.is_relative else None",
-        "self.scale = None",
+        "self.scale = 1.0 if sizes.is_relative else self.head_size**-0.5",
+        "self.scale = self.head_size**-0.5",
         (PLAIN,),
     ),
     Mutant(
@@ -48,10 +48,10 @@ T5 = (
         (RANKS,),
     ),
     Mutant(
-        "the gradient of the bias misses one diagonal",
+        "the gradient of the bias misses one query",
         "megatron/ops/biased_attention.py",
-        "return self.rows.sum(dim=1)[:, :-1]",
-        "return self.rows[:, 1:].sum(dim=1)[:, :-1]",
+        "        square.copy_(matrix)\n",
+        "        square[1:].copy_(matrix[1:])\n",
         ("tests/ops/test_biased_attention.py::test_it_equals_the_formula_and_so_do_all_gradients",),
     ),
     Mutant(
