@@ -125,11 +125,4 @@ T5 = (
         "words[: length - noise])",
         ("tests/data/test_corruption.py::test_what_is_kept_and_what_is_cut_out_are_independent",),
     ),
-    Mutant(
-        "texts that follow each other share a token",
-        "megatron/data/t5_samples.py",
-        "overlap=0",
-        "overlap=1",
-        ("tests/data/test_t5_samples.py::test_samples_give_back_the_windows_of_the_file",),
-    ),
 )
