@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.embedding import PositionEmbedding
@@ -47,6 +48,7 @@ class T5Embedding(nn.Module):
             side=side or self.side,
             training=self.training,
             segments=segments,
+            is_head_tied=not self.sizes.untie_embeddings,
         )
 
 
@@ -60,14 +62,22 @@ def embed(
     side: str,
     training: bool,
     segments: torch.Tensor | None = None,
+    is_head_tied: bool = False,
 ) -> torch.Tensor:
     """Return the hidden states that enter ``side``; learned positions start anew in each segment.
 
     Shapes:
         tokens, segments [b, s]
         output [s, b, h]
+
+    Args:
+        is_head_tied: a head on this very rank gives the table a gradient in the same backward. The rows of ``tokens``
+            are then added to it, on a CPU, where a table of zeros around them would be most of the time.
     """
-    x = word(tokens.t())  # [s, b, h]
+    if is_head_tied and word.group.size == 1 and tokens.device.type == "cpu":
+        x = F.embedding(tokens.t(), word.weight, sparse=True)
+    else:
+        x = word(tokens.t())  # [s, b, h]
     if position is not None:
         if segments is None:
             x = x + position(torch.arange(tokens.shape[1], device=tokens.device)).unsqueeze(1)

@@ -137,8 +137,8 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         query, key, value, by_distance, hidden, kept = ctx.saved_tensors
         found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        bias = None if by_distance is None else _spread(by_distance)
-        to_bias = None if bias is None else torch.zeros_like(bias)
+        bias = None if by_distance is None or kept is not None else _spread(by_distance)
+        to_bias = None if by_distance is None else query.new_empty(query.shape[1], query.shape[2], key.shape[2])
         blocks, size = _blocks(query, key)
         again = query.new_empty(0 if kept is not None else size, query.shape[2], key.shape[2])
         scratch = query.new_empty(size, query.shape[2], key.shape[2])
@@ -154,9 +154,17 @@ class _BlockedAttention(torch.autograd.Function):
             torch.bmm(scores, k, out=to_q)
             torch.bmm(scores.transpose(1, 2), q, out=to_k)
             if to_bias is not None:
-                for sample in scores.split(to_bias[block.heads].shape[0]):
-                    to_bias[block.heads].add_(sample)
+                _add_samples(to_bias[block.heads], scores, is_first=block.samples.start == 0)
         return (*found, None if to_bias is None else _diagonal_sums(to_bias), None)
+
+
+def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -> None:
+    """Add [heads, s, s] of each sample of a block to ``total``, which is empty before the first."""
+    samples = scores.split(total.shape[0])
+    if is_first:
+        total.copy_(samples[0])
+    for sample in samples[1:] if is_first else samples:
+        total.add_(sample)
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[list[_Block], int]:

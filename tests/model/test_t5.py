@@ -157,6 +157,19 @@ def test_the_decoder_sees_no_later_token_and_the_encoder_sees_all():
     assert (model(last, batch.dec_tokens) != logits).any(dim=-1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_gradient_of_a_tied_table_is_whole_whichever_of_its_uses_comes_back_first(dtype):
+    model = filled(T5Model(t5_sizes()).to(dtype))
+    batch = t5_batch()
+    for _ in range(2):  # micro-batches
+        model(**vars(batch))[0].backward()
+    table = model.embedding.word.weight.grad
+    assert table.layout == torch.strided and table.is_contiguous()
+    (found,) = torch.autograd.grad(model(**vars(batch))[0], [model.embedding.word.weight])
+    assert found.layout == torch.strided
+    assert (table - 2 * found).norm() <= 4 * torch.finfo(dtype).eps * table.norm()
+
+
 def test_logical_names_are_those_of_checkpoints():
     sizes = t5_sizes(enc_layers=1, dec_layers=1, untie_embeddings=True, activation="gated-gelu")
     own = ["input_norm", "attention.query_key_value", "attention.dense", "post_attention_norm", "mlp.up", "mlp.down"]
