@@ -38,10 +38,9 @@ def t5_tokens() -> data.T5Tokens:
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """Return inputs, decoder inputs, labels, loss mask and documents of a micro-batch on all ranks of the group."""
-    has_segments = has_documents()
     fields = mpu.broadcast_data(["inputs", "targets"], batch, "int64")  # [b, s_e], [b, s_d]
-    fields |= mpu.broadcast_data(["enc_segments", "dec_segments"], batch, "int32")
-    return data.t5_fields(**fields, tokens=t5_tokens(), has_segments=has_segments)
+    fields |= mpu.broadcast_data(["enc_segments", "dec_segments"], batch, "int32")  # padding is in them
+    return data.t5_fields(**fields, tokens=t5_tokens(), has_segments=has_documents())
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
