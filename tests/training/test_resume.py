@@ -99,12 +99,23 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_same(
     assert len(set(states)) == len(states) == world_size
 
 
-def test_checkpoint_of_one_layout_goes_on_in_another(corpus: Path, tmp_path: Path) -> None:
-    folder, exact = tmp_path / "run", "--fp64 --hidden-dropout 0 --attention-dropout 0"
+@pytest.mark.parametrize(
+    ("script", "variant"),
+    [
+        (pretrain_gpt2, ""),
+        (pretrain_t5, "--activation gated-gelu --untie-embeddings-and-output-weights --reset-attention-mask"),
+    ],
+)
+def test_checkpoint_of_one_layout_goes_on_in_another(
+    script: ModuleType, variant: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Row E15."""
+    folder, exact = tmp_path / "run", f"--fp64 --hidden-dropout 0 --attention-dropout 0 {variant}"
     pipeline = "--model-parallel-size 2 --pipe-parallel-size 2 --exit-interval 10"
-    assert train_ranks(4, flags(corpus, folder, f"{exact} {pipeline}"))[0] == [75] * 4
-    train_ranks(1, flags(corpus, tmp_path / "other", f"{exact} --load {folder}"))
-    train_ranks(1, flags(corpus, tmp_path / "whole", exact))
+    assert train_ranks(4, flags(corpus, folder, f"{exact} {pipeline}", script), script=script)[0] == [75] * 4
+    train_ranks(1, flags(corpus, tmp_path / "other", f"{exact} --load {folder}", script), script=script)
+    train_ranks(1, flags(corpus, tmp_path / "whole", exact, script), script=script)
     resumed, whole = read_metrics(tmp_path / "other" / "metrics.jsonl"), read_metrics(tmp_path / "whole/metrics.jsonl")
     wanted = [r["loss"] for r in whole if r["kind"] == "train" and r["step"] > 10]
+    assert len(wanted) == 10
     assert [r["loss"] for r in resumed if r["kind"] == "train"] == pytest.approx(wanted, abs=1e-12, rel=0)
