@@ -12,6 +12,7 @@ from megatron.model.stack import run_layers
 from megatron.model.t5_attention import RelativeBias
 from megatron.model.t5_embedding import T5Embedding, embed, make_final_norm, make_norm, tied_logits
 from megatron.model.t5_layer import T5DecoderLayer, T5EncoderLayer
+from megatron.ops.shared_table import shared_table
 
 __all__ = [
     "RelativeBias",
@@ -69,17 +70,21 @@ class T5Model(nn.Module):
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        memory = self.encoder(self.embedding(enc_tokens, enc_segments, side="encoder"), enc_segments)  # [s_e, b, h]
-        y = self.embedding(dec_tokens, dec_segments, side="decoder")
-        logits = self._logits(self.decoder(y, memory, enc_segments, dec_segments))  # [s_d, b, v/t]
+        rows, table = self._word_table()
+        x = self.embedding(enc_tokens, enc_segments, side="encoder", table=rows)
+        memory = self.encoder(x, enc_segments)  # [s_e, b, h]
+        y = self.embedding(dec_tokens, dec_segments, side="decoder", table=rows)
+        y = self.decoder(y, memory, enc_segments, dec_segments)
+        logits = tied_logits(y, table, self.sizes, self.place) if self.head is None else self.head(y)  # [s_d, b, v/t]
         if labels is None or loss_mask is None:
             return logits
         return t5_loss(logits, labels, loss_mask, self.sizes, self.place)
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        if self.head is not None:
-            return self.head(x)
-        return tied_logits(x, self.embedding.word.weight, self.sizes, self.place)
+    def _word_table(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the word table for both embeddings, where it is whole and on a CPU, and for the head."""
+        weight = self.embedding.word.weight
+        is_whole = self.place.group.size == 1 and weight.device.type == "cpu"
+        return shared_table(weight) if is_whole and weight.dtype != torch.float16 else (None, weight)
 
 
 class T5Side(nn.Module):

@@ -37,7 +37,11 @@ class T5Embedding(nn.Module):
         )
 
     def forward(
-        self, tokens: torch.Tensor, segments: torch.Tensor | None = None, side: str | None = None
+        self,
+        tokens: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        side: str | None = None,
+        table: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return embed(
             tokens,
@@ -48,7 +52,7 @@ class T5Embedding(nn.Module):
             side=side or self.side,
             training=self.training,
             segments=segments,
-            is_head_tied=not self.sizes.untie_embeddings,
+            table=table,
         )
 
 
@@ -62,7 +66,7 @@ def embed(
     side: str,
     training: bool,
     segments: torch.Tensor | None = None,
-    is_head_tied: bool = False,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the hidden states that enter ``side``; learned positions start anew in each segment.
 
@@ -71,13 +75,9 @@ def embed(
         output [s, b, h]
 
     Args:
-        is_head_tied: a head on this very rank gives the table a gradient in the same backward. The rows of ``tokens``
-            are then added to it, on a CPU, where a table of zeros around them would be most of the time.
+        table: all of the word table, from ``shared_table``, to look up rows in instead of asking ``word``.
     """
-    if is_head_tied and word.group.size == 1 and tokens.device.type == "cpu":
-        x = F.embedding(tokens.t(), word.weight, sparse=True)
-    else:
-        x = word(tokens.t())  # [s, b, h]
+    x = word(tokens.t()) if table is None else F.embedding(tokens.t(), table, sparse=True)  # [s, b, h]
     if position is not None:
         if segments is None:
             x = x + position(torch.arange(tokens.shape[1], device=tokens.device)).unsqueeze(1)
