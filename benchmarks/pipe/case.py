@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from benchmarks.sizes import GPTSizes, Sizes
 
 Bounds = tuple[int, ...]
+MOST_KEPT = 128
+"""Micro-batches times layers whose activations one contender may keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,11 @@ class Case:
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.sizes.tokens_per_sample * self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def has_gpipe(self) -> bool:
+        """Whether GPipe takes part: where it keeps gigabytes, 24 GiB are not enough for all contenders together."""
+        return self.num_micro_batches * self.sizes.num_layers <= MOST_KEPT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,9 @@ def _pipelines(case: Case, layers: str, costs: Sequence[float], num_cuts: int) -
     for bounds in shared:
         yield Contender(name=f"torch {told(bounds, specs)}", kind="torch", layers=layers, partition=bounds)
     ring = best_cuts(all_cuts(len(specs), p * CHUNKS), costs, p, m, 1)
-    yield from _all_of_ours(layers, specs, {"1f1b": shared, "zb-h1": best, "interleaved": ring}, best[0])
+    gpipe = best[:1] if case.has_gpipe else []
+    own = {"1f1b": shared, "zb-h1": best, "gpipe": gpipe, "interleaved": ring}
+    yield from _all_of_ours(layers, specs, own, best[0])
     if case.tensor == 1:
         yield _ours(layers, "profile", "profile", "auto")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 from deepspeed.runtime.utils import partition_balanced
 
-from benchmarks.pipe.case import Case
+from benchmarks.pipe.case import MOST_KEPT, Case
 from benchmarks.pipe.cuts import all_cuts, best_cuts, cuts_of_deepspeed, predicted_s, stage_seconds, told
 from benchmarks.pipe.line_up import line_up
 from benchmarks.pipe.model import plain_specs
@@ -90,3 +91,8 @@ def test_dualpipev_takes_part_only_with_enough_micro_batches() -> None:
     few = Case(name="few", sizes=SIZES, num_micro_batches=3)
     assert not any(c.kind == "dualpipev" for c in line_up(few, COSTS, 2))
     assert any(c.kind == "dualpipev" for c in line_up(CASE, COSTS, 2))
+
+
+def test_gpipe_stays_out_of_a_case_whose_activations_would_not_fit() -> None:
+    deep = replace(CASE, num_micro_batches=MOST_KEPT // CASE.sizes.num_layers + 1)
+    assert "gpipe" not in {c.schedule for c in line_up(deep, COSTS, 1)}
