@@ -37,11 +37,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, factor = ctx.saved_tensors
-        wide_weight = weight.to(factor.dtype)
-        normed = x.to(factor.dtype).mul(factor)  # [..., h]
-        grad = grads[0].to(factor.dtype)
-        products = grad * normed
-        to_weight = products.flatten(0, -2).sum(dim=0)
-        along = (products @ wide_weight).unsqueeze(-1).div_(x.shape[-1])  # [..., 1], how much only scales x
-        to_x = (grad * wide_weight).sub_(normed.mul_(along)).mul_(factor)
+        wide, wide_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
+        products = (grad * wide).flatten(0, -2)  # [rows, h]
+        to_weight = products.t() @ factor.flatten()
+        along = (products @ wide_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])  # what only scales x
+        to_x = (grad * wide_weight).mul_(factor).addcmul_(wide, along)
         return to_x.to(x.dtype), to_weight.to(weight.dtype), None
