@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 from operator import add
+from typing import NamedTuple
 
 ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
 MANY_CHUNKS = ("interleaved",)
@@ -81,6 +82,28 @@ def in_flight(num_stages: int, num_micro_batches: int, schedule: str, num_chunks
         "interleaved": min(2 * (p - stage - 1) + (num_chunks - 1) * p + 1, num_chunks * m),
     }
     return max(held[name] for name in candidates(schedule, num_chunks))
+
+
+class T5Units(NamedTuple):
+    """The number of each unit of a T5 in the list that is cut into stages: a side's embedding, layers and norm; head.
+
+    What lies between ``enc_norm`` and ``dec_embedding`` is the seam.
+    """
+
+    enc_embedding: int
+    enc_layers: range
+    enc_norm: int
+    dec_embedding: int
+    dec_layers: range
+    dec_norm: int
+    head: int
+
+
+def t5_units(enc_layers: int, dec_layers: int) -> T5Units:
+    """Return where the units of a T5 with so many layers on each side are."""
+    encoder, seam = range(1, 1 + enc_layers), enc_layers + 2
+    decoder = range(seam + 1, seam + 1 + dec_layers)
+    return T5Units(0, encoder, encoder.stop, seam, decoder, decoder.stop, decoder.stop + 1)
 
 
 def pieces_on(bounds: Sequence[int], num_stages: int, stage: int) -> list[tuple[int, int]]:

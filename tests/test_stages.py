@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron import stages
+from megatron.stages import t5_units
 from tds.schedule import Costs, schedule_named, simulate, validate
 
 NAMES = [(name, 1) for name in stages.ONE_CHUNK] + [("interleaved", 2), ("interleaved", 3)]
@@ -108,3 +109,12 @@ def test_the_bubble_is_the_share_of_idle_slots():
     assert stages.bubble(4, 12, "interleaved", 2) == pytest.approx(3 / 27)
     assert stages.bubble(4, 12, "zb-h1") == pytest.approx(3 / 39)
     assert stages.bubble(2, 8, piece_costs=[1.0, 3.0]) == pytest.approx(1 - 8 * 4 / (2 * 25))
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(1, 1), (2, 3), (4, 1)])
+def test_units_of_t5_lie_one_behind_the_other(encoder: int, decoder: int) -> None:
+    units = t5_units(encoder, decoder)
+    places = [units.enc_embedding, *units.enc_layers, units.enc_norm]
+    places += [units.dec_embedding, *units.dec_layers, units.dec_norm, units.head]
+    assert places == list(range(encoder + decoder + 5))
+    assert (len(units.enc_layers), len(units.dec_layers)) == (encoder, decoder)

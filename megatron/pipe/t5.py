@@ -40,6 +40,7 @@ from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.random import checkpoint
 from megatron.mpu.topology import Topology
 from megatron.pipe.topology import pipe_topology
+from megatron.stages import t5_units
 from tds.boundary import Boundary
 from tds.loss import Weighted
 from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec
@@ -156,10 +157,10 @@ def layer_specs(sizes: T5Sizes, place: Place) -> list[LayerSpec]:
 
 def boundary_before(layer: int, sizes: T5Sizes, has_segments: bool) -> list[Boundary]:
     """Return what crosses into a stage that begins with ``layer`` of the list."""
-    decoder = sizes.enc_layers + 2  # its embedding
-    if layer > decoder + sizes.dec_layers:
+    units = t5_units(sizes.enc_layers, sizes.dec_layers)
+    if layer >= units.dec_norm:
         return [Boundary("hidden states")]
-    second = Boundary("decoder tokens", "int") if layer <= decoder else Boundary("memory")
+    second = Boundary("decoder tokens", "int") if layer <= units.dec_embedding else Boundary("memory")
     segments = [Boundary(f"{side} segments", "int") for side in ("encoder", "decoder") if has_segments]
     return [Boundary("hidden states"), second, *segments]
 
@@ -231,10 +232,10 @@ class T5ModelPipe(PipelineModule):
             key, _, rest = rest.partition(".")
             side, _, is_bias = key.partition("_")
             return f"{side}.bias.{rest}" if is_bias else f"embedding.{local_name.removeprefix('tied_modules.')}"
-        index, encoder = int(head), self.sizes.enc_layers
-        for side, first, size in (("encoder", 1, encoder), ("decoder", encoder + 3, self.sizes.dec_layers)):
-            if first <= index < first + size:
-                return f"{side}.layers.{index - first}.{rest}"
-            if index == first + size:
+        index, units = int(head), t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
+        for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
+            if index in layers:
+                return f"{side}.layers.{layers.index(index)}.{rest}"
+            if index == layers.stop:
                 return f"{side}.final_norm.{rest.removeprefix('norm.')}"
         return f"head.{rest}"
