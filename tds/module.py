@@ -19,6 +19,10 @@ from tds.sharing import count_shared, held_in, index_shared_modules, layer_param
 from tds.waiting import limit_waits
 
 
+class PartitionError(ValueError):
+    """Layers that cannot be cut as ``partition_method`` says."""
+
+
 class PipelineModule(_DeepSpeedModule):
     """DeepSpeed's ``PipelineModule`` with several chunks per stage and more ways to cut.
 
@@ -30,7 +34,9 @@ class PipelineModule(_DeepSpeedModule):
         profile_batch: one micro-batch (inputs, labels), on which "profile" times each layer; of one shape on all ranks.
 
     Raises:
-        ValueError: bounds that do not hold each layer exactly once, a piece without layers, or no whole ``chunks``.
+        PartitionError: a ValueError: bounds that do not hold each layer exactly once, a piece without layers, or a type
+            that no layer has.
+        ValueError: no whole ``chunks``.
     """
 
     parts: list[int]
@@ -121,7 +127,7 @@ class PipelineModule(_DeepSpeedModule):
             self.profile = self._profiled_cut()
             self.parts = self.profile.bounds
         elif isinstance(method, str):
-            with _as_stages(self, num_pieces):
+            with _as_stages(self, num_pieces), _told_by_classes(self._layer_specs, method):
                 super()._partition_layers(method=method)
         else:
             self.parts = check_bounds(method, number, num_pieces)
@@ -179,6 +185,26 @@ def _as_stages(module: PipelineModule, num_pieces: int) -> Iterator[None]:
         module.num_stages = num_stages
 
 
+@contextmanager
+def _told_by_classes(specs: Sequence[Any], method: str) -> Iterator[None]:
+    """Turn DeepSpeed's "found no valid layers" into an error that names what there is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "found no valid layers" not in str(error):
+            raise
+        classes = ", ".join(dict.fromkeys(_class_name(spec) for spec in specs))
+        raise PartitionError(
+            f"partition_method must be type: and a part of the name of a layer's class, got {method!r}; the classes "
+            f"are {classes}. Take one of them, or another method."
+        ) from None
+
+
+def _class_name(spec: Any) -> str:
+    named = getattr(spec, "typename", type(spec) if isinstance(spec, torch.nn.Module) else spec)
+    return getattr(named, "__name__", type(named).__name__)
+
+
 def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
     """Return ``bounds`` as a list if they cut ``num_layers`` layers into ``num_pieces`` pieces."""
     told = f"got partition_method={bounds!r} for {num_layers} layers and {num_pieces} stages (times chunks)"
@@ -188,9 +214,9 @@ def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
     except (TypeError, ValueError):
         exact = False
     if not exact:
-        raise ValueError(f"partition_method must be a name or a list of whole numbers, {told}")
+        raise PartitionError(f"partition_method must be a name or a list of whole numbers, {told}")
     if len(listed) != num_pieces + 1 or listed[0] != 0 or listed[-1] != num_layers or listed != sorted(listed):
-        raise ValueError(
+        raise PartitionError(
             f"partition bounds must be {num_pieces + 1} rising numbers from 0 to the number of layers, {told}. "
             f"Write [0, ..., {num_layers}] so that each layer lies on one stage."
         )
@@ -204,7 +230,7 @@ def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, chunks: 
         return
     num_stages = (len(parts) - 1) // chunks
     place = f"stage {empty[0] % num_stages}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
-    raise ValueError(
+    raise PartitionError(
         f"each stage must hold a layer{' in each chunk' if chunks > 1 else ''}, got none on {place}: {num_layers} "
         f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} gives bounds {parts}. "
         "Use fewer stages or chunks, more layers, or bounds of your own."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 import tds
 from megatron import device
@@ -19,6 +20,7 @@ from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, bu
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
 from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine, nominal_weight
 from megatron.training.world import World
+from tds.module import PartitionError
 
 
 def build_engine(
@@ -29,7 +31,7 @@ def build_engine(
     forward_step: ForwardStep,
 ) -> StepEngine:
     """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
-    module = model_provider()
+    module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks)
     initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
     module.to(world.device)
@@ -45,6 +47,21 @@ def build_engine(
     return SingleStageEngine(
         engine, forward_step, grid=world.grid, streams=streams, num_micro_batches=config.batch.gas, nominal=nominal
     )
+
+
+def build_model(config: Config, world: World, model_provider: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """Return what the script's ``model_provider`` builds. Collective.
+
+    Raises:
+        ConfigError: its layers cannot be cut into stages as --partition-method says; the same on every rank.
+    """
+    try:
+        return model_provider()
+    except PartitionError as error:
+        if world.grid.topology.world_size > 1:
+            dist.barrier(group=world.grid.host.handle)  # a rank that left earlier would end rank 0, which tells why
+        method = config.parallel.partition_method
+        raise ConfigError(f"--partition-method {method} cannot cut this model: {error}") from None
 
 
 def check_chunks(module: torch.nn.Module, chunks: int) -> None:

@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineError
 import tds
 from tds import reduction
 from tds.boundary import BoundaryError
+from tds.module import PartitionError
 from tds.pipe import PipelineModule
 from tests.harness import fork_ranks, run_ranks
 from tests.tds.toys import Toy, Words, check_equal, head, make_engine, norm_of, reference, train
@@ -171,6 +172,7 @@ def _mistakes(rank: int) -> dict[str, str]:
     note("bounds twice", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 3, 2, 4]))
     note("empty", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 0, 4]))
     note("few", ValueError, lambda: make_engine(Toy(layers=1), 2))
+    note("type", PartitionError, lambda: make_engine(toy, 2, partition_method="type:transformer"))
     module = PipelineModule(toy.specs(), num_stages=2)
     note("mpu", ValueError, lambda: tds.initialize(model=module, mpu=object(), config={"train_batch_size": 1}))
     module._input_grad = [True, True]
@@ -192,6 +194,8 @@ def test_mistakes_are_told_with_what_to_do() -> None:
     assert 'no "shedule" (did you mean "schedule"?); its keys are stages, partition,' in told["key"]
     assert "[0, 2, 3]" in told["bounds"] and "4 layers" in told["bounds"]
     assert "none on stage 0" in told["empty"] and "1 layers, 2 stages" in told["few"]
+    classes = ", ".join(dict.fromkeys(spec.typename.__name__ for spec in Toy("chain", layers=4).specs()))
+    assert "got 'type:transformer'; the classes are " + classes + ". Take one" in told["type"]
     assert "one length" in told["lists"] and "Leave it out" in told["mpu"]
 
 

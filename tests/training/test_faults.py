@@ -182,3 +182,13 @@ def test_rank_that_never_comes_is_an_error_with_4(corpus: Path, tmp_path: Path) 
     codes = start_script(2, argv, tmp_path / "log", stay_away)
     assert codes == [4, 0]
     assert "Is rank 0 up?" in (tmp_path / "log").read_text()
+
+
+def test_a_cut_that_the_model_cannot_have_is_told_in_one_line_and_ends_with_2(corpus: Path, tmp_path: Path) -> None:
+    """DeepSpeed's own error would be a defect, with a traceback of each rank."""
+    log = tmp_path / "log"
+    line = "--pipe-parallel-size 2 --partition-method type:nothing"
+    assert start_script(2, flags(corpus, tmp_path / "run", line), log) == [2, 2]
+    text = log.read_text()
+    assert "--partition-method type:nothing cannot cut this model: " in text and "Traceback" not in text
+    assert "the classes are " in text and "LayerPipe" in text
