@@ -86,7 +86,8 @@ class Config:
     def __post_init__(self) -> None:
         require_family(self.family)
         if self.is_t5:
-            object.__setattr__(self, "t5", self.t5.resolved(self.model.num_layers))
+            t5 = self.t5.resolved(self.model.num_layers, has_fixed_spans=self.data.reads_pairs)
+            object.__setattr__(self, "t5", t5)
         has_positions = not (self.is_t5 and self.t5.has_relative_positions)
         if has_positions and not self.model.max_position_embeddings:
             model = replace(self.model, max_position_embeddings=max(self.sequence_lengths))
@@ -174,7 +175,8 @@ class Config:
         """Return this Config with the vocabulary of the tokenizer or data; ``--vocab-size`` may be larger.
 
         Raises:
-            ConfigError: ``--vocab-size`` is smaller than ``vocab_size``, or there are no tokens.
+            ConfigError: ``--vocab-size`` is smaller than ``vocab_size``, there are no tokens, or Adafactor would take
+                means over padded rows.
         """
         wanted = self.model.vocab_size
         if vocab_size < 1:
@@ -186,7 +188,19 @@ class Config:
                 f"--vocab-size must be at least the tokenizer's vocabulary, got --vocab-size {wanted} and "
                 f"{vocab_size} tokens. Leave --vocab-size out, or raise it to {vocab_size}"
             )
-        return replace(self, model=replace(self.model, vocab_size=wanted or vocab_size))
+        found = replace(self, model=replace(self.model, vocab_size=wanted or vocab_size))
+        found._check_whole_rows()
+        return found
+
+    def _check_whole_rows(self) -> None:
+        rows = self.model.padded_vocab_size(self.parallel.model_parallel_size)
+        if self.optimizer.optimizer == "adafactor" and rows != self.model.vocab_size:
+            raise ConfigError(
+                "--optimizer adafactor takes means over all rows of a weight, in which padded ones would count, got a "
+                f"vocabulary of {self.model.vocab_size} that --make-vocab-size-divisible-by "
+                f"{self.model.make_vocab_size_divisible_by} pads to {rows} rows. Leave that flag out, or use "
+                f"--vocab-size {rows}, whose rows are all real"
+            )
 
 
 @functools.cache

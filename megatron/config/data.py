@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from megatron import spans
 from megatron.config.option import option
 
 OWN_DATA = "none"
 """As --data-path: the script brings its own data, and no file is looked for."""
-PAIRS = ("_context", "_target", "_target_offset")
-"""What follows the path in the names of CPM's three files, which T5 reads where there is no token file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +75,7 @@ class DataConfig:
     @property
     def reads_pairs(self) -> bool:
         """Whether CPM's three files are there and no token file: then T5 masks nothing itself."""
-        path = self.data_path
-        is_there = path is not None and any(os.path.exists(f"{path}{part}.idx") for part in PAIRS)
-        return is_there and not os.path.exists(f"{path}.idx")
+        return self.data_path is not None and spans.is_set(self.data_path)
 
     def missing_files(self, family: str = "gpt2") -> Iterator[str]:
         """Yield the token files of --data-path that are not there; a path that itself exists is the script's own.
@@ -90,7 +87,7 @@ class DataConfig:
             return
         if path is None or path == OWN_DATA or os.path.exists(path):
             return
-        parts = PAIRS if family == "t5" and self.reads_pairs else ("",)
+        parts = spans.SET_SUFFIXES if family == "t5" and self.reads_pairs else ("",)
         names = [path + part + suffix for part in parts for suffix in (".idx", ".bin")]
         missing = [name for name in names if not os.access(name, os.R_OK)]
         if missing:

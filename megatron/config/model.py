@@ -31,11 +31,18 @@ class ModelConfig:
     hidden_bias: bool = option(False, "give the linear layers biases")
     max_position_embeddings: int = option(0, "learned positions", minimum=1, shown_default="the longest sequence")
     layernorm_epsilon: float = option(
-        1e-5, "added to the variance in layer norms", above=0, aliases=("--norm-epsilon",)
+        1e-5,
+        "added to the variance in layer norms, to the mean square in RMS norms",
+        above=0,
+        aliases=("--norm-epsilon",),
     )
     attention_dropout: float = option(0.1, "dropout of attention probabilities", minimum=0, below=1)
     hidden_dropout: float = option(
-        0.1, "dropout of the embedding and of what joins the residual stream", minimum=0, below=1
+        0.1,
+        "dropout of the embedding and of what joins the residual stream; in T5 with relative positions also of the "
+        "activation and of the final norms",
+        minimum=0,
+        below=1,
     )
     init_method_std: float = option(0.02, "standard deviation of the initial weights", above=0)
     untie_embeddings: bool = option(

@@ -21,12 +21,13 @@ class OptimizerConfig:
     min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_style: str = option(
         "cosine",
-        "course after W steps of warm-up; inverse-square-root: lr sqrt(W / step), not below --min-lr and without end",
+        "course after W steps of warm-up; inverse-square-root: lr sqrt(W / step), not below --min-lr and without end: "
+        "--lr-decay-iters then only gives W",
         choices=("constant", "linear", "cosine", "exponential", "wsd", "inverse-square-root"),
     )
     lr_decay_iters: int = option(
         0,
-        "steps until --min-lr is reached, warm-up included; of inverse-square-root only what --warmup is a fraction of",
+        "steps until --min-lr is reached, warm-up included; with inverse-square-root it only gives the warm-up",
         minimum=1,
         shown_default="train-iters",
     )

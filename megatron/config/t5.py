@@ -24,9 +24,9 @@ class T5Config:
     )
     dec_seq_length: int = _length(
         0,
-        "tokens of the decoder's targets; more than the longest target pads, less is an error",
+        "tokens of the decoder's targets; more than the longest target pads, less is an error (a set in three files is cut)",
         minimum=1,
-        shown_default="the longest target over --denoisers",
+        shown_default="the longest target over --denoisers; with a set in three files --enc-seq-length",
         aliases=("--decoder-seq-length",),
     )
     enc_layers: int = _layers(
@@ -95,11 +95,15 @@ class T5Config:
         """
         return reset_attention_mask or spans.has_modes(self.kinds)
 
-    def resolved(self, num_layers: int) -> T5Config:
-        """Return this section with the numbers that follow from others; what cannot be computed stays 0."""
+    def resolved(self, num_layers: int, *, has_fixed_spans: bool = False) -> T5Config:
+        """Return this section with the numbers that follow from others; what cannot be computed stays 0.
+
+        Args:
+            has_fixed_spans: the spans are those of a set in three files, whose targets have no longest one.
+        """
         try:
-            longest = self.dec_seq_length or self.longest_target
-        except ValueError:  # told by problems()
+            longest = self.dec_seq_length or (self.enc_seq_length if has_fixed_spans else self.longest_target)
+        except ValueError:  # told by t5_checks
             longest = 0
         return replace(
             self,
@@ -122,20 +126,3 @@ class T5Config:
                 f"{self.relative_attention_max_distance} and {buckets}: shorter distances have a row each. "
                 f"Use {buckets // 2 + 1} or more"
             )
-        try:
-            raw, longest = self.raw_length, self.longest_target
-        except ValueError as error:
-            yield str(error).removesuffix(".")
-            return
-        if 0 < self.dec_seq_length < longest:
-            yield (
-                f"--dec-seq-length must be at least {longest}, the longest target of {raw} tokens of text, got "
-                f"{self.dec_seq_length} with --enc-seq-length {self.enc_seq_length}, {self._spans_text()}. "
-                f"Leave it out, or raise it to {longest} or more (more pads)"
-            )
-
-    def _spans_text(self) -> str:
-        return (
-            f"--noise-density {self.noise_density:g}, --mean-span-length {self.mean_span_length:g}, "
-            f"--denoisers {self.denoisers}"
-        )

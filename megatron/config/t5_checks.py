@@ -1,4 +1,4 @@
-"""Checks of T5 that need more than its own section: heights, positions, the seam, and flags that could not act."""
+"""Checks of T5 that need more than its own section: heights, spans, positions, the seam, flags that could not act."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
 """Fields that act on relative positions only."""
 SHORT_SPANS = ("noise_density", "mean_span_length")
 """Fields that act on the denoiser R only."""
+SPANS = (*SHORT_SPANS, "denoisers")
+"""Fields that act where spans are cut out when a text is read."""
 
 
 def problems(config: Config) -> Iterator[str]:
     """Yield what cannot be, and what was given and cannot act."""
     yield from _layer_problems(config)
-    named = _flags(config, SHORT_SPANS)
-    if named and "R" not in config.t5.denoisers:
-        yield f"{named} acts on the denoiser R only, got --denoisers {config.t5.denoisers}. Leave it out, or add R"
+    yield from _fixed_span_problems(config) if config.data.reads_pairs else _span_problems(config)
     if config.t5.has_relative_positions:
         yield from _relative_problems(config)
     else:
@@ -50,6 +50,46 @@ def _layer_problems(config: Config) -> Iterator[str]:
             f"--num-layers is for a side without a number of its own, got --num-layers {config.model.num_layers}, "
             f"--enc-layers {t5.enc_layers} and --dec-layers {t5.dec_layers}. Leave one of the three out"
         )
+
+
+def _span_problems(config: Config) -> Iterator[str]:
+    t5, named = config.t5, _flags(config, SHORT_SPANS)
+    if named and "R" not in t5.denoisers:
+        yield f"{named} acts on the denoiser R only, got --denoisers {t5.denoisers}. Leave it out, or add R"
+    try:
+        raw, longest = t5.raw_length, t5.longest_target
+    except ValueError as error:
+        yield str(error).removesuffix(".")
+        return
+    if 0 < t5.dec_seq_length < longest:
+        yield (
+            f"--dec-seq-length must be at least {longest}, the longest target of {raw} tokens of text, got "
+            f"{t5.dec_seq_length} with --enc-seq-length {t5.enc_seq_length}, --noise-density {t5.noise_density:g}, "
+            f"--mean-span-length {t5.mean_span_length:g}, --denoisers {t5.denoisers}. "
+            f"Leave it out, or raise it to {longest} or more (more pads)"
+        )
+
+
+def _fixed_span_problems(config: Config) -> Iterator[str]:
+    """Yield what a set in three files cannot have: its spans are cut, and no target is too long to be read."""
+    t5, path, named = config.t5, config.data.data_path, _flags(config, SPANS)
+    if named:
+        yield (
+            f"{named} acts where spans are cut out when a text is read, got --data-path {path}, a set in three files "
+            "whose spans are fixed. Leave it out, or give ordinary token files"
+        )
+    try:
+        has_several = len(t5.kinds) > 1
+    except ValueError as error:
+        yield str(error).removesuffix(".")
+    else:
+        if has_several and not named:
+            yield (
+                f"--denoisers must be one kind for --data-path {path}, a set in three files whose spans are fixed, got "
+                f"{t5.denoisers} in the defaults. Take it out of them, or give ordinary token files"
+            )
+    if t5.enc_seq_length < 2:
+        yield f"--enc-seq-length must be at least 2, a token and the end, got {t5.enc_seq_length}. Raise it"
 
 
 def _relative_problems(config: Config) -> Iterator[str]:

@@ -11,7 +11,7 @@ from megatron.data.span_file_samples import SpanFileSamples
 from megatron.data.t5_samples import T5Samples
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
-from megatron.spans import Denoiser, has_modes, raw_length
+from megatron.spans import Denoiser, has_modes, is_set, raw_length
 
 AnySamples = T5Samples | SpanFileSamples
 
@@ -45,7 +45,7 @@ def build_t5_train_valid_test(
     """
     prefix, asked_by = checks.check_given(data_path), f"--enc-seq-length {enc_seq_length}"
     make: Callable[..., AnySamples]
-    if span_files.is_at(prefix):
+    if is_set(prefix):
         _check_one_kind(prefix, denoisers)
         files = span_files.SpanFiles(prefix, tokens.text_vocab_size)
         token_file, sample_tokens, make = files.context, enc_seq_length - 1, partial(SpanFileSamples, files)

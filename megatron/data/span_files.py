@@ -21,14 +21,9 @@ import numpy as np
 
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
+from megatron.spans import SET_SUFFIXES
 
-SUFFIXES = ("_context", "_target", "_target_offset")
 _DOCUMENTS_LOOKED_AT = 1000
-
-
-def is_at(prefix: str) -> bool:
-    """Return whether ``prefix`` names a set of three files: parts of one are there, and no ordinary pair."""
-    return not Path(prefix + ".idx").exists() and any(Path(prefix + s + ".idx").exists() for s in SUFFIXES)
 
 
 class SpanFiles:
@@ -44,7 +39,7 @@ class SpanFiles:
     def __init__(self, prefix: str, vocab_size: int) -> None:
         self.prefix, self.vocab_size = prefix, vocab_size
         self._check_present()
-        self.context, self.target, self.offsets = (TokenFile(prefix + suffix) for suffix in SUFFIXES)
+        self.context, self.target, self.offsets = (TokenFile(prefix + suffix) for suffix in SET_SUFFIXES)
         self._check_documents()
         self._check_markers()
         self._check_ids()
@@ -85,14 +80,14 @@ class SpanFiles:
     def _check_present(self) -> None:
         missing = [
             path
-            for suffix in SUFFIXES
+            for suffix in SET_SUFFIXES
             for path in (Path(self.prefix + suffix + ".idx"), Path(self.prefix + suffix + ".bin"))
             if not path.is_file()
         ]
         if missing:
             raise DataError(
-                f"{missing[0]} does not exist; a set in three files is {', '.join(SUFFIXES)}, each .bin and .idx. Copy "
-                f"what is missing, or give ordinary token files {self.prefix}.bin and .idx."
+                f"{missing[0]} does not exist; a set in three files is {', '.join(SET_SUFFIXES)}, each .bin and .idx. "
+                f"Copy what is missing, or give ordinary token files {self.prefix}.bin and .idx."
             )
 
     def _check_documents(self) -> None:
@@ -100,7 +95,7 @@ class SpanFiles:
         if len(set(counts)) > 1:
             raise DataError(
                 f"{self.prefix}: the three files of a set must hold as many documents each, got "
-                f"{', '.join(f'{count} in {suffix}' for count, suffix in zip(counts, SUFFIXES, strict=True))}. "
+                f"{', '.join(f'{count} in {suffix}' for count, suffix in zip(counts, SET_SUFFIXES, strict=True))}. "
                 "They belong to different sets, or one was cut short."
             )
         odd = np.flatnonzero(self.offsets.sizes % 2)

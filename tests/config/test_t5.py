@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron import spans
 from megatron.config import Config, ModelConfig, T5Config, parse
+from megatron.config.parse import help_text
 from megatron.config.validate import find_problems
 from megatron.errors import ConfigError
 
@@ -243,15 +245,42 @@ def test_help_of_gpt2_shows_no_flag_of_t5(capsys):
     assert "--seq-length" in text and "--denoisers" not in text and "\nt5:" not in text
 
 
+def make_set(prefix: Path, *parts: str) -> Path:
+    for part in parts or spans.SET_SUFFIXES:
+        for suffix in (".idx", ".bin"):
+            Path(f"{prefix}{part}{suffix}").touch()
+    return prefix
+
+
+def test_a_set_in_three_files_has_any_length_of_targets(tmp_path: Path):
+    line = f"--data-path {make_set(tmp_path / 'corpus')} --enc-seq-length 128"
+    assert read(f"{line} --dec-seq-length 20").t5.dec_seq_length == 20
+    assert read(line).t5.dec_seq_length == 128
+    assert read(f"{line} --position-embedding-type learned").model.max_position_embeddings == 128
+    assert read(line.replace("128", "2")).t5.dec_seq_length == 2, "too short for a span of ours"
+    assert "--enc-seq-length must be at least 2, a token and the end, got 1" in error_of(line.replace("128", "1"))
+    assert "--dec-seq-length must be at least 29" in error_of("--enc-seq-length 128 --dec-seq-length 20")
+
+
+@pytest.mark.parametrize("flag", ["--noise-density 0.2", "--mean-span-length 4", "--denoisers R", "--denoisers R,X"])
+def test_a_set_in_three_files_refuses_what_would_cut_spans(flag, tmp_path: Path):
+    prefix = make_set(tmp_path / "corpus")
+    told = f"{flag.split()[0]} acts where spans are cut out when a text is read, got --data-path {prefix}, a set in"
+    assert error_of(f"--data-path {prefix} {flag}").startswith(told)
+
+
+@pytest.mark.parametrize(("denoisers", "told"), [("R,X", "must be one kind for --data-path"), ("Q", "must be")])
+def test_a_set_in_three_files_refuses_denoisers_of_the_defaults_that_it_cannot_have(denoisers, told, tmp_path: Path):
+    env = {"MEGATRON_DEFAULTS": f"--denoisers {denoisers}"}
+    assert f"--denoisers {told}" in error_of(f"--data-path {make_set(tmp_path / 'corpus')}", env=env)
+
+
 def test_files_of_pairs_are_looked_for_where_one_of_them_is(tmp_path: Path):
     prefix = tmp_path / "corpus"
     assert f"without {prefix}.idx and {prefix}.bin" in error_of(f"--data-path {prefix}")
-    for part in ("_context", "_target"):
-        for suffix in (".idx", ".bin"):
-            (tmp_path / f"corpus{part}{suffix}").touch()
+    make_set(prefix, "_context", "_target")
     assert f"without {prefix}_target_offset.idx and {prefix}_target_offset.bin" in error_of(f"--data-path {prefix}")
-    for suffix in (".idx", ".bin"):
-        (tmp_path / f"corpus_target_offset{suffix}").touch()
+    make_set(prefix)
     assert read(f"--data-path {prefix}").data.reads_pairs
     with pytest.raises(ConfigError, match=r"without .*corpus\.idx"):
         parse(["--data-path", str(prefix)], world_size=1, env={})
@@ -262,3 +291,26 @@ def test_the_recipe_of_t5_is_taken_and_adams_flags_are_not():
     config = read(line)
     assert (config.optimizer.optimizer, config.optimizer.lr_decay_style) == ("adafactor", "inverse-square-root")
     assert "--adam-beta1 acts on AdamW only, got --optimizer adafactor" in error_of(f"{line} --adam-beta1 0.8")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_adafactor_takes_no_padded_vocabulary(family):
+    line = "--optimizer adafactor --make-vocab-size-divisible-by 16".split()
+    config = parse(line, world_size=1, env={}, family=family)
+    with pytest.raises(ConfigError, match=r"got a vocabulary of 101 that .*-by 16 pads to 112 rows.*--vocab-size 112"):
+        config.with_vocab(101)
+    assert config.with_vocab(96).model.vocab_size == 96
+    full = parse([*line, "--vocab-size", "112"], world_size=1, env={}, family=family)
+    assert full.with_vocab(101).model.vocab_size == 112
+
+
+def test_help_tells_what_dropout_epsilon_and_the_last_step_of_decay_do_in_t5():
+    text = " ".join(help_text(family="t5").split())
+    for part in (
+        "in T5 with relative positions also of the activation and of the final norms",
+        "to the mean square in RMS norms",
+        "with inverse-square-root it only gives the warm-up",
+        "--lr-decay-iters then only gives W",
+        "with a set in three files --enc-seq-length",
+    ):
+        assert part in text
