@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
+from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import shard_of
 from megatron.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron.optim.scaler import LossScaler
 
@@ -71,9 +73,13 @@ def build_optimizer(
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
+        ConfigError: a ValueError: Adafactor on weights with padded rows.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"--optimizer must be {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name}")
+    parameters = list(parameters)
+    if name == "adafactor":
+        _refuse_padding(parameters)
     if name == "adafactor" and tensor.size > 1:
         raise ValueError(
             f"--optimizer adafactor needs --model-parallel-size 1, got {tensor.size}: the means over rows and columns "
@@ -91,6 +97,17 @@ def build_optimizer(
     return MixedPrecisionOptimizer(
         groups, build, dtype=dtype, clip_grad=clip_grad, scaler=scaler, model=model, tensor=tensor
     )
+
+
+def _refuse_padding(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise if a weight has padded rows: RMS of weight and update and the columns' means would count them."""
+    for parameter in parameters:
+        rows = shard_of(parameter).unpadded(parameter).shape[:1]
+        if rows != parameter.shape[:1]:
+            raise ConfigError(
+                "--optimizer adafactor takes means over all rows of a weight, in which padded ones would count, got "
+                f"{parameter.shape[0]} rows of which {rows[0]} are real. Leave --make-vocab-size-divisible-by out"
+            )
 
 
 def _with_eps(group: dict[str, Any]) -> dict[str, Any]:
