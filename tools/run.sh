@@ -58,7 +58,7 @@ if [ -z "$has_data" ]; then
     recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
   elif [ -z "$TOKENIZER" ]; then
     echo "the sample data are not made yet: counting with their vocabulary of 8,192 tokens" >&2
-    recipe+=" --vocab-size 8192"
+    export MEGATRON_TEXT_VOCABULARY=8192          # of the texts; T5 adds to it as it will in the run
   fi
 fi
 export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$variables

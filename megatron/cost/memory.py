@@ -4,7 +4,9 @@
 SGD has no moments; Adafactor's means of rows and columns are small and not counted.
 
 Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
-models", section 4, without scores: attention keeps no s x s matrix.
+models", section 4, without scores, which a fused kernel makes once more. What else holds a number for each query and
+key, T5's relative biases and the probabilities of its blocked attention on a CPU, is counted with T5's layers. Dropout
+of attention on a CPU, for which torch keeps several such matrices, is not.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from typing import Protocol
 from megatron.cost import parts
 from megatron.cost.costs import Costs, Kept, Shared
 from megatron.cost.cuts import bounds_in_chunks
-from megatron.cost.parts import ELEMENTWISE, Sizes
-from megatron.stages import balanced_bounds
+from megatron.cost.parts import ELEMENTWISE, KEPT, Sizes
+from megatron.stages import T5Units, balanced_bounds, t5_units
 
 
 class Sides(Protocol):
@@ -51,11 +51,13 @@ class T5Costs(Costs):
 
     Args:
         has_segments: batches carry segments, so that each sample has a mask of its own.
+        is_blocked: attention in 32 bits and more goes block by block, as on a CPU without dropout of attention.
     """
 
     sizes: Sizes
     sides: Sides
     has_segments: bool = False
+    is_blocked: bool = False
 
     @property
     def unit_names(self) -> list[str]:
@@ -91,13 +93,14 @@ class T5Costs(Costs):
         return [*encoder, 0, *[encoder_layer + attention + norm] * self.sides.dec_layers, norm, head]
 
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
-        sizes, sides, embeddings = self.sizes, self.sides, (0, self.sides.enc_layers + 2)
-        words = embeddings if sizes.untie_embeddings else (*embeddings, self.num_units - 1)
+        sizes, sides, units = self.sizes, self.sides, self._units
+        embeddings = (units.enc_embedding, units.dec_embedding)
+        words = embeddings if sizes.untie_embeddings else (*embeddings, units.head)
         word = Shared(parts.table_parameters(sizes, tensor), words)
         if not sides.has_relative_positions:
             return [word, Shared(sizes.max_position_embeddings * sizes.hidden_size, embeddings)]
         bias = sides.relative_attention_num_buckets * sizes.num_attention_heads // tensor
-        return [word, Shared(bias, self._encoder_layers), Shared(bias, self._decoder_layers)]
+        return [word, Shared(bias, tuple(units.enc_layers)), Shared(bias, tuple(units.dec_layers))]
 
     def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
         encoder = self._encoder_kept(samples, tensor, width)
@@ -108,7 +111,7 @@ class T5Costs(Costs):
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
         """The encoder's output, which all decoder layers of a piece read."""
         output = samples * self.sides.enc_seq_length * self.sizes.hidden_size * width
-        return [Shared(output, self._decoder_layers)]
+        return [Shared(output, tuple(self._units.dec_layers))]
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
         return samples * self.sides.dec_seq_length * -(-parts.vocabulary(self.sizes) // tensor) * (width + 4)
@@ -129,25 +132,20 @@ class T5Costs(Costs):
         return [0, *[self._unit_before(layer) for layer in cut[1:-1]], self.num_units]
 
     @property
-    def _encoder_layers(self) -> tuple[int, ...]:
-        return tuple(range(1, 1 + self.sides.enc_layers))
-
-    @property
-    def _decoder_layers(self) -> tuple[int, ...]:
-        first = self.sides.enc_layers + 3
-        return tuple(range(first, first + self.sides.dec_layers))
+    def _units(self) -> T5Units:
+        return t5_units(self.sides.enc_layers, self.sides.dec_layers)
 
     def _unit_before(self, layer: int) -> int:
         """Return the first unit of a piece that begins with ``layer``, counted over both sides."""
-        enc_layers = self.sides.enc_layers
-        if layer == enc_layers:  # with the decoder's embedding
-            return enc_layers + 2
-        return layer + (1 if layer < enc_layers else 3)
+        units, of_decoder = self._units, layer - self.sides.enc_layers
+        if of_decoder < 0:
+            return units.enc_layers[layer]
+        return units.dec_layers[of_decoder] if of_decoder else units.dec_embedding
 
     def _costs_by_layer(self) -> list[float]:
         """Return the cost of each layer of both sides, with the units that always lie beside it."""
-        costs, enc_layers = self.unit_costs, self.sides.enc_layers
-        encoder, decoder = costs[: enc_layers + 2], costs[enc_layers + 2 : -1]
+        costs, seam = self.unit_costs, self._units.dec_embedding
+        encoder, decoder = costs[:seam], costs[seam:-1]
         decoder[-1] += costs[-1]  # the head follows the decoder's norm
         layers = []
         for first, *inner, last in (encoder, decoder):
@@ -169,8 +167,8 @@ class T5Costs(Costs):
         whole = 4 * h * width + 2 * h
         cut = (4 * heads + parts.feed_forward_kept(self.sizes)) * width
         tokens = samples * length
-        mask = self._mask_bytes(samples, length, tensor, width)
-        return Kept(tokens * (whole + cut // tensor) + mask, tokens * h * width)
+        scores = self._scores_kept(samples, length, length, tensor, width)
+        return Kept(tokens * (whole + cut // tensor) + scores, tokens * h * width)
 
     def _decoder_kept(self, samples: int, tensor: int, width: int) -> Kept:
         """Three parts read the decoder's side; keys and values of cross attention are as long as the encoder's."""
@@ -178,11 +176,27 @@ class T5Costs(Costs):
         whole = 6 * h * width + 3 * h
         cut = (6 * heads + parts.feed_forward_kept(self.sizes)) * width
         tokens, cross = samples * length, samples * self.sides.enc_seq_length * 2 * heads * width // tensor
-        mask = self._mask_bytes(samples, length, tensor, width)
-        return Kept(tokens * (whole + cut // tensor) + cross + mask, tokens * h * width)
+        own = self._scores_kept(samples, length, length, tensor, width)
+        to_encoder = self._scores_kept(samples, length, self.sides.enc_seq_length, tensor, width, is_cross=True)
+        return Kept(tokens * (whole + cut // tensor) + cross + own + to_encoder, tokens * h * width)
 
-    def _mask_bytes(self, samples: int, length: int, tensor: int, width: int) -> int:
-        """Return the bytes of the relative bias [a/t, s, s] that attention keeps, one for each sample with segments."""
-        if not self.sides.has_relative_positions:
+    def _scores_kept(
+        self, samples: int, queries: int, keys: int, tensor: int, width: int, *, is_cross: bool = False
+    ) -> int:
+        """Return the bytes of what one attention keeps with a number for each query and key.
+
+        | attention | keeps |
+        |---|---|
+        | to itself, learned positions | nothing |
+        | blocked | probabilities [b, a/t, s, s_k] up to ``KEPT`` numbers; with segments its mask [b, s, s_k] |
+        | to itself, else | the relative bias [a/t, s, s], with segments one for each sample |
+        | cross, else | nothing |
+        """
+        if not is_cross and not self.sides.has_relative_positions:
             return 0
-        return (samples if self.has_segments else 1) * self.sizes.num_attention_heads // tensor * length**2 * width
+        square, heads = queries * keys, self.sizes.num_attention_heads // tensor
+        masked = samples if self.has_segments else 0
+        if self.is_blocked and width >= 4:
+            numbers = samples * heads * square
+            return (numbers * width if numbers <= KEPT else 0) + masked * square
+        return 0 if is_cross else max(masked, 1) * heads * square * width

@@ -10,9 +10,13 @@ from megatron import cost, data
 from megatron.config import Config, T5Config
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Topology
-from megatron.stages import AUTO, bubble, by_default, candidates, in_flight, pieces_on
+from megatron.stages import AUTO, bubble, by_default, candidates, in_flight, pieces_on, t5_units
 from megatron.tokenizer import build as build_tokenizer
 from megatron.training.screen import Screen, human_bytes, human_count
+from megatron.training.stand_in import StandInTokenizer
+
+TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
+"""Environment variable: ids of the tokenizer that a dry run reckons with where it is not made yet."""
 
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
@@ -28,9 +32,24 @@ def with_tokenizer(config: Config) -> tuple[Any, Config]:
         merge_file=files.merge_file,
         tokenizer_path=files.tokenizer_path,
     )
+    return tokenizer, _with_vocabulary(tokenizer, config)
+
+
+def _with_vocabulary(tokenizer: Any, config: Config) -> Config:
+    """Return the configuration with the ids of the tokenizer, and those that T5 puts behind them.
+
+    Raises:
+        ConfigError: --vocab-size is too small, or --vocab-extra-ids was given and the tokenizer has sentinels.
+    """
     if not config.is_t5:
-        return tokenizer, config.with_vocab(tokenizer.vocab_size)
-    return tokenizer, config.with_vocab(_t5_tokens(tokenizer, config).vocab_size)
+        return config.with_vocab(tokenizer.vocab_size)
+    own = len(tokenizer.sentinel_ids)
+    if own and "vocab_extra_ids" in config.given:
+        raise ConfigError(
+            "--vocab-extra-ids is for a tokenizer without sentinels, got --vocab-extra-ids "
+            f"{config.t5.vocab_extra_ids} and a tokenizer with {own} of its own, which are used. Leave it out"
+        )
+    return config.with_vocab(_t5_tokens(tokenizer, config).vocab_size)
 
 
 def _t5_tokens(tokenizer: Any, config: Config) -> Any:
@@ -42,6 +61,9 @@ def dry_run(config: Config, world_size: int) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     tokenizer, config = with_tokenizer(config)
+    if tokenizer is None and TEXT_VOCABULARY in os.environ:
+        tokenizer = StandInTokenizer(int(os.environ[TEXT_VOCABULARY]))
+        config = _with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
     if config.is_t5 and tokenizer is not None and not config.data.reads_pairs:
@@ -135,7 +157,7 @@ def spans_text(config: Config) -> str:
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
-    costs, batch, stages = cost.of(config), config.batch, topology.pipe
+    costs, batch, stages = cost.of(config, is_on_cpu=_is_on_cpu(config)), config.batch, topology.pipe
     memory = costs.memory_per_stage(
         bounds,
         micro_batch_size=batch.batch_size,
@@ -154,6 +176,13 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
             f"{_place_text(config, bounds, stages, stage)}, {human_count(held[stage])} parameters and about "
             f"{human_bytes(memory[stage].total)} on each rank{kept}",
         )
+
+
+def _is_on_cpu(config: Config) -> bool:
+    """Return whether a run here would train on CPUs; a plan for GPUs may be made where there are none."""
+    from megatron import device  # it imports torch, which --help does without
+
+    return config.parallel.device != "cuda" and device.choose(config.parallel.device) == "cpu"
 
 
 def _pipeline_rows(
@@ -198,11 +227,10 @@ def sides_text(bounds: Sequence[int], stages: int, stage: int, t5: T5Config) -> 
     Args:
         bounds: in units: embedding, layers and norm of either side, and the head.
     """
-    firsts = {"encoder": (1, t5.enc_layers), "decoder": (t5.enc_layers + 3, t5.dec_layers)}
-    found = []
+    units, found = t5_units(t5.enc_layers, t5.dec_layers), []
     for start, stop in pieces_on(bounds, stages, stage):
-        for side, (first, count) in firsts.items():
-            begin, end = max(start - first, 0), min(stop - first, count)
+        for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
+            begin, end = max(start - layers.start, 0), min(stop - layers.start, len(layers))
             if begin < end:
                 found.append(f"{side} {_range_text(begin, end)}")
     return " and ".join(found)

@@ -7,9 +7,11 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.config import Config, parse
-from megatron.cost import Memory, T5Costs, of
+from megatron.cost import Memory, T5Costs, of, parts, t5
+from megatron.ops import biased_attention
 
 BASE = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --enc-seq-length 512 --vocab-size 32128"
 
@@ -186,3 +188,65 @@ def test_a_relative_bias_is_kept_for_each_sample_where_batches_have_segments():
     common = {"micro_batch_size": 4, "dtype": "bf16"}
     (one,), (many,) = (costs.memory_per_stage([0, 29], **common) for costs in (plain, apart))
     assert many.activations - one.activations == 3 * 12 * 12 * (512**2 + 114**2) * 2
+
+
+def square_bytes(line: str, samples: int, pairs: set[tuple[int, int]]) -> int:
+    """Return the bytes of all tensors [..., s, s_k] that a T5 keeps for backward on this CPU."""
+    from megatron.model.sizes import t5_sizes_from
+    from megatron.model.t5 import T5Model
+
+    config = config_of(line)
+    built = T5Model(t5_sizes_from(config.model, config.t5))
+    lengths = config.sequence_lengths
+    tokens = [torch.zeros(samples, length, dtype=torch.int64) for length in lengths]
+    segments = [torch.zeros(samples, length, dtype=torch.int32) for length in lengths]
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() > 2 and tuple(tensor.shape[-2:]) in pairs:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        whole = built(*tokens, *(segments if config.data.reset_attention_mask else ()))
+    assert whole.requires_grad
+    return sum(kept.values())
+
+
+SHORT = "--enc-layers 2 --dec-layers 3 --hidden-size 24 --num-attention-heads 2 --ff-hidden-size 50 --vocab-size 61"
+
+
+@pytest.mark.parametrize("line", ["", "--reset-attention-mask", "--position-embedding-type learned"])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_scores_that_blocked_attention_keeps_are_those_of_the_model_that_is_built(line, is_kept, monkeypatch):
+    line = f"{SHORT} --enc-seq-length 40 --dec-seq-length 37 --attention-dropout 0 --hidden-dropout 0 {line}"
+    for module in (biased_attention, t5):
+        monkeypatch.setattr(module, "KEPT", 3 * 2 * 40 * 37 if is_kept else 10)
+    costs = of(config_of(line), is_on_cpu=True)
+    # no other matrix has these numbers in its last two places
+    found = square_bytes(line, 3, {(40, 40), (37, 37), (37, 40)})
+    assert isinstance(costs, T5Costs)
+    encoder = costs._scores_kept(3, 40, 40, 1, 4)
+    decoder = costs._scores_kept(3, 37, 37, 1, 4) + costs._scores_kept(3, 37, 40, 1, 4, is_cross=True)
+    assert found == 2 * encoder + 3 * decoder
+    assert costs.unit_kept(3, 1, 4)[1].full >= encoder
+    assert (found > 0) == (is_kept or "mask" in line)
+
+
+def test_blocked_attention_counts_in_the_memory_of_cpus_in_32_bits_without_dropout_of_attention():
+    assert parts.KEPT == biased_attention.KEPT
+    line = f"{SHORT} --enc-seq-length 64 --dec-seq-length 32 --attention-dropout 0"
+    config = config_of(line)
+    blocked, plain = of(config, is_on_cpu=True), of(config)
+    bias = 2 * (2 * 64**2 + 3 * 32**2)
+    probabilities = 2 * (2 * 64**2 + 3 * (32**2 + 32 * 64))
+
+    def activations(costs: Any, dtype: str) -> int:
+        return costs.memory_per_stage([0, costs.num_units], micro_batch_size=5, dtype=dtype)[0].activations
+
+    for dtype, width in (("fp32", 4), ("fp64", 8)):
+        assert activations(blocked, dtype) - activations(plain, dtype) == (5 * probabilities - bias) * width
+    assert activations(blocked, "bf16") == activations(plain, "bf16")
+    assert of(config_of(line.replace("dropout 0", "dropout 0.1")), is_on_cpu=True) == of(
+        config_of(line.replace("dropout 0", "dropout 0.1"))
+    )

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron import cost
+from megatron import cost, device
 from megatron.config import Config, parse
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from megatron.mpu.topology import Topology
+from megatron.training import plan
 from megatron.training.forecast import simulated_bubble
 from megatron.training.plan import dry_run, plan_rows, with_tokenizer
 from megatron.training.report import Rates
+from megatron.training.screen import human_bytes
+from megatron.training.stand_in import StandInTokenizer
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
 T5_SIZES = SIZES.replace("--seq-length 32", "--enc-seq-length 64").replace("--num-layers 8", "--num-layers 4")
@@ -146,3 +149,52 @@ def test_the_vocabulary_of_t5_holds_the_appended_sentinels_and_modes() -> None:
         sizes[flags] = config.model.vocab_size
     text, with_sentinels, with_modes = sizes.values()
     assert (with_sentinels, with_modes) == (text + 30, text + 33)
+
+
+class WithSentinels(StandInTokenizer):
+    """A tokenizer of 50 tokens, three of which are sentinels."""
+
+    def __init__(self) -> None:
+        super().__init__(50, sentinel_ids=(49, 48, 47))
+
+
+def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "build_tokenizer", lambda *args, **kwargs: WithSentinels())
+    line = ["--tokenizer-path", str(TOKENIZER)]
+    _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
+    assert config.model.vocab_size == 50
+    told = r"--vocab-extra-ids is for a tokenizer without sentinels, got .* 100 and a tokenizer with 3 of its own"
+    with pytest.raises(ConfigError, match=told):
+        with_tokenizer(parse([*line, "--vocab-extra-ids", "100"], world_size=1, env={}, family="t5"))
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "size"),
+    [
+        ("gpt2", "", 900),
+        ("gpt2", "--vocab-size 950", 950),
+        ("t5", "", 1000),
+        ("t5", "--vocab-extra-ids 20 --denoisers R,X", 922),
+        ("t5", "--vocab-size 2000", 2000),
+    ],
+)
+def test_a_dry_run_before_the_tokenizer_is_made_counts_what_the_run_will_have(
+    family: str, flags: str, size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(plan.TEXT_VOCABULARY, "900")
+    monkeypatch.setenv("RANK", "0")
+    dry_run(parse(["--dry-run", *flags.split()], world_size=1, env={}, family=family), 1)
+    assert f"vocabulary {size}" in capsys.readouterr().out
+
+
+def test_a_plan_for_cpus_counts_the_probabilities_that_blocked_attention_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "--attention-dropout 0 --enc-seq-length 512 --dec-seq-length 512 --batch-size 1"
+    held = {kind: rows(f"{sizes} --device {kind}", 1, family="t5")["stage 0"] for kind in ("cpu", "cuda")}
+    config = config_of(sizes, 1, "t5")
+    for kind, told in held.items():
+        costs = cost.of(config, is_on_cpu=kind == "cpu")
+        (memory,) = costs.memory_per_stage([0, costs.num_units], micro_batch_size=1)
+        assert f"about {human_bytes(memory.total)} on each rank" in told
+    assert held["cpu"] != held["cuda"]
+    monkeypatch.setattr(device, "choose", lambda requested: "cpu")
+    assert rows(sizes, 1, family="t5")["stage 0"] == held["cpu"]
