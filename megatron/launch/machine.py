@@ -171,7 +171,7 @@ def from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     if nodes and tasks and int(tasks) > int(nodes):
         raise ConfigError(
             f"SLURM must start the script once per node, got {tasks} tasks on {nodes} node(s). "
-            "Start it with `srun --ntasks-per-node=1 bash run_gpt2.sh`; it starts the ranks itself."
+            "Start the run script with `srun --ntasks-per-node=1 bash SCRIPT`; it starts the ranks itself."
         )
     hosts = (is_step and env.get("SLURM_STEP_NODELIST")) or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     found = {

@@ -93,7 +93,7 @@ def test_slurm_gives_the_nodes_and_the_user_overrides_it():
 
 def test_several_slurm_tasks_on_a_node_are_refused():
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
-    with pytest.raises(ConfigError, match="once per node"):
+    with pytest.raises(ConfigError, match="once per node.* Start the run script with"):
         from_slurm(SLURM | step)
 
 
