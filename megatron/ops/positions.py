@@ -27,8 +27,8 @@ def relative_buckets(
 
     Half of the buckets of a direction hold one distance each, from 0; the others grow by a constant factor up to
     ``max_distance``, and the last holds all beyond. With both directions each has half of ``num_buckets``, keys to the
-    right the second half; with one, keys to the right are in bucket 0. The logarithm is in fp32, as Hugging Face's:
-    at the edge of a bucket another precision would choose the other side.
+    right the second half; with one, keys to the right are in bucket 0. The logarithm is in fp32, as Hugging Face's,
+    so that both round alike at the edge of a bucket.
 
     Shapes:
         distances int64, any shape; output the same
