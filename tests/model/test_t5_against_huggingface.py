@@ -38,6 +38,7 @@ KINDS = [
     ("fp64", "mT5", "eager"),
     ("fp32", "T5", "sdpa"),
     ("fp32", "T5 v1.1", "eager"),
+    ("fp32", "mT5", "eager"),
 ]
 SIZES = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 

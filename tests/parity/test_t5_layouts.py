@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.parity.layouts import LAYOUTS
-from tests.parity.t5_layouts import GATED, LEARNED, UNTIED, Case, check_fp64, cuts, difference, run
+from tests.parity.t5_layouts import GATED, LEARNED, UNTIED, Case, check_bf16, check_fp64, difference, run
 
 VARIANTS = [
     Case(),
@@ -18,7 +18,6 @@ VARIANTS = [
 BITS = replace(Case(), sizes=(*LEARNED, *UNTIED), dtype=torch.float32)
 """Where nothing is tied but the tables of words and positions, between the two embeddings."""
 TIED = ("embedding.word.weight", "embedding.position.weight")
-MODELS = [Case(micro_batches=2), Case(enc_layers=2, dec_layers=4, has_segments=True, micro_batches=2)]
 SCHEDULES = [
     {"schedule": "gpipe"},
     {"schedule": "zb-h1"},
@@ -37,25 +36,6 @@ SHORT = [(2, 1, 2)]
 def test_every_layout_equals_one_process(tensor: int, pipe: int, data: int) -> None:
     for case, ranks in run(VARIANTS, tensor, pipe, data):
         check_fp64(case, ranks)
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_a_cut_may_fall_anywhere(stages: int) -> None:
-    """Within the encoder, at the seam, within the decoder, around each norm; here a sample."""
-    every = [replace(model, bounds=bounds) for model in MODELS for bounds in cuts(model, stages)]
-    step = {2: 3, 3: 25, 4: 70}[stages]
-    for case, ranks in run(every[1::step], pipe=stages):
-        check_fp64(case, ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_every_cut_equals_one_process(stages: int) -> None:
-    for model in MODELS:
-        every = [replace(model, bounds=bounds) for bounds in cuts(model, stages)]
-        assert len(every) == {2: 10, 3: 45, 4: 120}[stages]
-        for case, ranks in run(every, pipe=stages):
-            check_fp64(case, ranks)
 
 
 def test_more_stages_than_either_side_has_layers() -> None:
@@ -118,15 +98,20 @@ def test_dropout_draws_the_masks_of_one_process_and_again_in_recompute() -> None
         check_fp64(replace(dropped, dropout=0.0), ranks)
 
 
-def test_bf16_stays_close_to_fp32() -> None:
-    cases = [Case(dtype=torch.bfloat16, bounds=(0, 4, 11)), Case(dtype=torch.bfloat16, bounds=(0, 7, 11))]
-    for case, ranks in run(cases, pipe=2):
-        found = difference(
-            replace(case, dtype=torch.float32), [(loss, _wide(parts), norm) for loss, parts, norm in ranks]
-        )
-        assert found["loss"] < 0.05 and found["norm"] < 0.05
+@pytest.mark.parametrize(
+    ("tensor", "pipe", "data"),
+    [(1, 2, 1), *[pytest.param(*grid, marks=pytest.mark.slow) for grid in LAYOUTS if grid != (1, 2, 1)]],
+)
+def test_every_gradient_in_bf16_stays_close_to_fp32(tensor: int, pipe: int, data: int) -> None:
+    """The relative difference of the gradient that differs most; observed 0.15, 0.19 and 0.07."""
+    cases = [replace(case, dtype=torch.bfloat16) for case in VARIANTS]
+    for allowed, (case, ranks) in zip((0.3, 0.35, 0.12), run(cases, tensor, pipe, data), strict=True):
+        if tensor * data == 1:
+            check_bf16(case, ranks)
+        found = difference(replace(case, dtype=torch.float32), ranks)
+        worst = max((value, name) for name, value in found.items() if name not in ("loss", "norm"))
+        print(f"tensor {tensor} pipe {pipe} data {data}: {worst[0]:.3f} of {allowed} ({worst[1]}), {found['loss']:.1e}")
+        assert worst[0] <= allowed, worst
+        assert found["loss"] <= 0.01  # observed 0.004
+        assert found["norm"] <= 0.05  # observed 0.027
         assert len({loss for loss, _, _ in ranks}) == 1
-
-
-def _wide(parts: dict) -> dict:
-    return {name: (shard, gradient.float()) for name, (shard, gradient) in parts.items()}
