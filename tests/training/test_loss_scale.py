@@ -17,6 +17,7 @@ from megatron.training import world
 from megatron.training.metrics import read_metrics
 from megatron.training.state import CHECKPOINTS
 from tests.harness import run_ranks
+from tests.parity import t5_runs
 from tests.parity.layouts import flags, serial, trace_rank
 from tests.training import runs
 
@@ -33,7 +34,9 @@ def allow_fp16_on_cpu(rank: int) -> None:
     world.check_device = lambda *_: None  # type: ignore[assignment]
 
 
-def scaled_rank(rank: int, argv: list[str], world_size: int, steps: int, hit: tuple[int, int]) -> tuple[Any, Seen]:
+def scaled_rank(
+    rank: int, argv: list[str], world_size: int, steps: int, hit: tuple[int, int], trace: Any = trace_rank
+) -> tuple[Any, Seen]:
     """Train in fp16; rank ``hit[0]`` writes an infinity into one gradient of step ``hit[1]``."""
     allow_fp16_on_cpu(rank)
     seen: Seen = []
@@ -48,7 +51,7 @@ def scaled_rank(rank: int, argv: list[str], world_size: int, steps: int, hit: tu
         seen.append((scale, self.overflow))
 
     MixedPrecisionOptimizer.step = watched_step  # type: ignore[method-assign]
-    return trace_rank(rank, argv, world_size, steps, 0), seen
+    return trace(rank, argv, world_size, steps, 0), seen
 
 
 @functools.cache
@@ -66,6 +69,22 @@ def test_every_layout_skips_the_steps_of_one_process_with_the_same_scales(tensor
     assert [scale for scale, _ in expected[:4]] == [2.0**20, 2.0**20, 2.0**19, 2.0**19]
     assert any(after > before for (before, _), (after, _) in zip(expected, expected[1:], strict=False)), "grown again"
     for trace, seen in scaled(tensor, pipe, data):
+        assert seen == expected
+        assert trace.losses == pytest.approx(alone.losses, abs=5e-3)
+
+
+def scaled_t5(tensor: int, pipe: int) -> list[Any]:
+    """Return (trace, seen) of each rank that trains a T5."""
+    size = tensor * pipe
+    extra = f"{SCALING.replace('power 20', 'power 17')} {t5_runs.VARIANTS['v1.1']}"
+    argv = t5_runs.flags(tensor, pipe, micro=2, gas=2, extra=extra)
+    return run_ranks(size, scaled_rank, argv, size, STEPS, (-1, -1), t5_runs.trace_rank)
+
+
+def test_t5_skips_the_steps_of_one_process_with_the_same_scales() -> None:
+    ((alone, expected),) = scaled_t5(1, 1)
+    assert expected[:2] == [(2.0**17, True)] * 2 and sum(skipped for _, skipped in expected) < STEPS / 2, expected
+    for trace, seen in scaled_t5(1, 2):
         assert seen == expected
         assert trace.losses == pytest.approx(alone.losses, abs=5e-3)
 
