@@ -24,8 +24,8 @@ class T5Config:
     )
     dec_seq_length: int = _length(
         0,
-        "tokens of the decoder's targets; more than the longest target pads, less is an error, but cuts the targets of a "
-        "set in three files",
+        "tokens of the decoder's targets; more than the longest target pads, less is an error, but cuts the targets of "
+        "a set in three files",
         minimum=1,
         shown_default="the longest target over --denoisers; with a set in three files --enc-seq-length",
         aliases=("--decoder-seq-length",),
