@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.model.attention import Attention, SelfAttention
 from megatron.model.sizes import Place, T5Sizes
+from megatron.mpu.grads import accurate_dtype
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import attention
@@ -39,6 +40,8 @@ class RelativeBias(nn.Module):
     def by_distance(self, size: int) -> torch.Tensor:
         """Return the bias of each distance, key minus query position from -(size - 1) to size - 1.
 
+        The gradient of a row is a sum over many distances, and is taken in fp32 for 16-bit weights.
+
         Shapes:
             output [a/t, 2s - 1]
         """
@@ -49,7 +52,8 @@ class RelativeBias(nn.Module):
             max_distance=self.max_distance,
             is_bidirectional=self.is_bidirectional,
         )
-        return self.weight[buckets].t()
+        weight = self.weight.to(accurate_dtype(self.weight.dtype))
+        return weight[buckets].t().to(self.weight.dtype)
 
 
 class T5SelfAttention(SelfAttention):

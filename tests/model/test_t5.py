@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.t5 import T5Model
+from megatron.model.sizes import Place
+from megatron.model.t5 import RelativeBias, T5Model
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from tests.harness import run_ranks
@@ -198,3 +199,15 @@ def test_the_table_of_relative_positions_is_cut_by_heads():
 def test_sizes_that_do_not_divide_are_refused(changes, what):
     with pytest.raises(ValueError, match=f"{what} must be a multiple of --model-parallel-size, got"):
         T5Model(t5_sizes(**changes), place_of(Group((0, 1, 2), 0)))
+
+
+def test_the_gradient_of_a_16_bit_bias_table_is_summed_in_32() -> None:
+    size = 1024
+    upstream = torch.randn(4, 2 * size - 1, generator=torch.Generator().manual_seed(1))
+    grads = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        table = filled(RelativeBias(t5_sizes(), Place(), True)).to(dtype)
+        table.by_distance(size).backward(upstream.bfloat16().to(dtype))
+        grads[dtype] = table.weight.grad.float()
+    exact = grads[torch.float32]
+    assert (grads[torch.bfloat16] - exact).norm() <= 0.004 * exact.norm()  # rounding of the result alone
