@@ -118,7 +118,7 @@ def _build(rank: int) -> list[Any]:
         torch.manual_seed(5)
         random.seed(5)
         np.random.seed(5)
-        specs = [LayerSpec(TogetherNap, units) for units in (2 + rank, 0, 0, 0)]
+        specs = [LayerSpec(TogetherNap, units) for units in (5 + rank, 1, 1, 1)]
         more = {"profile_batch": _batch()} if bounds == "profile" else {}
         module = PipelineModule(specs, num_stages=2, loss_fn=loss, partition_method=bounds, **more)
         results.append((module.parts, {name: p.detach().clone() for name, p in module.named_parameters()}))
