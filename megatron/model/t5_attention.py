@@ -11,7 +11,7 @@ from megatron.mpu.grads import accurate_dtype
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import attention
-from megatron.ops.biased_attention import biased_attention, spread, without_future
+from megatron.ops.biased_attention import biased_attention, without_future
 from megatron.ops.positions import relative_buckets
 
 
@@ -20,7 +20,6 @@ class RelativeBias(nn.Module):
 
     Shapes:
         weight [buckets, a/t]
-        output [a/t, s, s]
 
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
     """
@@ -33,9 +32,6 @@ class RelativeBias(nn.Module):
         local = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
         shard = Shard((self.num_buckets, sizes.num_attention_heads), 1, place.group.rank * local, local)
         self.weight = empty_weight((self.num_buckets, local), shard)
-
-    def forward(self, size: int) -> torch.Tensor:
-        return spread(self.by_distance(size))
 
     def by_distance(self, size: int) -> torch.Tensor:
         """Return the bias of each distance, key minus query position from -(size - 1) to size - 1.

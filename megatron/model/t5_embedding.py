@@ -22,13 +22,12 @@ class T5Embedding(nn.Module):
         tokens, segments [b, s]
         output [s, b, h]
 
-    Args:
-        side: "encoder" or "decoder": whose dropout masks to draw where a call does not say.
+    ``side``, "encoder" or "decoder", says whose dropout masks to draw.
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, side: str = "encoder") -> None:
+    def __init__(self, sizes: T5Sizes, place: Place) -> None:
         super().__init__()
-        self.sizes, self.streams, self.side = sizes, place.streams, side
+        self.sizes, self.streams = sizes, place.streams
         self.word = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
         )
@@ -40,7 +39,8 @@ class T5Embedding(nn.Module):
         self,
         tokens: torch.Tensor,
         segments: torch.Tensor | None = None,
-        side: str | None = None,
+        *,
+        side: str,
         table: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return embed(
@@ -49,7 +49,7 @@ class T5Embedding(nn.Module):
             self.position,
             sizes=self.sizes,
             streams=self.streams,
-            side=side or self.side,
+            side=side,
             training=self.training,
             segments=segments,
             table=table,

@@ -185,7 +185,7 @@ def test_logical_names_are_those_of_checkpoints():
 def test_the_table_of_relative_positions_is_cut_by_heads():
     table = T5Model(t5_sizes(), place_of(Group((0, 1), 1))).encoder.bias
     shard = shard_of(table.weight)
-    assert table.weight.shape == (8, 2) and table(S_E).shape == (2, S_E, S_E)
+    assert table.weight.shape == (8, 2) and table.by_distance(S_E).shape == (2, 2 * S_E - 1)
     assert (shard.global_shape, shard.partition_dim, shard.start, shard.length) == ((8, 4), 1, 2, 2)
 
 
