@@ -6,7 +6,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
+
+import numpy as np
 
 from megatron.errors import DataError
 
@@ -55,6 +58,13 @@ class Tokenizer(ABC):
         if not self._must_escape:
             return self._encode_batch(texts)
         return [self._encode_escaped(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the int32 tokens of all ``texts`` one after the other, and the int64 number of tokens of each."""
+        encoded = self.encode_batch(list(texts))
+        sizes = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        tokens = np.fromiter(chain.from_iterable(encoded), np.int32, int(sizes.sum()))
+        return tokens, sizes
 
     def _encode_escaped(self, text: str) -> list[int]:
         """Cut inside each spelling of the control token, so that the library cannot see it as one."""
