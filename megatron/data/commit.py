@@ -2,6 +2,7 @@
 
 1. Each new file is written under a temporary name in the same folder and flushed.
 2. A small journal ``PREFIX.commit`` with the pairs (temporary name, name) is put in place by one rename: the commit.
+   A pair (null, name) stands for a file to delete.
 3. The renames in the journal are done, then the journal is deleted. Whoever finds a journal does the rest of them.
 """
 
@@ -11,6 +12,7 @@ import glob
 import json
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,10 +25,10 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
-def replace_together(prefix: str, paths: list[Path]) -> None:
-    """Put the temporary files of ``paths``, all written and flushed, in place as one change."""
+def replace_together(prefix: str, paths: Sequence[Path], gone: Sequence[Path] = ()) -> None:
+    """Put the temporary files of ``paths``, all written and flushed, in place and delete ``gone``, as one change."""
     roll_forward(prefix)
-    names = [[temporary_path(path).name, path.name] for path in paths]
+    names = [[temporary_path(path).name, path.name] for path in paths] + [[None, path.name] for path in gone]
     journal = _journal(prefix)
     files.write_bytes(temporary_path(journal), json.dumps(names).encode())
     files.rename(temporary_path(journal), journal)
@@ -50,7 +52,10 @@ def roll_forward(prefix: str) -> None:
     try:
         for source, target in names:
             with suppress(FileNotFoundError):  # done already, by the one that was cut off or by another process
-                files.rename(journal.with_name(source), journal.with_name(target))
+                if source is None:
+                    files.remove_file(journal.with_name(target))
+                else:
+                    files.rename(journal.with_name(source), journal.with_name(target))
         files.before_operation("unlink", journal)
         journal.unlink(missing_ok=True)
     except PermissionError as error:
@@ -62,7 +67,7 @@ def roll_forward(prefix: str) -> None:
 def remove_leftovers(prefix: str) -> None:
     """Delete temporary files of processes of this machine that are no more."""
     opening = f".{socket.gethostname()}-"
-    for suffix in (".bin", ".idx", ".meta.json", ".commit"):
+    for suffix in (".bin", ".idx", ".len", ".meta.json", ".commit"):
         target = Path(prefix + suffix)
         for path in target.parent.glob(glob.escape(f".{target.name}{opening}") + "*.tmp"):
             number = path.name.removesuffix(".tmp").rpartition("-")[2]

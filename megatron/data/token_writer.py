@@ -1,10 +1,9 @@
-"""Writing a pair of token files, document after document, in memory that does not grow with the corpus."""
+"""Writing a pair of token files, in memory that grows neither with the tokens nor with the documents."""
 
 from __future__ import annotations
 
-import os
-import zlib
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -12,7 +11,9 @@ import numpy as np
 
 from megatron import files
 from megatron.data import commit, index_format
+from megatron.data.index_writer import index_chunks
 from megatron.data.sidecar import Sidecar
+from megatron.data.streamed_file import StreamedFile, read_sizes
 from megatron.errors import DataError
 
 
@@ -20,26 +21,44 @@ class TokenFileWriter:
     """Streams documents into ``PREFIX.bin``, ``.idx``, ``.meta.json``, which appear together when the block ends well.
 
     Args:
-        vocab_size: ids must be below it; also chooses the token type.
+        vocab_size: ids must be below it; also chooses the token type. None: nobody knows it, ``dtype`` is given and no
+            ``.meta.json`` is written (an older one goes).
         tokenizer: identity of the tokenizer, kept in the sidecar.
         eod_id: id that ends every document given to ``add``, or None if documents have no such end.
+        dtype: type of the tokens in the file, if not the one that follows from ``vocab_size``.
     """
 
-    def __init__(self, prefix: str | Path, *, vocab_size: int, tokenizer: str = "", eod_id: int | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        vocab_size: int | None,
+        tokenizer: str = "",
+        eod_id: int | None = None,
+        dtype: np.dtype | None = None,
+    ) -> None:
+        if dtype is None and vocab_size is None:
+            raise ValueError("without vocab_size the dtype must be given")
         self.prefix = str(prefix)
-        self.dtype = index_format.token_type(vocab_size)
+        self.dtype = np.dtype(dtype) if dtype is not None else index_format.token_type(vocab_size or 0)
         self.num_tokens = self.num_documents = 0
         self._vocab_size, self._tokenizer, self._eod_id = vocab_size, tokenizer, eod_id
-        self._sizes: list[np.ndarray] = []
-        self._max_token_id, self._crc32 = -1, 0
+        self._max_token_id = -1
         self._paths = [Path(self.prefix + suffix) for suffix in (".bin", ".idx", ".meta.json")]
         self._temporary = [commit.temporary_path(path) for path in self._paths]
+        self._sizes_path = commit.temporary_path(Path(self.prefix + ".len"))
+        self._open = ExitStack()
 
     def __enter__(self) -> TokenFileWriter:
         self._paths[0].parent.mkdir(parents=True, exist_ok=True)
         commit.roll_forward(self.prefix)
         commit.remove_leftovers(self.prefix)
-        self._file = open(self._temporary[0], "wb")  # noqa: SIM115 - closed in __exit__
+        try:
+            self._tokens = self._open.enter_context(StreamedFile(self._temporary[0]))
+            self._sizes = self._open.enter_context(StreamedFile(self._sizes_path))
+        except BaseException:
+            self._close_and_remove()
+            raise
         return self
 
     def __exit__(
@@ -49,57 +68,84 @@ class TokenFileWriter:
             if kind is None:
                 self._finish()
         finally:
-            self._file.close()
-            if not commit.is_pending(self.prefix):
-                self._remove_temporary()
+            self._close_and_remove()
 
-    def _remove_temporary(self) -> None:
-        for path in self._temporary:
+    def _close_and_remove(self) -> None:
+        with suppress(OSError):  # a full disk fails a second time when what is buffered is written on closing
+            self._open.close()
+        for path in [self._sizes_path, *([] if commit.is_pending(self.prefix) else self._temporary)]:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
     def add(self, tokens: np.ndarray, sizes: np.ndarray | None = None) -> None:
         """Append documents: ``tokens`` holds them one after the other, ``sizes`` their lengths (None: one document)."""
         sizes = np.array([len(tokens)], np.int64) if sizes is None else sizes
-        sizes = sizes[sizes > 0].astype(np.int32)
         if int(sizes.sum(dtype=np.int64)) != len(tokens):
             raise ValueError(f"sizes sum to {sizes.sum()}, but {len(tokens)} tokens were given")
         if not len(tokens):
             return
-        self._check_ids(tokens)
-        data = np.ascontiguousarray(tokens, self.dtype).data.cast("B")
-        files.before_operation("write", self._temporary[0])
-        self._file.write(data)
-        self._crc32 = zlib.crc32(data, self._crc32)
-        self._sizes.append(sizes)
+        self._check_ids(int(tokens.min()), int(tokens.max()))
+        self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data.cast("B"))
         self.num_tokens += len(tokens)
-        self.num_documents += len(sizes)
+        self._add_sizes(sizes)
 
-    def _check_ids(self, tokens: np.ndarray) -> None:
-        lowest, highest = int(tokens.min()), int(tokens.max())
-        if lowest < 0 or highest >= self._vocab_size:
-            raise DataError(f"token ids must be in 0 ... {self._vocab_size - 1}, got {lowest} ... {highest}")
+    def append(
+        self, path: Path, sizes: Iterable[np.ndarray], *, num_tokens: int, max_token_id: int, crc32: int | None = None
+    ) -> None:
+        """Append a whole file of tokens of this writer's type, without looking at them.
+
+        Args:
+            sizes: tokens of each document in ``path``, in arrays of any length; empty documents are dropped.
+            max_token_id: the largest id in ``path``, for the sidecar.
+            crc32: that of ``path``, if it is known; else it is computed on the way, at half the speed.
+
+        Raises:
+            DataError: the file has another size than ``num_tokens`` need, or ``sizes`` have another sum.
+        """
+        if num_tokens:
+            self._check_ids(0, max_token_id)
+        self._tokens.append_file(path, num_tokens * self.dtype.itemsize, crc32)
+        total = sum(self._add_sizes(block) for block in sizes)
+        if total != num_tokens:
+            raise DataError(f"{path}: lengths sum to {total}, but it has {num_tokens} tokens. Build it again.")
+        self.num_tokens += num_tokens
+
+    def _add_sizes(self, sizes: np.ndarray) -> int:
+        kept = sizes[sizes > 0].astype("<i4")
+        if len(kept):
+            self._sizes.write(kept.data.cast("B"))
+        self.num_documents += len(kept)
+        return int(kept.sum(dtype=np.int64))
+
+    def _check_ids(self, lowest: int, highest: int) -> None:
+        limit = np.iinfo(self.dtype).max + 1 if self._vocab_size is None else self._vocab_size
+        if lowest < 0 or highest >= limit:
+            raise DataError(f"token ids must be in 0 ... {limit - 1}, got {lowest} ... {highest}")
         self._max_token_id = max(self._max_token_id, highest)
 
     def _finish(self) -> None:
-        files.before_operation("fsync", self._temporary[0])
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        index = index_format.encode_index(np.concatenate([*self._sizes, np.zeros(0, np.int32)]), self.dtype)
-        files.write_bytes(self._temporary[1], index)
-        files.write_bytes(self._temporary[2], self._sidecar(index).to_json())
-        commit.replace_together(self.prefix, self._paths)
+        self._tokens.sync()
+        self._sizes.flush()
+        blocks: Callable[[], Iterator[np.ndarray]] = lambda: read_sizes(self._sizes_path)  # noqa: E731
+        _, index_crc32 = files.write_chunks(self._temporary[1], index_chunks(blocks, self.num_documents, self.dtype))
+        written, gone = self._paths, self._paths[2:]
+        if self._vocab_size is None:
+            written = self._paths[:2]
+        else:
+            gone = []
+            files.write_bytes(self._temporary[2], self._sidecar(self._vocab_size, index_crc32).to_json())
+        commit.replace_together(self.prefix, written, gone)
 
-    def _sidecar(self, index: bytes) -> Sidecar:
+    def _sidecar(self, vocab_size: int, index_crc32: int) -> Sidecar:
         return Sidecar(
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
             max_token_id=self._max_token_id,
-            vocab_size=self._vocab_size,
+            vocab_size=vocab_size,
             tokenizer=self._tokenizer,
             eod_id=self._eod_id,
             has_eod=self._eod_id is not None,
-            bin_bytes=self.num_tokens * self.dtype.itemsize,
-            bin_crc32=self._crc32,
-            idx_crc32=zlib.crc32(index),
+            bin_bytes=self._tokens.size,
+            bin_crc32=self._tokens.crc32,
+            idx_crc32=index_crc32,
         )
