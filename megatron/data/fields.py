@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron.ops.positions import positions_in_segments
+
 if TYPE_CHECKING:
     from megatron.data.control_tokens import T5Tokens
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 def gpt2_fields(
     tokens: Tensor,
     *,
+    segments: Tensor | None = None,
     eod_id: int | None = None,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -22,11 +25,14 @@ def gpt2_fields(
     """Return tokens, labels, loss_mask, position_ids and segment_ids of a micro-batch.
 
     Shapes:
-        tokens [b, L+1], int64
+        tokens [b, L+1], int64; segments [b, L+1], int32, the document of each token, -1 for padding
         all results [b, L]; loss_mask is float32, segment_ids int32 or None without ``reset_attention_mask``
 
     An end-of-document token belongs to the document that it ends. ``eod_mask_loss`` leaves out the loss where the input
     is such a token: what follows it is another document, which nothing can predict.
+
+    With ``segments`` documents are kept apart by these alone: positions count from 0 in each, segment_ids are given,
+    and there is no loss where the label is of another document than the input, nor on padding. Padding sees padding.
 
     Raises:
         ValueError: one of the three options without ``eod_id``.
@@ -38,14 +44,21 @@ def gpt2_fields(
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     is_eod = inputs == eod_id if eod_id is not None else torch.zeros_like(inputs, dtype=torch.bool)
     positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
-    if reset_position_ids:
+    segment_ids = _exclusive_cumsum(is_eod) if reset_attention_mask else None
+    if segments is not None:
+        segment_ids = segments[:, :-1].contiguous()
+        positions = positions_in_segments(segment_ids)
+    elif reset_position_ids:
         positions = positions - _document_starts(is_eod, positions)
+    has_loss = ~is_eod if eod_mask_loss else torch.ones_like(is_eod)
+    if segments is not None:
+        has_loss &= (segments[:, :-1] == segments[:, 1:]) & (segments[:, 1:] >= 0)
     return {
         "tokens": inputs,
         "labels": labels,
-        "loss_mask": (~is_eod).float() if eod_mask_loss else torch.ones_like(inputs, dtype=torch.float32),
+        "loss_mask": has_loss.float(),
         "position_ids": positions.contiguous(),
-        "segment_ids": _exclusive_cumsum(is_eod) if reset_attention_mask else None,
+        "segment_ids": segment_ids,
     }
 
 

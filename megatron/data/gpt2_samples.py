@@ -1,48 +1,109 @@
-"""GPT-2 samples from a token file: floor((T - 1) / L) of an epoch's T tokens, neighbours share one token."""
+"""GPT-2 samples from a token file: windows over its documents laid end to end, or whole documents packed best-fit."""
 
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 
 import numpy as np
 
+from megatron.data.fim import Fim
+from megatron.data.packing_lengths import Documents
+from megatron.data.packing_windows import PackedWindows
 from megatron.data.windows import TokenSource, Windows
+
+PACKINGS = ("concat", "best-fit")
+_PADDING = 0
 
 
 class GPT2Samples:
-    """Sample i, for any i >= 0, is int64[L + 1]; i // samples_per_epoch is its epoch.
+    """Sample i, for any i >= 0, is L + 1 tokens; i // samples_per_epoch is its epoch.
+
+    | packing | sample | of an epoch's T tokens |
+    |---|---|---|
+    | concat | int64[L + 1] | floor((T - 1) / L) samples; neighbours share one token, the tail is left out |
+    | best-fit | {"text": int64[L + 1], "segments": int32[L + 1]} | every token; documents are cut only where too long |
+
+    ``segments`` counts the pieces of documents within the sample from 0, and is -1 where it is padded (with token 0,
+    which nothing sees and which has no loss).
 
     Args:
-        documents: (start, stop) of the documents to take.
+        documents: (start, stop) of the documents to take, or their ascending numbers.
         seq_length: L, tokens that a sample feeds to the model.
         seed: the same on all ranks.
+        fim: rearranges documents for fill-in-the-middle, keyed by (seed, i).
+        cache: where the order is kept for the other processes of this host.
 
     Raises:
-        DataError: the documents hold fewer than L + 1 tokens.
+        DataError: the documents hold less than one sample.
     """
 
-    def __init__(self, token_file: TokenSource, *, documents: tuple[int, int], seq_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        token_file: TokenSource,
+        *,
+        documents: Documents,
+        seq_length: int,
+        seed: int,
+        packing: str = "concat",
+        fim: Fim | None = None,
+        cache: object | None = None,
+    ) -> None:
+        if packing not in PACKINGS:
+            raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
-        self._windows = Windows(
-            token_file,
-            documents=documents,
-            length=seq_length,
-            overlap=1,
-            seed=seed,
-            asked_by=f"--seq-length {seq_length}",
-        )
+        self.packing, self.fim = packing, fim
+        self._windows = self._cut(cache)
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
 
+    def _cut(self, cache: object | None) -> Windows | PackedWindows:
+        if self.packing == "best-fit":
+            return PackedWindows(
+                self.token_file, documents=self.documents, capacity=self.seq_length + 1, seed=self.seed
+            )
+        return Windows(
+            self.token_file,
+            documents=self.documents,
+            length=self.seq_length,
+            overlap=1,
+            seed=self.seed,
+            asked_by=f"--seq-length {self.seq_length}",
+        )
+
     @property
+    def prefix(self) -> str:
+        """The path of the token files without their suffix."""
+        return self.token_file.prefix
+
+    @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes with the tokens, the documents, the length or the seed: with the order itself."""
-        key = f"{self.token_file.fingerprint}:{self.documents}:{self.seq_length}:{self.seed}"
+        """A short text that changes with all that changes a sample or the order of samples."""
+        key = f"{self.token_file.fingerprint}:{_text(self.documents)}:{self.seq_length}:{self.seed}"
+        if self.packing != "concat":
+            key += f":{self.packing}"
+        if self.fim is not None:
+            key += f":{self.fim}"
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Return the tokens of sample ``index``.
+    def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
+        """Return sample ``index``.
 
         Raises:
             DataError: it cannot be read; names the sample, the document and the place in the file.
         """
-        return self._windows[index]
+        pieces = self._windows.pieces(index)
+        text, sizes = self._windows.read(index, pieces), [piece.length for piece in pieces]
+        if self.fim is not None:
+            text = self.fim.apply(text, sizes, self.seed, int(index))
+        if self.packing == "concat":
+            return text
+        padded, segments = np.full(self.seq_length + 1, _PADDING, np.int64), np.full(self.seq_length + 1, -1, np.int32)
+        padded[: len(text)] = text
+        segments[: len(text)] = np.repeat(np.arange(len(sizes)), sizes)
+        return {"text": padded, "segments": segments}
+
+
+def _text(documents: Documents) -> str:
+    if isinstance(documents, tuple):
+        return str(documents)
+    return hashlib.sha256(documents.astype(np.int64).tobytes()).hexdigest()

@@ -1,0 +1,86 @@
+"""Samples of whole documents, packed best-fit: the counterpart of ``windows`` for ``--packing best-fit``.
+
+How many pieces of which length meet in a sample follows from the lengths alone and is worked out once. An epoch
+chooses which of the documents of a length takes which of its places, and then the order of the samples, by
+permutations that are computed from (seed, epoch). So an epoch stores nothing, and is the same in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.data.packing import Share, best_fit
+from megatron.data.packing_lengths import Documents, Pieces
+from megatron.data.permutation import Permutation
+from megatron.data.windows import Piece, TokenSource, Windows
+from megatron.errors import DataError
+
+_ARRAY_FROM = 20  # so many values of a permutation take longer one by one than as an array
+
+
+class PackedWindows:
+    """Sample i, for any i >= 0, is up to ``capacity`` tokens of pieces of documents; i // per_epoch is its epoch.
+
+    ``fill`` is the part of all samples that is not padding; ``num_bytes`` is the memory that the order takes.
+
+    Args:
+        documents: (start, stop) of the documents to take, or their ascending numbers.
+        capacity: tokens of a sample, at least 2.
+        seed: the same on all ranks.
+
+    Raises:
+        DataError: no document has two tokens.
+    """
+
+    def __init__(self, token_file: TokenSource, *, documents: Documents, capacity: int, seed: int) -> None:
+        self.token_file, self.capacity, self.seed = token_file, capacity, seed
+        self._pieces = Pieces(token_file.sizes, documents, capacity)
+        self.num_tokens = self._pieces.num_tokens
+        counts = self._pieces.last_counts
+        self._counts: list[int] = counts.tolist()
+        groups = best_fit(counts, capacity)
+        self._shares = [group.shares for group in groups]
+        ends = np.cumsum([self._pieces.num_full, *(group.num_samples for group in groups)], dtype=np.int64)
+        self._group_starts, self.per_epoch = ends, int(ends[-1])
+        if self.per_epoch < 1:
+            raise DataError(
+                f"{token_file.prefix}: best-fit packing needs documents of at least two tokens, the split has none. "
+                "Give more data."
+            )
+        packed = int(counts @ np.arange(capacity + 1)) + self._pieces.num_full * capacity
+        self.fill = packed / (self.per_epoch * capacity)
+        self.num_bytes = self._pieces.num_bytes
+
+    def pieces(self, index: int) -> list[Piece]:
+        """Return the pieces of documents that sample ``index`` is made of, the longest first."""
+        if index < 0:
+            raise IndexError(f"samples count from 0, got {index}")
+        epoch, place = divmod(int(index), self.per_epoch)
+        place = Permutation(self.per_epoch, "samples", self.seed, epoch)(place)
+        if place < self._pieces.num_full:
+            return [Piece(*self._pieces.full(place), self.capacity)]
+        group = int(np.searchsorted(self._group_starts, place, "right")) - 1
+        in_group = place - int(self._group_starts[group])
+        return [piece for share in self._shares[group] for piece in self._of_share(share, in_group, epoch)]
+
+    def read(self, index: int, pieces: Sequence[Piece]) -> np.ndarray:
+        """Return the tokens of ``pieces`` one after another, int64.
+
+        Raises:
+            DataError: they cannot be read; names the sample ``index``, the document and the place in the file.
+        """
+        return Windows.read(self, index, pieces)  # type: ignore[arg-type]
+
+    _read = Windows._read
+
+    def _of_share(self, share: Share, in_group: int, epoch: int) -> list[Piece]:
+        length, count, first = share
+        order = Permutation(self._counts[length], "pieces", self.seed, epoch, length)
+        first += in_group * count
+        numbers = range(first, first + count)
+        places = order.array(np.array(numbers)) if count >= _ARRAY_FROM else np.array([order(n) for n in numbers])
+        documents = self._pieces.last(length, places)
+        offsets = self.token_file.sizes[documents] - length
+        return [Piece(*pair, length) for pair in zip(documents.tolist(), offsets.tolist(), strict=True)]
