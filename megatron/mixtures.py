@@ -61,6 +61,11 @@ def parse_schedule(text: str, num_corpora: int) -> tuple[tuple[int, tuple[float,
     return tuple(steps)
 
 
+def join_words(words: Sequence[str]) -> str:
+    """Return the text of what stands behind the flag: several words, or one that holds them all."""
+    return one_word(words[0]) if len(words) == 1 else shlex.join(words)
+
+
 def one_word(path: str) -> str:
     """Return ``path`` in quotes where it would not be read as one path, unless it is a mixture written as one word."""
     try:

@@ -37,7 +37,7 @@ for flag in "$@"; do
   case $flag in
     -h | --help) exec "$PYTHON" "$program" --help ;;
     --dry-run) is_dry=1 ;;
-    --data-path | --data-path=*) has_data=1 ;;
+    --data-path | --data-path=* | --*-data-path | --*-data-path=*) has_data=1 ;;
   esac
 done
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron import rampup
 from megatron.config.option import option
 
 
@@ -21,6 +22,13 @@ class BatchConfig:
         flag="--global-batch-size",
         minimum=1,
         shown_default="batch-size x gas x replicas",
+    )
+    rampup_batch_size: str | None = option(
+        None,
+        "START INCREMENT SAMPLES: steps of START samples, of INCREMENT more from time to time, and of the whole global "
+        "batch from so many samples on",
+        join=" ".join,
+        shown_default="the whole global batch in every step",
     )
     seq_length: int = option(
         256,
@@ -46,5 +54,16 @@ class BatchConfig:
         return self.gas
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Return the samples of one step over all replicas."""
+        """Return the samples of one step over all replicas; with a ramp of the steps behind it."""
         return self.batch_size * self.gas * data_parallel_size
+
+    def sizes(self, data_parallel_size: int) -> rampup.BatchSizes:
+        """Return the samples of a step over all replicas, by samples consumed.
+
+        Raises:
+            ValueError: --rampup-batch-size cannot be read, or does not lead to the global batch.
+        """
+        full = self.global_batch_size(data_parallel_size)
+        if self.rampup_batch_size is None:
+            return rampup.BatchSizes(full)
+        return rampup.parse_rampup(self.rampup_batch_size, full)

@@ -3,32 +3,63 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
-from megatron import spans
+from megatron import mixtures, spans
 from megatron.config.option import option
 
 OWN_DATA = "none"
 """As --data-path: the script brings its own data, and no file is looked for."""
+PATHS = {
+    "data_path": "--data-path",
+    "train_data_path": "--train-data-path",
+    "valid_data_path": "--valid-data-path",
+    "test_data_path": "--test-data-path",
+}
+"""Fields that name corpora, and their flags: one for all splits, or one for each."""
+EACH = tuple(PATHS)[1:]
+TOKENIZERS = ("TokenizersJSON", "GPT2BPETokenizer", "SentencePiece", "T5SentencePiece", "BertWordPiece", "CPM1", "CPM2")
+"""``megatron.tokenizer.TYPES``, which is on the same floor; a test holds them equal."""
+
+_paths = partial(option, None, join=mixtures.join_words)
+_gpt2 = partial(option, family="gpt2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Token files, their split and the tokenizer that wrote them."""
 
-    data_path: str | None = option(
-        None, "token files: the path without .bin and .idx; none: the script brings its own data"
+    data_path: str | None = _paths(
+        "token files: the path without .bin and .idx; several with weights in turn: 0.7 a 0.3 b; none: the script "
+        "brings its own data"
     )
+    train_data_path: str | None = _paths("token files of the training alone, in place of --data-path")
+    valid_data_path: str | None = _paths("token files of the validation alone, in place of --data-path")
+    test_data_path: str | None = _paths("token files of the test alone, in place of --data-path")
     split: str = option("949,50,1", "shares of documents for training, validation and test")
-    data_impl: str = option("mmap", "kind of token file", choices=("mmap",))
-    tokenizer_type: str | None = option(
+    split_by: str = option(
+        "range",
+        "range: the splits are neighbouring documents; hash: a document's tokens say where it falls, so equal ones "
+        "fall in the same split, and more documents move none",
+        choices=("range", "hash"),
+    )
+    mixture_schedule: str | None = option(
+        None, 'weights that hold from so many tokens of training on: "1e9: 0.5 0.5; 2e9: 0.2 0.8"'
+    )
+    data_impl: str = option(
+        "mmap", "how token files are read: mapped, or by calls (for network file systems)", choices=("mmap", "pread")
+    )
+    data_cache_path: str | None = option(
         None,
-        "kind of tokenizer",
-        choices=("TokenizersJSON", "GPT2BPETokenizer", "SentencePiece"),
-        shown_default="by the files that are given",
+        "folder of this host for orders of documents, which are made once",
+        shown_default="in the system's temporary folder",
+    )
+    tokenizer_type: str | None = option(
+        None, "kind of tokenizer", choices=TOKENIZERS, shown_default="by the files that are given"
     )
     vocab_file: str | None = option(None, "vocabulary of the tokenizer")
     merge_file: str | None = option(None, "merges of a GPT-2 BPE tokenizer")
@@ -38,23 +69,78 @@ class DataConfig:
     num_workers: int = option(
         0, "processes that read ahead on each replica; 0: read in the training process", minimum=0
     )
-    reset_position_ids: bool = option(
+    prefetch_factor: int = option(2, "micro-batches that each of these processes reads ahead", minimum=1)
+    packing: str = _gpt2(
+        "concat",
+        "concat: documents end to end, cut into samples; best-fit: whole documents into samples that they fill, kept "
+        "apart",
+        choices=("concat", "best-fit"),
+        elsewhere="T5 cuts its texts out of documents end to end; leave it out",
+    )
+    fim_rate: float = _gpt2(
+        0.0,
+        "share of documents whose middle is moved to the end (fill in the middle)",
+        minimum=0,
+        maximum=1,
+        elsewhere="T5 fills gaps anyway; leave it out",
+    )
+    fim_spm_rate: float = _gpt2(
+        0.5,
+        "share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle",
+        minimum=0,
+        maximum=1,
+        elsewhere="T5 fills gaps anyway; leave it out",
+    )
+    reset_position_ids: bool = _gpt2(
         False,
         "count positions from 0 after each end of document",
-        family="gpt2",
         elsewhere="T5 keeps documents apart by --reset-attention-mask alone; use that",
     )
     reset_attention_mask: bool = option(False, "no attention across the end of a document")
-    eod_mask_loss: bool = option(
+    eod_mask_loss: bool = _gpt2(
         False,
         "no loss on the end-of-document token",
-        family="gpt2",
         elsewhere="T5 learns the one end of its targets, and no document's end but those in masked spans; leave it out",
     )
 
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether the documents of a sample do not attend to each other."""
+        return self.reset_attention_mask or self.packing == "best-fit"
+
+    @property
+    def training_path(self) -> str | None:
+        """The corpora that training reads, as they were given."""
+        return self.train_data_path or self.data_path
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the script brings its own data."""
+        return self.data_path == OWN_DATA
+
+    @property
+    def flag_of_prefix(self) -> dict[str, str]:
+        """Return each corpus that is named, and the first flag that names it; none of a text that cannot be read."""
+        found: dict[str, str] = {}
+        for name, flag in PATHS.items():
+            text = getattr(self, name)
+            try:
+                named = mixtures.parse_paths(text, flag) if text is not None else ()
+            except ValueError:  # told by problems()
+                continue
+            found = {prefix: flag for _, prefix in named} | found
+        return found
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether CPM's three files are there and no token file: then T5 masks nothing itself."""
+        return any(spans.is_set(prefix) for prefix in self.flag_of_prefix)
+
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be: a bad split, a file that is not there."""
+        """Yield what cannot be: a bad split, weights that are none, a file that is not there."""
         yield from self._split_problems()
+        yield from self._path_problems()
+        yield from self._schedule_problems()
         for flag, path in (
             ("--vocab-file", self.vocab_file),
             ("--merge-file", self.merge_file),
@@ -72,27 +158,57 @@ class DataConfig:
             rule = "must be one to three weights, not negative and not all 0, such as 949,50,1"
             yield f"--split {rule}; got {self.split!r}"
 
-    @property
-    def reads_pairs(self) -> bool:
-        """Whether CPM's three files are there and no token file: then T5 masks nothing itself."""
-        return self.data_path is not None and spans.is_set(self.data_path)
+    def _path_problems(self) -> Iterator[str]:
+        for name, flag in PATHS.items():
+            if getattr(self, name) is not None:
+                yield from _problem_of(partial(mixtures.parse_paths, getattr(self, name), flag))
+        each = [PATHS[name] for name in EACH if getattr(self, name) is not None]
+        if each and self.data_path is not None:
+            yield (
+                f"--data-path, which --split cuts into three, excludes {', '.join(each)}, got both. Leave --data-path "
+                "out, or the others"
+            )
+
+    def _schedule_problems(self) -> Iterator[str]:
+        if self.mixture_schedule is None or self.training_path is None:
+            return
+        try:
+            number = len(mixtures.parse_paths(self.training_path))
+        except ValueError:  # told above
+            return
+        if number == 1:
+            yield (
+                "--mixture-schedule changes the weights of several corpora, got one: "
+                f"{self.training_path}. Leave it out, or give several as 0.7 a 0.3 b"
+            )
+        else:
+            yield from _problem_of(partial(mixtures.parse_schedule, self.mixture_schedule, number))
 
     def missing_files(self, family: str = "gpt2") -> Iterator[str]:
-        """Yield the token files of --data-path that are not there; a path that itself exists is the script's own.
+        """Yield the token files that are not there; a path that itself exists is the script's own.
 
         With several nodes nothing is looked for: a node whose ranks read no data need not have the files.
         """
-        path = self.data_path
-        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") or self.is_own:
             return
-        if path is None or path == OWN_DATA or os.path.exists(path):
-            return
-        parts = spans.SET_SUFFIXES if family == "t5" and self.reads_pairs else ("",)
-        names = [path + part + suffix for part in parts for suffix in (".idx", ".bin")]
-        missing = [name for name in names if not os.access(name, os.R_OK)]
-        if missing:
-            yield (
-                f"--data-path must name token files that can be read, got --data-path {path}, without "
-                f"{' and '.join(missing)} (looked in {Path.cwd()}). Correct the path, or make them with "
-                "tools/preprocess_data.py"
-            )
+        for prefix, flag in self.flag_of_prefix.items():
+            missing = () if os.path.exists(prefix) else _missing(prefix, family)
+            if missing:
+                yield (
+                    f"{flag} must name token files that can be read, got {flag} {prefix}, without "
+                    f"{' and '.join(missing)} (looked in {Path.cwd()}). Correct the path, or make them with "
+                    "tools/preprocess_data.py"
+                )
+
+
+def _missing(prefix: str, family: str) -> list[str]:
+    parts = spans.SET_SUFFIXES if family == "t5" and spans.is_set(prefix) else ("",)
+    names = [prefix + part + suffix for part in parts for suffix in (".idx", ".bin")]
+    return [name for name in names if not os.access(name, os.R_OK)]
+
+
+def _problem_of(parse: Callable[[], object]) -> Iterator[str]:
+    try:
+        parse()
+    except ValueError as error:
+        yield str(error)

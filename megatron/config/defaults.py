@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.config.config import all_options
+from megatron.config.data import EACH
 from megatron.config.scan import Scan, scan, unknown
 
 VARIABLE = "MEGATRON_DEFAULTS"
@@ -62,6 +63,12 @@ def step_back(soft: dict[str, Any], firm: Mapping[str, Any], excluded: Iterable[
         del soft["dtype"]
     if "vocab_file" in firm or "merge_file" in firm:
         soft.pop("tokenizer_path", None)
+    if any(name in firm for name in EACH):
+        soft.pop("data_path", None)
+        soft.pop("split", None)
+    elif "data_path" in firm:
+        for name in EACH:
+            soft.pop(name, None)
     if "lr" in firm and soft.get("min_lr", 0.0) > firm["lr"]:
         notes.append(f"the default --min-lr {soft.pop('min_lr'):g} is above --lr {firm['lr']:g}, so --min-lr is 0")
 

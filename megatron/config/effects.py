@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.config import Config
+from megatron.config.data import EACH
 from megatron.config.deepspeed_keys import FP16, NOT_READ
 from megatron.config.parallel import ParallelConfig
 
@@ -45,6 +46,7 @@ def problems(config: Config) -> Iterator[str]:
         if named:
             got = f"got --optimizer {optimizer.optimizer}"
             yield f"{', '.join(named)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
+    yield from _data_problems(config)
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
         yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
     named = [flag for name, flag in PIPELINE.items() if name in given]
@@ -60,6 +62,19 @@ def problems(config: Config) -> Iterator[str]:
         yield "--pipeline-trace shows training steps, got --eval-only. Leave one out"
     if config.checkpoint.eval_only and "save_interval" in given:
         yield "--save-interval acts in training only, got --eval-only. Leave one out"
+
+
+def _data_problems(config: Config) -> Iterator[str]:
+    given, data = config.given, config.data
+    named = _flags(config, ("split", "split_by"))
+    if named and data.data_path is None and any(getattr(data, name) is not None for name in EACH):
+        yield (
+            f"{', '.join(named)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
+        )
+    if "prefetch_factor" in given and not data.num_workers:
+        yield "--prefetch-factor acts with --num-workers 1 or more, got 0. Leave it out, or add --num-workers"
+    if "fim_spm_rate" in given and not data.fim_rate:
+        yield "--fim-spm-rate acts with --fim-rate above 0 only. Leave it out, or add --fim-rate"
 
 
 def scaling_problems(config: Config) -> Iterator[str]:

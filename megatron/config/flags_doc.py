@@ -80,7 +80,7 @@ def lines() -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for _, option in all_options():
         names = [f"`{flag}`" for flag in option.flags]
-        value = "" if option.kind == "bool" else _cell(", ".join(option.choices) or option.kind)
+        value = "" if option.kind == "bool" else _cell(option.shown_kind)
         model, default = FAMILIES.get(option.family, ""), _cell(option.shown_default)
         yield f"| {names[0]} | {' '.join(names[1:])} | {model} | {value} | {default} | {_cell(option.help)} |"
     yield "\n## Flags of CPM-Pretrain\n" + KINDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,17 @@ class Option:
     below: float | None = None
     family: str = ""  # the only family of models in which it acts; "" for all
     elsewhere: str = ""  # what a run of another family is told to do
+    join: Callable[[Sequence[str]], str] | None = None  # takes all words to the next flag; makes one text of them
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Every spelling that sets this field, the flag itself first (none when only constants set it)."""
         return ((self.flag,) if self.flag else ()) + self.aliases + tuple(self.constants)
+
+    @property
+    def shown_kind(self) -> str:
+        """What a value looks like in tables: its choices or its kind, with dots where it is several words."""
+        return ", ".join(self.choices) or (f"{self.kind} ..." if self.join else self.kind)
 
     def acts_in(self, family: str) -> bool:
         """Return whether a run of ``family`` takes this flag."""

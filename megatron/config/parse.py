@@ -112,7 +112,7 @@ def _add_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> Non
     if valued and option.kind == "bool":
         group.add_argument(*valued, dest=option.name, action="store_true", help=text)
     elif valued:
-        metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.upper()
+        metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.shown_kind.upper()
         group.add_argument(*valued, dest=option.name, metavar=metavar, help=text)
     for flag, value in option.constants.items():
         about = f"{option.name} = {value}" + (f": {text}" if not valued else "")

@@ -79,7 +79,9 @@ def _take(found: Scan, option: Option, flag: str, text: str | None, words: list[
         found.problems.append(f"{flag} takes no value, got {text!r}. Write {flag} alone, or leave it out")
         return
     if takes_value and text is None and words and not words[0].startswith("--"):
-        text = words.pop(0)
+        text = words.pop(0) if option.join is None else option.join(_values_after(words))
+    elif text and option.join is not None:
+        text = option.join([text])
     if takes_value and not text:
         found.problems.append(f"{flag} needs a value: {option.rule()}; got none. Write {flag} VALUE")
         return

@@ -72,7 +72,7 @@ def _span_problems(config: Config) -> Iterator[str]:
 
 def _fixed_span_problems(config: Config) -> Iterator[str]:
     """Yield what a set in three files cannot have: its spans are cut, and no target is too long to be read."""
-    t5, path, named = config.t5, config.data.data_path, _flags(config, SPANS)
+    t5, path, named = config.t5, config.data.training_path, _flags(config, SPANS)
     if named:
         yield (
             f"{named} acts where spans are cut out when a text is read, got --data-path {path}, a set in three files "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron import rampup
 from megatron.config import effects, t5_checks
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
@@ -56,8 +57,26 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
         below = world_size // (t * p) * t * p
         works = " or ".join(str(n) for n in (below, below + t * p) if n)
         yield f"world size must be a multiple of tensor x pipe, {got}. Start {works} processes, or lower one of the two"
+    else:
+        yield from _ramp_problems(config, world_size // (t * p))
     if config.parallel.has_pipeline:
         yield from _stage_problems(config)
+
+
+def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
+    try:
+        sizes = config.batch.sizes(replicas).all()
+    except ValueError as error:
+        yield str(error)
+        return
+    micro = config.batch.batch_size
+    wrong = rampup.indivisible(sizes, micro * replicas)
+    if wrong:
+        yield (
+            f"every size on the way of --rampup-batch-size {config.batch.rampup_batch_size} must be a multiple of "
+            f"micro-batch x replicas = {micro} x {replicas} = {micro * replicas}, got {', '.join(map(str, wrong))} "
+            f"among {', '.join(map(str, sizes))}. Change START or INCREMENT, or lower --batch-size"
+        )
 
 
 def _stage_problems(config: Config) -> Iterator[str]:

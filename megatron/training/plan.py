@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron import cost, data
 from megatron.config import Config, T5Config
+from megatron.config.data import EACH
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Topology
 from megatron.stages import AUTO, bubble, by_default, candidates, in_flight, pieces_on, t5_units
@@ -113,12 +114,15 @@ def plan_rows(
         f"{batch.global_batch_size(d) * config.tokens_per_sample:,} = {sample} x micro-batch {batch.batch_size} x "
         f"{batch.gas} micro-batches x {d} replicas",
     )
+    if batch.rampup_batch_size is not None:
+        sizes = batch.sizes(d)
+        yield "batch ramp-up", f"from {sizes.start} samples a step by {sizes.increment} over {sizes.samples:,} samples"
     if config.is_t5 and not config.data.reads_pairs:
         yield "spans", spans_text(config)
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
-    yield "data", f"{config.data.data_path}, split {config.data.split}" if config.data.data_path else "the script's own"
+    yield "data", data_text(config)
 
 
 def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int]) -> Iterator[tuple[str, str]]:
@@ -143,6 +147,18 @@ def model_text(config: Config) -> str:
         f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
         f"{positions}"
     )
+
+
+def data_text(config: Config) -> str:
+    """Return which token files the splits are read from."""
+    data = config.data
+    if data.data_path is not None:
+        by = " by hash" if data.split_by == "hash" else ""
+        paths = f"{data.data_path}, split {data.split}{by}"
+    else:
+        named = [f"{name.split('_')[0]} {getattr(data, name)}" for name in EACH if getattr(data, name) is not None]
+        paths = ", ".join(named) or "the script's own"
+    return paths + (f", weights from tokens on: {data.mixture_schedule}" if data.mixture_schedule else "")
 
 
 def spans_text(config: Config) -> str:

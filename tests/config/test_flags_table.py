@@ -36,7 +36,15 @@ NEEDS = {
             "--num-layers-per-virtual-pipeline-stage",
         )
     },
-    **{flag: ["--load", "x"] for flag in ("--finetune", "--no-load-optim", "--no-load-rng", "--eval-only")},
+    **{
+        flag: ["--load", "x"]
+        for flag in ("--finetune", "--no-load-optim", "--no-load-rng", "--eval-only", "--allow-data-change")
+    },
+    "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
+    "--prefetch-factor": ["--num-workers", "1"],
+    "--fim-spm-rate": ["--fim-rate", "0.5"],
+    "--rampup-batch-size": ["--batch-size", "1", "--gas", "8"],
+    **{flag: ["--dry-run"] for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")},
 }
 NEEDS_IN = {
     "gpt2": {"--max-position-embeddings": ["--seq-length", "5"]},
@@ -60,6 +68,8 @@ def some_value(option, folder: Path) -> str:
     chosen = {
         "partition_method": "uniform",
         "data_path": "none",
+        "mixture_schedule": "1e9: 0.5 0.5",
+        "rampup_batch_size": "2 2 100",
         "denoisers": "R,S",
         "mean_span_length": "4",
         "pipeline_split_rank": "1",

@@ -162,7 +162,7 @@ def test_a_users_flag_may_not_replace_ours():
         ("--partition-method even", ["one of balanced, uniform, parameters, profile, or type:REGEX, got 'even'"]),
         ("--checkpoint-num-layers 2", ["with --checkpoint-activations only"]),
         ("--mask-prob 0.1", ["--mask-prob is refused", "BERT"]),
-        ("--data-impl lazy", ["one of mmap, got 'lazy'"]),
+        ("--data-impl lazy", ["one of mmap, pread, got 'lazy'"]),
         ("--hidden-size 64 --num-attention-heads 5", ["64 and 5", "one of [1, 2, 4, 8, 16] heads"]),
     ],
 )

@@ -1,0 +1,119 @@
+"""Corpora, their weights and splits, and the ramp of the batch, as flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron import tokenizer
+from megatron.config import Config, parse
+from megatron.config.data import TOKENIZERS
+from megatron.errors import ConfigError
+from megatron.mixtures import parse_paths
+
+
+def read(*words: str, world_size: int = 1, defaults: str = "", family: str = "gpt2") -> Config:
+    return parse(words, world_size=world_size, env={"MEGATRON_DEFAULTS": defaults}, family=family)
+
+
+def error_of(*words: str, **others) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(*words, **others)
+    return str(caught.value)
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> list[str]:
+    """Return the prefixes of two corpora, the second with a space in its path."""
+    prefixes = [str(tmp_path / "a"), str(tmp_path / "b c")]
+    for prefix in prefixes:
+        for suffix in (".idx", ".bin"):
+            Path(prefix + suffix).touch()
+    return prefixes
+
+
+def test_the_kinds_of_tokenizers_are_those_that_can_be_built() -> None:
+    assert tokenizer.TYPES == TOKENIZERS
+
+
+def test_many_words_and_one_quoted_word_are_the_same_text(corpora: list[str]) -> None:
+    a, b = corpora
+    many = read("--data-path", "0.7", a, "0.3", b, "--seed", "5")
+    one = read("--data-path", f"0.7 {a} 0.3 '{b}'", "--seed", "5")
+    other = read(f"--data-path=0.7 {a} 0.3 '{b}'", "--seed", "5")
+    soft = read("--seed", "5", defaults=f"--data-path 0.7 {a} 0.3 '{b}'")
+    for config in (many, one, other, soft):
+        assert config.data.data_path == many.data.data_path == config.namespace().data_path
+        assert parse_paths(config.data.data_path) == ((0.7, a), (0.3, b))
+        assert config.run.seed == 5
+    assert parse_paths(read("--data-path", b).data.data_path) == ((1.0, b),), "a path with a space, as ever"
+    assert read("--data-path", a).namespace().data_path == a
+
+
+def test_a_path_for_each_split_takes_the_place_of_the_recipes(corpora: list[str]) -> None:
+    a, b = corpora
+    recipe = f"--data-path '{b}' --split 900,50,50"
+    config = read("--train-data-path", a, "--valid-data-path", b, defaults=recipe)
+    assert (config.data.data_path, config.data.train_data_path, config.data.training_path) == (None, a, a)
+    assert config.data.split == "949,50,1"
+    back = read("--data-path", a, defaults=f"--train-data-path {a} --valid-data-path '{b}'").data
+    assert (back.data_path, back.train_data_path, back.valid_data_path) == (a, None, None)
+
+
+def test_all_that_is_wrong_with_corpora_is_told_at_once(corpora: list[str], tmp_path: Path) -> None:
+    a, _ = corpora
+    gone = str(tmp_path / "gone")
+    words = ["--data-path", "0.7", a, "0.3", gone, "--train-data-path", "1", a, "--mixture-schedule", "5: 1"]
+    told = error_of(*words, "--tokenizer-type", "BPE", "--num-workers", "1", "--test-data-path", "x", a)
+    for part in (
+        f"--data-path must name token files that can be read, got --data-path {gone}, without {gone}.idx and",
+        "--data-path, which --split cuts into three, excludes --train-data-path, --test-data-path",
+        "--test-data-path must be one path, or weights and paths in turn",
+        "--mixture-schedule changes the weights of several corpora",
+    ):
+        assert part in told
+    assert "--tokenizer-type must be one of" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--mixture-schedule 5:1", "--mixture-schedule changes the weights of several corpora, got one"),
+        ("--split-by list", "--split-by must be one of range, hash"),
+        ("--packing best", "--packing must be one of concat, best-fit"),
+        ("--fim-rate 1.5", "--fim-rate must be a finite number of at least 0 and at most 1"),
+        ("--fim-spm-rate 1", "--fim-spm-rate acts with --fim-rate"),
+        ("--prefetch-factor 3", "--prefetch-factor acts with --num-workers"),
+        ("--allow-data-change", "--allow-data-change needs a checkpoint"),
+        ("--data-path", "--data-path needs a value"),
+    ],
+)
+def test_what_cannot_be_or_act_is_told(words: str, said: str, corpora: list[str]) -> None:
+    assert said in error_of("--data-path", corpora[0], *words.split())
+
+
+def test_a_split_that_nothing_reads_is_told(corpora: list[str]) -> None:
+    assert "--split acts on --data-path only" in error_of("--train-data-path", corpora[0], "--split", "1,1")
+
+
+def test_flags_of_gpt2_alone_are_refused_by_t5() -> None:
+    for words in (("--packing", "concat"), ("--fim-rate", "0.1"), ("--fim-spm-rate", "1")):
+        assert f"{words[0]} is refused: T5" in error_of(*words, family="t5")
+
+
+def test_documents_are_apart_with_the_mask_or_with_best_fit() -> None:
+    for words, apart in (((), False), (("--reset-attention-mask",), True), (("--packing", "best-fit"), True)):
+        assert read(*words).data.keeps_documents_apart is apart
+
+
+def test_a_ramp_of_the_batch_is_checked_size_by_size() -> None:
+    ramp = ("--batch-size", "2", "--gas", "4", "--rampup-batch-size", "4", "4", "100")
+    sizes = read(*ramp, world_size=2).batch.sizes(2)
+    assert sizes.all() == [4, 8, 12, 16] and sizes.samples == 100
+    assert read("--global-batch-size", "16", *ramp[:2], *ramp[4:], world_size=2).batch.sizes(2) == sizes
+    assert read("--rampup-batch-size=4 4 100", *ramp[:4], world_size=2).batch.sizes(2) == sizes
+    told = error_of(*ramp, world_size=4)
+    assert "must be a multiple of micro-batch x replicas = 2 x 4 = 8, got 4, 12, 20, 28 among 4, 8, 12" in told
+    assert "must start below the global batch" in error_of(*ramp[:4], "--rampup-batch-size", "8", "2", "9")
+    assert "START INCREMENT SAMPLES" in error_of("--rampup-batch-size", "8")
