@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import files, log, tokenizer  # noqa: E402
-from megatron.data.preprocess import parse, sources  # noqa: E402
+from megatron.data import preprocess  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.tokenizer import train  # noqa: E402
 
@@ -32,19 +32,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--model", choices=("bpe", "unigram"), default="bpe")
-    parser.add_argument("--format", choices=sources.FORMATS, help="default: by name; .jsonl, else a document per file")
+    parser.add_argument(
+        "--format", choices=preprocess.FORMATS, help="default: by name; .jsonl, else a document per file"
+    )
     parser.add_argument("--json-key", default="text", help="key of the text in JSON lines (default: text)")
     return parser.parse_args(argv)
 
 
 def texts(args: argparse.Namespace) -> Iterator[str]:
     """Yield the documents; a bad line ends the tool."""
-    format = args.format or sources.guess_format(args.input)
-    for path in args.input:
-        sources.check_is_text(path)
-    for record in sources.read(args.input, format):
-        text = parse.parse(record, args.json_key if format == "jsonl" else None)
-        if isinstance(text, parse.BadRecord):
+    for text in preprocess.texts(args.input, args.format, [args.json_key]):
+        if isinstance(text, preprocess.BadRecord):
             raise DataError(str(text))
         yield text
 

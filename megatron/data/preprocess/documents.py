@@ -1,0 +1,93 @@
+"""From a raw record to its text, or to the reason why it has none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from megatron.data.preprocess.records import BadRecord, Record
+
+_SHOWN_BYTES = 60
+_SHOWN_KEYS = 8
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> list[str] | BadRecord:
+    """Return the text of ``record`` in a list, an empty list for one without text, or why it is bad.
+
+    A blank line, an empty file and an empty text are no fault. CRLF becomes LF.
+
+    Args:
+        keys: of the text in a JSON object, "a.b" for the key b of the object at a (unless "a.b" is a key itself). The
+            texts of several keys make one document, a line feed between them, empty ones left out; all must be there.
+            None for plain text.
+        max_chars: longer texts are bad; 0 for no limit.
+    """
+    data = record.data
+    if not data or data.isspace():
+        return []
+    try:
+        text = data.decode() if keys is None else _json_text(data, keys)
+    except ValueError as error:
+        return _bad(record, _reason(data, error))
+    if not text:
+        return []
+    if "\x00" in text:
+        return _bad(record, "holds a NUL character")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n")
+    if max_chars and len(text) > max_chars:
+        return _bad(record, f"has {len(text)} characters, more than --max-document-chars {max_chars}")
+    return [text]
+
+
+def _json_text(data: bytes, keys: Sequence[str]) -> str:
+    value = orjson.loads(data)  # strict: its strings are UTF-8 and hold no lone surrogate, so nothing is left to check
+    if len(keys) == 1:
+        return _string_at(value, keys[0])
+    return "\n".join(filter(None, [_string_at(value, key) for key in keys]))
+
+
+def _string_at(value: Any, key: str) -> str:
+    found = value.get(key) if type(value) is dict else None
+    if type(found) is str:
+        return found
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object with the key {key!r}, got {_kind(value)}")
+    if key in value:
+        raise ValueError(f"the value of {key!r} must be a string, got {_kind(found)}")
+    first, dot, rest = key.partition(".")
+    if dot and first in value:
+        return _string_at(value[first], rest)
+    names = ", ".join(map(repr, list(value)[:_SHOWN_KEYS])) or "none"
+    raise ValueError(f"has no key {key!r} (--json-key), only {names}")
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else {"dict": "an object", "list": "a list"}.get(type(value).__name__, repr(value))
+
+
+def _reason(data: bytes, error: ValueError) -> str:
+    """Say what is wrong, more exactly than the JSON library, for which all is one error."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as place:
+        return f"not UTF-8 text ({place.reason} at {place.start})"
+    if not isinstance(error, orjson.JSONDecodeError):
+        return str(error)
+    try:
+        if _SURROGATE.search(json.dumps(json.loads(data), ensure_ascii=False)):
+            return "holds a lone surrogate (half of a character)"
+    except (ValueError, RecursionError):
+        pass
+    return f"not JSON ({error})"
+
+
+def _bad(record: Record, reason: str) -> BadRecord:
+    opening = record.data[:_SHOWN_BYTES].decode("utf-8", "backslashreplace")
+    opening = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in opening)
+    return BadRecord(record.path, record.line, record.byte_offset, reason, opening)

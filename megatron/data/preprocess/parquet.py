@@ -1,0 +1,93 @@
+"""Rows of parquet files, through pyarrow, which is imported only when such a file comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from megatron.data.preprocess.records import ROWS, Record, Unit
+from megatron.errors import DataError
+
+_ROWS_AT_ONCE = 256
+
+
+def row_groups(path: str) -> list[int]:
+    """Return the size in bytes of each row group of a file.
+
+    Raises:
+        DataError: pyarrow is missing, or the file is no whole parquet file.
+    """
+    with _opened(path) as file:
+        return [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
+
+
+def rows(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of the unit's row groups, each as a JSON object of the columns ``keys`` ("a.b" for fields of one).
+
+    Raises:
+        DataError: a column is missing or holds no strings, or the file is damaged.
+    """
+    with _opened(unit.path) as file:
+        _check_columns(file, unit.path, keys)
+        groups = [file.metadata.row_group(number).num_rows for number in range(unit.stop)]
+        number = sum(groups[: unit.start])
+        try:
+            for batch in file.iter_batches(
+                _ROWS_AT_ONCE, list(range(unit.start, unit.stop)), columns=list(keys), use_threads=False
+            ):
+                for data in _as_json(batch):
+                    yield Record(unit.path, ROWS, number, data)
+                    number += 1
+        except (OSError, ValueError) as error:  # pyarrow's errors are of these two
+            raise DataError(
+                f"--input {unit.path} must be a whole parquet file; row group {unit.start} is damaged at row {number} "
+                f"({error})"
+            ) from error
+
+
+def _as_json(batch: Any) -> Iterator[bytes]:
+    try:
+        yield from map(orjson.dumps, batch.to_pylist())
+    except UnicodeDecodeError:  # some text is no UTF-8: pass its bytes on row by row, parsing names the one
+        for number in range(batch.num_rows):
+            yield _row_as_json(batch.slice(number, 1))
+
+
+def _row_as_json(row: Any) -> bytes:
+    try:
+        return orjson.dumps(row.to_pylist()[0])
+    except UnicodeDecodeError as error:
+        return b'{"": "' + error.object + b'"}'
+
+
+def _check_columns(file: Any, path: str, keys: Sequence[str]) -> None:
+    import pyarrow
+    from pyarrow import types
+
+    for key in keys:
+        fields: Any = file.schema_arrow
+        kind: Any = None
+        for name in key.split("."):
+            is_there = fields is not None and name in {field.name for field in fields}
+            if not is_there:
+                names = ", ".join(file.schema_arrow.names) or "none"
+                raise DataError(f"--input {path} must have a column {key!r} (--json-key), it has only {names}")
+            kind = fields.field(name).type
+            fields = kind if isinstance(kind, pyarrow.StructType) else None
+        if types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise DataError(f"--input {path}: column {key!r} (--json-key) must hold strings, it holds {kind}")
+
+
+def _opened(path: str) -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(f"--input {path} is parquet, which needs pyarrow: pip install -e '.[parquet]'") from error
+    try:
+        return parquet.ParquetFile(path, pre_buffer=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--input {path} must be a whole parquet file, pyarrow says: {error}") from error

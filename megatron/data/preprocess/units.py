@@ -1,0 +1,127 @@
+"""Cutting a corpus into units of work, reading one, and reading all of them in order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.data.preprocess import parquet
+from megatron.data.preprocess.documents import parse
+from megatron.data.preprocess.inputs import find_inputs, guess_format
+from megatron.data.preprocess.lines import lines, texts_between_blank_lines, whole_files
+from megatron.data.preprocess.openings import BOM, check_is_compressed, check_is_text, read_head
+from megatron.data.preprocess.records import FORMATS, STDIN, BadRecord, Record, Unit, compression_of
+from megatron.errors import DataError
+
+UNIT_BYTES = 64 << 20
+_SMALLEST_UNIT = len(BOM) + 1  # the first line of a file, behind its mark, lies in the first unit
+_TO_THE_END = sys.maxsize
+
+_READERS: dict[str, Callable[[Unit], Iterator[Record]]] = {
+    "jsonl": lines,
+    "text-block": texts_between_blank_lines,
+    "text-file": whole_files,
+}
+
+
+def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+    """Return the units of a corpus in the order of ``paths``; they depend on the files and ``unit_bytes`` alone.
+
+    A file that can be read from any byte is cut every ``unit_bytes`` (a document belongs where it begins); a compressed
+    one and standard input are one unit each, parquet has one per row group. Small files that follow one another and
+    are one document each share a unit.
+
+    Args:
+        format: of all files, one of FORMATS; None to guess that of each by its name.
+
+    Raises:
+        DataError: a file cannot be read, or its first bytes are those of something else than its name says.
+    """
+    if format is not None and format not in FORMATS:
+        raise DataError(f"--format must be one of {', '.join(FORMATS)}, got {format}")
+    planned = (
+        unit for path in find_inputs(paths) for unit in _units_of(str(path), format or guess_format(path), unit_bytes)
+    )
+    return [replace(unit, number=number) for number, unit in enumerate(_joined(planned, unit_bytes))]
+
+
+def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Record]:
+    """Yield the records of a unit; memory is a few blocks of 256 kB, or its longest record.
+
+    Args:
+        keys: the columns to read of parquet; other formats do not look at them.
+
+    Raises:
+        DataError: the file is damaged, or cannot be read any more.
+    """
+    if unit.format == "parquet":
+        return parquet.rows(unit, keys or ("text",))
+    return _READERS[unit.format](unit)
+
+
+def texts(
+    paths: Sequence[Path | str], format: str | None = None, keys: Sequence[str] | None = ("text",)
+) -> Iterator[str | BadRecord]:
+    """Yield the documents of a corpus in order, and what is bad; blank and empty ones are left out."""
+    for unit in plan_units(paths, format, unit_bytes=_TO_THE_END):
+        yield from unit_texts(unit, keys)
+
+
+def unit_texts(unit: Unit, keys: Sequence[str] | None) -> Iterator[str | BadRecord]:
+    """Yield the documents of a unit in order, and what is bad; blank and empty ones are left out."""
+    keys = keys if unit.format in ("jsonl", "parquet") else None
+    for record in read_unit(unit, keys):
+        result = parse(record, keys)
+        if isinstance(result, BadRecord):
+            yield result
+        else:
+            yield from result
+
+
+def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
+    if path == STDIN:
+        if format == "parquet":
+            raise DataError("--input - (standard input) cannot be parquet, which is not read in order; give the file")
+        yield Unit(0, path, format, 0, _TO_THE_END, 0)
+        return
+    head, size = read_head(path), Path(path).stat().st_size
+    if format == "parquet":
+        if compression_of(path):
+            raise DataError(f"--input {path}: a parquet file is compressed inside; unpack it first")
+        for number, group_size in enumerate(parquet.row_groups(path)):
+            yield Unit(0, path, format, number, number + 1, group_size)
+        return
+    check_is_compressed(path, head)
+    if compression_of(path) or format == "text-file":
+        if not compression_of(path):
+            check_is_text(path, head)
+        yield Unit(0, path, format, 0, _TO_THE_END, size)
+        return
+    check_is_text(path, head)
+    unit_bytes = max(unit_bytes, _SMALLEST_UNIT)
+    for start in range(0, size, unit_bytes):
+        yield Unit(0, path, format, start, min(start + unit_bytes, size), min(unit_bytes, size - start))
+
+
+def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
+    """Put neighbours that are one small plain file each together, as long as they stay within ``unit_bytes``."""
+    group: list[Unit] = []
+    size = 0
+    for unit in units:
+        is_joinable = unit.format == "text-file" and unit.path != STDIN and compression_of(unit.path) is None
+        if group and (not is_joinable or size + unit.size > unit_bytes):
+            yield _as_one(group)
+            group, size = [], 0
+        if is_joinable:
+            group.append(unit)
+            size += unit.size
+        else:
+            yield unit
+    if group:
+        yield _as_one(group)
+
+
+def _as_one(group: list[Unit]) -> Unit:
+    return replace(group[0], size=sum(unit.size for unit in group), more=tuple(unit.path for unit in group[1:]))
