@@ -1,0 +1,104 @@
+"""Processes that read micro-batches ahead of the training.
+
+They are forked, so they import nothing and share what the data set holds with the process that trains. A signal for
+the whole job is for that process alone: it may save and go on reading meanwhile. They end with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.data.collate import GuardedCollate, Samples
+from megatron.errors import DataError
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class ReadAhead:
+    """Iterates over the micro-batches of ``indices``, which ``num_workers`` processes read in their order.
+
+    Args:
+        prefetch_factor: micro-batches that each process reads ahead.
+        pin_memory: give tensors in pinned memory, which a GPU copies from while it computes.
+
+    Raises:
+        DataError: a sample cannot be read.
+        RuntimeError: a reading process died.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        indices: Iterable[list[int]],
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
+    ) -> None:
+        loader: Iterable[Any] = torch.utils.data.DataLoader(
+            GuardedCollate(dataset),  # type: ignore[arg-type]
+            sampler=indices,  # type: ignore[arg-type]
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            multiprocessing_context="fork",
+            worker_init_fn=partial(_become_reader, os.getpid()),
+            generator=torch.Generator(),  # else it draws a seed from the generator that users' dropout draws from
+        )
+        self._batches: Iterator[Any] | None = iter(loader)
+        self._pids = [process.pid for process in getattr(self._batches, "_workers", ())]
+
+    def __iter__(self) -> ReadAhead:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self._batches is None:
+            raise StopIteration
+        try:
+            batch = next(self._batches)
+        except RuntimeError as error:
+            raise self.explained(error) from error
+        if isinstance(batch, str):
+            raise DataError(batch)
+        return batch
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """Return what to say of ``error`` if it tells of the death of a reading process, else ``error`` itself.
+
+        Torch raises such an error by a signal, wherever this process happens to be.
+        """
+        told = str(error).splitlines()[0] if str(error) else ""
+        match = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", told)
+        if match is None:
+            return error
+        dead = [int(pid) for pid in match.group(1).split(",")]
+        known = [f"reader {self._pids.index(pid)} (pid {pid})" for pid in dead if pid in self._pids]
+        who = ", ".join(known or [f"pid {pid}" for pid in dead])
+        return RuntimeError(
+            f"a process that reads data died: {who} {match.group(2).rstrip('. ')}. "
+            "Free memory, or read in the training process with --num-workers 0."
+        )
+
+    def close(self) -> None:
+        """End the processes."""
+        batches, self._batches = self._batches, None
+        del batches  # ends them, and waits until they have
+
+
+def _become_reader(parent: int, number: int) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
