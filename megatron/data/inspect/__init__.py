@@ -1,0 +1,9 @@
+"""Looking at token files: what is in them, and what a model sees of them.
+
+``sample`` and ``view`` need torch, so they are imported where samples are shown, not here.
+"""
+
+from megatron.data.inspect.facts import Facts, facts_of
+from megatron.data.inspect.lengths import Lengths
+
+__all__ = ["Facts", "Lengths", "facts_of"]

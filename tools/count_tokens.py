@@ -1,0 +1,175 @@
+"""Count documents and tokens: of each corpus, in total, of each split; and the epochs that a run makes of them.
+
+    python tools/count_tokens.py data/a data/b
+    python tools/count_tokens.py --data-path 0.7 data/a 0.3 data/b --split 949,50,1 --seq-length 1024 --train-tokens 2e9
+
+With --train-tokens each corpus gets the share of its weight (without weights: that of its tokens), and the table says
+how often it is read. Samples are those of GPT-2 without packing: neighbours share one token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np  # noqa: E402
+
+from megatron import log  # noqa: E402
+from megatron.data.split import NAMES, split_documents  # noqa: E402
+from megatron.data.token_file import TokenFile  # noqa: E402
+from megatron.errors import DataError, exit_code  # noqa: E402
+from megatron.mixtures import parse_paths  # noqa: E402
+
+BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Count:
+    """Documents, tokens and, where a length is given, samples of an epoch."""
+
+    documents: int
+    tokens: int
+    samples: int | None
+
+
+def tokens(text: str) -> int:
+    """Return a number of tokens such as 2000000 or 2e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 1 <= value < 2**62:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens of at least 1, such as 2e9, got {text!r}")
+    return int(text) if text.isdecimal() else round(value)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prefix", nargs="*", metavar="PREFIX", help="paths without .bin and .idx")
+    parser.add_argument(
+        "--data-path", nargs="+", metavar="WEIGHT PREFIX", help="weights and prefixes in turn, as in the training"
+    )
+    parser.add_argument("--split", help="count each split too, such as 949,50,1 (by ranges of documents)")
+    parser.add_argument("--seq-length", type=int, metavar="L", help="count samples of so many tokens")
+    parser.add_argument("--train-tokens", type=tokens, metavar="N", help="tokens of a run, such as 2e9")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    args = parser.parse_args(argv)
+    if bool(args.prefix) == bool(args.data_path):
+        parser.error("give prefixes, or --data-path with weights; one of them")
+    if len(set(args.prefix)) < len(args.prefix):
+        parser.error(f"each prefix is counted once, got one more often: {' '.join(args.prefix)}")
+    if args.seq_length is not None and args.seq_length < 1:
+        parser.error(f"--seq-length must be at least 1, got {args.seq_length}")
+    return args
+
+
+def corpora(args: argparse.Namespace) -> list[tuple[float | None, str]]:
+    """Return (weight, prefix) of each; the weight is None where none was given."""
+    if args.prefix:
+        return [(None, prefix) for prefix in args.prefix]
+    words = args.data_path
+    try:
+        return list(parse_paths(words[0] if len(words) == 1 else shlex.join(words)))
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+def count(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the counts as they are printed with --json."""
+    rows: dict[str, dict[str, Any]] = {}
+    named = corpora(args)
+    for weight, prefix in named:
+        file = TokenFile(prefix)
+        ranges = split_documents(file.num_documents, args.split) if args.split else []
+        rows[prefix] = asdict(counted(file, (0, file.num_documents), args.seq_length)) | {"weight": weight}
+        rows[prefix]["splits"] = {
+            name: asdict(counted(file, documents, args.seq_length))
+            for name, documents in zip(NAMES, ranges, strict=False)
+        }
+    total = {key: sum(row[key] for row in rows.values()) for key in ("documents", "tokens")}
+    if args.train_tokens:
+        add_epochs(rows, args.train_tokens, args.seq_length)
+    return {"corpora": rows, "total": total}
+
+
+def counted(file: TokenFile, documents: tuple[int, int], seq_length: int | None) -> Count:
+    """Return the counts of a range of documents."""
+    start, stop = documents
+    blocks = range(start, stop, BLOCK)
+    total = sum(int(np.sum(file.sizes[place : min(place + BLOCK, stop)], dtype=np.int64)) for place in blocks)
+    samples = None if seq_length is None else max(total - 1, 0) // seq_length
+    return Count(documents=stop - start, tokens=total, samples=samples)
+
+
+def add_epochs(rows: dict[str, dict[str, Any]], train_tokens: int, seq_length: int | None) -> None:
+    """Add to each row what a run of ``train_tokens`` draws from it: tokens, epochs, samples.
+
+    Raises:
+        DataError: a corpus with a share has no tokens for training, or no sample.
+    """
+    shares = {name: row["tokens"] if row["weight"] is None else row["weight"] for name, row in rows.items()}
+    whole = sum(shares.values())
+    for name, row in rows.items():
+        drawn = train_tokens * shares[name] / whole if whole else 0.0
+        of = row["splits"].get("train", row)
+        has_any = of["tokens"] if seq_length is None else of["samples"]
+        if drawn and not has_any:
+            raise DataError(f"{name} must hold something to train on, got {of['tokens']} tokens. Leave it out.")
+        row["train_tokens"] = round(drawn)
+        if seq_length is None:
+            row["epochs"] = drawn / of["tokens"] if drawn else 0.0
+        else:
+            row["train_samples"] = math.ceil(drawn / seq_length)
+            row["epochs"] = row["train_samples"] / of["samples"] if drawn else 0.0
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """Return the counts as lines of a table."""
+    rows = [("corpus", "documents", "tokens", "samples", "drawn tokens", "drawn samples", "epochs")]
+    for name, row in result["corpora"].items():
+        epochs = f"{row['epochs']:.3f}" if "epochs" in row else ""
+        rows.append((name, *_cells(row), _told(row.get("train_tokens")), _told(row.get("train_samples")), epochs))
+        rows += [(f"  {split}", *_cells(part), "", "", "") for split, part in row["splits"].items()]
+    total = result["total"]
+    if len(result["corpora"]) > 1:
+        rows.append(("total", _told(total["documents"]), _told(total["tokens"]), "", "", "", ""))
+    used = [place for place in range(len(rows[0])) if any(row[place] for row in rows[1:])]
+    widths = {place: max(len(row[place]) for row in rows) for place in used}
+    return [
+        "  ".join(row[p].ljust(widths[p]) if p == 0 else row[p].rjust(widths[p]) for p in used).rstrip() for row in rows
+    ]
+
+
+def _cells(part: dict[str, Any]) -> tuple[str, str, str]:
+    return _told(part["documents"]), _told(part["tokens"]), _told(part["samples"])
+
+
+def _told(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Count and print; return the exit code."""
+    args = parse_args(argv)
+    try:
+        result = count(args)
+    except Exception as error:
+        log.error(f"error: {error}")
+        return exit_code(error)
+    print(json.dumps(result, indent=1) if args.json else "\n".join(lines(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Tell what is in token files, and show samples as the model sees them.
+
+    python tools/inspect_data.py data/corpus --picture lengths.png
+    python tools/inspect_data.py data/corpus --tokenizer-path t.json --samples 3 --seq-length 1024 --eod-mask-loss
+    python tools/inspect_data.py --model t5 --data-path 0.7 a 0.3 b --tokenizer-path t.json --samples 2
+
+Further flags are those of the training, with its defaults and checks: which data, tokenizer, lengths, masks, spans.
+Samples are made by the functions of pretrain_gpt2.py or pretrain_t5.py themselves. Of several corpora the first line of
+a sample names its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron.config import Config
+
+SUBSETS = ("train", "valid", "test")
+PATH_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+LETTERS_SHOWN = 64
+
+
+def at_least(lowest: int) -> Any:
+    """Return a reader of whole numbers that refuses smaller ones."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's own flags."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [PREFIX ...] [flags] [flags of the training]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", choices=("gpt2", "t5"), default="gpt2", help="whose samples (default: gpt2)")
+    parser.add_argument("--samples", type=at_least(0), default=0, metavar="N", help="show so many samples (default: 0)")
+    parser.add_argument(
+        "--first", type=at_least(0), default=0, metavar="I", help="number of the first one (default: 0)"
+    )
+    parser.add_argument("--subset", choices=SUBSETS, default="train", help="of this split (default: train)")
+    parser.add_argument(
+        "--rows", type=at_least(0), default=6, metavar="N",
+        help="tokens of each sample in a table, and those beside each boundary (default: 6; 0: no table)",
+    )  # fmt: skip
+    parser.add_argument("--top", type=at_least(0), default=0, metavar="N", help="the N commonest tokens; reads all")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="write a histogram of the documents' lengths")
+    return parser
+
+
+def parse_args(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return (own flags, prefixes, flags of the training): what stands before the first flag are prefixes."""
+    prefixes = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    parser = make_parser()
+    flags, others = parser.parse_known_args(words[len(prefixes) :])
+    if flags.picture is not None and flags.picture.suffix.lower() != ".png":
+        parser.error(f"--picture must end in .png, got {flags.picture}")
+    given = next((word for word in others if word.removeprefix("--").replace("-", "_") in PATH_FLAGS), None)
+    if bool(prefixes) == bool(given):
+        parser.error(f"give prefixes in front or --data-path, one of them; got {' '.join(prefixes) or 'neither'}")
+    if flags.samples and len(prefixes) > 1:
+        parser.error("samples of several corpora need their weights: --data-path 0.5 a 0.5 b")
+    if len(prefixes) == 1:
+        others = ["--data-path", prefixes[0], *others]
+    return flags, prefixes, others
+
+
+def main() -> int:
+    """Tell what the command line asks for; return the exit code."""
+    flags, prefixes, others = parse_args(sys.argv[1:])
+    from rich.console import Console
+
+    from megatron import log
+    from megatron.errors import exit_code
+
+    try:
+        tell(flags, prefixes, others, Console(highlight=False))
+    except Exception as error:
+        log.error(f"error: {error}")
+        return exit_code(error)
+    return 0
+
+
+def tell(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
+    """Tell facts, then draw the picture, then show samples."""
+    from megatron import config
+    from megatron.data.inspect import facts_of, picture, report
+    from megatron.data.token_file import TokenFile
+    from megatron.training.plan import with_tokenizer
+
+    settings = config.parse([*others, "--device", "cpu"], world_size=1, family=flags.model)
+    tokenizer, settings = with_tokenizer(settings)
+    lengths = {}
+    for prefix in prefixes or prefixes_of(settings):
+        token_file = TokenFile(prefix)
+        facts = facts_of(token_file, tokenizer.eod_id if tokenizer is not None and tokenizer.has_eod else None)
+        lengths[prefix] = facts.lengths
+        console.print(report.table(facts, tokenizer))
+        if flags.top:
+            console.print(report.commonest(token_file, flags.top, tokenizer))
+    if flags.picture is not None:
+        picture.draw(lengths, flags.picture)
+        console.print(f"picture {flags.picture}", soft_wrap=True)
+    if flags.samples:
+        show_samples(flags, settings, tokenizer, console)
+
+
+def prefixes_of(settings: Config) -> list[str]:
+    """Return the paths of all corpora that the flags of the training name, each once."""
+    from megatron.mixtures import parse_paths
+
+    named = [getattr(settings.data, name, None) for name in PATH_FLAGS]
+    return list(dict.fromkeys(prefix for text in named if text for _, prefix in parse_paths(text)))
+
+
+def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, console: Console) -> None:
+    """Make samples as a run of one process would, through the functions of its script, and show them."""
+    import importlib
+
+    from megatron.data import ReplicaBatches
+    from megatron.data.inspect import stream, view
+    from megatron.data.inspect.words import Words
+    from megatron.training import arguments, world
+
+    script = importlib.import_module(f"pretrain_{flags.model}")
+    world.start(settings)
+    arguments.set_current(settings, tokenizer, None)
+    wanted = [flags.first + flags.samples if name == flags.subset else 0 for name in SUBSETS]
+    samples = script.train_valid_test_datasets_provider(wanted)[SUBSETS.index(flags.subset)]
+    tokenizer = arguments.get_tokenizer()
+    streams_of = stream.t5_streams if flags.model == "t5" else stream.gpt2_streams
+    words = Words(tokenizer, script.t5_tokens() if flags.model == "t5" else None)
+    for line in order_lines(samples):
+        console.print(line, soft_wrap=True)
+    batches = ReplicaBatches(
+        samples, micro_batch_size=1, num_micro_batches=1, data_rank=0, data_size=1, samples_consumed=flags.first
+    )
+    for index, batch in zip(range(flags.first, flags.first + flags.samples), batches, strict=False):
+        console.rule(f"sample {index} of {flags.subset}{origin(samples, index)}", align="left", characters="=")
+        fields = script.get_batch(batch)
+        for shown in streams_of(fields, tokenizer.eod_id):
+            view.show(shown, words, console, flags.rows)
+    world.stop()
+
+
+def order_lines(samples: Any) -> Iterator[str]:
+    """Yield which letter stands for which corpus of a mixture, and the corpora of its first samples."""
+    names = list(getattr(samples, "parts", ()))
+    if len(names) < 2:
+        return
+    yield from (f"{letter(number)} = {name}" for number, name in enumerate(names))
+    first = "".join(letter(samples.order.locate(index)[0]) for index in range(LETTERS_SHOWN))
+    yield f"corpora of the first {LETTERS_SHOWN} samples: {first}"
+
+
+def letter(number: int) -> str:
+    """Return a letter for a corpus, ? for those beyond z."""
+    return "abcdefghijklmnopqrstuvwxyz"[number] if number < 26 else "?"
+
+
+def origin(samples: Any, index: int) -> str:
+    """Return ": NAME, its sample I" where samples come from several corpora."""
+    names = list(getattr(samples, "parts", ()))
+    if len(names) < 2:
+        return ""
+    corpus, place = samples.order.locate(index)
+    return f": {names[corpus]}, its sample {place}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

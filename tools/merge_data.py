@@ -1,0 +1,142 @@
+"""Join token files into one pair, byte for byte what preprocessing their texts together would have given.
+
+    python tools/merge_data.py --input data/a data/b data/c --output-prefix data/all
+
+Inputs must have one token type and one vocabulary. Those of Megatron-LM, which have no .meta.json, can be joined too;
+what comes out then has none either. Memory does not grow with the files. The output appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np  # noqa: E402
+
+from megatron import log  # noqa: E402
+from megatron.data.sidecar import Sidecar  # noqa: E402
+from megatron.data.token_file import TokenFile  # noqa: E402
+from megatron.data.token_writer import TokenFileWriter  # noqa: E402
+from megatron.errors import DataError, exit_code  # noqa: E402
+
+BLOCK = 1 << 20
+UNNAMED = "not named"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PREFIX", help="paths without .bin and .idx, in this order"
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the output without .bin/.idx")
+    return parser.parse_args(argv)
+
+
+def merge(inputs: Sequence[str], output_prefix: str) -> TokenFileWriter:
+    """Write the documents of ``inputs`` one after another; return the writer with the counts.
+
+    Raises:
+        DataError: an input cannot be read, differs from the first in token type or vocabulary, or is the output.
+    """
+    parts = [TokenFile(prefix) for prefix in inputs]
+    check_output(parts, output_prefix)
+    check_alike(parts)
+    known = common_sidecar(parts)
+    writer = TokenFileWriter(
+        output_prefix,
+        vocab_size=known.vocab_size if known else None,
+        tokenizer=known.tokenizer if known else "",
+        eod_id=common_eod(parts),
+        dtype=parts[0].dtype,
+    )
+    with writer:
+        for part in parts:
+            writer.append(
+                part.token_path,
+                in_blocks(part.sizes),
+                num_tokens=part.num_tokens,
+                max_token_id=part.sidecar.max_token_id if part.sidecar else 0,
+                crc32=part.sidecar.bin_crc32 if part.sidecar else None,
+            )
+    return writer
+
+
+def check_output(parts: Sequence[TokenFile], output_prefix: str) -> None:
+    """Raise DataError if the output is one of the inputs."""
+    for part in parts:
+        if Path(part.prefix).resolve() == Path(output_prefix).resolve():
+            raise DataError(f"--output-prefix must not be an input, got {output_prefix} as both. Give another name.")
+
+
+def check_alike(parts: Sequence[TokenFile]) -> None:
+    """Raise DataError unless all have one token type, and those that say their vocabulary say the same."""
+    first = parts[0]
+    for part in parts:
+        if part.dtype != first.dtype:
+            raise DataError(
+                f"all inputs must have one token type, got {first.dtype} in {first.prefix} and {part.dtype} in "
+                f"{part.prefix}. Build one of them again with the tokenizer of the other."
+            )
+    named = [(part.prefix, part.sidecar) for part in parts if part.sidecar]
+    for prefix, sidecar in named[1:]:
+        if vocabulary(sidecar) != vocabulary(named[0][1]):
+            raise DataError(
+                f"all inputs must have one vocabulary, got {vocabulary(named[0][1])} in {named[0][0]} and "
+                f"{vocabulary(sidecar)} in {prefix}. Build one of them again with the tokenizer of the other."
+            )
+
+
+def vocabulary(sidecar: Sidecar) -> str:
+    """Return what must be equal, in words."""
+    return f"identity {sidecar.tokenizer or UNNAMED} of {sidecar.vocab_size} ids"
+
+
+def common_sidecar(parts: Sequence[TokenFile]) -> Sidecar | None:
+    """Return the first sidecar if all have one, else None: then nobody knows what the whole holds."""
+    missing = next((part.prefix for part in parts if part.sidecar is None), None)
+    if missing is not None:
+        log.warning(
+            f"{missing} has no .meta.json, so the output gets none, and its vocabulary was compared with nothing"
+        )
+        return None
+    return parts[0].sidecar
+
+
+def common_eod(parts: Sequence[TokenFile]) -> int | None:
+    """Return the id that ends every document of all parts, None where there is no such id."""
+    ends = {part.sidecar.eod_id if part.sidecar and part.sidecar.has_eod else None for part in parts}
+    if len(ends) > 1 and all(part.sidecar for part in parts):
+        log.warning(
+            "documents of some inputs end with the end-of-document token and others do not: neither does the whole"
+        )
+    return ends.pop() if len(ends) == 1 else None
+
+
+def in_blocks(sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield ``sizes`` in parts, since those of a large file lie on the disk."""
+    for start in range(0, len(sizes), BLOCK):
+        yield np.array(sizes[start : start + BLOCK])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Join the files; return the exit code."""
+    args = parse_args(argv)
+    try:
+        writer = merge(args.input, args.output_prefix)
+    except Exception as error:
+        log.error(f"error: {error}")
+        return exit_code(error)
+    counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens"
+    log.info(f"{args.output_prefix}.bin: {counts} of {len(args.input)} inputs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
