@@ -43,16 +43,17 @@ def gpt2_fields(
         )
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     is_eod = inputs == eod_id if eod_id is not None else torch.zeros_like(inputs, dtype=torch.bool)
-    positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
-    segment_ids = _exclusive_cumsum(is_eod) if reset_attention_mask else None
-    if segments is not None:
-        segment_ids = segments[:, :-1].contiguous()
+    if segments is None:
+        segment_ids, has_loss = _exclusive_cumsum(is_eod) if reset_attention_mask else None, torch.ones_like(is_eod)
+        positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
+        if reset_position_ids:
+            positions = positions - _document_starts(is_eod, positions)
+    else:
+        segment_ids, label_segments = segments[:, :-1].contiguous(), segments[:, 1:]
+        has_loss = (segment_ids == label_segments) & (label_segments >= 0)
         positions = positions_in_segments(segment_ids)
-    elif reset_position_ids:
-        positions = positions - _document_starts(is_eod, positions)
-    has_loss = ~is_eod if eod_mask_loss else torch.ones_like(is_eod)
-    if segments is not None:
-        has_loss &= (segments[:, :-1] == segments[:, 1:]) & (segments[:, 1:] >= 0)
+    if eod_mask_loss:
+        has_loss &= ~is_eod
     return {
         "tokens": inputs,
         "labels": labels,

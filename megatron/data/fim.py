@@ -14,6 +14,7 @@ Source: Bavarian et al. 2022, "Efficient training of language models to fill in 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -138,6 +139,6 @@ def fim_from(tokenizer: Vocabulary, rate: float, spm_rate: float) -> Fim | None:
     known = " or ".join(" ".join(names) for names in NAMES)
     raise DataError(
         f"--fim-rate {rate} needs a vocabulary with the tokens {known}; this one has none of these sets. Train one "
-        f"with `python tools/train_tokenizer.py --special-tokens {' '.join(NAMES[0])} ...` and preprocess the corpus "
+        f"with `python tools/train_tokenizer.py --special-tokens {shlex.join(NAMES[0])} ...` and preprocess the corpus "
         "with it, or leave --fim-rate out."
     )

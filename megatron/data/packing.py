@@ -30,7 +30,17 @@ class Group(NamedTuple):
     """``num_samples`` samples alike, each with the pieces of ``shares``, the longest first."""
 
     num_samples: int
-    shares: tuple[Share, ...]
+    shares: tuple[Share, ...] = ()
+
+    def part(self, start: int, stop: int) -> Group:
+        """Return samples ``start`` ... ``stop`` - 1 of this group."""
+        return Group(
+            stop - start, tuple(share._replace(first=share.first + start * share.per_sample) for share in self.shares)
+        )
+
+    def taking(self, share: Share) -> Group:
+        """Return these samples with ``share`` in addition."""
+        return Group(self.num_samples, (*self.shares, share))
 
 
 class _Open:
@@ -69,7 +79,7 @@ def best_fit(counts: np.ndarray, capacity: int) -> list[Group]:
         first, stop = 0, int(counts[length])
         while first < stop:
             room = samples.tightest(length)
-            group = Group(stop - first, ()) if room is None else samples.take(room)
+            group = Group(stop - first) if room is None else samples.take(room)
             first = _place(samples, group, capacity if room is None else room, length, first, stop)
     return [group for room in sorted(samples.groups) for group in samples.groups[room]]
 
@@ -79,14 +89,14 @@ def _place(samples: _Open, group: Group, room: int, length: int, first: int, sto
 
     A sample that took a piece has less room than those beside it, so it is filled up before the next is begun.
     """
-    most = room // length
-    whole = min(group.num_samples, (stop - first) // most)
-    samples.add(room - most * length, Group(whole, (*group.shares, Share(length, most, first))))
+    most, num = room // length, group.num_samples
+    whole = min(num, (stop - first) // most)
+    samples.add(room - most * length, group.part(0, whole).taking(Share(length, most, first)))
     first += whole * most
-    left, unused = stop - first, group.num_samples - whole
-    if left and unused:
-        samples.add(room - left * length, Group(1, (*group.shares, Share(length, left, first))))
-        first, unused = stop, unused - 1
-    if group.shares:  # what is left of a new group was never opened
-        samples.add(room, Group(unused, group.shares))
+    left = stop - first
+    if left and whole < num:
+        samples.add(room - left * length, group.part(whole, whole + 1).taking(Share(length, left, first)))
+        first, whole = stop, whole + 1
+    if group.shares:  # what is left of new samples was never opened
+        samples.add(room, group.part(whole, num))
     return first

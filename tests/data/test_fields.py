@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from megatron.data import T5Tokens
 from megatron.data.fields import gpt2_fields, t5_fields
+from megatron.model.gpt2 import GPT2Model
+from tests.model.samples import VOCAB, filled, small_sizes
 
 ALL = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 
@@ -36,6 +38,41 @@ def test_equal_to_a_loop(rows: list[list[int]]) -> None:
         for place, token in enumerate(row[:-1]):
             assert (positions[place], segments[place]) == (position, segment)
             position, segment = (0, segment + 1) if token == 0 else (position + 1, segment)
+
+
+def test_segments_keep_documents_apart_whatever_the_tokens_are() -> None:
+    segments = torch.tensor([[0, 0, 0, 1, 1, 2, 2, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    fields = gpt2_fields(torch.arange(18).reshape(2, 9), segments=segments)
+    assert fields["segment_ids"].tolist() == segments[:, :-1].tolist() and fields["segment_ids"].dtype == torch.int32
+    assert fields["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 0], [*range(8)]]
+    assert fields["loss_mask"].tolist() == [[1, 1, 0, 1, 0, 1, 0, 0], [1] * 8]
+    assert fields["loss_mask"].dtype == torch.float32 and fields["labels"][0].tolist() == [*range(1, 9)]
+    masked = gpt2_fields(torch.arange(18).reshape(2, 9), segments=segments, eod_id=1, **ALL)
+    assert masked["loss_mask"].tolist() == [[1, 0, 0, 1, 0, 1, 0, 0], [1] * 8]
+    assert torch.equal(masked["position_ids"], fields["position_ids"])
+    assert torch.equal(masked["segment_ids"], fields["segment_ids"])
+
+
+def test_a_packed_sample_s_losses_are_those_of_each_document_alone() -> None:
+    """GPT-2 in fp64, with padding behind the documents; no number is NaN, in no gradient either."""
+    model = filled(GPT2Model(small_sizes()).double())
+    lengths, generator = [5, 3, 2], torch.Generator().manual_seed(1)
+    text = torch.zeros(1, 13, dtype=torch.long)
+    text[0, :10] = torch.randint(0, VOCAB, (10,), generator=generator)
+    segments = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2 + [-1] * 3], dtype=torch.int32)
+    packed = gpt2_fields(text, segments=segments)
+    assert torch.isfinite(model(packed["tokens"], packed["position_ids"], packed["segment_ids"])).all()
+    loss, count = model(**packed)
+    loss.backward()
+    assert count == 7 and all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    total = 0.0
+    for segment, document in enumerate(text[0, :10].split(lengths)):
+        alone, _ = model(**gpt2_fields(document[None]))
+        own = packed["loss_mask"] * (packed["segment_ids"] == segment)
+        within, _ = model(**{**packed, "loss_mask": own})
+        assert within.item() == pytest.approx(alone.item(), rel=1e-12)
+        total += alone.item()
+    assert loss.item() == pytest.approx(total, rel=1e-12)
 
 
 @pytest.mark.parametrize("option", list(ALL))

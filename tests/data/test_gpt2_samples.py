@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import GPT2Samples
+from megatron.data.fim import Fim
 from megatron.data.permutation import Permutation
 from megatron.errors import DataError
 from tests.data.token_data import write, write_megatron
@@ -58,6 +60,51 @@ def test_an_epoch_holds_each_token_once_and_epochs_differ(tmp_path: Path) -> Non
     assert epochs[0] != epochs[1] and sorted(map(tuple, epochs[0])) != sorted(map(tuple, epochs[1]))
 
 
+def test_best_fit_samples_are_the_documents_themselves(tmp_path: Path) -> None:
+    sizes = [5, 9, 2, 40, 4, 4, 7, 1, 6, 9]
+    file = write(tmp_path / "a", sizes)
+    samples = GPT2Samples(file, documents=(0, 10), seq_length=8, seed=3, packing="best-fit")
+    found = []
+    for index in range(samples.samples_per_epoch):
+        sample = samples[index]
+        assert isinstance(sample, dict)
+        text, segments = sample["text"], sample["segments"]
+        assert text.dtype == np.int64 and segments.dtype == np.int32 and len(text) == len(segments) == 9
+        assert (text[segments < 0] == 0).all() and np.array_equal(np.sort(segments % 100), segments % 100)
+        found += [text[segments == segment].tolist() for segment in range(segments.max() + 1)]
+    documents = [file.read(document).tolist() for document, size in enumerate(sizes) if size > 1]
+    pieces = [text[start : start + 9] for text in documents for start in range(0, len(text) - 1, 8)]
+    assert sorted(found) == sorted(pieces) and samples.num_tokens == sum(sizes)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+def test_fill_in_the_middle_keeps_lengths_and_rate_0_keeps_all(tmp_path: Path, packing: str) -> None:
+    settings = {"documents": (0, 30), "seq_length": 32, "seed": 3, "packing": packing}
+    file = write(tmp_path / "a", [*range(2, 32)], eod_id=0)
+    fim = Fim(1.0, 0.5, prefix_id=60_001, middle_id=60_002, suffix_id=60_003, eod_id=0)
+    plain = GPT2Samples(file, **settings)  # type: ignore[arg-type]
+    never = GPT2Samples(file, fim=replace(fim, rate=0.0), **settings)  # type: ignore[arg-type]
+    always = GPT2Samples(file, fim=fim, **settings)  # type: ignore[arg-type]
+    differing = 0
+    for index in range(2 * plain.samples_per_epoch):
+        old, same, new = (as_text(samples[index]) for samples in (plain, never, always))
+        assert np.array_equal(old[0], same[0]) and np.array_equal(old[1], same[1])
+        assert len(new[0]) == 33 and np.array_equal(new[0] == 0, old[0] == 0) and np.array_equal(old[1], new[1])
+        sizes = [piece.length for piece in always._windows.pieces(index)]
+        assert np.array_equal(new[0][: sum(sizes)], fim.apply(old[0][: sum(sizes)], sizes, 3, index))
+        differing += not np.array_equal(old[0], new[0])
+    assert differing > plain.samples_per_epoch
+
+
+def as_text(sample: np.ndarray | dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return (sample, np.zeros(0)) if isinstance(sample, np.ndarray) else (sample["text"], sample["segments"])
+
+
+def test_an_unknown_packing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="concat, best-fit, got 'first-fit'"):
+        GPT2Samples(write(tmp_path / "a", [40]), documents=(0, 1), seq_length=4, seed=3, packing="first-fit")
+
+
 def test_starts_beyond_two_to_the_31_tokens_are_right() -> None:
     """Sizes alone, no tokens: reads are recorded instead."""
 
@@ -76,6 +123,7 @@ def test_starts_beyond_two_to_the_31_tokens_are_right() -> None:
 def test_a_failed_read_names_sample_document_and_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a", [40])
     samples = GPT2Samples(file, documents=(0, 1), seq_length=4, seed=3)
+    packed = GPT2Samples(file, documents=(0, 1), seq_length=4, seed=3, packing="best-fit")
 
     def fail(*args: int) -> np.ndarray:
         raise OSError("Input/output error")
@@ -83,15 +131,24 @@ def test_a_failed_read_names_sample_document_and_byte(tmp_path: Path, monkeypatc
     monkeypatch.setattr(file, "read", fail)
     with pytest.raises(DataError, match=r"sample 5 .* document 0, tokens \d+:\d+, byte \d+ of .*a.bin: OSError: Input"):
         samples[5]
+    with pytest.raises(DataError, match=r"sample 7 .* document 0, tokens \d+:\d+, byte \d+ of .*a.bin: OSError: Input"):
+        packed[7]
 
 
 def test_fingerprint_changes_with_all_that_changes_the_order(tmp_path: Path) -> None:
     file, other = write(tmp_path / "a", [40, 40]), write(tmp_path / "b", [40, 41])
     settings = {"documents": (0, 2), "seq_length": 4, "seed": 3}
-    changed = [{"documents": (0, 1)}, {"seq_length": 5}, {"seed": 4}]
+    fims = [{"fim": Fim(0.5, 0.5, 1, 2, 3)}, {"fim": Fim(0.5, 0.5, 1, 3, 2)}]
+    numbers = [{"documents": np.array(chosen)} for chosen in ([0], [1], [0, 1])]
+    changed = [{"documents": (0, 1)}, {"seq_length": 5}, {"seed": 4}, {"packing": "best-fit"}, *fims, *numbers]
     prints = {GPT2Samples(file, **{**settings, **change}).fingerprint for change in changed}  # type: ignore[arg-type]
     prints |= {GPT2Samples(f, **settings).fingerprint for f in (file, other)}  # type: ignore[arg-type]
-    assert len(prints) == 5
+    assert len(prints) == 11
+    wide, narrow = (
+        GPT2Samples(file, **{**settings, "documents": np.array([0, 1], kind)}).fingerprint  # type: ignore[arg-type]
+        for kind in (np.int64, np.int32)
+    )
+    assert wide == narrow
 
 
 def test_order_and_fingerprint_are_the_same_for_ever(tmp_path: Path) -> None:
