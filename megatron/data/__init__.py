@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from megatron.data.build import build_train_valid_test
     from megatron.data.build_t5 import build_t5_train_valid_test
     from megatron.data.control_tokens import T5Tokens, t5_tokens
+    from megatron.data.corpora import DataPaths
     from megatron.data.fields import gpt2_fields, t5_fields
     from megatron.data.gpt2_samples import GPT2Samples
+    from megatron.data.mixed_samples import MixedSamples
+    from megatron.data.mixture import SampleOrder
     from megatron.data.span_file_samples import SpanFileSamples
     from megatron.data.span_files import SpanFiles
     from megatron.data.split import split_documents
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
     from megatron.data.token_writer import TokenFileWriter
 
 _MODULES = {
+    "DataPaths": "corpora",
+    "MixedSamples": "mixed_samples",
     "ReplicaBatches": "batches",
+    "SampleOrder": "mixture",
     "SpanFiles": "span_files",
     "SpanFileSamples": "span_file_samples",
     "T5Samples": "t5_samples",
@@ -40,8 +46,11 @@ _MODULES = {
 }
 
 __all__ = [
+    "DataPaths",
     "GPT2Samples",
+    "MixedSamples",
     "ReplicaBatches",
+    "SampleOrder",
     "SpanFileSamples",
     "SpanFiles",
     "T5Samples",

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.data import checks
+from megatron.data.corpora import DataPaths
+from megatron.data.fim import Fim
 from megatron.data.gpt2_samples import GPT2Samples
+from megatron.data.splits import Opened, Three, build_splits
 from megatron.data.token_file import TokenFile
+
+_SHORTEST_PACKED = 2
+"""Tokens of a document that gives one label; best-fit packing pads what is left of its sample."""
 
 
 def build_train_valid_test(
+    paths: DataPaths,
     *,
-    data_path: str | None,
-    split: str,
     seq_length: int,
     seed: int,
     vocab_size: int,
@@ -20,25 +25,34 @@ def build_train_valid_test(
     tokenizer_identity: str | None = None,
     eod_id: int | None = None,
     flags_needing_eod: Sequence[str] = (),
-) -> tuple[GPT2Samples | None, GPT2Samples | None, GPT2Samples | None]:
+    packing: str = "concat",
+    fim: Fim | None = None,
+) -> Three:
     """Return the samples of train, valid and test; None for a split that is not needed.
 
     Args:
         vocab_size: of the model's tokenizer; every token id must be below it.
         tokenizer_identity: compared with the one in the sidecar where there is one.
         flags_needing_eod: flags in use that work only where documents end with the end-of-document token.
+        packing, fim: as ``GPT2Samples``.
 
     Raises:
-        DataError: rows D02 and D09-D14 of the list of faults.
+        DataError: rows D02 and D09-D14 of the list of faults; paths and weights that cannot be used.
     """
-    token_file = TokenFile(checks.check_given(data_path))
-    checks.check_tokenizer(token_file, tokenizer_identity)
-    checks.check_token_ids(token_file, vocab_size)
-    if flags_needing_eod:
-        checks.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
-    ranges = checks.split_ranges(token_file, split, needed, seq_length + 1, f"--seq-length {seq_length}")
-    train, valid, test = (
-        None if documents is None else GPT2Samples(token_file, documents=documents, seq_length=seq_length, seed=seed)
-        for documents in ranges
-    )
-    return train, valid, test
+
+    def open_corpus(prefix: str, is_one_of_several: bool) -> Opened:
+        token_file = TokenFile(prefix)
+        checks.check_tokenizer(token_file, tokenizer_identity)
+        checks.check_token_ids(token_file, vocab_size)
+        if flags_needing_eod:
+            checks.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
+
+        def make(documents: checks.Documents) -> GPT2Samples:
+            return GPT2Samples(
+                token_file, documents=documents, seq_length=seq_length, seed=seed, packing=packing, fim=fim
+            )
+
+        sample_tokens = _SHORTEST_PACKED if packing == "best-fit" else seq_length + 1
+        return Opened(token_file, token_file.fingerprint, make, sample_tokens, f"--seq-length {seq_length}")
+
+    return build_splits(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from megatron.data import checks, span_files
+from megatron.data import checks
 from megatron.data.control_tokens import T5Tokens
+from megatron.data.corpora import DataPaths
 from megatron.data.span_file_samples import SpanFileSamples
+from megatron.data.span_files import SpanFiles
+from megatron.data.splits import Opened, Three, build_splits
 from megatron.data.t5_samples import T5Samples
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
 from megatron.spans import Denoiser, has_modes, is_set, raw_length
 
-AnySamples = T5Samples | SpanFileSamples
-
 
 def build_t5_train_valid_test(
+    paths: DataPaths,
     *,
-    data_path: str | None,
-    split: str,
     enc_seq_length: int,
     dec_seq_length: int,
     denoisers: Sequence[Denoiser],
@@ -28,10 +29,10 @@ def build_t5_train_valid_test(
     reset_attention_mask: bool = False,
     needed: tuple[bool, bool, bool] = (True, True, True),
     tokenizer_identity: str | None = None,
-) -> tuple[AnySamples | None, AnySamples | None, AnySamples | None]:
+) -> Three:
     """Return the samples of train, valid and test; None for a split that is not needed.
 
-    They come from the token files PREFIX.bin and .idx, or where these are not there from a set of CPM's three files
+    Each corpus is a pair of token files PREFIX.bin and .idx, or where these are not there a set of CPM's three files
     (``span_files``), whose spans are fixed.
 
     Args:
@@ -40,34 +41,51 @@ def build_t5_train_valid_test(
         others: as ``T5Samples``.
 
     Raises:
-        DataError: rows D02 and D09-D14 of the list of faults, too few sentinels, ``dec_seq_length`` too small, several
-            denoisers for a set of three files.
+        DataError: rows D02 and D09-D14 of the list of faults, paths and weights that cannot be used, too few sentinels,
+            ``dec_seq_length`` too small, several denoisers for a set of three files.
     """
-    prefix, asked_by = checks.check_given(data_path), f"--enc-seq-length {enc_seq_length}"
-    make: Callable[..., AnySamples]
-    if is_set(prefix):
-        _check_one_kind(prefix, denoisers)
-        files = span_files.SpanFiles(prefix, tokens.text_vocab_size)
-        token_file, sample_tokens, make = files.context, enc_seq_length - 1, partial(SpanFileSamples, files)
-    else:
-        token_file, sample_tokens = TokenFile(prefix), raw_length(enc_seq_length, denoisers)
-        make = partial(T5Samples, token_file, denoisers=denoisers)
+    asked_by = f"--enc-seq-length {enc_seq_length}"
+    settings: dict[str, Any] = {
+        "enc_seq_length": enc_seq_length,
+        "dec_seq_length": dec_seq_length,
+        "tokens": tokens,
+        "seed": seed,
+        "reset_attention_mask": reset_attention_mask,
+    }
+
+    def open_corpus(prefix: str, is_one_of_several: bool) -> Opened:
+        if is_set(prefix):
+            _check_one_kind(prefix, denoisers)
+            files = SpanFiles(prefix, tokens.text_vocab_size)
+            make = partial(_make, SpanFileSamples, files, settings)
+            return Opened(files.context, files.fingerprint, make, enc_seq_length - 1, asked_by)
+        token_file = TokenFile(prefix)
         checks.check_tokenizer(token_file, tokenizer_identity)
         checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size)
-    train, valid, test = (
-        make(
-            documents=documents,
-            enc_seq_length=enc_seq_length,
-            dec_seq_length=dec_seq_length,
-            tokens=tokens,
-            seed=seed,
-            reset_attention_mask=reset_attention_mask,
-        )
-        if documents is not None
-        else None
-        for documents in checks.split_ranges(token_file, split, needed, sample_tokens, asked_by)
-    )
-    return train, valid, test
+        draws = token_file.fingerprint if is_one_of_several else ""
+        make = partial(_make, T5Samples, token_file, {**settings, "denoisers": denoisers, "draws": draws})
+        return Opened(token_file, token_file.fingerprint, make, raw_length(enc_seq_length, denoisers), asked_by)
+
+    return build_splits(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
+
+
+def _make(kind: Callable[..., Any], source: Any, settings: dict[str, Any], documents: checks.Documents) -> Any:
+    return kind(source, documents=documents, **settings)
+
+
+def _tokens_per_sample(parts: Sequence[Any]) -> int:
+    """Return the tokens that the model reads of a sample, which must be the same in all corpora."""
+    lengths = {
+        part.files.prefix if isinstance(part, SpanFileSamples) else part.token_file.prefix: part for part in parts
+    }
+    first, *others = lengths
+    for other in others:
+        if lengths[other].dec_seq_length != lengths[first].dec_seq_length:
+            raise DataError(
+                f"targets must be of one length in all corpora, got {lengths[first].dec_seq_length} for {first} and "
+                f"{lengths[other].dec_seq_length} for {other}. Give --dec-seq-length."
+            )
+    return parts[0].enc_seq_length + parts[0].dec_seq_length
 
 
 def _check_one_kind(prefix: str, denoisers: Sequence[Denoiser]) -> None:

@@ -5,52 +5,69 @@ Each raises ``DataError`` where it fails.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron import log
-from megatron.data.split import NAMES, split_documents
+from megatron.data.split import NAMES
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
 
+Documents = tuple[int, int] | np.ndarray
 _ENDS_LOOKED_AT = 1000
+_SIZES_ADDED = 1 << 20
 
 
-def check_given(data_path: str | None) -> str:
-    """Return ``data_path``, which must name something."""
-    if not data_path:
-        raise DataError(
-            "--data-path must name token files (their path without .bin and .idx), got none. "
-            "tools/preprocess_data.py makes them; tools/make_sample_data.py makes a small set to try."
-        )
-    return data_path
-
-
-def split_ranges(
-    token_file: TokenFile, split: str, needed: tuple[bool, bool, bool], sample_tokens: int, asked_by: str
-) -> list[tuple[int, int] | None]:
-    """Return (start, stop) of the documents of train, valid and test; None for a split that is not needed.
+def check_one_sample(token_file: TokenFile, sample_tokens: int, asked_by: str) -> None:
+    """All documents together must hold one sample.
 
     Args:
-        sample_tokens: tokens that a sample takes from the file; each split that is needed must hold them.
+        sample_tokens: tokens that a sample takes from the file.
         asked_by: the flag with its value that asks for them, such as "--seq-length 512".
     """
-    flag = asked_by.split()[0]
     if token_file.num_tokens < sample_tokens:
         raise DataError(
             f"{token_file.prefix}: all data together is {token_file.num_tokens} tokens; one sample of {asked_by} needs "
-            f"{sample_tokens}. Shorten {flag} or give more data."
+            f"{sample_tokens}. Shorten {asked_by.split()[0]} or give more data."
         )
-    ranges = split_documents(token_file.num_documents, split)
-    for name, (start, stop), is_needed in zip(NAMES, ranges, needed, strict=True):
-        num_tokens = int(token_file.sizes[start:stop].sum(dtype=np.int64))
-        if is_needed and num_tokens < sample_tokens:
+
+
+def check_splits(
+    token_file: TokenFile,
+    splits: Sequence[Documents],
+    needed: Sequence[bool],
+    flags: str,
+    sample_tokens: int,
+    asked_by: str,
+) -> None:
+    """Each split that is needed must hold one sample.
+
+    Args:
+        splits: the documents of train, valid and test.
+        flags: what cut them, such as "--split 949,50,1".
+        others: as ``check_one_sample``.
+    """
+    for name, documents, is_needed in zip(NAMES, splits, needed, strict=True):
+        if not is_needed:
+            continue
+        count, num_tokens = _amount(token_file, documents)
+        if num_tokens < sample_tokens:
             raise DataError(
-                f"the {name} split must have at least one sample of {sample_tokens} tokens, got {stop - start} of "
-                f"{token_file.num_documents} documents with {num_tokens} tokens (--split {split}, {asked_by}, "
-                f"{token_file.prefix}). Give {name} a larger part of --split, shorten {flag}, give more data, or turn "
-                "off what uses it (--eval-interval 0, --eval-iters 0)."
+                f"the {name} split must have at least one sample of {sample_tokens} tokens, got {count} of "
+                f"{token_file.num_documents} documents with {num_tokens} tokens ({flags}, {asked_by}, "
+                f"{token_file.prefix}). Give {name} a larger part of --split, shorten {asked_by.split()[0]}, give more "
+                "data, or turn off what uses it (--eval-interval 0, --eval-iters 0)."
             )
-    return [documents if is_needed else None for documents, is_needed in zip(ranges, needed, strict=True)]
+
+
+def _amount(token_file: TokenFile, documents: Documents) -> tuple[int, int]:
+    """Return how many documents these are, and how many tokens they hold."""
+    if isinstance(documents, tuple):
+        start, stop = documents
+        return stop - start, int(token_file.sizes[start:stop].sum(dtype=np.int64))
+    blocks = (documents[start : start + _SIZES_ADDED] for start in range(0, len(documents), _SIZES_ADDED))
+    return len(documents), sum(int(token_file.sizes[block].sum(dtype=np.int64)) for block in blocks)
 
 
 def check_tokenizer(token_file: TokenFile, identity: str | None) -> None:

@@ -30,6 +30,8 @@ class T5Samples:
         seed: the same on all ranks.
         reset_attention_mask: keep the documents of a text apart: no span crosses the end of one, segments tell them
             apart. Without it a text is one document.
+        draws: what corpora of a mixture differ in, so that sample i of one is not cut as sample i of the other. Not
+            part of the fingerprint: a corpus that gets company stays the same corpus, whose texts go on.
 
     Raises:
         DataError: fewer tokens than one text, too few sentinels, ``dec_seq_length`` below the longest target.
@@ -46,6 +48,7 @@ class T5Samples:
         tokens: T5Tokens,
         seed: int,
         reset_attention_mask: bool = False,
+        draws: str = "",
     ) -> None:
         self.token_file, self.documents, self.seed, self.tokens = token_file, documents, seed, tokens
         self.denoisers, self.reset_attention_mask = tuple(denoisers), reset_attention_mask
@@ -62,6 +65,7 @@ class T5Samples:
             asked_by=f"--enc-seq-length {enc_seq_length}",
         )
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
+        self._key = (draws, seed) if draws else (seed,)
         self._sentinels = np.array(tokens.sentinels, np.int64)
         weights = np.array([denoiser.weight for denoiser in denoisers])
         self._shares = np.cumsum(weights / weights.sum())[:-1]
@@ -104,7 +108,7 @@ class T5Samples:
         """
         pieces = self._windows.pieces(index)
         text = self._windows.read(index, pieces)
-        words = random_words(num_words(self.raw_length) + 1, "spans", self.seed, int(index))
+        words = random_words(num_words(self.raw_length) + 1, "spans", *self._key, int(index))
         denoiser = self.denoisers[int(np.searchsorted(self._shares, words[-1] / 2.0**64, "right"))]
         sizes = [piece.length for piece in pieces] if self.reset_attention_mask else [self.raw_length]
         pair = cut_out(text, draw_spans(sizes, denoiser, words), self._sentinels)

@@ -5,26 +5,32 @@ from typing import Any
 
 import pytest
 
-from megatron.data import build_train_valid_test
+from megatron.data import DataPaths, build_train_valid_test
 from megatron.errors import DataError
 from tests.data.token_data import write, write_megatron
 
 
 def build(prefix: Path, **changed: Any) -> tuple:
     values = {
-        "data_path": str(prefix),
-        "split": "8,1,1",
         "seq_length": 4,
         "seed": 1,
         "vocab_size": 200,
         "tokenizer_identity": "t",
     }
-    return build_train_valid_test(**{**values, **changed})  # type: ignore[arg-type]
+    paths = {"data_path": str(prefix), "split": "8,1,1"}
+    paths |= {name: changed.pop(name) for name in list(changed) if name in DataPaths.__annotations__}
+    return build_train_valid_test(DataPaths(**paths), **{**values, **changed})  # type: ignore[arg-type]
+
+
+def only(samples: Any) -> Any:
+    """Return the samples of the one corpus."""
+    (part,) = samples.parts.values()
+    return part
 
 
 def test_three_data_sets_without_a_document_in_common(tmp_path: Path) -> None:
     write(tmp_path / "a", [10] * 10)
-    parts = build(tmp_path / "a")
+    parts = [only(samples) for samples in build(tmp_path / "a")]
     tokens = [{int(t) for i in range(s.samples_per_epoch) for t in s[i]} for s in parts]
     assert [s.documents for s in parts] == [(0, 8), (8, 9), (9, 10)]
     assert not (tokens[0] & tokens[1] or tokens[1] & tokens[2] or tokens[0] & tokens[2])
@@ -33,7 +39,7 @@ def test_three_data_sets_without_a_document_in_common(tmp_path: Path) -> None:
 def test_what_is_not_needed_may_be_empty(tmp_path: Path) -> None:
     write(tmp_path / "a", [100])
     train, valid, test = build(tmp_path / "a", split="1,0,0", needed=(True, False, False))
-    assert train.samples_per_epoch == 24 and valid is None and test is None
+    assert only(train).samples_per_epoch == 24 and valid is None and test is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> 
 
 def test_files_without_a_sidecar_are_looked_through(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", [10] * 10, list(range(11)))
-    assert build(tmp_path / "a", vocab_size=100)[0].samples_per_epoch == 19
+    assert only(build(tmp_path / "a", vocab_size=100)[0]).samples_per_epoch == 19
     with pytest.raises(DataError, match="got 99 in document 9 at token 9"):
         build(tmp_path / "a", vocab_size=99)
 

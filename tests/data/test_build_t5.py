@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron.data import T5Samples, T5Tokens, build_t5_train_valid_test
+from megatron.data import DataPaths, T5Samples, T5Tokens, build_t5_train_valid_test
 from megatron.errors import DataError
 from megatron.spans import parse_denoisers
+from tests.data.test_build import only
 from tests.data.token_data import write, write_megatron
 
 TOKENS = T5Tokens.appended(200, 12, 0)
@@ -15,8 +16,6 @@ TOKENS = T5Tokens.appended(200, 12, 0)
 
 def build(prefix: Path | None, **changed: Any) -> tuple:
     values = {
-        "data_path": str(prefix) if prefix else None,
-        "split": "8,1,1",
         "enc_seq_length": 10,
         "dec_seq_length": 0,
         "denoisers": parse_denoisers("R", 0.15, 3),
@@ -24,12 +23,14 @@ def build(prefix: Path | None, **changed: Any) -> tuple:
         "seed": 1,
         "tokenizer_identity": "t",
     }
-    return build_t5_train_valid_test(**{**values, **changed})  # type: ignore[arg-type]
+    paths = {"data_path": str(prefix) if prefix else None, "split": "8,1,1"}
+    paths |= {name: changed.pop(name) for name in list(changed) if name in DataPaths.__annotations__}
+    return build_t5_train_valid_test(DataPaths(**paths), **{**values, **changed})  # type: ignore[arg-type]
 
 
 def test_three_data_sets_without_a_document_in_common(tmp_path: Path) -> None:
     write(tmp_path / "a", [11] * 10)
-    parts = build(tmp_path / "a")
+    parts = [only(samples) for samples in build(tmp_path / "a")]
     assert all(isinstance(part, T5Samples) for part in parts)
     assert [part.documents for part in parts] == [(0, 8), (8, 9), (9, 10)]
     tokens = [
@@ -42,7 +43,7 @@ def test_three_data_sets_without_a_document_in_common(tmp_path: Path) -> None:
 
 def test_the_flags_reach_the_samples(tmp_path: Path) -> None:
     write(tmp_path / "a", [11] * 10)
-    train, _, _ = build(tmp_path / "a", dec_seq_length=9, reset_attention_mask=True, seed=5)
+    train = only(build(tmp_path / "a", dec_seq_length=9, reset_attention_mask=True, seed=5)[0])
     assert (train.dec_seq_length, train.reset_attention_mask, train.seed) == (9, True, 5)
     assert (train.enc_seq_length, train.raw_length, train.tokens) == (10, 10, TOKENS)
 
@@ -68,6 +69,6 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path, changed: dict[str, Any],
 
 def test_files_without_a_sidecar_or_documents_are_looked_through(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", [11] * 10, [0])
-    assert build(tmp_path / "a")[0].documents == (0, 8), "each sequence is a document"
+    assert only(build(tmp_path / "a")[0]).documents == (0, 8), "each sequence is a document"
     with pytest.raises(DataError, match="got 109 in document 9 at token 10"):
         build(tmp_path / "a", tokens=T5Tokens.appended(109, 12, 0))

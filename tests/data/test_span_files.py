@@ -8,11 +8,12 @@ import pytest
 from pytest import MonkeyPatch
 
 from megatron import log
-from megatron.data import SpanFiles, SpanFileSamples, T5Tokens, build_t5_train_valid_test
+from megatron.data import DataPaths, SpanFiles, SpanFileSamples, T5Tokens, build_t5_train_valid_test
 from megatron.data.windows import Windows
 from megatron.errors import DataError
 from megatron.spans import parse_denoisers
 from tests.data.span_set import VOCAB_SIZE, Cut, counting, write_pair, write_set
+from tests.data.test_build import only
 
 TOKENS = T5Tokens.appended(VOCAB_SIZE, 12, 0)
 SIZES = [(5, 2, 6, 1, 4, 3), (9, 4), (1, 1, 1, 1, 1, 1), (30, 2, 20, 5), (7, 3, 8, 2)]
@@ -133,8 +134,6 @@ def test_markers_that_16_bits_cannot_hold_are_refused(tmp_path: Path) -> None:
 
 def build(prefix: Path, **changed: Any) -> Any:
     values = {
-        "data_path": str(prefix),
-        "split": "1",
         "enc_seq_length": 16,
         "dec_seq_length": 24,
         "denoisers": parse_denoisers("R", 0.15, 3),
@@ -142,12 +141,13 @@ def build(prefix: Path, **changed: Any) -> Any:
         "seed": 3,
         "needed": (True, False, False),
     }
-    return build_t5_train_valid_test(**{**values, **changed})  # type: ignore[arg-type]
+    paths = DataPaths(data_path=str(prefix), split="1")
+    return build_t5_train_valid_test(paths, **{**values, **changed})  # type: ignore[arg-type]
 
 
 def test_a_set_opens_where_no_ordinary_pair_is(prefix: Path) -> None:
     train, valid, _ = build(prefix)
-    assert isinstance(train, SpanFileSamples) and valid is None and train[0]["inputs"].shape == (16,)
+    assert isinstance(only(train), SpanFileSamples) and valid is None and train[0]["inputs"].shape == (16,)
     with pytest.raises(DataError, match="--denoisers must be one kind for .* got R,S"):
         build(prefix, denoisers=parse_denoisers("R,S", 0.15, 3))
     with pytest.raises(DataError, match="too few sentinels: --vocab-extra-ids gives 2"):

@@ -1,0 +1,103 @@
+"""From the corpora that flags name to the samples of training, validation and test: what both models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.data import checks
+from megatron.data.checks import Documents
+from megatron.data.corpora import DataPaths, WeightedPath, short_names
+from megatron.data.mixed_samples import CorpusSamples, MixedSamples
+from megatron.data.mixture import Corpus, SampleOrder
+from megatron.data.mixture_resume import fingerprint_of
+from megatron.data.split import split_documents
+from megatron.data.token_file import TokenFile
+
+Three = tuple[MixedSamples | None, MixedSamples | None, MixedSamples | None]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A corpus whose files are open and checked.
+
+    ``content`` is the fingerprint of its files; ``make`` returns the samples of some of its documents. A sample takes
+    ``sample_tokens`` tokens of ``token_file``, as ``asked_by`` (a flag with its value) wants it.
+    """
+
+    token_file: TokenFile
+    content: str
+    make: Callable[[Documents], CorpusSamples]
+    sample_tokens: int
+    asked_by: str
+
+
+def build_splits(
+    paths: DataPaths,
+    needed: tuple[bool, bool, bool],
+    open_corpus: Callable[[str, bool], Opened],
+    tokenizer_identity: str | None,
+    tokens_per_sample: Callable[[Sequence[CorpusSamples]], int],
+) -> Three:
+    """Return the samples of train, valid and test; None for a split that is not needed.
+
+    Args:
+        open_corpus: from a prefix, and whether the corpus is one of several.
+        tokens_per_sample: those that a schedule of the mixture counts, from the samples of the corpora.
+
+    Raises:
+        DataError: a corpus cannot be opened, is listed twice, or holds less than one sample in a needed split.
+    """
+    wanted = paths.corpora(needed)
+    several = {prefix for corpora in wanted for _, prefix in corpora or () if len(corpora or ()) > 1}
+    opened = {
+        prefix: open_corpus(prefix, prefix in several)
+        for prefix in dict.fromkeys(prefix for corpora in wanted for _, prefix in corpora or ())
+    }
+    documents = {prefix: _documents(corpus, paths, needed) for prefix, corpus in opened.items()}
+    results: list[MixedSamples | None] = []
+    for number, corpora in enumerate(wanted):
+        if corpora is None:
+            results.append(None)
+            continue
+        parts = [opened[prefix].make(documents[prefix][number]) for _, prefix in corpora]
+        length = tokens_per_sample(parts)
+        schedule = paths.schedule(length) if number == 0 else [(0, tuple(weight for weight, _ in corpora))]
+        results.append(_mixed(corpora, [opened[prefix] for _, prefix in corpora], parts, schedule, tokenizer_identity))
+    train, valid, test = results
+    return train, valid, test
+
+
+def _documents(corpus: Opened, paths: DataPaths, needed: tuple[bool, bool, bool]) -> list[Documents]:
+    """Return the documents of the three splits."""
+    token_file = corpus.token_file
+    checks.check_one_sample(token_file, corpus.sample_tokens, corpus.asked_by)
+    if paths.are_apart:
+        return [(0, token_file.num_documents)] * 3
+    documents = split_documents(token_file.num_documents, paths.split)
+    checks.check_splits(token_file, documents, needed, f"--split {paths.split}", corpus.sample_tokens, corpus.asked_by)
+    return list(documents)
+
+
+def _mixed(
+    corpora: Sequence[WeightedPath],
+    opened: Sequence[Opened],
+    parts: Sequence[CorpusSamples],
+    schedule: Sequence[tuple[int, tuple[float, ...]]],
+    tokenizer_identity: str | None,
+) -> MixedSamples:
+    names = short_names([prefix for _, prefix in corpora])
+    known = [
+        Corpus(
+            name,
+            fingerprint_of(corpus.content, _tokenizer(corpus, tokenizer_identity), part.fingerprint),
+            part.samples_per_epoch,
+        )
+        for name, corpus, part in zip(names, opened, parts, strict=True)
+    ]
+    return MixedSamples(dict(zip(names, parts, strict=True)), SampleOrder(known, schedule))
+
+
+def _tokenizer(corpus: Opened, given: str | None) -> str | None:
+    sidecar = corpus.token_file.sidecar
+    return given or (sidecar.tokenizer if sidecar else None)
