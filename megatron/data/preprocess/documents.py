@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
+from orjson import JSONDecodeError, loads
 
 from megatron.data.preprocess.records import BadRecord, Record
 
@@ -28,13 +28,11 @@ def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> lis
         max_chars: longer texts are bad; 0 for no limit.
     """
     data = record.data
-    if not data or data.isspace():
-        return []
     try:
         text = data.decode() if keys is None else _json_text(data, keys)
     except ValueError as error:
-        return _bad(record, _reason(data, error))
-    if not text:
+        return _bad(record, _reason(data, error)) if data.strip() else []
+    if not text or (keys is None and data.isspace()):
         return []
     if "\x00" in text:
         return _bad(record, "holds a NUL character")
@@ -46,20 +44,21 @@ def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> lis
 
 
 def _json_text(data: bytes, keys: Sequence[str]) -> str:
-    value = orjson.loads(data)  # strict: its strings are UTF-8 and hold no lone surrogate, so nothing is left to check
+    value = loads(data)  # strict: its strings are UTF-8 and hold no lone surrogate, so nothing is left to check
     if len(keys) == 1:
+        if type(value) is dict and type(text := value.get(keys[0])) is str:  # nearly always
+            return text
         return _string_at(value, keys[0])
     return "\n".join(filter(None, [_string_at(value, key) for key in keys]))
 
 
 def _string_at(value: Any, key: str) -> str:
-    found = value.get(key) if type(value) is dict else None
-    if type(found) is str:
-        return found
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object with the key {key!r}, got {_kind(value)}")
     if key in value:
-        raise ValueError(f"the value of {key!r} must be a string, got {_kind(found)}")
+        if isinstance(value[key], str):
+            return value[key]
+        raise ValueError(f"the value of {key!r} must be a string, got {_kind(value[key])}")
     first, dot, rest = key.partition(".")
     if dot and first in value:
         return _string_at(value[first], rest)
@@ -77,7 +76,7 @@ def _reason(data: bytes, error: ValueError) -> str:
         data.decode()
     except UnicodeDecodeError as place:
         return f"not UTF-8 text ({place.reason} at {place.start})"
-    if not isinstance(error, orjson.JSONDecodeError):
+    if not isinstance(error, JSONDecodeError):
         return str(error)
     try:
         if _SURROGATE.search(json.dumps(json.loads(data), ensure_ascii=False)):

@@ -1,4 +1,4 @@
-"""The line numbers of bad records: a unit that begins within a file does not know them, and the few bad ones can ask."""
+"""The line numbers of bad records: a unit that begins within a file does not know them, the few bad ones can ask."""
 
 from __future__ import annotations
 
