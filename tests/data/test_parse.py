@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.preprocess import BadRecord, Record, parse
+
+TEXTS = st.text(st.characters(codec=None), max_size=8)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | TEXTS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "b", "a.b"]), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def read(data: bytes, *keys: str, max_chars: int = 0) -> list[str] | str:
+    """The texts, or the reason why there are none."""
+    result = parse(Record("c.jsonl", 3, 32, data), keys or None, max_chars)
+    return result.reason if isinstance(result, BadRecord) else result
+
+
+@pytest.mark.parametrize(
+    "data, reason",
+    [
+        (b'{"text": "cut', "not JSON (unexpected end of data: line 1 column 14 (char 13))"),
+        (b"words", "not JSON ("),
+        (b'{"text": "a"} {"text": "b"}', "not JSON ("),
+        (b'{"txt": "a", "x": 1}', "has no key 'text' (--json-key), only 'txt', 'x'"),
+        (b"{}", "has no key 'text' (--json-key), only none"),
+        (b'{"text": null}', "the value of 'text' must be a string, got null"),
+        (b'{"text": 5}', "the value of 'text' must be a string, got 5"),
+        (b'{"text": ["a"]}', "the value of 'text' must be a string, got a list"),
+        (b'{"text": {"a": "b"}}', "the value of 'text' must be a string, got an object"),
+        (b'["text"]', "must be a JSON object with the key 'text', got a list"),
+        (b'"text"', "must be a JSON object with the key 'text', got 'text'"),
+        (b'{"text": "\xff"}', "not UTF-8 text (invalid start byte at 10)"),
+        (b'{"text": "\xed\xa0\x80"}', "not UTF-8 text (invalid continuation byte at 10)"),
+        (b'{"text": "a\\u0000"}', "holds a NUL character"),
+        (b'{"text": "\\ud800"}', "holds a lone surrogate (half of a character)"),
+        (b'{"text": "a", "other": "\\udc00"}', "holds a lone surrogate"),
+        (b'\xef\xbb\xbf{"text": "a"}', "not JSON ("),
+        (b"[" * 100_000, "not JSON ("),
+    ],
+)
+def test_a_bad_record_says_why(data: bytes, reason: str) -> None:
+    assert str(read(data, "text")).startswith(reason)
+
+
+def test_a_bad_record_says_where_and_how_it_begins() -> None:
+    bad = parse(Record("c.jsonl", 3, 32, b'{"text": "\x1b\xff' + b"x" * 90), ["text"])
+    assert isinstance(bad, BadRecord)
+    opening = '{"text": "\\x1b\\xff' + "x" * 48
+    assert str(bad) == f"c.jsonl:3 (byte 32): not UTF-8 text (invalid start byte at 11): {opening}"
+    assert bad.to_json() == {
+        "file": "c.jsonl",
+        "line": 3,
+        "byte_offset": 32,
+        "reason": "not UTF-8 text (invalid start byte at 11)",
+        "opening": opening,
+    }
+    assert str(BadRecord("c", 0, 32, "why", "how")) == "c (byte 32): why: how"
+
+
+def test_blank_records_and_empty_texts_are_no_fault() -> None:
+    for data in (b"", b" \t\r", b"\r"):
+        assert read(data, "text") == read(data) == []
+    assert read(b'{"text": ""}', "text") == read(b'{"a": "", "b": ""}', "a", "b") == []
+    assert read(b'{"text": " "}', "text") == [" "]
+
+
+def test_line_ends_become_line_feeds_and_other_separators_stay() -> None:
+    assert read(b'{"text": "a\\r\\nb\\rc\\u2028d"}\r', "text") == ["a\nb\rc\u2028d"]
+    assert read("a\r\nb\u2028\n".encode()) == ["a\nb\u2028\n"]
+    assert read(b"a\xff") == "not UTF-8 text (invalid start byte at 1)" and read(b"a\x00") == "holds a NUL character"
+
+
+def test_keys_are_nested_or_several() -> None:
+    nested = b'{"a": {"b": {"c": "deep"}, "b.c": "dotted"}, "a.b": "whole", "t": "title", "e": ""}'
+    assert read(nested, "a.b.c") == ["dotted"] and read(nested, "a.b") == ["whole"]
+    assert read(b'{"a": {"b": {"c": "deep"}}}', "a.b.c") == ["deep"]
+    assert read(nested, "t", "e", "a.b") == ["title\nwhole"]
+    assert read(nested, "t", "gone") == "has no key 'gone' (--json-key), only 'a', 'a.b', 't', 'e'"
+    assert read(nested, "a.x") == "has no key 'x' (--json-key), only 'b', 'b.c'"
+    assert str(read(nested, "t.x")).startswith("must be a JSON object with the key 'x', got 'title'")
+
+
+def test_a_text_is_too_long_only_beyond_a_limit_that_was_given() -> None:
+    data = '{"text": "窗窗窗"}'.encode()
+    assert read(data, "text", max_chars=3) == read(data, "text") == ["窗窗窗"]
+    assert read(data, "text", max_chars=2) == "has 3 characters, more than --max-document-chars 2"
+
+
+@settings(max_examples=150, deadline=None)
+@given(VALUES, st.sampled_from(["a", "b", "a.b"]))
+def test_parsing_agrees_with_pythons_json_on_any_value(value: object, key: str) -> None:
+    data = json.dumps(value).encode()
+    whole = json.dumps(value, ensure_ascii=False)
+    text = value.get(key) if isinstance(value, dict) else None
+    if isinstance(value, dict) and key == "a.b" and key not in value and isinstance(value.get("a"), dict):
+        text = value["a"].get("b")
+    is_good = isinstance(text, str) and "\x00" not in text and _is_encodable(whole)
+    found = read(data, key)
+    assert found == ([text.replace("\r\n", "\n")] if text else []) if is_good else isinstance(found, str)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import gzip
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.preprocess import BadRecord, Unit, plan_units, read_unit, texts, with_line_numbers
+from megatron.data.preprocess import lines as lines_module
+from megatron.errors import DataError
+
+PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+PIECES = [b"a", b"\n", b"\n", b"\r\n", b" ", b"\n\n", b"\r", "窗".encode(), b"\xff", b"\xe2\x80\xa8", b"\x00"]
+CONTENTS = st.lists(st.sampled_from(PIECES), max_size=24).map(b"".join)
+
+
+def records(units: list[Unit]) -> list[tuple[int, bytes]]:
+    return [(record.byte_offset, record.data) for unit in units for record in read_unit(unit)]
+
+
+def expected_lines(content: bytes) -> list[tuple[int, bytes]]:
+    """Every line with its place, by cutting the whole content at line feeds."""
+    start = 3 if content.startswith(b"\xef\xbb\xbf") else 0
+    found = []
+    while start < len(content):
+        stop = content.find(b"\n", start) if b"\n" in content[start:] else len(content)
+        found.append((start, content[start:stop]))
+        start = stop + 1
+    return found
+
+
+def expected_blocks(content: bytes) -> list[tuple[int, bytes]]:
+    """Runs of lines that are not blank, each to the end of its last line."""
+    runs: list[list[int]] = []
+    is_open = False
+    for start, line in expected_lines(content):
+        if line.strip():
+            stop = min(start + len(line) + 1, len(content))
+            runs = [*runs[:-1], [runs[-1][0], stop]] if is_open else [*runs, [start, stop]]
+        is_open = bool(line.strip())
+    return [(start, content[start:stop]) for start, stop in runs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sources")
+
+
+@settings(max_examples=60, deadline=None)
+@given(CONTENTS, st.booleans(), st.lists(st.integers(4, 60), max_size=4))
+def test_records_do_not_depend_on_where_units_begin(
+    folder: Path, content: bytes, has_mark: bool, cuts: list[int]
+) -> None:
+    content = (b"\xef\xbb\xbf" if has_mark else b"") + content
+    path = folder / "c"
+    path.write_bytes(content)
+    borders = sorted({0, *(cut for cut in cuts if cut < len(content)), len(content)})
+    for format, expected in (("jsonl", expected_lines(content)), ("text-block", expected_blocks(content))):
+        whole = Unit(0, str(path), format, 0, len(content), len(content))
+        parts = [replace(whole, start=start, stop=stop) for start, stop in zip(borders, borders[1:], strict=False)]
+        assert records([whole]) == records(parts) == expected
+
+
+@settings(max_examples=15, deadline=None)
+@given(CONTENTS, st.integers(1, 9), st.sampled_from([1, 2, 5]))
+def test_files_compressed_or_cut_anywhere_give_the_same_texts(
+    folder: Path, content: bytes, unit_bytes: int, block: int
+) -> None:
+    content = content.replace(b"\x00", b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.data.preprocess.blocks.BLOCK_BYTES", block)
+        for suffix, pack in PACK.items():
+            path = folder / f"c.jsonl{suffix}"
+            path.write_bytes(pack(content))
+            for format, expected in (("jsonl", expected_lines(content)), ("text-block", expected_blocks(content))):
+                assert records(plan_units([path], format, unit_bytes)) == expected
+
+
+def test_units_are_byte_ranges_compressed_files_and_groups_of_small_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 10)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "y"}'))
+    for name in "cdefg":
+        (tmp_path / f"{name}.txt").write_text(f"text of {name}")
+    units = plan_units([tmp_path], None, 100)
+    assert [unit.name() for unit in units] == [
+        f"{tmp_path}/a.jsonl bytes 0:100",
+        f"{tmp_path}/a.jsonl bytes 100:140",
+        f"{tmp_path}/b.jsonl.gz",
+        f"{tmp_path}/c.txt and 4 more files",
+    ]
+    assert [unit.number for unit in units] == [0, 1, 2, 3] and [unit.size for unit in units[:2]] == [100, 40]
+    assert [len(unit.paths) for unit in plan_units([tmp_path], "text-file", 20)] == [1, 1, 2, 2, 1]
+    assert list(texts([tmp_path])) == ["x"] * 10 + ["y"] + [f"text of {name}" for name in "cdefg"]
+
+
+def test_folders_are_walked_in_order_without_hidden_files(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/10.txt", "a.txt", ".hidden", "b/.git/x", "b-c/1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "b" / "loop").symlink_to(tmp_path)
+    assert list(texts([tmp_path])) == ["a.txt", "b/10.txt", "b/2.txt", "b-c/1.txt"]
+    assert list(texts([tmp_path / "b/2.txt", tmp_path / "a.txt", tmp_path / "a.txt"])) == ["b/2.txt", "a.txt", "a.txt"]
+
+
+def test_inputs_that_are_not_there_are_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").mkdir()
+    for paths, text in (
+        ([tmp_path / "gone"], "gone does not exist"),
+        ([tmp_path / "empty"], "empty is a folder without any file"),
+        ([tmp_path / "pipe"], "must be a file or a folder, got a pipe.*--input -"),
+        (["-", "-"], "can be read once only"),
+        ([], "must name at least one"),
+    ):
+        with pytest.raises(DataError, match=text):
+            plan_units(paths, None)
+    with pytest.raises(DataError, match="--format must be one of jsonl, .* got csv"):
+        plan_units([tmp_path / "pipe"], "csv")
+
+
+def test_a_giant_line_is_one_record_and_one_beyond_all_measure_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.jsonl"
+    giant = b'{"text": "' + b"word " * 400_000 + b'"}'
+    path.write_bytes(b'{"text": "a"}\n' + giant + b'\n{"text": "b"}\n')
+    units = plan_units([path], None, 300_000)
+    found = [[len(record.data) for record in read_unit(unit)] for unit in units]
+    assert found == [[13, len(giant)], [], [], [], [], [], [13]]
+    monkeypatch.setattr(lines_module, "_LONGEST_LINE", 1_000_000)
+    with pytest.raises(DataError, match="c.jsonl must have lines of at most 1000000 bytes.*jq -c"):
+        list(texts([path]))
+
+
+def test_lines_that_nobody_counted_are_counted_for_the_bad_ones(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbfone\n\n" + name.encode() * 20 + b"\nthree\nfour")
+    units = plan_units([tmp_path], "jsonl", 20)
+    places = [(record.path, record.line, record.byte_offset) for unit in units for record in read_unit(unit)]
+    bad = [BadRecord(*place, "reason", "opening") for place in places if place[2] > 8]
+    assert [record.line for record in bad] == [0, 0, 0, 0]
+    assert [record.line for record in with_line_numbers(bad[::-1])] == [5, 4, 5, 4]
+    gone = replace(bad[0], path="gone")
+    assert with_line_numbers([gone, replace(gone, line=7)]) == [gone, replace(gone, line=7)]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "a"}\n')
+    (unit,) = plan_units([path], None)
+    path.unlink()
+    with pytest.raises(DataError, match="c.jsonl cannot be read: No such file"):
+        list(read_unit(unit))

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.data.preprocess import BadRecord, plan_units, texts
+from megatron.errors import DataError
+
+
+def test_parquet_needs_pyarrow_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"c.parquet is parquet, which needs pyarrow: pip install -e '.\[parquet\]'"):
+        plan_units([tmp_path], None)
+
+
+def parquet_file(path: Path, table: object, rows: int = 3) -> Path:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def test_parquet_row_groups_are_units_and_places_are_rows(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    raw = arrow.array([b"a", b"", b"b\r\n", b"c", b"\xff d", None, b"e\x00"], arrow.binary())
+    strings = arrow.Array.from_buffers(arrow.string(), 7, raw.buffers())
+    table = arrow.table({"text": strings, "n": range(7), "meta": [{"title": f"t{row}"} for row in range(7)]})
+    path = parquet_file(tmp_path / "c.parquet", table)
+    units = plan_units([path], None)
+    assert [unit.name() for unit in units] == [f"{path} row group {number}" for number in range(3)]
+    found = list(texts([path]))
+    assert [text for text in found if isinstance(text, str)] == ["a", "b\n", "c"]
+    bad = [result for result in found if isinstance(result, BadRecord)]
+    assert [result.to_json()["row"] for result in bad] == [4, 5, 6]
+    reasons = ["not UTF-8 text .invalid start byte", "must be a string, got null", "holds a NUL"]
+    for result, reason in zip(bad, reasons, strict=True):
+        with pytest.raises(DataError, match=rf"c.parquet row {result.byte_offset}: .*{reason}"):
+            raise DataError(str(result))
+    good = [text for text in texts([path], None, ["meta.title"]) if isinstance(text, str)]
+    assert good == [f"t{row}" for row in range(7)]
+    assert [result for result in texts([path], None, ["meta.title", "text"]) if isinstance(result, str)][:2] == [
+        "t0\na",
+        "t1",
+    ]
+    for key, text in (("txt", "must have a column 'txt' .* it has only text, n, meta"), ("n", "must hold strings, it")):
+        with pytest.raises(DataError, match=text):
+            list(texts([path], None, [key]))
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    path = parquet_file(tmp_path / "c.parquet", arrow.table({"text": [str(row**9) for row in range(500)]}), 500)
+    content = bytearray(path.read_bytes())
+    path.write_bytes(content[:-9])
+    with pytest.raises(DataError, match="c.parquet must be a whole parquet file"):
+        list(texts([path]))
+    content[8:60] = bytes(52)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="c.parquet must be a whole parquet file; row group 0 is damaged at row 0"):
+        list(texts([path]))

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron.data.preprocess import plan_units, read_unit, texts
+from megatron.errors import DataError
+
+PACK = {".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+@pytest.mark.parametrize(
+    "name, content, text",
+    [
+        ("c.jsonl", gzip.compress(b"x"), "looks like gzip; give it a name that ends in .gz"),
+        ("c.jsonl", zstandard.compress(b"x"), "looks like zstandard; give it a name that ends in .zst"),
+        ("c.jsonl.gz", b'{"text": "a"}\n', "must be what its name says, .gz; its first bytes are 7b 22.*take .gz off"),
+        ("c.jsonl.gz", gzip.compress(b"%PDF-1.7"), "(decompressed) must be UTF-8 text; it looks like PDF"),
+        ("c.tar.gz", gzip.compress(bytes(257) + b"ustar\x0000"), "looks like tar; unpack it"),
+        ("c.txt", b"\xfd7zXZ\x00", "looks like xz; unpack it: xz -d"),
+        ("c.txt", b"BZh91AY", "looks like bzip2"),
+        ("c.txt", b"PK\x03\x04", "looks like zip"),
+        ("c.txt", b"PAR1xx", "looks like parquet; give it a name that ends in .parquet"),
+        ("c.txt", b"MMIDIDX\x00\x00", "looks like an index of tokens"),
+        ("c.txt", "words".encode("utf-16"), "looks like UTF-16; convert it: iconv"),
+        ("c.txt", "words".encode("utf-16-le"), "looks like a binary file or UTF-16"),
+        ("c.txt", bytes(100), "looks like a binary file"),
+        ("c.parquet", b"words and words", "must be a whole parquet file"),
+        ("c.parquet.gz", b"words", "a parquet file is compressed inside"),
+    ],
+)
+def test_what_is_no_text_is_named_with_its_cure(tmp_path: Path, name: str, content: bytes, text: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(texts([tmp_path / name]))
+    assert str(tmp_path / name) in str(caught.value)
+    assert all(part in str(caught.value) for part in text.split(".*"))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_damaged_or_cut_off_stream_is_an_error_with_its_place(tmp_path: Path, suffix: str) -> None:
+    content = b"".join(b'{"text": "%d"}\n' % number**5 for number in range(3000))
+    packed = bytearray(PACK[suffix](content))
+    path = tmp_path / f"c.jsonl{suffix}"
+    for stop in (len(packed) - 1, len(packed) // 2, 5):
+        path.write_bytes(packed[:stop])
+        with pytest.raises(DataError, match=rf"whole {suffix} file; it is cut off: it ends at byte {stop}, .*-t"):
+            list(texts([path]))
+    packed[len(packed) // 2] ^= 255
+    path.write_bytes(packed)
+    if suffix == ".gz":  # the frames of zstandard.compress have no checksum
+        with pytest.raises(DataError, match="damaged before byte [0-9]+ .* bytes of text"):
+            list(texts([path]))
+    path.write_bytes(PACK[suffix](b'{"text": "1"}\n') * 2 + (bytes(600) if suffix == ".gz" else b""))
+    assert list(texts([path])) == ["1", "1"]
+    path.write_bytes(b"")
+    assert list(texts([path])) == []
+
+
+def test_zstandard_checksums_and_the_largest_windows_are_read(tmp_path: Path) -> None:
+    content = b'{"text": "x"}\n' * 2000
+    wide = zstandard.ZstdCompressionParameters(window_log=29, write_checksum=True, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+    packed = bytearray(compressor.compress(content) + compressor.flush())
+    path = tmp_path / "c.jsonl.zst"
+    path.write_bytes(packed)
+    assert len(list(texts([path]))) == 2000
+    packed[-1] ^= 1
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match="damaged before byte"):
+        list(texts([path]))
+
+
+@pytest.fixture
+def standard_input(tmp_path: Path) -> Iterator[Callable[[bytes], None]]:
+    saved = os.dup(0)
+
+    def give(content: bytes) -> None:
+        (tmp_path / "stdin").write_bytes(content)
+        file = os.open(tmp_path / "stdin", os.O_RDONLY)
+        os.dup2(file, 0)
+        os.close(file)
+
+    yield give
+    os.dup2(saved, 0)
+    os.close(saved)
+
+
+def test_standard_input_is_one_unit_of_json_lines(standard_input: Callable[[bytes], None]) -> None:
+    standard_input(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}')
+    (unit,) = plan_units(["-"], None, 4)
+    assert unit.name() == "standard input" and unit.size == 0
+    assert [(record.path, record.line) for record in read_unit(unit)] == [("-", 1), ("-", 2)]
+    standard_input(gzip.compress(b"x"))
+    with pytest.raises(DataError, match="--input - must be UTF-8 text; it looks like gzip"):
+        list(read_unit(unit))
+    with pytest.raises(DataError, match="cannot be parquet"):
+        plan_units(["-"], "parquet")
