@@ -106,7 +106,6 @@ def make(output: Path, documents: list[str], key: str, vocab_size: int, num_work
         inputs=[corpus],
         output_prefix=str(output / PREFIX),
         make_tokenizer=functools.partial(tokenizer.build, tokenizer_path=vocabulary),
-        format="jsonl",
         num_workers=num_workers,
     )
     summary = preprocess.run(job)

@@ -2,7 +2,9 @@
 
     python tools/preprocess_data.py --input corpus.jsonl --tokenizer-path tokenizer.json --output-prefix data/corpus
 
-writes data/corpus.bin, data/corpus.idx and data/corpus.meta.json; train on them with --data-path data/corpus.
+writes data/corpus.bin, data/corpus.idx and data/corpus.meta.json; train on them with --data-path data/corpus. Cut off,
+with Ctrl-C or by whatever else, it goes on where it was when --resume is added. With --verify and no --input the files
+of --output-prefix are read through and some of their documents shown.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log, tokenizer  # noqa: E402
 from megatron.data import preprocess  # noqa: E402
-from megatron.data.preprocess import sources  # noqa: E402
-from megatron.errors import exit_code  # noqa: E402
+from megatron.errors import StopRequest, exit_code  # noqa: E402
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
@@ -33,63 +38,126 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return read
 
 
+def fraction(text: str) -> float:
+    """Read a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
+    return value
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the tool's options."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--input", nargs="+", type=Path, required=True, help="text files, in this order")
-    parser.add_argument("--output-prefix", required=True, help="path of the output without .bin/.idx")
-    parser.add_argument("--format", choices=sources.FORMATS, help="default: by name; .jsonl, else a document per file")
-    parser.add_argument("--json-key", default="text", help="key of the text in JSON lines (default: text)")
-    parser.add_argument("--tokenizer-type", choices=tokenizer.TYPES, help="default: by the files given")
-    parser.add_argument("--tokenizer-path", help="tokenizers JSON file or SentencePiece .model")
-    parser.add_argument("--vocab-file", help="vocab.json of a GPT-2 BPE")
-    parser.add_argument("--merge-file", help="merges.txt of a GPT-2 BPE")
-    parser.add_argument(
-        "--workers", type=at_least(1), default=os.cpu_count() or 1, help="processes (default: one per CPU)"
+    add = parser.add_argument
+    add("--input", nargs="+", type=Path, help="files and folders, in this order; - for standard input")
+    add("--output-prefix", required=True, help="path of the output without .bin/.idx")
+    add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
+    add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
+    add("--tokenizer-type", choices=tokenizer.TYPES, help="default: by the files given")
+    add("--tokenizer-path", help="file of the tokenizer: tokenizers JSON, SentencePiece .model, ...")
+    add("--vocab-file", help="vocabulary: vocab.json of a GPT-2 BPE, ...")
+    add("--merge-file", help="merges.txt of a GPT-2 BPE")
+    add(
+        "--gigatoken", action="store_true", help="encode BPE with gigatoken, if its ids agree on a sample of the corpus"
     )
-    parser.add_argument("--no-append-eod", action="store_true", help="no end-of-document token after each document")
-    parser.add_argument("--max-bad-lines", type=at_least(0), default=0, help="bad lines to leave out before giving up")
-    return parser.parse_args(argv)
+    add("--workers", type=at_least(1), default=CORES, help=f"processes that encode (default: one per core, {CORES})")
+    add("--no-append-eod", action="store_true", help="no end-of-document token after each document")
+    add("--max-document-chars", type=at_least(1), default=0, help="longer documents are bad (default: no limit)")
+    add("--max-bad-lines", type=at_least(0), help="bad lines to leave out before giving up (default: 0)")
+    add("--max-bad-fraction", type=fraction, help="the same as a share of all lines, from 1,000 lines on")
+    add("--resume", action="store_true", help="go on with what a job that was cut off has finished")
+    add(
+        "--unit-bytes",
+        type=at_least(1 << 10),
+        help="size of a unit of work (default: 4 to 64 MB, by input and workers)",
+    )
+    add("--verify", action="store_true", help="read the output through and show some documents; alone without --input")
+    add("--seed", type=int, default=0, help="of the choice of documents that --verify shows (default: 0)")
+    args = parser.parse_args(argv)
+    if not args.input and not args.verify:
+        parser.error("the following arguments are required: --input (or --verify, to check files that are there)")
+    return args
 
 
-def job_of(args: argparse.Namespace) -> preprocess.Job:
-    """Return what the options ask for."""
-    make_tokenizer = functools.partial(
+def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
+    """Return what builds the tokenizer that the options name."""
+    return functools.partial(
         tokenizer.build,
         args.tokenizer_type,
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
         tokenizer_path=args.tokenizer_path,
     )
+
+
+def job_of(args: argparse.Namespace) -> preprocess.Job:
+    """Return what the options ask for."""
     return preprocess.Job(
         inputs=args.input,
         output_prefix=args.output_prefix,
-        make_tokenizer=make_tokenizer,
-        format=args.format or sources.guess_format(args.input),
-        json_key=args.json_key,
+        make_tokenizer=tokenizer_of(args),
+        format=args.format,
+        json_keys=args.json_key,
         append_eod=not args.no_append_eod,
         num_workers=args.workers,
         max_bad_lines=args.max_bad_lines,
+        max_bad_fraction=args.max_bad_fraction,
+        max_document_chars=args.max_document_chars,
+        unit_bytes=args.unit_bytes,
+        resume=args.resume,
+        use_gigatoken=args.gigatoken,
     )
+
+
+def preprocess_corpus(args: argparse.Namespace) -> None:
+    """Do the job and say what it came to."""
+    done = preprocess.run(job_of(args))
+    if done.bad_path:
+        log.warning(f"{done.num_bad} bad lines were left out; {done.bad_path} tells them")
+    resumed = f", {done.num_resumed} of {done.num_units} units were finished before" if done.num_resumed else ""
+    log.info(
+        f"{args.output_prefix}.bin: {done.num_documents} documents, {done.num_tokens} tokens from "
+        f"{done.num_bytes / 1e6:.1f} MB in {done.seconds:.1f} s "
+        f"({done.num_empty} empty and {done.num_bad} bad left out{resumed})"
+    )
+
+
+def verify_output(args: argparse.Namespace) -> None:
+    """Read the output through and show some of its documents."""
+    names_tokenizer = args.tokenizer_path or args.vocab_file
+    found = preprocess.verify(args.output_prefix, tokenizer_of(args)() if names_tokenizer else None, seed=args.seed)
+    for document, num_tokens, opening in found.samples:
+        log.info(f"document {document}, {num_tokens} tokens: {opening}")
+    checked = "sizes, offsets, checksums" if found.has_sidecar else "sizes and offsets (no checksums: no .meta.json)"
+    log.info(f"{args.output_prefix} is whole: {found.num_documents} documents, {found.num_tokens} tokens; {checked}")
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """End the job, whose unfinished units are lost."""
+    raise StopRequest(f"stopped by {signal.Signals(number).name}")
 
 
 def main() -> int:
-    """Run the job; return its exit code."""
+    """Do what is asked for; return the exit code."""
     args = parse_args()
+    signal.signal(signal.SIGTERM, stop)
     try:
-        job = job_of(args)
-        summary = preprocess.run(job)
+        if args.input:
+            preprocess_corpus(args)
+        if args.verify:
+            verify_output(args)
+    except KeyboardInterrupt:
+        log.error("stopped")
+        return exit_code(StopRequest())
     except Exception as error:
-        log.error(f"error: {error}")
+        log.error(str(error) if isinstance(error, StopRequest) else f"error: {error}")
         return exit_code(error)
-    for bad in summary.bad:
-        log.warning(f"left out {bad}")
-    log.info(
-        f"{args.output_prefix}.bin: {summary.num_documents} documents, {summary.num_tokens} tokens in "
-        f"{summary.seconds:.1f} s ({summary.num_empty} empty and {summary.num_bad} bad left out, format {job.format})"
-    )
     return 0
 
 

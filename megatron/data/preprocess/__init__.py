@@ -1,13 +1,43 @@
-"""From text files to token files: inputs -> units -> records -> documents, encoding in processes, token writer."""
+"""From a corpus to token files: inputs -> units -> records -> documents, encoded in processes, merged in order.
 
-from megatron.data.preprocess.documents import parse as _parse
-from megatron.data.preprocess.inputs import find_inputs, guess_format
-from megatron.data.preprocess.job import Job, Summary, run
-from megatron.data.preprocess.line_numbers import with_line_numbers
-from megatron.data.preprocess.records import FORMATS, STDIN, BadRecord, Record, Unit
-from megatron.data.preprocess.units import UNIT_BYTES, plan_units, read_unit, texts
+Names are resolved on first use: a tool that prints its help needs few of them.
+"""
 
-parse = _parse  # not the module of that name, which goes when nothing imports it
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.data.preprocess.documents import parse
+    from megatron.data.preprocess.inputs import find_inputs, guess_format
+    from megatron.data.preprocess.job import run
+    from megatron.data.preprocess.line_numbers import with_line_numbers
+    from megatron.data.preprocess.records import FORMATS, STDIN, BadRecord, Record, Unit
+    from megatron.data.preprocess.settings import Job, Summary
+    from megatron.data.preprocess.units import UNIT_BYTES, plan_units, read_unit, texts
+    from megatron.data.preprocess.verification import Verified, verify
+
+_MODULES = {
+    "FORMATS": "records",
+    "STDIN": "records",
+    "UNIT_BYTES": "units",
+    "BadRecord": "records",
+    "Job": "settings",
+    "Record": "records",
+    "Summary": "settings",
+    "Unit": "records",
+    "Verified": "verification",
+    "find_inputs": "inputs",
+    "guess_format": "inputs",
+    "parse": "documents",
+    "plan_units": "units",
+    "read_unit": "units",
+    "run": "job",
+    "texts": "units",
+    "verify": "verification",
+    "with_line_numbers": "line_numbers",
+}
 
 __all__ = [
     "FORMATS",
@@ -18,6 +48,7 @@ __all__ = [
     "Record",
     "Summary",
     "Unit",
+    "Verified",
     "find_inputs",
     "guess_format",
     "parse",
@@ -25,5 +56,12 @@ __all__ = [
     "read_unit",
     "run",
     "texts",
+    "verify",
     "with_line_numbers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

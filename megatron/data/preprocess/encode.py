@@ -1,18 +1,22 @@
-"""Encoding a chunk of records: what one process does."""
+"""From records to token ids: what a worker does with one chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.preprocess.parse import BadRecord, parse
-from megatron.data.preprocess.sources import Record
+from megatron.data.preprocess.counts import Counts
+from megatron.data.preprocess.documents import parse
+from megatron.data.preprocess.records import BadRecord, Record
 from megatron.tokenizer import Tokenizer
 
+CHUNK_BYTES = 1 << 18
+"""Text encoded in one go: enough that what is done per call costs nothing, little enough to stay in the cache."""
+
 MAX_PIECE = 1 << 18
-"""Characters encoded at once: some tokenizers take quadratic time on megabytes, so longer documents are cut."""
+"""Characters given to a tokenizer at once: some take quadratic time on megabytes, so longer documents are cut."""
 
 
 @dataclass
@@ -21,62 +25,100 @@ class Encoded:
 
     tokens: np.ndarray
     sizes: np.ndarray
-    bad: list[BadRecord] = field(default_factory=list)
-    num_empty: int = 0
-    num_bytes: int = 0
+    bad: list[BadRecord]
+    counts: Counts
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns a chunk into tokens.
+    """Turns chunks into tokens.
 
     Args:
-        make_tokenizer: called once in each process.
-        json_key: key of the text in JSON records; None for plain text.
+        json_keys: where the text is in JSON records; plain text has none.
         append_eod: end each document with the end-of-document token.
+        max_document_chars: a longer document is bad; 0 for no limit.
     """
 
-    make_tokenizer: Callable[[], Tokenizer]
-    json_key: str | None
+    tokenizer: Tokenizer
+    json_keys: Sequence[str]
     append_eod: bool
+    max_document_chars: int = 0
 
-    def encode(self, chunk: list[Record], tokenizer: Tokenizer) -> Encoded:
-        """Return the tokens of the chunk."""
-        texts, bad, num_empty = self._texts(chunk)
-        end = np.array([tokenizer.eod_id] if self.append_eod else [], np.int32)
-        documents = [np.concatenate([ids, end]) for ids in _encode_texts(texts, tokenizer)]
-        sizes = np.array([len(ids) for ids in documents], np.int64)
-        tokens = np.concatenate([*documents, np.zeros(0, np.int32)])
-        return Encoded(tokens, sizes, bad, num_empty, sum(len(record.data) + 1 for record in chunk))
+    def encode(self, chunk: list[Record], format: str) -> Encoded:
+        """Return the tokens of the records of a unit of this format."""
+        keys = self.json_keys if format in ("jsonl", "parquet") else None
+        bad: list[BadRecord] = []
+        texts: list[str] = []
+        for record in chunk:
+            found = parse(record, keys, self.max_document_chars)
+            if isinstance(found, BadRecord):
+                bad.append(found)
+            else:
+                texts += found
+        tokens, sizes = self._encode_texts(texts)
+        counts = Counts(
+            num_bytes=sum(len(record.data) for record in chunk) + len(chunk),
+            num_records=len(chunk),
+            num_documents=len(sizes),
+            num_tokens=len(tokens),
+            num_empty=len(chunk) - len(bad) - len(sizes),
+            num_bad=len(bad),
+            max_token_id=int(tokens.max(initial=-1)),
+        )
+        return Encoded(tokens, sizes, bad, counts)
 
-    def _texts(self, chunk: list[Record]) -> tuple[list[str], list[BadRecord], int]:
-        results = [parse(record, self.json_key) for record in chunk]
-        bad = [result for result in results if isinstance(result, BadRecord)]
-        texts = [result for result in results if isinstance(result, str) and result]
-        return texts, bad, len(results) - len(bad) - len(texts)
+    def _encode_texts(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        if max(map(len, texts), default=0) <= MAX_PIECE:
+            tokens, sizes = self.tokenizer.encode_arrays(texts)
+        else:
+            encoded = [self._encode_long(text) for text in texts]
+            tokens, sizes = np.concatenate(encoded), np.array([len(ids) for ids in encoded], np.int64)
+        sizes = sizes[sizes > 0]  # a text that gives no token is no document
+        if self.append_eod:
+            tokens = np.insert(tokens, np.cumsum(sizes), self.tokenizer.eod_id)
+            sizes = sizes + 1
+        return tokens, sizes
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        return np.concatenate([self.tokenizer.encode_arrays([piece])[0] for piece in pieces(text)])
 
 
-def _encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    encoded = iter(tokenizer.encode_batch([text for text in texts if len(text) <= MAX_PIECE]))
-    return [
-        np.array(next(encoded), np.int32) if len(text) <= MAX_PIECE else _encode_long(text, tokenizer) for text in texts
-    ]
-
-
-def _encode_long(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    return np.concatenate([np.array(tokenizer.encode(piece), np.int32) for piece in pieces(text)])
+def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Group records until each group holds CHUNK_BYTES."""
+    chunk: list[Record] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += len(record.data) + 1
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut ``text`` into parts of at most MAX_PIECE characters: after the last line end there, else before the last
-    space, else anywhere."""
+    """Cut ``text`` into parts of at most MAX_PIECE characters.
+
+    The cut is after the last line end that stands alone between two letters, for a tokenizer of any kind gives the
+    same ids with and without it; else after the last line end, else before the last space, else anywhere.
+    """
     start = 0
     while len(text) - start > MAX_PIECE:
-        stop = text.rfind("\n", start, start + MAX_PIECE) + 1
-        if stop <= start:
-            stop = text.rfind(" ", start + 1, start + MAX_PIECE)
-        if stop <= start:
-            stop = start + MAX_PIECE
-        yield text[start:stop]
-        start = stop
+        stop = start + MAX_PIECE
+        end = _lone_line_end(text, start, stop) or text.rfind("\n", start, stop) + 1
+        if end <= start:
+            end = text.rfind(" ", start + 1, stop)
+        if end <= start:
+            end = stop
+        yield text[start:end]
+        start = end
     yield text[start:]
+
+
+def _lone_line_end(text: str, start: int, stop: int) -> int:
+    """Return the place behind the last line end before ``stop`` with no blank on either side, 0 if there is none."""
+    place = text.rfind("\n", start + 1, stop)
+    while place > start and (text[place - 1].isspace() or text[place + 1].isspace()):
+        place = text.rfind("\n", start + 1, place)
+    return place + 1 if place > start else 0

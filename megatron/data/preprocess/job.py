@@ -1,126 +1,141 @@
-"""A whole preprocessing job: text files in, a pair of token files out."""
+"""A whole preprocessing job: a corpus in, a pair of token files out.
+
+plan -> units encoded into parts by worker processes -> parts laid end to end -> all files in place at once.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
-from dataclasses import dataclass, field
-from pathlib import Path
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
-from megatron.data.preprocess import sources
-from megatron.data.preprocess.encode import Encoded, Encoder
-from megatron.data.preprocess.parse import BadRecord
-from megatron.data.preprocess.pool import encode_all
+from megatron import log
+from megatron.data.preprocess import bad, plan, prepare, space
+from megatron.data.preprocess.counts import Counts, total
+from megatron.data.preprocess.encode import Encoder
+from megatron.data.preprocess.gigatoken import with_gigatoken
+from megatron.data.preprocess.inputs import find_inputs
+from megatron.data.preprocess.limits import Limits, TooManyBad
+from megatron.data.preprocess.lock import locked
+from megatron.data.preprocess.merge import merge
+from megatron.data.preprocess.parts import Parts, folder_of
+from megatron.data.preprocess.plan import Plan
 from megatron.data.preprocess.progress import progress
+from megatron.data.preprocess.records import STDIN
+from megatron.data.preprocess.settings import Job, Summary
+from megatron.data.preprocess.supervise import UnitError, Workers
+from megatron.data.preprocess.tally import Tally
+from megatron.data.preprocess.worker import Work
 from megatron.data.token_writer import TokenFileWriter
-from megatron.errors import DataError
+from megatron.errors import DataError, StopRequest
 from megatron.tokenizer import Tokenizer
-
-CHUNK_BYTES = 1 << 18
-_BAD_RECORDS_SHOWN = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What to turn into what. ``format`` is one of ``sources.FORMATS``; results do not depend on ``num_workers``."""
-
-    inputs: list[Path]
-    output_prefix: str
-    make_tokenizer: Callable[[], Tokenizer]
-    format: str
-    json_key: str = "text"
-    append_eod: bool = True
-    num_workers: int = 1
-    max_bad_lines: int = 0
-
-
-@dataclass
-class Summary:
-    """What came of a job."""
-
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_empty: int = 0
-    num_bytes: int = 0
-    num_bad: int = 0
-    seconds: float = 0.0
-    bad: list[BadRecord] = field(default_factory=list)
 
 
 def run(job: Job) -> Summary:
-    """Do the job; the three output files appear at the end, all or none.
+    """Do the job; the output files appear at the end, all or none.
 
     Raises:
-        DataError: an input is no text, more than ``max_bad_lines`` records are bad, or there is no document at all.
-        RuntimeError: an encoding process died.
+        DataError: an input cannot be used, too much of it is bad, it holds no document, there is no room, or another
+            job writes the same files.
+        UnitError: a worker process failed or died.
+        StopRequest: stopped by Ctrl-C or by a StopRequest; finished units are kept for ``resume``.
     """
-    started = time.monotonic()
-    for path in job.inputs:
-        sources.check_is_text(path)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library do not live on in a forked process
+    paths = find_inputs(job.inputs)
+    prepare.check_resumable(job, paths)
     tokenizer = job.make_tokenizer()
-    summary = Summary()
+    if job.append_eod:
+        tokenizer.eod_id  # noqa: B018 - a vocabulary without one is refused before anything is done
+    with locked(folder_of(job.output_prefix)):
+        found, units, parts = prepare.open_parts(job, paths, tokenizer)
+        if found.committed is None:
+            tally = Tally(units)
+            with _explained(parts, tally):
+                _encode(job, tokenizer, parts, tally)
+                found = _finish(job, tokenizer, parts, tally, found)
+        else:
+            log.info(f"{job.output_prefix}.bin was finished already")
+        parts.remove()
+        return Summary(**(found.committed or {}))
+
+
+def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
+    """Have each unit encoded that is not finished."""
+    units = tally.units
+    left = [unit for unit in units if not parts.path(unit.number, "json").exists()]
+    space.check_for_units(parts.folder, left, parts.dtype.itemsize)
+    if job.use_gigatoken:
+        tokenizer = with_gigatoken(tokenizer, units, job.json_keys)
+    encoder = Encoder(tokenizer, tuple(job.json_keys), job.append_eod, job.max_document_chars)
+    limits = Limits(job.max_bad_lines, job.max_bad_fraction)
+    already = tally.total_bytes - sum(unit.size for unit in left)
+    try:
+        with (
+            Workers(Work(units, encoder, parts), min(job.num_workers, len(units))) as workers,
+            progress("encoding", tally.total_bytes, already) as show,
+        ):
+
+            def on_report(running: Mapping[int, Counts]) -> None:
+                counts = total((tally.counts, *running.values()))
+                limits.check(counts)
+                show(tally.done(running), tally.in_words(counts))
+
+            workers.encode(range(len(units)), on_report, tally.add)
+        limits.check(tally.counts, at_end=True)
+    except TooManyBad as error:
+        shown = bad.gather(job.output_prefix, parts, units)
+        raise DataError(
+            f"{error}:\n" + "\n".join(f"  {text}" for text in shown) + f"\nAll of them are in "
+            f"{bad.path_of(job.output_prefix)}. Correct them, or allow more: bad lines are left out."
+        ) from None
+
+
+def _finish(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally, begun: Plan) -> Plan:
+    """Put the output in place; return the plan with what it came to."""
+    plan.check_unchanged(begun, tally.units)
+    shown = bad.gather(job.output_prefix, parts, tally.units)
+    if not tally.counts.num_documents:
+        names = ", ".join(map(str, job.inputs))
+        raise DataError(f"no documents in {names} ({tally.counts.num_empty} empty, {tally.counts.num_bad} bad)")
+    space.check_for_output(parts.folder, tally.counts, parts.dtype.itemsize)
     writer = TokenFileWriter(
         job.output_prefix,
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.identity,
         eod_id=tokenizer.eod_id if job.append_eod else None,
     )
-    with writer:
-        _encode_into(writer, job, summary, started)
-        _check_any(job, summary)
-    return summary
+    with progress("joining", tally.counts.num_tokens * parts.dtype.itemsize) as show:
+        merge(writer, parts, tally.parts(), lambda done: show(done, f"{done / 1e6:.0f} MB"))
+    bad_path = str(bad.path_of(job.output_prefix)) if shown else None
+    ended = dataclasses.replace(begun, committed=dataclasses.asdict(tally.summary(bad_path)))
+    ended.write(parts.folder)
+    return ended
 
 
-def _encode_into(writer: TokenFileWriter, job: Job, summary: Summary, started: float) -> None:
-    encoder = Encoder(job.make_tokenizer, job.json_key if job.format == "jsonl" else None, job.append_eod)
-    records = sources.read(job.inputs, job.format)
-    total = sum(path.stat().st_size for path in job.inputs)
-    with (
-        closing(encode_all(in_chunks(records), encoder, job.num_workers)) as results,
-        progress("encoding", total) as advance,
-    ):
-        for encoded in results:
-            writer.add(encoded.tokens, encoded.sizes)
-            _count(encoded, summary, job.max_bad_lines)
-            summary.num_documents, summary.num_tokens = writer.num_documents, writer.num_tokens
-            summary.seconds = time.monotonic() - started
-            speed = summary.num_bytes / 1e6 / max(summary.seconds, 1e-9)
-            advance(
-                encoded.num_bytes, f"{summary.num_documents} documents, {summary.num_tokens} tokens, {speed:.1f} MB/s"
-            )
+@contextmanager
+def _explained(parts: Parts, tally: Tally) -> Iterator[None]:
+    """Add to an error what is kept of the job; what nobody can go on with is removed."""
+    try:
+        yield
+    except BaseException as error:
+        kept = _kept(parts, tally)
+        if isinstance(error, (KeyboardInterrupt, StopRequest)):
+            raise StopRequest(f"stopped; {kept}") from None
+        if isinstance(error, UnitError):
+            raise UnitError(f"{error}; {kept}") from None
+        if isinstance(error, OSError) and error.errno in space.FULL:
+            text = space.in_words(error, parts.folder, tally.counts, tally.total_bytes, parts.dtype.itemsize)
+            raise DataError(f"{text}. Make room; {kept}") from error
+        if isinstance(error, DataError):
+            raise DataError(f"{error} {kept[0].upper()}{kept[1:]}") from error.__cause__
+        raise
 
 
-def in_chunks(records: Iterable[sources.Record]) -> Iterator[list[sources.Record]]:
-    """Group records until each group holds CHUNK_BYTES; groups depend on the input alone."""
-    chunk: list[sources.Record] = []
-    size = 0
-    for record in records:
-        chunk.append(record)
-        size += len(record.data)
-        if size >= CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _count(encoded: Encoded, summary: Summary, max_bad_lines: int) -> None:
-    summary.num_empty += encoded.num_empty
-    summary.num_bytes += encoded.num_bytes
-    summary.num_bad += len(encoded.bad)
-    summary.bad += encoded.bad[: _BAD_RECORDS_SHOWN - len(summary.bad)]
-    if summary.num_bad > max_bad_lines:
-        shown = "\n".join(f"  {bad}" for bad in summary.bad)
-        raise DataError(
-            f"at most {max_bad_lines} bad lines are allowed (--max-bad-lines), got {summary.num_bad} so far:\n{shown}\n"
-            "Correct them, or allow more; bad lines are left out. Nothing was written."
-        )
-
-
-def _check_any(job: Job, summary: Summary) -> None:
-    if not summary.num_documents:
-        names = ", ".join(map(str, job.inputs))
-        raise DataError(
-            f"no documents in {names} ({summary.num_empty} empty, {summary.num_bad} bad). Nothing was written."
-        )
+def _kept(parts: Parts, tally: Tally) -> str:
+    num_kept = sum(parts.path(unit.number, "json").exists() for unit in tally.units)
+    if num_kept and all(unit.path != STDIN for unit in tally.units):
+        return f"{num_kept} of {len(tally.units)} units are finished and kept: --resume goes on with them."
+    with suppress(OSError, DataError):
+        parts.remove()
+    return "nothing is kept."

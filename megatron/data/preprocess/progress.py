@@ -8,44 +8,71 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from megatron import log
 
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class Advance(Protocol):
-    """Says that work was done, and how the state is told."""
+class Show(Protocol):
+    """Says how much is done, and the rest in words."""
 
-    def __call__(self, amount: int, text: str) -> None: ...
+    def __call__(self, done: int, text: str) -> None: ...
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Advance]:
-    """Show how much of ``total`` is done as the returned function is called."""
+def progress(title: str, total: int, already: int = 0) -> Iterator[Show]:
+    """Show how much of ``total`` is done as the returned function is called.
+
+    Args:
+        total: 0 where nobody knows it.
+        already: what was done before and tells nothing about the time that is left.
+    """
     if sys.stderr.isatty():
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(title, total=total, text="")
-            yield lambda amount, text: bar.update(task, advance=amount, text=text)
+        with _bar(title, total) as show:
+            yield show
     else:
-        yield _Lines(title, total)
+        yield _Lines(title, total, already)
+
+
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Show]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total or None, text="")
+        yield lambda done, text: bar.update(task, completed=done, text=text)
 
 
 class _Lines:
-    def __init__(self, title: str, total: int) -> None:
-        self._title, self._total, self._done = title, total, 0
-        self._last = time.monotonic()
+    def __init__(self, title: str, total: int, already: int) -> None:
+        self._title, self._total, self._already = title, total, already
+        self._start = self._last = time.monotonic()
 
-    def __call__(self, amount: int, text: str) -> None:
-        self._done += amount
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last = time.monotonic()
-            log.info(f"{self._title}: {100 * self._done / max(self._total, 1):.0f}% {text}")
+    def __call__(self, done: int, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last < _SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        share = f"{100 * done / self._total:.0f}%, " if self._total else ""
+        left = ""
+        if self._total and done > self._already:
+            seconds = (now - self._start) * (self._total - done) / (done - self._already)
+            left = f", {in_words(seconds)} left"
+        log.info(f"{self._title}: {share}{text}{left}")
+
+
+def in_words(seconds: float) -> str:
+    """Return a span of time as 42 s, 3:07 min or 2:05 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
