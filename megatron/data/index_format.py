@@ -8,14 +8,16 @@
 | 18, 26 | u64, u64 | S sequences; D = documents + 1 |
 | 34 | int32[S], int64[S], int64[D] | lengths in tokens; byte offsets into .bin; first sequence of each document |
 
-Little-endian throughout. The ``.bin`` is the tokens alone. Readers of Megatron-LM of any age open these files. Tools
-that know no documents, as CPM's, leave one document start, 0: each sequence then is a document.
+Little-endian throughout. The ``.bin`` is the tokens alone. Readers of Megatron-LM of any age open these files, and this
+one opens what its writers of 2020 and of today make. Tools that know no documents, as CPM's, leave one document start,
+0: each sequence then is a document. Megatron's multimodal sets have int8[S] more at the end, and are refused.
 """
 
 from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +37,27 @@ TOKEN_TYPES: dict[int, type[np.generic]] = {
 """Codes 6 and 7 are left out: their meaning changed over the years, so nobody can know what such a file holds."""
 
 U16_BELOW_VOCAB_SIZE = 65_500
+_LAZY_MAGIC = b"TNTIDX\x00\x00"
+
+
+class Header(NamedTuple):
+    """What the first bytes of an ``.idx`` say, and where its three arrays begin."""
+
+    dtype: np.dtype
+    num_sequences: int
+    num_starts: int
+
+    @property
+    def offsets_at(self) -> int:
+        return HEADER.size + 4 * self.num_sequences
+
+    @property
+    def starts_at(self) -> int:
+        return HEADER.size + 12 * self.num_sequences
+
+    @property
+    def num_bytes(self) -> int:
+        return HEADER.size + 12 * self.num_sequences + 8 * self.num_starts
 
 
 def token_type(vocab_size: int) -> np.dtype:
@@ -42,45 +65,99 @@ def token_type(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < U16_BELOW_VOCAB_SIZE else np.int32)
 
 
-def encode_index(sizes: np.ndarray, dtype: np.dtype) -> bytes:
-    """Return the bytes of an ``.idx`` with one sequence per document."""
-    codes = {np.dtype(kind): code for code, kind in TOKEN_TYPES.items()}
-    ends = np.cumsum(sizes, dtype=np.int64)
-    offsets = (ends - sizes) * dtype.itemsize
-    starts = np.arange(len(sizes) + 1, dtype="<i8")
-    header = HEADER.pack(MAGIC, VERSION, codes[dtype], len(sizes), len(sizes) + 1)
-    return header + sizes.astype("<i4").tobytes() + offsets.astype("<i8").tobytes() + starts.tobytes()
+def decode_header(opening: bytes, file_bytes: int, path: Path) -> Header:
+    """Return the header of an ``.idx`` of ``file_bytes`` bytes that starts with ``opening``.
+
+    Raises:
+        DataError: not such a file, of a kind that cannot be read, or of another size than its counts need. Nothing is
+            allocated by counts that the file claims before they are seen to fit its size.
+    """
+    if file_bytes < HEADER.size:
+        raise DataError(
+            f"{path}: an index has at least {HEADER.size} bytes, this file has {file_bytes}. Build it again."
+        )
+    magic, version, code, num_sequences, num_starts = HEADER.unpack_from(opening)
+    _check_kind(magic, version, code, path)
+    header = Header(np.dtype(TOKEN_TYPES[code]), num_sequences, num_starts)
+    if file_bytes == header.num_bytes + num_sequences and num_sequences:
+        raise DataError(
+            f"{path}: the file has {file_bytes} bytes, {num_sequences} more than {num_sequences} sequences and "
+            f"{num_starts} document starts need: one byte for each sequence, as Megatron-LM's multimodal sets have "
+            "them. Such sets cannot be read; build one of text alone."
+        )
+    if file_bytes != header.num_bytes:
+        raise DataError(
+            f"{path}: {num_sequences} sequences and {num_starts} document starts need {header.num_bytes} bytes, the "
+            f"file has {file_bytes}. It was cut short or damaged: build it again with tools/preprocess_data.py."
+        )
+    return header
 
 
 def decode_index(data: bytes, path: Path) -> tuple[np.ndarray, np.dtype]:
     """Return (tokens of each document as int32, token type) from the bytes of an ``.idx``.
 
     Raises:
-        DataError: not such a file, cut short, or its three arrays disagree. Nothing is allocated by the counts that
-            the file claims before they are seen to fit its size.
+        DataError: as ``decode_header``, or its three arrays disagree.
     """
-    dtype, num_sequences, num_starts = _decode_header(data, path)
-    expected = HEADER.size + 12 * num_sequences + 8 * num_starts
-    if len(data) != expected:
-        raise DataError(
-            f"{path}: {num_sequences} sequences and {num_starts} document starts need {expected} bytes, the file has "
-            f"{len(data)}. It was cut short or damaged: build it again with tools/preprocess_data.py."
-        )
+    header = decode_header(data[: HEADER.size], len(data), path)
     # The arrays lie unaligned in the file; one aligned copy makes every later search some thousand times faster.
-    lengths = np.frombuffer(data, "<i4", num_sequences, HEADER.size).astype(np.int32)
-    offsets = np.frombuffer(data, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
-    starts = np.frombuffer(data, "<i8", num_starts, HEADER.size + 12 * num_sequences).astype(np.int64)
+    lengths = np.frombuffer(data, "<i4", header.num_sequences, HEADER.size).astype(np.int32)
+    offsets = np.frombuffer(data, "<i8", header.num_sequences, header.offsets_at)
+    starts = np.frombuffer(data, "<i8", header.num_starts, header.starts_at).astype(np.int64)
     ends = np.cumsum(lengths, dtype=np.int64)
-    _check_arrays(lengths, offsets, starts, ends, dtype, path)
-    return _document_sizes(starts, ends, lengths), dtype
+    check_lengths(lengths, 0, path)
+    if not np.array_equal(offsets, (ends - lengths) * header.dtype.itemsize):
+        raise offsets_error(path)
+    if has_no_documents(starts):
+        return lengths, header.dtype
+    if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(lengths) or (np.diff(starts) < 0).any():
+        raise starts_error(len(lengths), path)
+    return _document_sizes(starts, ends, lengths, path), header.dtype
 
 
-def _decode_header(data: bytes, path: Path) -> tuple[np.dtype, int, int]:
-    if len(data) < HEADER.size:
+def has_no_documents(starts: np.ndarray) -> bool:
+    """Whether these document starts are those of a tool that knows no documents."""
+    return len(starts) == 1 and starts[0] == 0
+
+
+def check_lengths(lengths: np.ndarray, first: int, path: Path) -> None:
+    """No length, the first of which is that of sequence ``first``, may be negative."""
+    if len(lengths) and lengths.min() < 0:
+        worst = int(np.flatnonzero(lengths < 0)[0])
         raise DataError(
-            f"{path}: an index has at least {HEADER.size} bytes, this file has {len(data)}. Build it again."
+            f"{path}: lengths must not be negative, sequence {first + worst} has {lengths[worst]}. Build it again."
         )
-    magic, version, code, num_sequences, num_starts = HEADER.unpack_from(data)
+
+
+def offsets_error(path: Path) -> DataError:
+    """Return the error of an index whose second array is wrong."""
+    return DataError(f"{path}: byte offsets do not follow from the lengths; the file is damaged. Build it again.")
+
+
+def starts_error(num_sequences: int, path: Path) -> DataError:
+    """Return the error of an index whose third array is wrong."""
+    return DataError(
+        f"{path}: document starts must rise from 0 to {num_sequences} sequences; the file is damaged. Build it again."
+    )
+
+
+def joined_sizes(bounds: np.ndarray, first: int, path: Path) -> np.ndarray:
+    """Return the tokens of each document as int32, from where each begins and ends; the first is document ``first``."""
+    sizes = np.diff(bounds)
+    if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
+        raise DataError(
+            f"{path}: a document may have {np.iinfo(np.int32).max} tokens at most, the sequences of document "
+            f"{first + int(sizes.argmax())} have {sizes.max()}. Build the data again with shorter documents."
+        )
+    return sizes.astype(np.int32)
+
+
+def _check_kind(magic: bytes, version: int, code: int, path: Path) -> None:
+    if magic[: len(_LAZY_MAGIC)] == _LAZY_MAGIC:
+        raise DataError(
+            f"{path}: starts with {_LAZY_MAGIC!r}, the index of Megatron-LM's lazy and cached kinds; only the mapped "
+            f"kind can be read, {MAGIC!r}. Build it again with --dataset-impl mmap, or with tools/preprocess_data.py."
+        )
     if magic != MAGIC:
         raise DataError(
             f"{path}: an index of tokens starts with {MAGIC!r}, this file with {magic!r}. "
@@ -89,36 +166,14 @@ def _decode_header(data: bytes, path: Path) -> tuple[np.dtype, int, int]:
     if version != VERSION:
         raise DataError(f"{path}: index version must be {VERSION}, got {version}. Build it again.")
     if code not in TOKEN_TYPES:
-        raise DataError(f"{path}: token type code must be one of {sorted(TOKEN_TYPES)}, got {code}. Build it again.")
-    return np.dtype(TOKEN_TYPES[code]), num_sequences, num_starts
-
-
-def _check_arrays(
-    lengths: np.ndarray, offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, dtype: np.dtype, path: Path
-) -> None:
-    if (lengths < 0).any():
-        worst = int(np.flatnonzero(lengths < 0)[0])
-        raise DataError(f"{path}: lengths must not be negative, sequence {worst} has {lengths[worst]}. Build it again.")
-    if not np.array_equal(offsets, (ends - lengths) * dtype.itemsize):
-        raise DataError(f"{path}: byte offsets do not follow from the lengths; the file is damaged. Build it again.")
-    if _has_no_documents(starts):
-        return
-    if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(lengths) or (np.diff(starts) < 0).any():
+        hint = " (6 and 7 have meant other things in other years, floating point today)" if code in (6, 7) else ""
         raise DataError(
-            f"{path}: document starts must rise from 0 to {len(lengths)} sequences; the file is damaged. "
-            "Build it again."
+            f"{path}: token type code must be one of {sorted(TOKEN_TYPES)}, got {code}{hint}. Build it again."
         )
 
 
-def _document_sizes(starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _document_sizes(starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray, path: Path) -> np.ndarray:
     """Join the sequences of a document: Megatron's files may hold several (sentences) in one."""
-    if _has_no_documents(starts):
-        return lengths
     if len(starts) == len(lengths) + 1 and np.array_equal(starts, np.arange(len(starts))):
         return lengths
-    bounds = np.concatenate([np.zeros(1, np.int64), ends])[starts]
-    return np.diff(bounds).astype(np.int32)
-
-
-def _has_no_documents(starts: np.ndarray) -> bool:
-    return len(starts) == 1 and starts[0] == 0
+    return joined_sizes(np.concatenate([np.zeros(1, np.int64), ends])[starts], 0, path)

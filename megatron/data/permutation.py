@@ -10,13 +10,16 @@ Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 
 _NUM_ROUNDS = 6
 _MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_IN_CACHE = 1 << 14
+"""Values that go through all rounds together: with the scratch space they stay in the processor's second cache."""
+_AT_ONCE = 1 << 18
+"""Values that are walked together: many, since what is still outside shrinks to short arrays."""
 
 
 class Permutation:
@@ -38,22 +41,65 @@ class Permutation:
 
     def array(self, indices: np.ndarray) -> np.ndarray:
         """Return where each of ``indices`` goes, as int64."""
-        values = self._once(indices.astype(np.uint64))
-        outside = np.flatnonzero(values >= self.size)
-        while len(outside):
-            values[outside] = self._once(values[outside])
-            outside = outside[values[outside] >= self.size]
+        values = indices.astype(np.uint64)
+        for begin in range(0, len(values), _AT_ONCE):
+            self._walk(values[begin : begin + _AT_ONCE])
         return values.astype(np.int64)
 
-    def _once(self, value: Any) -> Any:
+    def fill(self, places: np.ndarray, start: int) -> None:
+        """Write into ``places``, of any integer type that holds the size, where start, start + 1, ... go."""
+        for begin in range(0, len(places), _AT_ONCE):
+            part = places[begin : begin + _AT_ONCE]
+            values = np.arange(start + begin, start + begin + len(part), dtype=np.uint64)
+            self._walk(values)
+            part[:] = values
+
+    def _once(self, value: int) -> int:
         left, right = value >> self._half_bits, value & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & self._mask)
         return (left << self._half_bits) | right
 
+    def _walk(self, values: np.ndarray) -> None:
+        """Replace each of ``values`` by where it goes."""
+        scratch = np.empty((3, min(len(values), _IN_CACHE)), np.uint64)
+        size = np.uint64(self.size)
+        self._once_in_place(values, scratch)
+        outside = np.flatnonzero(values >= size)
+        while len(outside):
+            again = values[outside]
+            self._once_in_place(again, scratch)
+            values[outside] = again
+            outside = outside[again >= size]
 
-def _mix(value: Any) -> Any:
+    def _once_in_place(self, values: np.ndarray, scratch: np.ndarray) -> None:
+        half_bits, mask = np.uint64(self._half_bits), np.uint64(self._mask)
+        for begin in range(0, len(values), _IN_CACHE):
+            block = values[begin : begin + _IN_CACHE]
+            left, right, mixed = scratch[:, : len(block)]
+            np.right_shift(block, half_bits, out=left)
+            np.bitwise_and(block, mask, out=right)
+            for key in self._keys:
+                np.bitwise_xor(right, np.uint64(key), out=mixed)
+                _mix_in_place(mixed, block)
+                np.bitwise_and(mixed, mask, out=mixed)
+                np.bitwise_xor(left, mixed, out=left)
+                left, right = right, left
+            np.left_shift(left, half_bits, out=block)
+            np.bitwise_or(block, right, out=block)
+
+
+def _mix(value: int) -> int:
     value = (value * _MULTIPLIERS[0]) & _MASK64
     value = value ^ (value >> 27)
     value = (value * _MULTIPLIERS[1]) & _MASK64
     return value >> 32
+
+
+def _mix_in_place(values: np.ndarray, scratch: np.ndarray) -> None:
+    """``_mix`` of each of ``values``; overwrites ``scratch`` of the same length."""
+    np.multiply(values, np.uint64(_MULTIPLIERS[0]), out=values)
+    np.right_shift(values, np.uint64(27), out=scratch)
+    np.bitwise_xor(values, scratch, out=values)
+    np.multiply(values, np.uint64(_MULTIPLIERS[1]), out=values)
+    np.right_shift(values, np.uint64(32), out=values)

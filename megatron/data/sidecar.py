@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zlib
 from pathlib import Path
 
 from megatron.errors import DataError
@@ -32,11 +31,11 @@ class Sidecar:
         return (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode()
 
 
-def read(path: Path, index: bytes) -> Sidecar | None:
+def read(path: Path) -> Sidecar | None:
     """Return the sidecar at ``path``, or None where there is none.
 
     Raises:
-        DataError: unreadable, of another format, or it belongs to another ``.idx``.
+        DataError: unreadable, or of another format.
     """
     try:
         fields = json.loads(path.read_bytes())
@@ -47,9 +46,21 @@ def read(path: Path, index: bytes) -> Sidecar | None:
         raise DataError(f"{path}: cannot be read ({error}). Delete it, or build the data again.") from error
     if sidecar.format != FORMAT:
         raise DataError(f"{path}: format must be {FORMAT}, got {sidecar.format}. Build the data again, or delete it.")
-    if sidecar.idx_crc32 != zlib.crc32(index):
-        raise DataError(
-            f"{path}: describes another .idx (crc32 {sidecar.idx_crc32:08x}) than the one beside it "
-            f"({zlib.crc32(index):08x}). Delete it if the .bin and .idx are right, else build all three again."
-        )
     return sidecar
+
+
+def check_belongs(sidecar: Sidecar, path: Path, *, num_documents: int, num_tokens: int, idx_crc32: int | None) -> None:
+    """The sidecar read from ``path`` must describe the files beside it; ``idx_crc32`` None: theirs is not known.
+
+    Raises:
+        DataError: it describes others.
+    """
+    told = f"{sidecar.num_documents} documents of {sidecar.num_tokens} tokens"
+    found = f"{num_documents} documents of {num_tokens} tokens"
+    if idx_crc32 is not None and sidecar.idx_crc32 != idx_crc32:
+        told, found = f"crc32 {sidecar.idx_crc32:08x}", f"{idx_crc32:08x}"
+    if told != found:
+        raise DataError(
+            f"{path}: describes another .idx ({told}) than the one beside it ({found}). Delete it if the .bin and .idx "
+            "are right, else build all three again."
+        )

@@ -1,15 +1,17 @@
-"""Reading a pair of token files: ``PREFIX.idx`` and the memory-mapped ``PREFIX.bin``."""
+"""Reading a pair of token files: ``PREFIX.idx`` and ``PREFIX.bin``, mapped or by ``pread``."""
 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from megatron.data import commit, index_format, sidecar
+from megatron.data import commit, sidecar
+from megatron.data.cache import Cache
+from megatron.data.document_table import read_table
+from megatron.data.readers import READERS
 from megatron.errors import DataError
 
 _SCAN_TOKENS = 1 << 22
@@ -21,25 +23,40 @@ _PROBE_BYTES = 1 << 16
 class TokenFile:
     """The documents of one pair of token files; ours and Megatron's.
 
-    ``sizes`` is the number of tokens of each document (int32); ``sidecar`` is None for files that have none.
+    ``sizes`` is the number of tokens of each document (int32); in a large file it lies unaligned in the mapped
+    ``.idx``, so index it in blocks. ``sidecar`` is None for files that have none.
+
+    Args:
+        reader: "mmap", or "pread" for network file systems: the same results.
+        cache: where the sizes of a large file are shared by the processes of this host if they cannot be mapped as they
+            are: with "pread", and where documents have several sequences. None: 4 bytes a document in each process.
 
     Raises:
         DataError: a file is missing, damaged, or the two do not belong together.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, reader: str = "mmap", cache: Cache | None = None) -> None:
+        if reader not in READERS:
+            raise ValueError(f"reader must be one of {', '.join(READERS)}, got {reader!r}")
         self.prefix = _without_suffix(str(prefix))
         self.index_path, self.token_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
         commit.roll_forward(self.prefix)
         self._check_present()
-        index = self.index_path.read_bytes()
-        self.sizes, self.dtype = index_format.decode_index(index, self.index_path)
-        self.sidecar = sidecar.read(Path(self.prefix + ".meta.json"), index)
-        self._index_crc32 = zlib.crc32(index)
-        self.num_documents = len(self.sizes)
-        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
-        self.num_tokens = int(self.starts[-1])
-        self._tokens = self._map_tokens()
+        sidecar_path = Path(self.prefix + ".meta.json")
+        self.sidecar = sidecar.read(sidecar_path)
+        self._table = read_table(self.index_path, reader=reader, cache=cache, is_told=self.sidecar is not None)
+        self.sizes, self.dtype = self._table.sizes, self._table.dtype
+        self.num_documents, self.num_tokens = len(self.sizes), self._table.num_tokens
+        if self.sidecar:
+            sidecar.check_belongs(
+                self.sidecar,
+                sidecar_path,
+                num_documents=self.num_documents,
+                num_tokens=self.num_tokens,
+                idx_crc32=self._table.idx_crc32,
+            )
+        self._check_bytes()
+        self._file = READERS[reader](self.token_path)
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return a copy of ``length`` tokens of ``document`` from ``offset`` on (all that follow if None)."""
@@ -49,12 +66,25 @@ class TokenFile:
             raise DataError(
                 f"{self.prefix}: tokens {offset}:{offset + length} of document {document}, which has {size}"
             )
-        start = int(self.starts[document]) + offset
-        return np.array(self._tokens[start : start + length])
+        return self.read_tokens(self._table.start(document) + offset, length)
+
+    def read_tokens(self, start: int, count: int) -> np.ndarray:
+        """Return a copy of ``count`` tokens from number ``start`` of the whole file on, across documents."""
+        width = self.dtype.itemsize
+        return self._file.read(start * width, count * width).view(self.dtype)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """int64[num_documents + 1], where each document starts and the last one ends: not for large files."""
+        return self.starts_of(0, self.num_documents)
+
+    def starts_of(self, first: int, stop: int) -> np.ndarray:
+        """Return int64[stop - first + 1], where documents first ... stop - 1 start and where the last one ends."""
+        return self._table.starts_of(first, stop)
 
     def byte_offset(self, document: int, offset: int = 0) -> int:
         """Return where in the ``.bin`` a token lies."""
-        return (int(self.starts[document]) + offset) * self.dtype.itemsize
+        return (self._table.start(document) + offset) * self.dtype.itemsize
 
     @property
     def max_token_id(self) -> int | None:
@@ -69,24 +99,28 @@ class TokenFile:
     def first_outside(self, vocab_size: int) -> tuple[int, int, int] | None:
         """Return (document, offset, id) of the first token id that is not in 0 ... vocab_size - 1, reading all."""
         for start in range(0, self.num_tokens, _SCAN_TOKENS):
-            block = self._tokens[start : start + _SCAN_TOKENS]
+            block = self.read_tokens(start, min(_SCAN_TOKENS, self.num_tokens - start))
             if int(block.max()) < vocab_size and int(block.min()) >= 0:
                 continue
-            place = start + int(np.flatnonzero((block >= vocab_size) | (block < 0))[0])
-            document = int(np.searchsorted(self.starts, place, "right")) - 1
-            return document, place - int(self.starts[document]), int(self._tokens[place])
+            place = int(np.flatnonzero((block >= vocab_size) | (block < 0))[0])
+            document = self._table.find(start + place)
+            return document, start + place - self._table.start(document), int(block[place])
         return None
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes when the tokens do: all of a small ``.bin``, evenly spaced parts of a large one."""
-        digest = hashlib.sha256(f"{self.dtype.name}:{self.num_tokens}:{self._index_crc32}".encode())
-        content = self._tokens.view(np.uint8)
-        if len(content) <= _WHOLE_BELOW_BYTES:
-            digest.update(content.tobytes())
+        """A short text that changes when the tokens do.
+
+        It covers the ``.idx`` (of a large one all lengths), and all of a small ``.bin``, evenly spaced parts of a large
+        one.
+        """
+        digest = hashlib.sha256(f"{self.dtype.name}:{self.num_tokens}:{self._table.key}".encode())
+        num_bytes = self.num_tokens * self.dtype.itemsize
+        if num_bytes <= _WHOLE_BELOW_BYTES:
+            digest.update(self._file.read(0, num_bytes).data)
         else:
-            for start in np.linspace(0, len(content) - _PROBE_BYTES, _NUM_PROBES).astype(np.int64):
-                digest.update(content[start : start + _PROBE_BYTES].tobytes())
+            for start in np.linspace(0, num_bytes - _PROBE_BYTES, _NUM_PROBES).astype(np.int64).tolist():
+                digest.update(self._file.read(start, _PROBE_BYTES).data)
         return digest.hexdigest()[:16]
 
     def _check_present(self) -> None:
@@ -98,7 +132,7 @@ class TokenFile:
                     f"--tokenizer-path TOKENIZER.json --output-prefix {self.prefix}"
                 )
 
-    def _map_tokens(self) -> np.ndarray:
+    def _check_bytes(self) -> None:
         expected, found = self.num_tokens * self.dtype.itemsize, self.token_path.stat().st_size
         if expected != found:
             raise DataError(
@@ -106,9 +140,6 @@ class TokenFile:
                 f"bytes by {self.index_path.name}), it has {found}. "
                 "It was cut short or belongs to another .idx: build both again."
             )
-        if not found:
-            return np.zeros(0, self.dtype)
-        return np.memmap(self.token_path, self.dtype, "r").view(np.ndarray)
 
 
 def _without_suffix(prefix: str) -> str:

@@ -1,64 +1,43 @@
-"""Windows over a token file, in an order that is computed rather than stored: what samples of both models are cut from.
+"""Windows over a token file, in an order that is computed: what samples of both models are cut from.
 
 Each epoch permutes its documents, lays them end to end (T tokens), cuts windows of ``length + overlap`` tokens of which
 neighbours share ``overlap``, drops the tail, and permutes the windows. Nothing crosses epochs. The order follows from
-(seed, epoch) alone, so it is the same in every layout and needs no file.
+(seed, epoch) alone, so it is the same in every layout and no process needs another one's index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron.data.cache import Cache
+from megatron.data.document_order import DocumentOrder
+from megatron.data.documents import Documents, count_of, num_tokens_of
 from megatron.data.permutation import Permutation
 from megatron.data.token_file import TokenFile
+from megatron.data.token_source import Piece, TokenSource
 from megatron.errors import DataError
+
+__all__ = ["Piece", "TokenSource", "Windows", "read_pieces"]
 
 _EPOCHS_KEPT = 2
 
 
-class TokenSource(Protocol):
-    """Documents of tokens: a ``TokenFile``, or what can stand in for one."""
-
-    @property
-    def prefix(self) -> str: ...
-
-    @property
-    def sizes(self) -> np.ndarray: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
-
-
-class Piece(NamedTuple):
-    """What a window holds of one document."""
-
-    document: int
-    offset: int
-    length: int
-
-
-class _Epoch:
-    """One epoch's order: which document follows which, where each starts, and where each window goes."""
-
-    def __init__(self, sizes: np.ndarray, first: int, seed: int, epoch: int, num_windows: int) -> None:
-        order = Permutation(len(sizes), "documents", seed, epoch).array(np.arange(len(sizes)))
-        self.documents = order + first
-        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[order], dtype=np.int64)])
-        self.windows = Permutation(num_windows, "samples", seed, epoch)
+class _Epoch(NamedTuple):
+    documents: DocumentOrder
+    windows: Permutation
 
 
 class Windows:
     """Window i, for any i >= 0, is int64[length + overlap]; i // per_epoch is its epoch.
 
     Args:
-        documents: (start, stop) of the documents to take.
+        documents: (start, stop) of the documents to take, or their ascending numbers.
         seed: the same on all ranks.
         asked_by: the flag with its value that asks for windows of this length; an error names it.
+        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
 
     Raises:
         DataError: the documents hold less than one window.
@@ -68,20 +47,20 @@ class Windows:
         self,
         token_file: TokenSource,
         *,
-        documents: tuple[int, int],
+        documents: Documents,
         length: int,
         overlap: int,
         seed: int,
         asked_by: str,
+        cache: Cache | None = None,
     ) -> None:
         self.token_file, self.documents, self.length, self.overlap = token_file, documents, length, overlap
-        self.seed = seed
-        self._sizes = token_file.sizes[documents[0] : documents[1]]
-        self.num_tokens = int(self._sizes.sum(dtype=np.int64))
+        self.seed, self.cache = seed, cache
+        self.num_tokens = num_tokens_of(token_file.sizes, documents)
         self.per_epoch = max(self.num_tokens - overlap, 0) // length
         if self.per_epoch < 1:
             raise DataError(
-                f"{token_file.prefix}: documents {documents[0]}:{documents[1]} hold {self.num_tokens} tokens; a sample "
+                f"{token_file.prefix}: {_named(documents)} hold {self.num_tokens} tokens; a sample "
                 f"of {asked_by} needs {length + overlap}. Shorten {asked_by.split()[0]} or give more data."
             )
         self._epochs: dict[int, _Epoch] = {}
@@ -97,46 +76,47 @@ class Windows:
         number, index_in_epoch = divmod(int(index), self.per_epoch)
         epoch = self._epoch(number)
         start = epoch.windows(index_in_epoch) * self.length
-        stop = start + self.length + self.overlap
-        place = int(np.searchsorted(epoch.starts, start, "right")) - 1
-        pieces = []
-        while start < stop:
-            end = min(int(epoch.starts[place + 1]), stop)
-            if end > start:
-                pieces.append(Piece(int(epoch.documents[place]), start - int(epoch.starts[place]), end - start))
-            place, start = place + 1, end
-        return pieces
+        return epoch.documents.pieces(start, start + self.length + self.overlap)
 
     def read(self, index: int, pieces: Sequence[Piece]) -> np.ndarray:
-        """Return the tokens of ``pieces`` one after another.
-
-        Raises:
-            DataError: they cannot be read; names the sample ``index``, the document and the place in the file.
-        """
-        window = np.empty(sum(piece.length for piece in pieces), np.int64)
-        filled = 0
-        for piece in pieces:
-            window[filled : filled + piece.length] = self._read(index, *piece)
-            filled += piece.length
-        return window
-
-    def _read(self, index: int, document: int, offset: int, length: int) -> np.ndarray:
-        try:
-            return self.token_file.read(document, offset, length)
-        except Exception as error:
-            raise DataError(
-                f"sample {index} cannot be read: document {document}, tokens {offset}:{offset + length}, "
-                f"{_place(self.token_file, document, offset)}: {type(error).__name__}: {error}"
-            ) from error
+        """Return the tokens of ``pieces``: ``read_pieces`` of this file."""
+        return read_pieces(self.token_file, index, pieces)
 
     def _epoch(self, number: int) -> _Epoch:
         epoch = self._epochs.get(number)
         if epoch is None:
             while len(self._epochs) >= _EPOCHS_KEPT:
                 del self._epochs[next(iter(self._epochs))]
-            epoch = _Epoch(self._sizes, self.documents[0], self.seed, number, self.per_epoch)
+            order = DocumentOrder(self.token_file, self.documents, seed=self.seed, epoch=number, cache=self.cache)
+            epoch = _Epoch(order, Permutation(self.per_epoch, "samples", self.seed, number))
             self._epochs[number] = epoch
         return epoch
+
+
+def read_pieces(source: TokenSource, index: int, pieces: Sequence[Piece]) -> np.ndarray:
+    """Return the tokens of ``pieces`` one after another as int64.
+
+    Raises:
+        DataError: they cannot be read; names the sample ``index``, the document and the place in the file.
+    """
+    tokens = np.empty(sum(piece.length for piece in pieces), np.int64)
+    filled = 0
+    for document, offset, length in pieces:
+        try:
+            tokens[filled : filled + length] = source.read(document, offset, length)
+        except Exception as error:
+            raise DataError(
+                f"sample {index} cannot be read: document {document}, tokens {offset}:{offset + length}, "
+                f"{_place(source, document, offset)}: {type(error).__name__}: {error}"
+            ) from error
+        filled += length
+    return tokens
+
+
+def _named(documents: Documents) -> str:
+    if isinstance(documents, np.ndarray):
+        return f"{count_of(documents)} documents of a split by hash"
+    return f"documents {documents[0]}:{documents[1]}"
 
 
 def _place(source: TokenSource, document: int, offset: int) -> str:

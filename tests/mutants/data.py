@@ -15,8 +15,8 @@ DATA = (
     Mutant(
         "micro-batches are read in another order",
         "megatron/data/batches.py",
-        "start + own + micro_batch * self.micro_batch_size\n",
-        "start + own + (self.num_micro_batches - 1 - micro_batch) * self.micro_batch_size\n",
+        "own + micro_batch * self.micro_batch_size\n",
+        "own + (number - 1 - micro_batch) * self.micro_batch_size\n",
         ("tests/data/test_batches.py::test_global_batches_are_the_same_in_every_layout",),
     ),
     Mutant(
@@ -64,8 +64,8 @@ DATA = (
     Mutant(
         "every epoch has the same order",
         "megatron/data/windows.py",
-        'Permutation(num_windows, "samples", seed, epoch)',
-        'Permutation(num_windows, "samples", seed, 0)',
+        'Permutation(self.per_epoch, "samples", self.seed, number)',
+        'Permutation(self.per_epoch, "samples", self.seed, 0)',
         ("tests/data/test_gpt2_samples.py::test_samples_equal_the_reference",),
     ),
 )

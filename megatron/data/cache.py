@@ -1,0 +1,220 @@
+"""What is computed once for all processes of a host and mapped by each: files that appear whole or not at all.
+
+Several processes that need the same set of files share the work without waiting for each other: each goes over the
+files from a place of its own, leaves out those that are there, puts off those that another one has claimed, and in the
+end builds what is still missing. A file is written under a name of its own and renamed, so that whoever finds it finds
+all of it; two that build the same write the same bytes, and the second rename changes nothing.
+
+Where nothing can be written, everything works from the process's own memory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from megatron import files, log
+
+_MAGIC, _SUFFIX = b"mdc1", ".mdc"
+_HEADER_BYTES = 16
+_UNUSED_S = 14 * 24 * 3600
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Build = Callable[[int], Iterable[np.ndarray]]
+"""From the number of a file to its content: arrays of one type, one after the other."""
+
+
+class Cache:
+    """A folder for such files, with one below it for each host: nobody deletes what another host has mapped.
+
+    Args:
+        path: the folder, made when it is needed. None: one below the system's temporary folder, for this user alone.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._is_given = path is not None
+        default = Path(tempfile.gettempdir()) / f"megatron-data-{os.getuid()}"
+        self._shared = Path(path) if path is not None else default
+        self.folder = self._shared / (platform.node() or "host")
+        self._is_ready: bool | None = None
+
+    def array(self, name: str, make: Callable[[], np.ndarray], *, outlives_boot: bool = False) -> np.ndarray:
+        """Return the array called ``name``, read-only; built by ``make`` where it is not there."""
+        return self.arrays(name, 1, lambda _: [make()], outlives_boot=outlives_boot)[0]
+
+    def arrays(self, name: str, count: int, build: Build, *, outlives_boot: bool = False) -> list[np.ndarray]:
+        """Return ``count`` one-dimensional arrays, read-only; those that are not there are built.
+
+        Args:
+            name: must change with all that the content depends on; letters, digits, ``-`` and ``_``.
+            outlives_boot: flush each file to the disk, so that it is good also after the machine went down. Else the
+                files of an earlier boot are not used.
+        """
+        boot = "" if outlives_boot else _boot_id()
+        stem = f"{name}-{boot}" if boot else name
+        found: dict[int, np.ndarray] = {}
+        for number in self._to_build(stem, count, found):
+            with self._claimed(self._path(stem, number)):
+                self._add(found, stem, number, build, flushes=not boot)
+        return [found[number] for number in range(count)]
+
+    def keep_newest(self, opening: str, kept: int) -> None:
+        """Delete the sets of files whose names start with ``opening``, except the ``kept`` that were last used."""
+        sets: dict[str, list[tuple[float, Path]]] = {}
+        with suppress(OSError):
+            for path in self.folder.glob(f"{opening}*{_SUFFIX}"):
+                with suppress(OSError):
+                    sets.setdefault(_stem(path), []).append((path.stat().st_mtime, path))
+        for old in sorted(sets.values(), key=max)[:-kept]:
+            for _, path in old:
+                with suppress(OSError):
+                    files.remove_file(path)
+
+    def _path(self, stem: str, number: int) -> Path:
+        return self.folder / f"{stem}.{number}{_SUFFIX}"
+
+    def _to_build(self, stem: str, count: int, found: dict[int, np.ndarray]) -> Iterator[int]:
+        """Yield the numbers to build, entering in ``found`` what others have built in the meantime."""
+        first = (os.getpid() * 0x9E3779B1 >> 8) % max(count, 1)
+        waiting = deque((number, False) for number in [*range(first, count), *range(first)])
+        while waiting:
+            number, was_put_off = waiting.popleft()
+            there = self._opened(self._path(stem, number))
+            if there is not None:
+                found[number] = there
+            elif not was_put_off and _claim(self._path(stem, number)).exists():
+                waiting.append((number, True))
+            else:
+                yield number
+
+    def _add(self, found: dict[int, np.ndarray], stem: str, number: int, build: Build, flushes: bool) -> None:
+        """Build one file into ``found``: mapped, or in memory where it cannot be written."""
+        if self._can_write():
+            path = self._path(stem, number)
+            temporary = self.folder / f".{path.name}.{os.getpid()}.tmp"
+            try:
+                _write(temporary, build(number), flushes)
+                files.before_operation("rename", path)
+                os.replace(temporary, path)
+                there = self._opened(path)
+                if there is not None:
+                    found[number] = there
+                    return
+            except OSError as error:
+                self._give_up(error)
+            finally:
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+        found[number] = np.concatenate(list(build(number)))
+
+    @contextmanager
+    def _claimed(self, path: Path) -> Iterator[None]:
+        """Tell others that this process is at it; a hint only."""
+        claim = _claim(path)
+        with suppress(OSError):
+            if self._can_write():
+                os.close(os.open(claim, os.O_CREAT | os.O_WRONLY, 0o600))
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                claim.unlink(missing_ok=True)
+
+    def _opened(self, path: Path) -> np.ndarray | None:
+        """Map the file, or return None where there is none that is whole."""
+        if not self._is_given and not _is_own(self._shared):
+            return None
+        try:
+            data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        except (OSError, ValueError):  # numpy maps no empty file
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return _decode(data)
+
+    def _can_write(self) -> bool:
+        if self._is_ready is None:
+            self._is_ready = True
+            try:
+                self._shared.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if not self._is_given and not _is_own(self._shared):
+                    raise PermissionError("it belongs to another user, or others may write to it")
+                self.folder.mkdir(exist_ok=True)
+                self._remove_unused()
+            except OSError as error:
+                self._give_up(error)
+        return self._is_ready
+
+    def _give_up(self, error: OSError) -> None:
+        """Write no more; said once in each process."""
+        self._is_ready = False
+        log.warn_once(
+            f"{self.folder}: cannot be written ({error}). Each process keeps the order of documents in its own memory; "
+            "give a folder of this host by --data-cache-path to share it."
+        )
+
+    def _remove_unused(self) -> None:
+        """Delete what no process has opened for long, and what killed ones left: nothing that others named."""
+        oldest = time.time() - _UNUSED_S
+        for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{_SUFFIX}.*")]:
+            with suppress(OSError):
+                if path.stat().st_mtime < oldest:
+                    files.remove_file(path)
+
+
+def _stem(path: Path) -> str:
+    """Return the name of the set that a file belongs to."""
+    return path.name.removesuffix(_SUFFIX).rpartition(".")[0]
+
+
+def _claim(path: Path) -> Path:
+    return path.with_name(f".{path.name}.claim")
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can have put files there: the default's name is known to all users of the host."""
+    with suppress(OSError):
+        status = os.lstat(folder)
+        return status.st_uid == os.getuid() and (status.st_mode & 0o170022) == 0o040000
+    return False
+
+
+def _boot_id() -> str:
+    with suppress(OSError):
+        return _BOOT_ID.read_text()[:8]
+    return ""
+
+
+def _write(path: Path, chunks: Iterable[np.ndarray], flushes: bool) -> None:
+    """Write header and ``chunks``; the length is known at the end, so the header is completed last."""
+    files.before_operation("create", path)
+    with open(path, "wb") as file:
+        file.write(bytes(_HEADER_BYTES))
+        kind, num_bytes = np.dtype(np.uint8), 0
+        for chunk in chunks:
+            files.before_operation("write", path)
+            kind = chunk.dtype
+            num_bytes += file.write(np.ascontiguousarray(chunk).view(np.uint8).data)
+        file.seek(0)
+        file.write(_MAGIC + kind.str.encode().ljust(4) + num_bytes.to_bytes(8, "little"))
+        if flushes:
+            files.before_operation("fsync", path)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _decode(data: np.ndarray) -> np.ndarray | None:
+    """Return the array in a file, or None where it is not whole."""
+    header = data[:_HEADER_BYTES].tobytes()
+    content = data[_HEADER_BYTES:]
+    if header[:4] != _MAGIC or int.from_bytes(header[8:], "little") != len(content):
+        return None
+    return content.view(np.dtype(header[4:8].decode().strip()))
