@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron import cost, data, model, mpu, pipe
-from megatron.training import get_args, get_config, get_streams, get_tokenizer, pretrain
+from megatron.training import get_args, get_config, get_data_paths, get_streams, get_tokenizer, pretrain
 
 if TYPE_CHECKING:
     import torch
@@ -14,11 +14,10 @@ EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Return the samples of the three splits of --data-path; a split that nobody will ask for is None."""
+    """Return the samples of the three splits; a split that nobody will ask for is None."""
     args, tokenizer = get_args(), get_tokenizer()
     return data.build_train_valid_test(
-        data_path=args.data_path,
-        split=args.split,
+        get_data_paths(),
         seq_length=args.seq_length,
         seed=args.seed,
         vocab_size=args.vocab_size,
@@ -26,6 +25,8 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
         tokenizer_identity=tokenizer.identity,
         eod_id=tokenizer.eod_id,
         flags_needing_eod=["--" + flag.replace("_", "-") for flag in EOD_FLAGS if getattr(args, flag)],
+        packing=args.packing,
+        fim=data.fim_from(tokenizer, args.fim_rate, args.fim_spm_rate),
     )
 
 
@@ -33,8 +34,10 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """Return tokens, labels, loss mask, positions and documents of a micro-batch on every rank of the tensor group."""
     args = get_args()
     text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
+    is_packed = args.packing == "best-fit"
+    segments = mpu.broadcast_data(["segments"], batch, "int32")["segments"] if is_packed else None
     flags = {name: getattr(args, name) for name in EOD_FLAGS}
-    return data.gpt2_fields(text, eod_id=get_tokenizer().eod_id, **flags)
+    return data.gpt2_fields(text, segments=segments, eod_id=get_tokenizer().eod_id, **flags)
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -73,7 +76,7 @@ def model_provider() -> torch.nn.Module:
         grid.topology,
         partition=partition,
         chunks=chunks,
-        has_segments=config.data.reset_attention_mask,
+        has_segments=config.data.keeps_documents_apart,
         probe=(config.batch.batch_size, length) if partition == "profile" else None,
     )
     stages._megatron_batch_fn = get_batch_pipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron import cost, data, model, mpu, pipe
-from megatron.training import get_args, get_config, get_streams, get_tokenizer, pretrain
+from megatron.training import get_args, get_config, get_data_paths, get_streams, get_tokenizer, pretrain
 
 if TYPE_CHECKING:
     import torch
@@ -14,11 +14,10 @@ DEFAULTS = {"activation": "relu", "layernorm_epsilon": 1e-6}
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Return the samples of the three splits of --data-path; a split that nobody will ask for is None."""
+    """Return the samples of the three splits; a split that nobody will ask for is None."""
     args, settings = get_args(), get_config().t5
     return data.build_t5_train_valid_test(
-        data_path=args.data_path,
-        split=args.split,
+        get_data_paths(),
         enc_seq_length=settings.enc_seq_length,
         dec_seq_length=settings.dec_seq_length,
         denoisers=settings.kinds,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron.data.control_tokens import T5Tokens, t5_tokens
     from megatron.data.corpora import DataPaths
     from megatron.data.fields import gpt2_fields, t5_fields
+    from megatron.data.fim import Fim, fim_from
     from megatron.data.gpt2_samples import GPT2Samples
     from megatron.data.mixed_samples import MixedSamples
     from megatron.data.mixture import SampleOrder
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "DataPaths": "corpora",
+    "Fim": "fim",
+    "fim_from": "fim",
     "MixedSamples": "mixed_samples",
     "ReplicaBatches": "batches",
     "SampleOrder": "mixture",
@@ -47,6 +50,7 @@ _MODULES = {
 
 __all__ = [
     "DataPaths",
+    "Fim",
     "GPT2Samples",
     "MixedSamples",
     "ReplicaBatches",
@@ -59,6 +63,7 @@ __all__ = [
     "TokenFileWriter",
     "build_t5_train_valid_test",
     "build_train_valid_test",
+    "fim_from",
     "gpt2_fields",
     "split_documents",
     "t5_fields",

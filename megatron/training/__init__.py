@@ -12,6 +12,7 @@ _HOME = {
     "pretrain": "entry",
     "get_args": "arguments",
     "get_config": "arguments",
+    "get_data_paths": "arguments",
     "get_tokenizer": "arguments",
     "get_streams": "arguments",
     "settle": "accelerator",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
+from megatron.data import DataPaths
 from megatron.errors import DataError
 
 
@@ -39,6 +40,22 @@ def get_args() -> argparse.Namespace:
 def get_config() -> Config:
     """Return the configuration by concern."""
     return _needed(_current.config, "configuration")
+
+
+def get_data_paths() -> DataPaths:
+    """Return which corpora the flags name for each split, and how they are read."""
+    settings = get_config().data
+    return DataPaths(
+        data_path=settings.data_path,
+        train_data_path=settings.train_data_path,
+        valid_data_path=settings.valid_data_path,
+        test_data_path=settings.test_data_path,
+        split=settings.split,
+        split_by=settings.split_by,
+        data_impl=settings.data_impl,
+        cache_path=settings.data_cache_path,
+        mixture_schedule=settings.mixture_schedule,
+    )
 
 
 def get_tokenizer() -> Any:

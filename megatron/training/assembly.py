@@ -18,7 +18,7 @@ from megatron.model.sizes import t5_sizes_from
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
-from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine, nominal_weight
+from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine
 from megatron.training.world import World
 from tds.module import PartitionError
 
@@ -40,13 +40,14 @@ def build_engine(
     mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
     tds.quiet(not config.run.verbose_deepspeed)
     engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
-    data_size = world.grid.data.size
-    nominal = nominal_weight(config.batch.global_batch_size(data_size) * config.loss_tokens_per_sample)
+    batch, replicas = config.batch, world.grid.data.size
+    numbers = {
+        "num_micro_batches": batch.num_micro_batches,
+        "micro_batch_tokens": batch.batch_size * replicas * config.loss_tokens_per_sample,
+    }
     if config.parallel.has_pipeline:
-        return PipelineEngine(engine, streams=streams, num_micro_batches=config.batch.gas, nominal=nominal)
-    return SingleStageEngine(
-        engine, forward_step, grid=world.grid, streams=streams, num_micro_batches=config.batch.gas, nominal=nominal
-    )
+        return PipelineEngine(engine, streams=streams, **numbers)
+    return SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
 
 
 def build_model(config: Config, world: World, model_provider: Callable[[], torch.nn.Module]) -> torch.nn.Module:

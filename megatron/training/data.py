@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from megatron.config import Config
 from megatron.data import ReplicaBatches
 from megatron.errors import DataError
 from megatron.mpu.groups import Group
+from megatron.training.timed_batches import TimedBatches
 from megatron.training.world import World
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
@@ -20,37 +21,60 @@ KINDS = ("train", "valid", "test")
 
 @dataclass
 class RunData:
-    """The three data sets on a rank that reads; None for each elsewhere. ``fingerprint`` is known on all ranks."""
+    """The three data sets on a rank that reads, none elsewhere; the rest is known on all ranks.
+
+    Args:
+        order: which corpus each sample of the training comes from, where the data set says so.
+        corpora: kind -> name and weight of each corpus, where there are several.
+    """
 
     datasets: dict[str, Any]
     fingerprint: str | None
+    order: Any = None
+    corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-    def batches(self, kind: str, config: Config, world: World, samples_consumed: int = 0) -> Iterator[Any] | None:
-        """Return this replica's micro-batches from ``samples_consumed`` on, or None on a rank that does not read."""
+    def batches(
+        self, kind: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None
+    ) -> TimedBatches | None:
+        """Return this replica's micro-batches from ``samples_consumed`` on, or None on a rank that does not read.
+
+        Args:
+            corpus: read this one's own samples alone.
+        """
         dataset = self.datasets.get(kind)
         if dataset is None:
             return None
-        return iter(
+        is_training = kind == "train"
+        return TimedBatches(
             ReplicaBatches(
-                dataset,
+                dataset if corpus is None else dataset.parts[corpus],
                 micro_batch_size=config.batch.batch_size,
                 num_micro_batches=config.batch.gas,
                 data_rank=world.grid.data.rank,
                 data_size=world.grid.data.size,
                 samples_consumed=samples_consumed,
-                num_workers=config.data.num_workers if kind == "train" else 0,
+                sizes=config.batch.sizes(world.grid.data.size) if is_training else None,
+                num_workers=config.data.num_workers if is_training else 0,
+                prefetch_factor=config.data.prefetch_factor,
+                pin_memory=world.kind == "cuda",
             )
         )
+
+    def use_order(self, order: Any) -> None:
+        """Let the training go on in ``order``."""
+        self.order = order
+        if self.datasets.get("train") is not None:
+            self.datasets["train"].use_order(order)
 
 
 def samples_wanted(config: Config, world: World) -> list[int]:
     """Return how many samples training, all validations and the test will read."""
-    batch = config.batch
-    per_step = batch.global_batch_size(world.grid.data.size)
+    batch, replicas = config.batch, world.grid.data.size
+    per_step = batch.global_batch_size(replicas)
     has_eval = batch.eval_iters > 0
     validates = has_eval and batch.eval_interval > 0 and not config.checkpoint.eval_only
     return [
-        0 if config.checkpoint.eval_only else batch.train_iters * per_step,
+        0 if config.checkpoint.eval_only else batch.sizes(replicas).consumed_after(batch.train_iters),
         batch.eval_iters * per_step if validates else 0,
         batch.eval_iters * per_step if has_eval else 0,
     ]
@@ -69,18 +93,41 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
             datasets = dict(zip(KINDS, provider(samples_wanted(config, world)), strict=True))
         except DataError as error:
             failure = error
-    told = _tell_all((str(failure) if failure else None, _fingerprint(datasets)), world.grid.host)
-    problems = [problem for problem, _ in told if problem]
-    if problems:
-        raise DataError(problems[0])
-    return RunData(datasets, next((fingerprint for _, fingerprint in told if fingerprint), None))
+    told = _tell_all(_Told.of(datasets, failure), world.grid.host)
+    problem = next((one.problem for one in told if one.problem), None)
+    if problem:
+        raise DataError(problem)
+    known = next((one for one in told if one.reads), told[0])
+    return RunData(datasets, known.fingerprint, known.order, known.corpora)
 
 
-def _fingerprint(datasets: dict[str, Any]) -> str | None:
-    return getattr(datasets.get("train"), "fingerprint", None)
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others of its data."""
+
+    problem: str | None
+    reads: bool
+    fingerprint: str | None = None
+    order: Any = None
+    corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, datasets: Mapping[str, Any], failure: Exception | None) -> _Told:
+        if failure or not datasets:
+            return cls(str(failure) if failure else None, False)
+        train = datasets.get("train")
+        corpora = dict(_several(datasets))
+        return cls(None, True, getattr(train, "fingerprint", None), getattr(train, "order", None), corpora)
 
 
-def _tell_all(value: Any, host: Group) -> list[Any]:
+def _several(datasets: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield kind, and weight by name, of each data set of several corpora."""
+    for kind, dataset in datasets.items():
+        if len(getattr(dataset, "parts", ())) > 1:
+            yield kind, dataset.order.weights(0)
+
+
+def _tell_all(value: _Told, host: Group) -> list[_Told]:
     if host.size == 1:
         return [value]
     everyone: list[Any] = [None] * host.size

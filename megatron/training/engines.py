@@ -42,7 +42,7 @@ class StepEngine(Protocol):
     module: torch.nn.Module
     optimizer: MixedPrecisionOptimizer
 
-    def train_step(self, data: DataIterator, step: int) -> StepResult: ...
+    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult: ...
 
     def evaluate_batch(self, data: DataIterator) -> float: ...
 
@@ -57,6 +57,13 @@ def nominal_weight(tokens_per_step: int) -> float:
     return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
 
 
+def set_micro_batches(engine: Any, number: int) -> None:
+    """Tell an engine of DeepSpeed's kind how many micro-batches its next step has."""
+    now = engine.gradient_accumulation_steps()
+    if number != now:
+        engine.set_train_batch_size(engine.train_batch_size() // now * number)
+
+
 class SingleStageEngine:
     """DeepSpeed's engine: forward and backward of each micro-batch in turn; reduction, norm and clipping are ours."""
 
@@ -68,25 +75,34 @@ class SingleStageEngine:
         grid: Grid,
         streams: DropoutStreams,
         num_micro_batches: int,
-        nominal: float,
+        micro_batch_tokens: int,
     ) -> None:
-        """Take over ``engine``; ``nominal`` divides the sums of pairs in backward (a scalar: the micro-batches)."""
+        """Take over ``engine``.
+
+        Args:
+            num_micro_batches: of a step for which nothing else is said, and of an evaluation.
+            micro_batch_tokens: that a loss may be a sum over, of a micro-batch on all replicas together. The nominal
+                weight of a step's tokens divides the sums of pairs in backward (a scalar: the micro-batches).
+        """
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
         self.forward_step = forward_step
         self.grid, self.streams = grid, streams
-        self.num_micro_batches, self.nominal = num_micro_batches, nominal
+        self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self.device = torch.device(engine.device)
         engine.enable_backward_allreduce = False
 
-    def train_step(self, data: DataIterator, step: int) -> StepResult:
+    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Run all micro-batches of step number ``step`` and update the weights. Collective."""
+        number = num_micro_batches or self.num_micro_batches
+        set_micro_batches(self.engine, number)
         self.engine.train()
         reported: dict[str, torch.Tensor] = {}
-        meter = LossMeter(self.num_micro_batches, self.nominal, self.device, lambda: reported)
+        nominal = nominal_weight(self.micro_batch_tokens * number)
+        meter = LossMeter(number, nominal, self.device, lambda: reported)
         self.engine.set_gradient_accumulation_boundary(False)
-        for micro_batch in range(self.num_micro_batches):
+        for micro_batch in range(number):
             self.streams.position = Position(step, micro_batch)
             loss, report = self.forward_step(data, self.engine)
             reported = _numbers(report, loss)
@@ -101,7 +117,8 @@ class SingleStageEngine:
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
         self.engine.eval()
-        meter = LossMeter(self.num_micro_batches, self.nominal, self.device)
+        nominal = nominal_weight(self.micro_batch_tokens * self.num_micro_batches)
+        meter = LossMeter(self.num_micro_batches, nominal, self.device)
         for micro_batch in range(self.num_micro_batches):
             loss, _ = self.forward_step(data, self.engine)
             meter.add(as_weighted(loss), micro_batch)
@@ -148,20 +165,26 @@ class SingleStageEngine:
 class PipelineEngine:
     """``tds``: the same step with the model's layers on several stages."""
 
-    def __init__(self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, nominal: float) -> None:
+    def __init__(
+        self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, micro_batch_tokens: int
+    ) -> None:
+        """As ``SingleStageEngine``."""
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
         self.streams = streams
-        self.num_micro_batches = num_micro_batches
+        self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self._step = 0
-        engine.nominal_weight = nominal
+        engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
         engine.module.loss_fn = _reading_pairs(engine.module.loss_fn)
         engine.on_micro_batch = self._start_micro_batch
         engine.on_loss = lambda loss: raise_unless_finite(float(loss), self.optimizer)
 
-    def train_step(self, data: DataIterator, step: int) -> StepResult:
+    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
+        number = num_micro_batches or self.num_micro_batches
+        set_micro_batches(self.engine, number)
+        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * number)
         self._step = step
         scale = self.optimizer.loss_scale
         loss = float(self.engine.train_batch(data))

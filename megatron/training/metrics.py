@@ -30,7 +30,7 @@ class MetricsWriter:
         self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Record ``values`` of ``step``; ``kind`` is train, valid or test."""
+        """Record ``values`` of ``step``; ``kind`` is train, valid or test. A value may be a dictionary of numbers."""
         self._file.write(orjson.dumps({"kind": kind, "step": step, **values}) + b"\n")
         self._file.flush()
         if self._events is None:
@@ -38,8 +38,9 @@ class MetricsWriter:
 
             self._events = SummaryWriter(str(self._tensorboard_folder))
         for name, value in values.items():
-            if isinstance(value, int | float):
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+            for inner, number in value.items() if isinstance(value, dict) else ((None, value),):
+                if isinstance(number, int | float):
+                    self._events.add_scalar(f"{kind}/{name}" + (f"/{inner}" if inner else ""), number, step)
 
     def close(self) -> None:
         """Flush everything and draw the picture."""

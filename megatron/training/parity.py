@@ -75,9 +75,11 @@ def trace_steps(
     _capture_first_gradients(engine, trace)
     batches = data.batches("train", config, here)
     rate = make_learning_rate(config)
+    sizes, share, consumed = config.batch.sizes(here.grid.data.size), config.batch.batch_size * here.grid.data.size, 0
     for step in range(steps):
         set_learning_rate(engine.optimizer, rate.at(step))
-        result = engine.train_step(batches, step)
+        result = engine.train_step(batches, step, sizes.at(consumed) // share)
+        consumed += sizes.at(consumed)
         trace.losses.append(result.loss)
         trace.grad_norms.append(result.grad_norm)
         if eval_every and (step + 1) % eval_every == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +38,35 @@ class Rates:
         counted: as ``count_parameters`` returns it.
     """
 
-    def __init__(self, config: Config, tokens_per_step: int, peak_flops: float | None, counted: Sequence[int]) -> None:
-        self.tokens_per_step = tokens_per_step
-        samples = tokens_per_step // config.tokens_per_sample
-        known = is_known(config, counted)
-        self.flops_per_step = cost.of(config).flops_per_step(samples) if known else 6.0 * counted[0] * tokens_per_step
+    def __init__(self, config: Config, peak_flops: float | None, counted: Sequence[int]) -> None:
+        self.tokens_per_sample = config.tokens_per_sample
+        of_own_model = 6.0 * counted[0] * self.tokens_per_sample
+        self.flops_per_sample = cost.of(config).flops_per_sample if is_known(config, counted) else of_own_model
         self.peak_flops = peak_flops
-        self._since, self._steps = time.perf_counter(), 0
+        self._since, self._steps, self._samples = time.perf_counter(), 0, 0
 
-    def count_step(self) -> None:
-        """Take note of one finished step."""
+    def count_step(self, samples: int) -> None:
+        """Take note of one finished step over so many samples."""
         self._steps += 1
+        self._samples += samples
 
-    def drain(self, pause_s: float = 0.0) -> dict[str, Any]:
+    def drain(self, pause_s: float = 0.0, waited_s: float = 0.0) -> dict[str, Any]:
         """Return the rates since the last call.
 
         Args:
             pause_s: time in between that was not training (evaluation, saving).
+            waited_s: time in which the training waited for data.
         """
         now = time.perf_counter()
         seconds = max(now - self._since - pause_s, 1e-9)
-        steps, self._steps, self._since = self._steps, 0, now
-        flops = self.flops_per_step * steps / seconds
+        steps, samples, self._steps, self._samples, self._since = self._steps, self._samples, 0, 0, now
+        flops = self.flops_per_sample * samples / seconds
         return {
             "step_s": seconds / max(steps, 1),
-            "tokens_per_s": self.tokens_per_step * steps / seconds,
+            "tokens_per_s": self.tokens_per_sample * samples / seconds,
             "flops_per_s": flops,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "data_wait": waited_s / seconds,
         }
 
 
@@ -107,7 +109,7 @@ def start_rows(
     module: torch.nn.Module,
     counted: Sequence[int],
     folder: Path,
-    samples: str,
+    data_rows: Iterable[tuple[str, str]],
     peak: float | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table at the start."""
@@ -116,8 +118,7 @@ def start_rows(
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
     yield "loss", _loss_row(module)
-    if samples:
-        yield "samples", samples
+    yield from data_rows
     yield "run folder", str(folder)
 
 
@@ -128,8 +129,10 @@ def _loss_row(module: torch.nn.Module) -> str:
     return "mean over micro-batches and replicas (of a pair (sum, count): over all that is counted)"
 
 
-def progress_line(progress: Progress, total: int, result: StepResult, lr: float, rates: dict[str, Any]) -> str:
-    """Return one line of numbers for this log interval."""
+def progress_line(
+    progress: Progress, total: int, result: StepResult, lr: float, rates: dict[str, Any], epochs: str = ""
+) -> str:
+    """Return one line of numbers for this log interval; ``epochs`` says how often the corpora have been read."""
     mfu = f" | MFU {100 * rates['mfu']:.1f} %" if rates["mfu"] else ""
     left = human_time((total - progress.step) * rates["step_s"])
     bubble = f" | bubble {100 * rates['bubble']:.1f} %" if "bubble" in rates else ""
@@ -137,8 +140,8 @@ def progress_line(progress: Progress, total: int, result: StepResult, lr: float,
     return (
         f"step {progress.step:>{len(str(total))}}/{total} | loss {result.loss:.4f} | lr {lr:.3e} | "
         f"grad norm {result.grad_norm:.3f} | loss scale {result.loss_scale:g} | "
-        f"{rates['tokens_per_s']:,.0f} tokens/s | {human_count(rates['flops_per_s'])}FLOP/s{mfu}{bubble}"
-        f"{skipped} | left {left}"
+        f"{rates['tokens_per_s']:,.0f} tokens/s | {human_count(rates['flops_per_s'])}FLOP/s{mfu}{bubble} | "
+        f"data wait {100 * rates['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {left}"
     )
 
 

@@ -13,7 +13,7 @@ from megatron import device, log
 from megatron.config import Config, resolve_dtype
 from megatron.errors import StopRequest
 from megatron.mpu.random import DropoutStreams
-from megatron.training import arguments, report, run_folder, timeline, world
+from megatron.training import arguments, data_order, report, run_folder, timeline, world
 from megatron.training.assembly import build_engine, make_learning_rate
 from megatron.training.data import DatasetsProvider, open_data
 from megatron.training.engines import ForwardStep
@@ -123,14 +123,18 @@ def seed_replicas(seed: int, here: World) -> None:
 def _load(this: Run, source: Path) -> None:
     flags = this.config.checkpoint
     checkpoint = open_for(source, this.world)
+    is_whole = not flags.finetune and not flags.eval_only
+    order = data_order.resumed(this.data, checkpoint.state, allow_change=flags.allow_data_change) if is_whole else None
     this.progress = restore(
         checkpoint,
         config=this.config,
         module=this.engine.module,
         optimizer=this.engine.optimizer,
         world=this.world,
-        fingerprint=this.data.fingerprint,
+        fingerprint=this.data.fingerprint if this.data.order is None else None,
     )
+    if order is not None:
+        this.data.use_order(order)
     this.loaded = checkpoint.path
     if checkpoint.path.parent == this.folder / CHECKPOINTS:
         this.saved, this.saved_step = checkpoint.path, this.progress.step
@@ -153,10 +157,8 @@ def _open_reports(this: Run) -> None:
     is_same_run = this.loaded is not None and this.loaded.parent == this.folder / CHECKPOINTS
     goes_on = is_same_run and not config.checkpoint.finetune and not config.checkpoint.eval_only
     this.metrics = MetricsWriter(this.folder, tensorboard, this.progress.step if goes_on else None)
-    tokens = config.batch.global_batch_size(here.grid.data.size) * config.tokens_per_sample
-    this.rates = report.Rates(config, tokens, peak, counted)
-    train_set = this.data.datasets.get("train")
-    per_epoch = getattr(train_set, "samples_per_epoch", None)
-    size = f"{per_epoch:,} an epoch" if per_epoch else ""
-    rows = report.start_rows(config, here, this.engine.module, counted, this.folder, size, peak)
+    this.rates = report.Rates(config, peak, counted)
+    sizes, left = config.batch.sizes(here.grid.data.size), config.batch.train_iters - this.progress.step
+    read = data_order.start_rows(this.data, sizes.consumed_after(max(left, 0), this.progress.samples_consumed))
+    rows = report.start_rows(config, here, this.engine.module, counted, this.folder, read, peak)
     this.screen.table(f"{this.folder.name}", rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,9 +51,14 @@ def save_state(
     optimizer: MixedPrecisionOptimizer,
     world: World,
     fingerprint: str | None,
+    order: dict[str, Any] | None = None,
     loaded: Path | None = None,
 ) -> Path:
-    """Write a checkpoint into ``folder / checkpoints`` and return its path. Collective."""
+    """Write a checkpoint into ``folder / checkpoints`` and return its path. Collective.
+
+    Args:
+        order: where each corpus is, of data that say so.
+    """
     records = list(_weight_records(module, optimizer, world))
     if not config.checkpoint.no_save_optim:
         records += _optimizer_records(module, optimizer, world)
@@ -66,6 +72,7 @@ def save_state(
         "config": config.to_dict(),
         "layout": asdict(world.grid.topology),
         "data_fingerprint": fingerprint,
+        "data_order": order,
         "torch": torch.__version__,
     }
     keep_last = config.checkpoint.keep_last
@@ -98,6 +105,9 @@ def restore(
 ) -> Progress:
     """Put the state of ``checkpoint`` into model and optimizer; return where to go on. Collective.
 
+    Args:
+        fingerprint: of the data; None: nothing is known of them, or it has been compared already.
+
     Raises:
         CheckpointError: it is of another model or other data; nothing has been changed then.
     """
@@ -105,7 +115,7 @@ def restore(
     compare_model_config(checkpoint.state["model"], config.identity())
     is_whole = not flags.finetune and not flags.eval_only
     if is_whole:
-        _check_data(checkpoint, fingerprint)
+        _check_data(checkpoint, fingerprint, flags.allow_data_change)
     wants_optimizer = is_whole and not flags.no_load_optim
     records = list(_weight_records(module, optimizer, world))
     if wants_optimizer:
@@ -216,14 +226,18 @@ def _check_moments(checkpoint: Checkpoint, config: Config) -> None:
         )
 
 
-def _check_data(checkpoint: Checkpoint, fingerprint: str | None) -> None:
+def _check_data(checkpoint: Checkpoint, fingerprint: str | None, allow_change: bool) -> None:
     saved = checkpoint.state.get("data_fingerprint")
-    if saved and fingerprint and saved != fingerprint:
+    if not saved or not fingerprint or saved == fingerprint:
+        return
+    told = f"got fingerprint {fingerprint} now and {saved} in {checkpoint.path}"
+    if not allow_change:
         raise CheckpointError(
-            f"the data must be those of the checkpoint, got fingerprint {fingerprint} now and {saved} in "
-            f"{checkpoint.path}: samples would be repeated or lost. Give the same --data-path, --split, --seed and "
-            "lengths, or --finetune to start anew from the weights."
+            f"the data must be those of the checkpoint, {told}: samples would be repeated or lost. Give the same "
+            "--data-path, --split, --seed and lengths, --allow-data-change to go on at the same number of samples, or "
+            "--finetune to start anew from the weights."
         )
+    log.info(f"the data are not those of the checkpoint, {told}: going on at the same number of samples")
 
 
 def _restore_rng(checkpoint: Checkpoint, world: World) -> None:

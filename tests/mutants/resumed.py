@@ -22,14 +22,14 @@ RESUMED = (
     Mutant(
         "the data goes on some micro-batches too late",
         "megatron/training/loop.py",
-        "run.world, run.progress.samples_consumed)",
-        "run.world, run.progress.samples_consumed + (config.batch.gas if run.progress.step else 0))",
+        "config, run.world, run.progress.samples_consumed)",
+        "config, run.world, run.progress.samples_consumed + (config.batch.gas if run.progress.step else 0))",
         (f"{RESUME}[1-1-1]",),
     ),
     Mutant(
         "consumed samples leave out the accumulation",
         "megatron/training/loop.py",
-        "    progress.samples_consumed += run.config.batch.global_batch_size(run.world.grid.data.size)\n",
+        "    progress.samples_consumed += samples\n",
         "    progress.samples_consumed += run.config.batch.batch_size * run.world.grid.data.size\n",
         (f"{LOOP}::test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate",),
     ),

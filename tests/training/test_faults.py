@@ -22,8 +22,8 @@ def at_step(step: int, rank_hit: int | None, act: Callable[[], None]) -> Callabl
     def plant(rank: int) -> None:
         advance = loop._advance
 
-        def advance_and_act(run: loop.Run, result: object) -> None:
-            advance(run, result)  # type: ignore[arg-type]
+        def advance_and_act(run: loop.Run, result: object, samples: int) -> None:
+            advance(run, result, samples)  # type: ignore[arg-type]
             if run.progress.step == step and rank_hit in (None, rank):
                 act()
 

@@ -18,6 +18,7 @@ from megatron.training import loop, run
 from megatron.training.assembly import make_learning_rate
 from megatron.training.engines import StepResult
 from megatron.training.stop import StopRequests
+from megatron.training.timed_batches import TimedBatches
 from megatron.training.world import World
 from tests.harness import run_ranks
 from tests.parity.layouts import traces
@@ -36,10 +37,12 @@ class CountingEngine:
         self.optimizer: Any = SimpleNamespace(param_groups=[{"lr": -1.0}, {"lr": -1.0}])
         self.rates: list[float] = []
         self.read: list[Any] = []
+        self.micro_batches: list[int] = []
 
-    def train_step(self, data: Any, step: int) -> StepResult:
+    def train_step(self, data: Any, step: int, num_micro_batches: int) -> StepResult:
         self.calls.append(f"train {step}")
-        self.read.append(data)
+        self.read.append(data.source)
+        self.micro_batches.append(num_micro_batches)
         first, second = (group["lr"] for group in self.optimizer.param_groups)
         assert first == second
         self.rates.append(first)
@@ -56,10 +59,13 @@ class CountingEngine:
 class NotingData:
     """Tells from which sample an iterator was asked to start."""
 
-    fingerprint = None
+    fingerprint = order = None
+    corpora: dict[str, dict[str, float]] = {}
 
-    def batches(self, kind: str, config: Any, world: World, samples_consumed: int = 0) -> tuple[str, int]:
-        return kind, samples_consumed
+    def batches(
+        self, kind: str, config: Any, world: World, samples_consumed: int = 0, corpus: str | None = None
+    ) -> TimedBatches:
+        return TimedBatches((kind, samples_consumed, *([corpus] if corpus else [])))
 
 
 @pytest.fixture
@@ -81,8 +87,14 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         engine = CountingEngine(calls, set(skipped))
         screen = SimpleNamespace(line=lambda text: calls.append(f"line {text.split('|')[0].strip()}"), advance=print)
         rates = SimpleNamespace(
-            count_step=lambda: None,
-            drain=lambda pause: {"mfu": None, "step_s": 1.0, "tokens_per_s": 1.0, "flops_per_s": 1.0},
+            count_step=lambda samples: None,
+            drain=lambda pause, waited: {
+                "mfu": None,
+                "step_s": 1.0,
+                "tokens_per_s": 1.0,
+                "flops_per_s": 1.0,
+                "data_wait": waited,
+            },
         )
         parts: Any = {"data": NotingData(), "screen": screen, "rates": rates}
         rate = make_learning_rate(config)
@@ -160,7 +172,7 @@ def test_an_interval_or_a_length_of_0_never_evaluates(flags: str, make: Any) -> 
 def test_evaluation_starts_at_the_first_sample_each_time_and_gives_the_mean(make: Any) -> None:
     this, _ = make("--train-iters 1 --eval-iters 4")
     asked: list[Any] = []
-    this.engine.evaluate_batch = lambda data: asked.append(data) or float(len(asked))
+    this.engine.evaluate_batch = lambda data: asked.append(data.source) or float(len(asked))
     assert loop.evaluate(this, "valid") == 2.5
     assert asked == [("valid", 0)] * 4
 

@@ -130,9 +130,22 @@ def test_the_bubble_of_t5_is_that_of_its_own_costs() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_rates_count_the_flops_of_the_model_and_of_ones_own_six_per_parameter_and_token(family: str) -> None:
     config = config_of("", 1, family)
-    costs, tokens = cost.of(config), 24 * config.tokens_per_sample
-    assert Rates(config, tokens, None, [costs.num_parameters]).flops_per_step == costs.flops_per_step(24)
-    assert Rates(config, tokens, None, [1000]).flops_per_step == 6 * 1000 * tokens
+    costs = cost.of(config)
+    assert 24 * Rates(config, None, [costs.num_parameters]).flops_per_sample == costs.flops_per_step(24)
+    assert Rates(config, None, [1000]).flops_per_sample == 6 * 1000 * config.tokens_per_sample
+
+
+def test_rates_count_the_samples_that_steps_of_any_size_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("", 1, "gpt2")
+    times = iter([10.0, 15.0])
+    monkeypatch.setattr("megatron.training.report.time.perf_counter", lambda: next(times))
+    rates = Rates(config, 1e9, [1000])
+    rates.count_step(3)
+    rates.count_step(9)
+    told = rates.drain(pause_s=1.0, waited_s=0.5)
+    assert told["tokens_per_s"] == 12 * config.tokens_per_sample / 4
+    assert (told["step_s"], told["data_wait"]) == (2.0, 0.125)
+    assert told["flops_per_s"] == 6 * 1000 * told["tokens_per_s"] == told["mfu"] * 1e9
 
 
 def test_a_dry_run_tells_of_too_few_sentinels() -> None:

@@ -46,8 +46,8 @@ def draw_numbers(rank: int) -> None:
     """
     advance = loop._advance
 
-    def advance_and_draw(run: loop.Run, result: object) -> None:
-        advance(run, result)  # type: ignore[arg-type]
+    def advance_and_draw(run: loop.Run, result: object, samples: int) -> None:
+        advance(run, result, samples)  # type: ignore[arg-type]
         torch.rand(rank + 1)
 
     loop._advance = advance_and_draw
