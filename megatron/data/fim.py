@@ -63,14 +63,14 @@ class Fim:
     suffix_id: int
     eod_id: int | None = None
 
-    def apply(self, text: np.ndarray, sizes: Sequence[int], *key: int) -> np.ndarray:
+    def apply(self, text: np.ndarray, sizes: Sequence[int], *key: int | str) -> np.ndarray:
         """Return ``text``, int64[n], with some of its documents rearranged; the length stays.
 
         A document of fewer than six tokens stays as it is. The same ``key`` gives the same.
 
         Args:
             sizes: tokens of the parts of ``text`` that come from different documents, in order.
-            key: (seed, number of the sample).
+            key: the seed, the number of the sample, and what else is to change it.
         """
         starts, lengths, ended = self._documents(text, sizes)
         words = random_words(_WORDS_A_DOCUMENT * len(starts), "fim", *key).reshape(-1, _WORDS_A_DOCUMENT)

@@ -7,10 +7,11 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron.data.cache import Cache
+from megatron.data.documents import Documents, documents_key
 from megatron.data.fim import Fim
-from megatron.data.packing_lengths import Documents
 from megatron.data.packing_windows import PackedWindows
-from megatron.data.windows import TokenSource, Windows
+from megatron.data.windows import TokenSource, Windows, read_pieces
 
 PACKINGS = ("concat", "best-fit")
 _PADDING = 0
@@ -32,7 +33,8 @@ class GPT2Samples:
         seq_length: L, tokens that a sample feeds to the model.
         seed: the same on all ranks.
         fim: rearranges documents for fill-in-the-middle, keyed by (seed, i).
-        cache: where the order is kept for the other processes of this host.
+        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
+        draws: changes what ``fim`` draws, so that corpora that are mixed do not draw alike.
 
     Raises:
         DataError: the documents hold less than one sample.
@@ -47,19 +49,25 @@ class GPT2Samples:
         seed: int,
         packing: str = "concat",
         fim: Fim | None = None,
-        cache: object | None = None,
+        cache: Cache | None = None,
+        draws: str = "",
     ) -> None:
         if packing not in PACKINGS:
             raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
         self.packing, self.fim = packing, fim
+        self._draws = (draws, seed) if draws else (seed,)
         self._windows = self._cut(cache)
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
 
-    def _cut(self, cache: object | None) -> Windows | PackedWindows:
+    def _cut(self, cache: Cache | None) -> Windows | PackedWindows:
         if self.packing == "best-fit":
             return PackedWindows(
-                self.token_file, documents=self.documents, capacity=self.seq_length + 1, seed=self.seed
+                self.token_file,
+                documents=self.documents,
+                capacity=self.seq_length + 1,
+                seed=self.seed,
+                cache=cache,
             )
         return Windows(
             self.token_file,
@@ -68,6 +76,7 @@ class GPT2Samples:
             overlap=1,
             seed=self.seed,
             asked_by=f"--seq-length {self.seq_length}",
+            cache=cache,
         )
 
     @property
@@ -78,7 +87,7 @@ class GPT2Samples:
     @cached_property
     def fingerprint(self) -> str:
         """A short text that changes with all that changes a sample or the order of samples."""
-        key = f"{self.token_file.fingerprint}:{_text(self.documents)}:{self.seq_length}:{self.seed}"
+        key = f"{self.token_file.fingerprint}:{documents_key(self.documents)}:{self.seq_length}:{self.seed}"
         if self.packing != "concat":
             key += f":{self.packing}"
         if self.fim is not None:
@@ -92,18 +101,12 @@ class GPT2Samples:
             DataError: it cannot be read; names the sample, the document and the place in the file.
         """
         pieces = self._windows.pieces(index)
-        text, sizes = self._windows.read(index, pieces), [piece.length for piece in pieces]
+        text, sizes = read_pieces(self.token_file, index, pieces), [piece.length for piece in pieces]
         if self.fim is not None:
-            text = self.fim.apply(text, sizes, self.seed, int(index))
+            text = self.fim.apply(text, sizes, *self._draws, int(index))
         if self.packing == "concat":
             return text
         padded, segments = np.full(self.seq_length + 1, _PADDING, np.int64), np.full(self.seq_length + 1, -1, np.int32)
         padded[: len(text)] = text
         segments[: len(text)] = np.repeat(np.arange(len(sizes)), sizes)
         return {"text": padded, "segments": segments}
-
-
-def _text(documents: Documents) -> str:
-    if isinstance(documents, tuple):
-        return str(documents)
-    return hashlib.sha256(documents.astype(np.int64).tobytes()).hexdigest()

@@ -5,16 +5,20 @@ every L tokens, and neighbouring pieces share one token: the last label of the o
 each token of a document but its first is a label exactly once. Of a long document only the last piece is packed, for
 the others fill a sample each. A document of fewer than two tokens has no label and is left out.
 
-Pieces are kept as one number a document, 4 bytes while it fits, sorted by length in blocks (a counting sort).
+What is kept is one number a document, 4 bytes while it fits: the documents sorted by the length of their last piece (a
+counting sort, in blocks). It is the same for all epochs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-Documents = tuple[int, int] | np.ndarray
+from megatron.data.documents import Documents, number_type, sizes_of
+
+Keep = Callable[[str, Callable[[], np.ndarray]], np.ndarray]
+"""Returns the array that the function makes, or the one kept under this name since another process made it."""
 
 _BLOCK = 1 << 20
 
@@ -25,16 +29,19 @@ class Pieces:
     ``last_counts`` int64[capacity + 1] says how many last pieces have each length; ``num_full`` counts the others.
     """
 
-    def __init__(self, sizes: np.ndarray, documents: Documents, capacity: int) -> None:
-        """Look at all ``sizes`` twice; ``documents`` are (start, stop), or ascending numbers."""
-        self._step = capacity - 1
-        self._counts, self.num_tokens, num_long = np.zeros(capacity + 1, np.int64), 0, 0
-        for _, block in _blocks(sizes, documents):
-            self._counts += np.bincount(self._last(block), minlength=capacity + 1)
-            self.num_tokens += int(block.sum())
-            num_long += int((block > capacity).sum())
+    def __init__(
+        self, sizes: np.ndarray, documents: Documents, capacity: int, keep: Keep = lambda name, make: make()
+    ) -> None:
+        """Look at ``sizes``, those of all documents of the file, three times."""
+        cut = _Cut(sizes, documents, capacity)
+        self.step = capacity - 1
+        *counts, self.num_tokens, num_long = keep("counts", cut.counts).tolist()
+        self._counts = np.array(counts, np.int64)
         self._starts = np.cumsum(self._counts) - self._counts
-        self._sort(sizes, documents, num_long)
+        self._by_length = keep("by-length", lambda: cut.sorted_by_length(self._counts))
+        long = keep("long", lambda: cut.long(num_long))
+        self._long, self._full_ends = long[:num_long], long[num_long:]
+        self.num_full = int(self._full_ends[-1]) if num_long else 0
         self.last_counts = self._counts.copy()
         self.last_counts[:2] = 0
 
@@ -44,55 +51,69 @@ class Pieces:
 
     def full(self, place: int) -> tuple[int, int]:
         """Return (document, offset) of a piece that fills a sample and is not the last of its document."""
-        row = int(np.searchsorted(self._full_starts, place, "right")) - 1
-        return int(self._long[row]), (place - int(self._full_starts[row])) * self._step
+        row = int(np.searchsorted(self._full_ends, place, "right"))
+        before = int(self._full_ends[row - 1]) if row else 0
+        return int(self._long[row]), (place - before) * self.step
 
     @property
     def num_bytes(self) -> int:
         """How much memory this takes."""
-        return self._by_length.nbytes + self._long.nbytes + self._full_starts.nbytes + 3 * self._counts.nbytes
+        return self._by_length.nbytes + self._long.nbytes + self._full_ends.nbytes + 3 * self._counts.nbytes
+
+
+class _Cut:
+    """Computes the arrays of ``Pieces``."""
+
+    def __init__(self, sizes: np.ndarray, documents: Documents, capacity: int) -> None:
+        self.sizes, self.documents, self.capacity = sizes, documents, capacity
+
+    def counts(self) -> np.ndarray:
+        """Return how many last pieces have 0, 1 ... capacity tokens, then the number of tokens, of long documents."""
+        counts, num_tokens, num_long = np.zeros(self.capacity + 1, np.int64), 0, 0
+        for _, sizes in self._blocks():
+            counts += np.bincount(self._last(sizes), minlength=len(counts))
+            num_tokens += int(sizes.sum())
+            num_long += int((sizes > self.capacity).sum())
+        return np.append(counts, [num_tokens, num_long])
+
+    def sorted_by_length(self, counts: np.ndarray) -> np.ndarray:
+        """Return the documents in the order of their last piece's length, those of one length in their own order."""
+        result = np.empty(int(counts.sum()), number_type(self.documents))
+        key_type = np.uint16 if self.capacity < 1 << 16 else np.uint32  # numpy sorts 16 bits by counting
+        filled = np.cumsum(counts) - counts
+        for numbers, sizes in self._blocks():
+            lengths = self._last(sizes)
+            order = np.argsort(lengths.astype(key_type), kind="stable")
+            here = np.bincount(lengths, minlength=len(counts))
+            shift = filled - (np.cumsum(here) - here)
+            result[np.arange(len(order)) + np.repeat(shift, here)] = numbers[order]
+            filled += here
+        return result
+
+    def long(self, num_long: int) -> np.ndarray:
+        """Return int64[2 x num_long]: documents of more than one piece; the full pieces of each and all before it."""
+        result, filled = np.empty((2, num_long), np.int64), 0
+        for numbers, sizes in self._blocks():
+            is_long = sizes > self.capacity
+            stop = filled + int(is_long.sum())
+            result[0, filled:stop], result[1, filled:stop] = numbers[is_long], self._num_full(sizes[is_long])
+            filled = stop
+        np.cumsum(result[1], out=result[1])
+        return result.ravel()
+
+    def _num_full(self, sizes: np.ndarray) -> np.ndarray:
+        return np.maximum(sizes - 2, 0) // (self.capacity - 1)
 
     def _last(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the length of each document's last piece."""
-        return sizes - self._num_before_last(sizes) * self._step
+        return sizes - self._num_full(sizes) * (self.capacity - 1)
 
-    def _num_before_last(self, sizes: np.ndarray) -> np.ndarray:
-        return np.maximum(sizes - 2, 0) // self._step
-
-    def _sort(self, sizes: np.ndarray, documents: Documents, num_long: int) -> None:
-        highest = documents[1] if isinstance(documents, tuple) else int(documents.max(initial=0))
-        number = np.int32 if highest <= np.iinfo(np.int32).max else np.int64
-        self._by_length = np.empty(int(self._counts.sum()), number)
-        self._long, full = np.empty(num_long, number), np.empty(num_long, np.int64)
-        filled, next_long = self._starts.copy(), 0
-        for numbers, block in _blocks(sizes, documents):
-            lengths = self._last(block)
-            order = np.argsort(lengths.astype(_key_type(self._step + 1)), kind="stable")
-            counts = np.bincount(lengths, minlength=len(filled))
-            shift = filled - (np.cumsum(counts) - counts)
-            self._by_length[np.arange(len(order)) + np.repeat(shift, counts)] = numbers[order]
-            filled += counts
-            is_long = block > self._step + 1
-            stop = next_long + int(is_long.sum())
-            self._long[next_long:stop] = numbers[is_long]
-            full[next_long:stop] = self._num_before_last(block[is_long])
-            next_long = stop
-        self._full_starts = np.cumsum(full) - full
-        self.num_full = int(full.sum())
-
-
-def _key_type(capacity: int) -> type[np.unsignedinteger]:
-    """Return a type that numpy sorts by counting where lengths fit it."""
-    return np.uint16 if capacity <= np.iinfo(np.uint16).max else np.uint32
-
-
-def _blocks(sizes: np.ndarray, documents: Documents) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield document numbers and their sizes, both int64."""
-    start, stop = documents if isinstance(documents, tuple) else (0, len(documents))
-    for first in range(start, stop, _BLOCK):
-        last = min(first + _BLOCK, stop)
-        if isinstance(documents, tuple):
-            yield np.arange(first, last), sizes[first:last].astype(np.int64)
-        else:
-            numbers = documents[first:last].astype(np.int64)
-            yield numbers, np.asarray(sizes[numbers], np.int64)
+    def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield document numbers and their sizes, both int64."""
+        documents, sizes = self.documents, self.sizes
+        start, stop = documents if isinstance(documents, tuple) else (0, len(documents))
+        for first in range(start, stop, _BLOCK):
+            last = min(first + _BLOCK, stop)
+            if isinstance(documents, tuple):
+                yield np.arange(first, last), sizes[first:last].astype(np.int64)
+            else:
+                yield documents[first:last].astype(np.int64), sizes_of(sizes, documents[first:last]).astype(np.int64)

@@ -7,16 +7,20 @@ permutations that are computed from (seed, epoch). So an epoch stores nothing, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
 
 import numpy as np
 
+from megatron.data.cache import Cache
+from megatron.data.documents import Documents, count_of, documents_key, sizes_of
 from megatron.data.packing import Share, best_fit
-from megatron.data.packing_lengths import Documents, Pieces
+from megatron.data.packing_lengths import Keep, Pieces
 from megatron.data.permutation import Permutation
-from megatron.data.windows import Piece, TokenSource, Windows
+from megatron.data.windows import Piece, TokenSource
 from megatron.errors import DataError
 
+_FORMAT = 1
+_KEPT_FROM = 1 << 22  # documents; fewer are sorted faster than files are looked for
 _ARRAY_FROM = 20  # so many values of a permutation take longer one by one than as an array
 
 
@@ -29,14 +33,26 @@ class PackedWindows:
         documents: (start, stop) of the documents to take, or their ascending numbers.
         capacity: tokens of a sample, at least 2.
         seed: the same on all ranks.
+        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
 
     Raises:
         DataError: no document has two tokens.
     """
 
-    def __init__(self, token_file: TokenSource, *, documents: Documents, capacity: int, seed: int) -> None:
-        self.token_file, self.capacity, self.seed = token_file, capacity, seed
-        self._pieces = Pieces(token_file.sizes, documents, capacity)
+    def __init__(
+        self,
+        token_file: TokenSource,
+        *,
+        documents: Documents,
+        capacity: int,
+        seed: int,
+        cache: Cache | None = None,
+    ) -> None:
+        self.token_file, self.documents, self.capacity, self.seed = token_file, documents, capacity, seed
+        if cache is None or count_of(documents) < _KEPT_FROM:
+            self._pieces = Pieces(token_file.sizes, documents, capacity)
+        else:
+            self._pieces = Pieces(token_file.sizes, documents, capacity, self._keeper(cache))
         self.num_tokens = self._pieces.num_tokens
         counts = self._pieces.last_counts
         self._counts: list[int] = counts.tolist()
@@ -53,6 +69,11 @@ class PackedWindows:
         self.fill = packed / (self.per_epoch * capacity)
         self.num_bytes = self._pieces.num_bytes
 
+    def _keeper(self, cache: Cache) -> Keep:
+        key = (_FORMAT, self.token_file.fingerprint, documents_key(self.documents), self.capacity)
+        name = f"lengths-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+        return lambda kind, make: cache.array(f"{name}-{kind}", make)
+
     def pieces(self, index: int) -> list[Piece]:
         """Return the pieces of documents that sample ``index`` is made of, the longest first."""
         if index < 0:
@@ -65,16 +86,6 @@ class PackedWindows:
         in_group = place - int(self._group_starts[group])
         return [piece for share in self._shares[group] for piece in self._of_share(share, in_group, epoch)]
 
-    def read(self, index: int, pieces: Sequence[Piece]) -> np.ndarray:
-        """Return the tokens of ``pieces`` one after another, int64.
-
-        Raises:
-            DataError: they cannot be read; names the sample ``index``, the document and the place in the file.
-        """
-        return Windows.read(self, index, pieces)  # type: ignore[arg-type]
-
-    _read = Windows._read
-
     def _of_share(self, share: Share, in_group: int, epoch: int) -> list[Piece]:
         length, count, first = share
         order = Permutation(self._counts[length], "pieces", self.seed, epoch, length)
@@ -82,5 +93,5 @@ class PackedWindows:
         numbers = range(first, first + count)
         places = order.array(np.array(numbers)) if count >= _ARRAY_FROM else np.array([order(n) for n in numbers])
         documents = self._pieces.last(length, places)
-        offsets = self.token_file.sizes[documents] - length
+        offsets = sizes_of(self.token_file.sizes, documents) - length
         return [Piece(*pair, length) for pair in zip(documents.tolist(), offsets.tolist(), strict=True)]

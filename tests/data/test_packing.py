@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import packing_lengths
+from megatron.data import packing_lengths, packing_windows
+from megatron.data.cache import Cache
+from megatron.data.documents import Documents
 from megatron.data.packing import best_fit
-from megatron.data.packing_lengths import Documents, Pieces
+from megatron.data.packing_lengths import Pieces
 from megatron.data.packing_windows import PackedWindows
 from megatron.errors import DataError
 
@@ -114,6 +118,23 @@ def test_pieces_do_not_depend_on_the_blocks_they_are_sorted_in(monkeypatch: pyte
         assert whole.num_full == sum(max(int(sizes[d]) - 2, 0) // 16 for d in numbers)
 
 
+def test_processes_of_a_host_share_the_order_of_many_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_windows, "_KEPT_FROM", 100)
+    sizes, cache = np.random.default_rng(5).integers(0, 60, 120).tolist(), Cache(tmp_path)
+
+    def order(capacity: int, **settings: Any) -> list[Any]:
+        windows = PackedWindows(Sizes(sizes), documents=(0, 120), capacity=capacity, seed=3, **settings)
+        return [windows.pieces(index) for index in range(windows.per_epoch)]
+
+    alone = order(17)
+    assert order(17, cache=cache) == alone
+    built = sorted(path.name for path in cache.folder.glob("lengths-*"))
+    monkeypatch.setattr(packing_lengths._Cut, "_blocks", None)
+    assert order(17, cache=Cache(tmp_path)) == alone and len(built) == 3
+    with pytest.raises(TypeError, match="not callable"):
+        order(18, cache=cache)
+
+
 def test_lengths_and_documents_beyond_16_and_31_bits_are_right() -> None:
     windows = PackedWindows(Sizes([65_540, 4, 70_001, 200_000]), documents=(0, 4), capacity=70_001, seed=1)
     assert windows.per_epoch == 5
@@ -130,9 +151,13 @@ def test_document_numbers_beyond_31_bits_are_right() -> None:
     first, sizes = 2**31 - 2, np.array([4, 30, 5, 3, 8], np.int32)
 
     class Far:
-        def __getitem__(self, chosen: slice | np.ndarray) -> np.ndarray:
-            near = slice(chosen.start - first, chosen.stop - first) if isinstance(chosen, slice) else chosen - first
-            return sizes[near]
+        flags = sizes.flags
+
+        def take(self, numbers: np.ndarray) -> np.ndarray:
+            return sizes[numbers - first]
+
+        def __getitem__(self, chosen: slice) -> np.ndarray:
+            return sizes[chosen.start - first : chosen.stop - first]
 
     kinds: tuple[Documents, ...] = ((first, first + 5), first + np.arange(5))
     for documents in kinds:
