@@ -68,17 +68,26 @@ def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np
         totals: int64[n], 0 only where ``parts`` is 0, else at least ``parts``.
         words: uint64[sum(totals)], random.
     """
-    places, groups = np.arange(len(words)), np.repeat(np.arange(len(totals)), totals)
-    firsts = np.cumsum(totals) - totals
-    place_bits, group_bits = len(words).bit_length(), len(totals).bit_length()
+    num_words, num_groups = len(words), len(totals)
+    place_bits, group_bits = num_words.bit_length(), num_groups.bit_length()
     place_mask = np.uint64((1 << place_bits) - 1)
     # A key is group, random bits, place: no two are equal, so that any way to sort gives the same.
-    keys = words >> np.uint64(group_bits) & ~place_mask
-    keys[firsts[totals > 0]] = 0  # a group's first token always starts a part
-    keys |= (groups.astype(np.uint64) << np.uint64(64 - group_bits)) | places.astype(np.uint64)
-    order = (np.sort(keys) & place_mask).astype(np.int64)
-    is_start = places - firsts[groups] < parts[groups]
-    return np.diff(np.sort(order[is_start]), append=len(words))
+    keys = words >> np.uint64(group_bits)
+    keys &= ~place_mask
+    if num_groups == 1:
+        keys[:1] = 0  # a group's first token always starts a part
+        chosen: slice | np.ndarray = slice(int(parts[0]))
+    else:
+        firsts = totals.cumsum() - totals
+        keys[firsts[totals > 0]] = 0
+        keys |= (np.arange(num_groups, dtype=np.uint64) << np.uint64(64 - group_bits)).repeat(totals)
+        chosen = _runs(firsts, parts)
+    keys |= np.arange(num_words, dtype=np.uint64)
+    keys.sort()
+    starts = keys[chosen] & place_mask
+    starts.sort()
+    bounds = np.append(starts.view(np.int64), num_words)
+    return bounds[1:] - bounds[:-1]
 
 
 def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
@@ -87,22 +96,29 @@ def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
     Sentinels count from the first one in each document.
     """
     kept, cut, documents = spans
-    is_cut = np.repeat(np.arange(2 * len(kept)) % 2 == 1, np.stack([kept, cut], axis=1).ravel())
-    has_span = cut > 0
-    cut, span_documents = cut[has_span], documents[has_span]
-    names = sentinels[np.arange(len(cut)) - np.searchsorted(span_documents, span_documents)]
+    has_span, length = (cut > 0).astype(np.int64), len(text)
+    num_cut = int(cut.sum())
+    number = has_span.cumsum() - has_span
+    in_document = number - number[documents.searchsorted(documents)]
+    # Both are runs out of the text and the names behind it: (piece, name) of each piece, then (name, span).
+    names = length + np.arange(len(cut))
+    ends = (kept + cut).cumsum()
+    starts = np.array([[ends - cut - kept, names], [names, ends - cut]])
+    lengths = np.array([[kept, has_span], [has_span, cut]])
+    source = np.concatenate([text, sentinels[in_document]])
+    both = source[_runs(starts.transpose(0, 2, 1).ravel(), lengths.transpose(0, 2, 1).ravel())]
+    num_inputs = length - num_cut + int(has_span.sum())
     return Pair(
-        _insert(text[~is_cut], np.cumsum(kept + has_span)[has_span] - 1, names),
-        _insert(text[is_cut], np.cumsum(cut + 1) - cut - 1, names),
-        np.repeat(documents, kept + has_span),
-        np.repeat(span_documents, cut + 1),
+        both[:num_inputs],
+        both[num_inputs:],
+        documents.repeat(kept + has_span),
+        documents.repeat(cut + has_span),
     )
 
 
-def _insert(values: np.ndarray, places: np.ndarray, inserted: np.ndarray) -> np.ndarray:
-    """Return ``values`` with ``inserted`` at ``places`` of the result."""
-    result = np.empty(len(values) + len(places), np.int64)
-    is_value = np.ones(len(result), np.bool_)
-    is_value[places] = False
-    result[places], result[is_value] = inserted, values
-    return result
+def _runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return starts[0], starts[0] + 1, ... (``lengths[0]`` numbers), then as many from starts[1] on, and so forth."""
+    ends = lengths.cumsum()
+    runs = (starts - ends + lengths).repeat(lengths)
+    runs += np.arange(len(runs))
+    return runs
