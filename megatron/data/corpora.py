@@ -100,12 +100,13 @@ def parse_paths(text: str, flag: str = mixtures.DATA_FLAG) -> tuple[WeightedPath
     corpora = tuple((weight, _without_suffix(path)) for weight, path in parsed)
     seen: dict[str, str] = {}
     for _, path in corpora:
-        other = seen.setdefault(os.path.realpath(path), path)
-        if sum(os.path.realpath(path) == os.path.realpath(also) for _, also in corpora) > 1:
+        place = os.path.realpath(path)
+        if place in seen:
             raise DataError(
-                f"{flag} must name each corpus once, got {other} and {path}, which are one. Give it once, with the sum "
-                "of its weights."
+                f"{flag} must name each corpus once, got {seen[place]} and {path}, which are one. Give it once, with "
+                "the sum of its weights."
             )
+        seen[place] = path
     return corpora
 
 
