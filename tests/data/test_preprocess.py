@@ -1,149 +1,138 @@
 from __future__ import annotations
 
-import functools
 import gzip
 import json
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron import tokenizer
 from megatron.data import TokenFile, preprocess
-from megatron.data.preprocess import encode, job, sources
+from megatron.data.preprocess import encode
 from megatron.errors import DataError
-from megatron.tokenizer import train
-
-GOOD = [f"document {number}\nsecond line 第{number}行" for number in range(60)]
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vocabulary") / "t.json"
-    path.write_bytes(train.train_bpe(GOOD, 300))
-    return path
+from tests.data.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
 
 
 @pytest.fixture
-def run(vocabulary: Path, tmp_path: Path) -> Any:
-    def run(content: bytes, **changed: Any) -> tuple[preprocess.Summary, list[str]]:
-        corpus = tmp_path / "c.txt"
-        corpus.write_bytes(content)
-        values = {"inputs": [corpus], "output_prefix": str(tmp_path / "out"), "format": "jsonl"} | changed
-        make = functools.partial(tokenizer.build, tokenizer_path=vocabulary)
-        summary = preprocess.run(preprocess.Job(make_tokenizer=make, **values))
-        file, built = TokenFile(tmp_path / "out"), make()
-        return summary, [built.decode(file.read(d)) for d in range(file.num_documents)]
-
-    return run
+def corpus(tmp_path: Path) -> Corpus:
+    return Corpus(tmp_path)
 
 
-def lines(*texts: str) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+def test_documents_come_back_each_with_its_end(corpus: Corpus) -> None:
+    summary = corpus.run(lines(*GOOD, "", END) + b"\n \n")
+    assert corpus.texts() == [text + END for text in [*GOOD, END]]
+    assert (summary.num_documents, summary.num_empty, summary.num_bad, summary.bad_path) == (61, 3, 0, None)
+    assert summary.num_tokens == TokenFile(corpus.prefix).num_tokens and corpus.names() == []
+    corpus.run(append_eod=False)
+    assert corpus.texts() == [*GOOD, END]
 
 
-END = "<|endoftext|>"
-
-
-def test_documents_come_back_each_with_its_end(run: Any) -> None:
-    summary, texts = run(lines(*GOOD, "", END))
-    assert texts == [text + END for text in [*GOOD, END]]
-    assert (summary.num_documents, summary.num_empty, summary.num_bad) == (61, 1, 0)
-    assert run(lines(*GOOD), append_eod=False)[1] == GOOD
-
-
-def test_bytes_do_not_depend_on_the_number_of_processes(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_bytes_depend_neither_on_the_processes_nor_on_the_units_nor_on_the_chunks(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "CHUNK_BYTES", 100)
+    corpus.write(lines(*GOOD, ""))
     outputs = set()
-    for workers in (1, 2, 4):
-        run(lines(*GOOD), num_workers=workers)
-        outputs.add(tuple((tmp_path / f"out{s}").read_bytes() for s in (".bin", ".idx", ".meta.json")))
+    for workers, unit_bytes, chunk_bytes in [(1, 1 << 20, 1 << 18), (1, 200, 100), (2, 500, 1), (16, 300, 1 << 18)]:
+        monkeypatch.setattr(encode, "CHUNK_BYTES", chunk_bytes)
+        summary = corpus.run(num_workers=workers, unit_bytes=unit_bytes)
+        assert summary.num_units == -(-len(lines(*GOOD, "")) // unit_bytes)
+        outputs.add(corpus.output())
     assert len(outputs) == 1
+
+
+def test_inputs_of_several_formats_keep_their_order(corpus: Corpus) -> None:
+    inputs = [
+        corpus.write(lines("one", "two"), "b.jsonl"),
+        corpus.write(b"a whole\n\nfile\r\n", "a.txt"),
+        corpus.write(gzip.compress(lines("three"), mtime=0), "z.jsonl.gz"),
+    ]
+    summary = corpus.run(inputs=inputs, num_workers=2)
+    assert corpus.texts() == [text + END for text in ("one", "two", "a whole\n\nfile\n", "three")]
+    assert summary.num_units == 3
+    corpus.run(inputs=[corpus.write(b"one\nmore\n\n \n two\n", "b.txt")], format="text-block")
+    assert corpus.texts() == ["one\nmore\n" + END, " two\n" + END]
+
+
+def test_bad_records_are_told_with_their_lines_and_left_out(corpus: Corpus) -> None:
+    content = lines("one", "two") + b'{"text": 2}\n' + lines("three") + b'{"text": "cut'
+    summary = corpus.run(content, max_bad_lines=2, unit_bytes=10, num_workers=2)
+    assert corpus.texts() == ["one" + END, "two" + END, "three" + END]
+    told = [json.loads(line) for line in Path(summary.bad_path or "").read_text().splitlines()]
+    assert [(fields["line"], fields["byte_offset"]) for fields in told] == [(3, 32), (5, 62)]
+    assert told[0]["file"].endswith("c.jsonl") and told[0]["opening"] == '{"text": 2}'
+    assert "must be a string" in told[0]["reason"] and "not JSON" in told[1]["reason"]
+    corpus.run(lines("one"))
+    assert corpus.names() == [], "what an earlier job said of its bad lines goes when none is bad"
 
 
 @pytest.mark.parametrize(
     "bad, reason",
     [
-        (b'{"text": "cut', "not JSON"),
         (b'{"txt": "a"}', "has no key 'text' .--json-key., only 'txt'"),
         (b'{"text": null}', "must be a string, got null"),
-        (b'{"text": [1]}', "must be a string, got a list"),
-        (b'["text"]', "must be a JSON object with the key 'text', got a list"),
-        (b'{"text": "\xff"}', "not JSON"),
         (b'{"text": "a\\u0000"}', "holds a NUL"),
-        (b'{"text": "\\ud800"}', "not JSON"),
+        (b'{"text": "\xff"}', "not UTF-8"),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_is_written(run: Any, tmp_path: Path, bad: bytes, reason: str) -> None:
+def test_too_many_bad_lines_are_named_and_nothing_is_written(corpus: Corpus, bad: bytes, reason: str) -> None:
     content = lines("one", "two") + bad + b"\n" + lines("three")
-    with pytest.raises(DataError, match=rf"at most 0 .*\n  .*c.txt:3 \(byte 32\): .*{reason}"):
-        run(content)
-    assert [path.name for path in tmp_path.iterdir()] == ["c.txt"]
-    summary, texts = run(content, max_bad_lines=1)
-    assert texts == ["one" + END, "two" + END, "three" + END] and summary.num_bad == 1
+    with pytest.raises(DataError, match=rf"at most 0 .*got 1 so far:\n  .*c.jsonl:3 \(byte 32\): .*{reason}") as error:
+        corpus.run(content)
+    assert "out.bad.jsonl" in str(error.value) and "out.bad.jsonl" in corpus.names()
+    assert not corpus.prefix.with_suffix(".bin").exists()
     with pytest.raises(DataError, match="at most 1 bad lines .* got 2"):
-        run(content + bad, max_bad_lines=1)
+        corpus.run(content + bad, max_bad_lines=1)
 
 
-def test_byte_order_mark_carriage_returns_and_line_separators_are_accepted(run: Any) -> None:
-    content = (
-        b"\xef\xbb\xbf" + lines("one\r\ntwo").replace(b"\n", b"\r\n") + b"\r\n \r\n" + '{"text": "a\u2028b"}'.encode()
-    )
-    assert run(content)[1] == ["one\ntwo" + END, "a\u2028b" + END]
+def test_a_share_of_bad_lines_is_a_limit_from_1000_lines_on_and_at_the_end(corpus: Corpus) -> None:
+    some, many = lines("a") * 9 + b"x\n", lines("a") * 1000
+    corpus.run(some, max_bad_fraction=0.1)
+    with pytest.raises(DataError, match=r"at most 0.09 of all lines .*max-bad-fraction.*, got 1 of 10"):
+        corpus.run(some, max_bad_fraction=0.09)
+    with pytest.raises(DataError, match="at most 0 bad lines"):
+        corpus.run(some, max_bad_fraction=0.5, max_bad_lines=0)
+    assert corpus.run(b"x\n" * 8 + many, max_bad_fraction=0.01).num_bad == 8
+    with pytest.raises(DataError, match="0.001 of all lines .* got 8 of 1008"):
+        corpus.run(many + b"x\n" * 8, max_bad_fraction=0.001)
+
+
+def test_a_document_is_too_long_only_where_a_limit_is_given(corpus: Corpus) -> None:
+    corpus.run(lines("a" * 50, "b"))
+    summary = corpus.run(max_document_chars=49, max_bad_lines=1)
+    assert corpus.texts() == ["b" + END] and summary.num_bad == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n\r\n", lines("", "")])
-@pytest.mark.parametrize("format", ["jsonl", "text-file", "text-block"])
-def test_an_empty_corpus_is_refused(run: Any, content: bytes, format: str) -> None:
-    if format == "jsonl" or not content.strip():
-        with pytest.raises(DataError, match="no documents in .*c.txt"):
-            run(content, format=format)
+def test_an_empty_corpus_is_refused(corpus: Corpus, content: bytes) -> None:
+    with pytest.raises(DataError, match="no documents in .*c.jsonl"):
+        corpus.run(content)
+    assert corpus.names() == []
 
 
-def test_plain_text_by_file_and_by_blank_lines(run: Any) -> None:
-    content = b"one\nmore\n\n \n two\r\n"
-    assert run(content, format="text-file")[1] == ["one\nmore\n\n \n two\n" + END]
-    assert run(content, format="text-block")[1] == ["one\nmore\n" + END, " two\n" + END]
-    with pytest.raises(DataError, match=r"c.txt:4 \(byte 6\): not UTF-8 text .*: two\\xff|c.txt:4"):
-        run(b"one\n\n\ntwo\xff\n", format="text-block")
-
-
-@pytest.mark.parametrize(
-    "content, text",
-    [
-        (gzip.compress(b"x", mtime=0), "looks like gzip; unpack it: gzip -d"),
-        (b"\xfd7zXZ\x00", "looks like xz"),
-        (b"PAR1xx", "looks like parquet"),
-        ("words".encode("utf-16"), "looks like UTF-16"),
-        (bytes(100), "looks like a binary file"),
-        ("words".encode("utf-16-le"), "looks like a binary file"),
-    ],
-)
-def test_what_is_no_text_is_named(run: Any, content: bytes, text: str) -> None:
-    with pytest.raises(DataError, match=text):
-        run(content)
-
-
-def test_a_giant_line_is_cut_into_pieces_that_give_it_back(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_giant_line_is_cut_into_pieces_that_give_it_back(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "MAX_PIECE", 50)
     text = "word " * 30 + "line\n" * 30 + "x" * 200
     assert "".join(encode.pieces(text)) == text and max(map(len, encode.pieces(text))) <= 50
-    assert run(lines("short", text, "last"))[1] == ["short" + END, text + END, "last" + END]
+    corpus.run(lines("short", text, "last"))
+    assert corpus.texts() == ["short" + END, text + END, "last" + END]
 
 
-def test_a_dead_process_ends_the_job(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode.Encoder, "encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(RuntimeError, match="one of the 2 encoding processes died"):
-        run(lines(*GOOD), num_workers=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["c.txt"]
+def test_a_long_document_has_the_ids_that_it_has_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"line {number}\n" + "\n" * (number % 3) + "  indented\n" for number in range(40))
+    whole = small_tokenizer().encode(text)
+    monkeypatch.setattr(encode, "MAX_PIECE", 64)
+    assert len(list(encode.pieces(text))) > 8
+    encoder = encode.Encoder(small_tokenizer(), ("text",), append_eod=False)
+    assert encoder.encode([preprocess.Record("c", 1, 0, text.encode())], "text-file").tokens.tolist() == whole
 
 
-def test_formats_are_guessed_by_name() -> None:
-    assert sources.guess_format([Path("a.jsonl"), Path("b.json")]) == "jsonl"
-    assert sources.guess_format([Path("a.txt"), Path("b")]) == "text-file"
-    with pytest.raises(DataError, match="give --format"):
-        sources.guess_format([Path("a.txt"), Path("b.json")])
+def test_gigatoken_looks_at_a_sample_from_all_over_the_corpus(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def with_gigatoken(tokenizer: object, sample: list[str]) -> object:
+        seen.extend(sample)
+        return tokenizer
+
+    monkeypatch.setattr("megatron.tokenizer.with_gigatoken", with_gigatoken, raising=False)
+    monkeypatch.setattr("megatron.data.preprocess.gigatoken._CHARS_AT_EACH", 1)
+    corpus.run(lines(*GOOD), unit_bytes=100, use_gigatoken=True)
+    assert seen[0] == GOOD[0][:1] and len(seen) == 16 and len(corpus.texts()) == 60

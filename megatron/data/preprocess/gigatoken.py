@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron import tokenizer as tokenizers
+from megatron.data.preprocess.documents import parse
 from megatron.data.preprocess.records import STDIN, BadRecord, Unit
-from megatron.data.preprocess.units import unit_texts
+from megatron.data.preprocess.units import read_unit
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
@@ -30,10 +31,15 @@ def sample(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
     found: list[str] = []
     for number in range(min(_PLACES, len(units))):
         num_chars = 0
-        for text in unit_texts(units[number * len(units) // min(_PLACES, len(units))], keys):
+        for text in _texts(units[number * len(units) // min(_PLACES, len(units))], keys):
+            found.append(text[:_CHARS_AT_EACH])
+            num_chars += len(text)
             if num_chars >= _CHARS_AT_EACH:
                 break
-            if not isinstance(text, BadRecord):
-                found.append(text[:_CHARS_AT_EACH])
-                num_chars += len(text)
     return found
+
+
+def _texts(unit: Unit, keys: Sequence[str]) -> Iterator[str]:
+    for record in read_unit(unit, keys):
+        found = parse(record, keys if unit.format in ("jsonl", "parquet") else None)
+        yield from () if isinstance(found, BadRecord) else found

@@ -97,6 +97,7 @@ def _finish(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally, begun: P
     shown = bad.gather(job.output_prefix, parts, tally.units)
     if not tally.counts.num_documents:
         names = ", ".join(map(str, job.inputs))
+        parts.remove()
         raise DataError(f"no documents in {names} ({tally.counts.num_empty} empty, {tally.counts.num_bad} bad)")
     space.check_for_output(parts.folder, tally.counts, parts.dtype.itemsize)
     writer = TokenFileWriter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 from megatron import files, log
 from megatron.data.preprocess.parts import LOCK
 from megatron.errors import DataError
+
+PATIENCE_S = 2.0
+"""The workers of a job that was killed end with it, but not at the same moment."""
 
 
 @contextmanager
@@ -47,17 +51,22 @@ def _lock(folder: Path) -> int:
 
 
 def _flock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise DataError(
-            f"one job at a time may write {folder.with_suffix('')}; process {holder} does. "
-            "Wait for it, end it, or give another --output-prefix."
-        ) from error
-    except OSError as error:
-        log.warning(f"{folder} cannot be locked ({error}): see to it that no other job writes the same --output-prefix")
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.02)
+                continue
+            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(descriptor)
+            raise DataError(
+                f"one job at a time may write {folder.with_suffix('')}; process {holder} does. "
+                "Wait for it, end it, or give another --output-prefix."
+            ) from error
+        except OSError as error:
+            return log.warning(f"{folder} cannot be locked ({error}): let no other job write the same --output-prefix")
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -1,0 +1,76 @@
+"""A small job for the tests of preprocessing, in a folder of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron import tokenizer
+from megatron.data import TokenFile, preprocess
+from megatron.tokenizer import Tokenizer, train
+
+GOOD = [f"document {number}\nsecond line 第{number}行" for number in range(60)]
+END = "<|endoftext|>"
+SUFFIXES = (".bin", ".idx", ".meta.json")
+
+
+@functools.cache
+def small_tokenizer() -> Tokenizer:
+    """Return a BPE of 300 tokens."""
+    import tempfile
+
+    path = Path(tempfile.mkdtemp(prefix="vocabulary-")) / "t.json"
+    path.write_bytes(train.train_bpe(GOOD, 300))
+    try:
+        built = tokenizer.build(tokenizer_path=path)
+        assert built.identity, "read while the file is there"
+        return built
+    finally:
+        path.unlink()
+        path.parent.rmdir()
+
+
+def lines(*texts: str) -> bytes:
+    """Return JSON lines."""
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+@dataclasses.dataclass
+class Corpus:
+    """A corpus and the output made of it, both in ``folder``."""
+
+    folder: Path
+
+    @property
+    def prefix(self) -> Path:
+        return self.folder / "out"
+
+    def job(self, **changed: Any) -> preprocess.Job:
+        values = {"inputs": [self.folder / "c.jsonl"], "output_prefix": str(self.prefix)} | changed
+        return preprocess.Job(make_tokenizer=small_tokenizer, **values)
+
+    def write(self, content: bytes, name: str = "c.jsonl") -> Path:
+        path = self.folder / name
+        path.write_bytes(content)
+        return path
+
+    def run(self, content: bytes | None = None, **changed: Any) -> preprocess.Summary:
+        if content is not None:
+            self.write(content)
+        return preprocess.run(self.job(**changed))
+
+    def texts(self) -> list[str]:
+        """Return the documents of the output."""
+        file = TokenFile(self.prefix)
+        return [small_tokenizer().decode(file.read(document).tolist()) for document in range(file.num_documents)]
+
+    def output(self) -> tuple[bytes, ...]:
+        return tuple(Path(f"{self.prefix}{suffix}").read_bytes() for suffix in SUFFIXES)
+
+    def names(self) -> list[str]:
+        """Return the names in the folder that are neither the corpus nor the whole output."""
+        own = {"c.jsonl", *(f"out{suffix}" for suffix in SUFFIXES)}
+        return sorted(path.name for path in self.folder.iterdir() if path.name not in own)

@@ -1,0 +1,178 @@
+"""A job that is cut off goes on with what is finished, whenever that happens."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron import files
+from megatron.data import TokenFile
+from megatron.data.preprocess import parts
+from megatron.errors import DataError, StopRequest
+from tests.data.preprocess_job import GOOD, Corpus, lines
+from tests.data.token_data import write
+
+CONTENT = lines(*GOOD[:20])
+UNIT_BYTES = len(CONTENT) // 3 + 1
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    found = Corpus(tmp_path)
+    found.write(CONTENT)
+    return found
+
+
+def cut_off(corpus: Corpus, after_unit: int = 0, **changed: object) -> None:
+    """Run a job of three units on one worker, which is killed when it begins the one after ``after_unit``."""
+
+    def die(operation: str, path: Path) -> None:
+        if operation == "create" and path.name.startswith(f"unit-{after_unit + 1:06d}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    files.before_operation, before = die, files.before_operation
+    try:
+        with pytest.raises(RuntimeError, match="ended by SIGKILL .*--resume goes on with them"):
+            corpus.run(unit_bytes=UNIT_BYTES, **changed)
+    finally:
+        files.before_operation = before
+
+
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair_and_a_job_that_goes_on(
+    tmp_path: Path, step: int
+) -> None:
+    whole = Corpus(tmp_path / "whole")
+    whole.folder.mkdir()
+    whole.run(CONTENT)
+    outcomes, kept = [], []
+    for kth in range(0, 1000, step):
+        corpus = Corpus(tmp_path / str(kth))
+        corpus.folder.mkdir()
+        corpus.write(CONTENT)
+        old = write(corpus.prefix, [3, 4]).num_tokens
+        died = run_and_die(corpus, kth)
+        outcomes.append(TokenFile(corpus.prefix).num_tokens == old)
+        summary = corpus.run(resume=True, unit_bytes=UNIT_BYTES)
+        kept.append(summary.num_resumed)
+        assert corpus.output() == whole.output() and corpus.names() == []
+        if not died:
+            break
+    assert not died and outcomes == sorted(outcomes, reverse=True) and set(outcomes) == {True, False}
+    assert {1, 2, 3} <= set(kept)
+
+
+def run_and_die(corpus: Corpus, kth: int) -> bool:
+    """Run a job in a process that is killed with its worker ahead of the k-th operation of both; False if it ends."""
+    job = os.fork()
+    if not job:
+        count, job = mmap.mmap(-1, 8), os.getpid()
+
+        def die(operation: str, path: Path) -> None:
+            number = int.from_bytes(count[:8], "little")
+            count[:8] = (number + 1).to_bytes(8, "little")
+            if number == kth:
+                os.kill(job, signal.SIGKILL)
+                signal.pause()  # the worker dies with its job
+
+        files.before_operation = die
+        corpus.run(unit_bytes=UNIT_BYTES)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) == -signal.SIGKILL
+
+
+def test_finished_units_are_not_encoded_again_and_damaged_ones_are(corpus: Corpus) -> None:
+    corpus.run(unit_bytes=UNIT_BYTES)
+    expected = corpus.output()
+    cut_off(corpus, after_unit=1)
+    folder = corpus.folder / "out.parts"
+    assert {path.name for path in folder.glob("*.json")} == {"plan.json", "unit-000000.json", "unit-000001.json"}
+    damaged = folder / "unit-000001.bin"
+    content = bytearray(damaged.read_bytes())
+    content[5] ^= 1
+    damaged.write_bytes(content)
+    summary = corpus.run(resume=True)
+    assert (summary.num_resumed, summary.num_units) == (1, 3)
+    assert corpus.output() == expected and corpus.names() == []
+
+
+def test_a_job_that_differs_is_refused_and_the_difference_named(corpus: Corpus) -> None:
+    cut_off(corpus)
+    for changed, text in (
+        ({"append_eod": False}, "--no-append-eod was False, now True"),
+        ({"json_keys": ("a", "b")}, "--json-key was text, now a b"),
+        ({"unit_bytes": 50}, f"--unit-bytes was {UNIT_BYTES}, now 50"),
+        ({"inputs": [corpus.folder / "c.jsonl", corpus.write(b"x", "d.txt")]}, "d.txt is new"),
+    ):
+        with pytest.raises(DataError, match=f"--resume needs the job that was cut off; .*{text}"):
+            corpus.run(resume=True, **changed)
+    time = os.stat(corpus.folder / "c.jsonl").st_mtime_ns
+    os.utime(corpus.folder / "c.jsonl", ns=(time, time + 2_000_000_000))
+    with pytest.raises(DataError, match=r"c.jsonl was written again 2.0 s after that"):
+        corpus.run(resume=True)
+    corpus.write(CONTENT + b"\n")
+    with pytest.raises(DataError, match=rf"c.jsonl had {len(CONTENT)} bytes, now {len(CONTENT) + 1}"):
+        corpus.run(resume=True)
+    assert (corpus.folder / "out.parts" / "unit-000000.json").exists()
+
+
+def test_without_resume_earlier_parts_go_with_a_line(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
+    cut_off(corpus)
+    assert corpus.run().num_resumed == 0
+    assert "removing the finished units of an earlier job" in capsys.readouterr().err
+    assert corpus.run(resume=True).num_resumed == 0 and corpus.names() == []
+    assert "starts from the beginning" in capsys.readouterr().err
+
+
+def test_a_foreign_file_among_the_parts_is_not_deleted(corpus: Corpus) -> None:
+    (corpus.folder / "out.parts").mkdir()
+    (corpus.folder / "out.parts" / "thesis.txt").write_text("x")
+    with pytest.raises(DataError, match="out.parts must hold nothing but parts, got thesis.txt"):
+        corpus.run()
+    assert (corpus.folder / "out.parts" / "thesis.txt").exists()
+
+
+def test_other_limits_go_on_with_what_was_finished(corpus: Corpus) -> None:
+    corpus.write(CONTENT + b"x\n")
+    with pytest.raises(DataError, match="got 1 so far") as error:
+        corpus.run(unit_bytes=UNIT_BYTES)
+    kept = re.search(r"([23]) of 3 units are finished and kept: --resume goes on with them", str(error.value))
+    assert kept, "the last one may have been finished before its worker was ended"
+    summary = corpus.run(resume=True, max_bad_lines=1)
+    assert (summary.num_resumed, summary.num_bad) == (int(kept[1]), 1)
+
+
+def test_a_stopped_job_says_how_it_goes_on(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = os.getpid()
+
+    def stop(operation: str, path: Path) -> None:
+        if path.name.startswith("unit-000002") and operation == "create":
+            os.kill(job, signal.SIGINT)
+            signal.pause()
+
+    monkeypatch.setattr(files, "before_operation", stop)
+    with pytest.raises(StopRequest, match="stopped; 2 of 3 units are finished and kept: --resume"):
+        corpus.run(unit_bytes=UNIT_BYTES)
+    monkeypatch.undo()
+    assert corpus.run(resume=True).num_resumed == 2
+
+
+def test_input_that_changes_while_it_is_read_is_refused(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(operation: str, path: Path) -> None:
+        if path.name == "unit-000002.json":
+            os.utime(corpus.folder / "c.jsonl", ns=(1, 1))
+
+    monkeypatch.setattr(files, "before_operation", change)
+    with pytest.raises(DataError, match="must stay as it is while it is read; .*c.jsonl was written again"):
+        corpus.run(unit_bytes=UNIT_BYTES)
+
+
+def test_parts_without_a_plan_are_none(corpus: Corpus) -> None:
+    cut_off(corpus)
+    (corpus.folder / "out.parts" / parts.PLAN).write_text("{")
+    assert corpus.run(resume=True).num_resumed == 0 and corpus.names() == []
