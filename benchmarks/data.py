@@ -1,0 +1,143 @@
+"""Measure the path of the data: preprocessing, reading, T5's spans; each against a reference in the same run.
+
+    python benchmarks/data.py --json data.json
+    python benchmarks/data.py --parts preprocessing --tokenizers cpm --rounds 3
+
+Contenders take turns, the order rotates, medians over rounds are reported and ratios within rounds. Bars:
+
+| part | what | at least |
+|---|---|---|
+| preprocessing | MB/s of CPM-1, one worker, over jieba + SentencePiece in the structure of Megatron's tool | 3 |
+| preprocessing | MB/s of BPE by `tokenizers` over that structure with the same library | 1.3 |
+| preprocessing | MB/s of BPE by gigatoken over the same | 8 |
+| reading | samples/s over ten times what a step of the default run consumes | 1 |
+| spans | T5 samples/s over the usual Python loop | 10 |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.data_parts import corpus, preprocessing, reading, spans, vocabularies  # noqa: E402
+from benchmarks.data_parts.rounds import Bar  # noqa: E402
+from benchmarks.machine import surroundings  # noqa: E402
+from megatron import device  # noqa: E402
+
+PARTS = ("preprocessing", "reading", "spans")
+MEGABYTES = {vocabularies.CPM: 3.0}
+"""Of the corpus, where it is not --megabytes: jieba takes ten times as long."""
+TRAINED_ON_BYTES = 2 << 20
+SMOKE = "--rounds 1 --megabytes 0.05 --vocab-size 400 --read-tokens 40000 --samples 16 --workers 1"
+SMOKE_VOCABULARY_BYTES = 60_000
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the benchmark's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--tokenizers", nargs="+", choices=vocabularies.KINDS, default=list(vocabularies.KINDS))
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="processes that encode (default: 1 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: 5)")
+    parser.add_argument("--megabytes", type=float, default=16.0, help="of text; CPM's has 3 at most (default: 16)")
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--read-tokens", type=int, default=50_000_000, help="of the file that is read")
+    parser.add_argument("--samples", type=int, default=4096, help="read in a turn (default: 4096)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the step that consumes")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of that step (all cores)")
+    parser.add_argument("--seed", type=int, default=1234, help="of the corpus")
+    parser.add_argument("--smoke", action="store_true", help=f"a run of seconds that says nothing: {SMOKE}")
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    words = list(sys.argv[1:] if argv is None else argv)
+    return parser.parse_args([*SMOKE.split(), *words] if "--smoke" in words else words)
+
+
+def run(args: argparse.Namespace, folder: Path, start_method: str) -> dict[str, Any]:
+    """Return the numbers of the parts that are asked for."""
+    rates: dict[str, dict[str, list[float]]] = {}
+    bars: list[Bar] = []
+    facts: dict[str, Any] = {}
+    if "preprocessing" in args.parts:
+        kinds = vocabularies.kinds(folder, args.tokenizers, texts(args), args.vocab_size)
+        corpora = {
+            name: write_corpus(folder, min(args.megabytes, MEGABYTES.get(name, args.megabytes)), args.seed)
+            for name in kinds
+        }
+        rates["preprocessing, MB/s"], found = preprocessing.measure(kinds, corpora, args.workers, args.rounds, folder)
+        bars += found
+        facts["corpus_bytes"] = {name: path.stat().st_size for name, path in corpora.items()}
+    if "reading" in args.parts:
+        kind = device.choose(args.device)
+        rates["reading, samples/s"], found, consumed = reading.measure(
+            folder, args.read_tokens, args.samples, args.rounds, args.threads, kind, start_method
+        )
+        bars += found
+        facts |= consumed
+    if "spans" in args.parts:
+        rates["T5 spans, samples/s"], found = spans.measure(args.samples // 8, args.rounds)
+        bars += found
+    return {"rates": rates, "bars": bars, "facts": facts}
+
+
+def texts(args: argparse.Namespace) -> list[str]:
+    """Return what vocabularies are trained on: texts of another seed than those that are encoded."""
+    num_bytes = SMOKE_VOCABULARY_BYTES if args.smoke else TRAINED_ON_BYTES
+    return list(corpus.documents(num_bytes, args.seed + 1))
+
+
+def write_corpus(folder: Path, megabytes: float, seed: int) -> Path:
+    """Return a corpus of that size, written where it is not there yet."""
+    path = folder / f"corpus-{megabytes:g}.jsonl"
+    if not path.exists():
+        corpus.write(path, int(megabytes * 1e6), seed)
+    return path
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as lines of text: medians of all contenders, what a step takes, then the bars."""
+    lines = []
+    for title, rates in result["rates"].items():
+        lines.append(title)
+        for name, values in rates.items():
+            shown = f"{statistics.median(values):,.2f}" if "MB" in title else f"{statistics.median(values):,.0f}"
+            lines.append(f"  {name:46}{shown:>12}")
+    for family, needed in result["facts"].get("needed_samples_per_s", {}).items():
+        taken, tokens = result["facts"]["tokens_per_s_of_a_step"][family], reading.TOKENS_PER_SAMPLE[family]
+        lines.append(f"{family}: 10 x {taken:,.0f} tokens/s of a step / {tokens} tokens of a sample = {needed:,.0f}")
+    return "\n".join([*lines, *(bar.told for bar in result["bars"])])
+
+
+def as_json(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result with the bars as plain values."""
+    bars = [
+        {"name": bar.name, "at_least": bar.at_least, "quartiles": bar.quartiles, "met": bar.is_met}
+        for bar in result["bars"]
+    ]
+    return {**result, "bars": bars}
+
+
+def main(argv: Sequence[str] | None = None, start_method: str = "spawn") -> dict[str, Any]:
+    """Run the parts, print the table, write the JSON."""
+    args = parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="megatron-benchmark-") as folder:
+        result = run(args, Path(folder), start_method)
+    print(table(result))
+    told = surroundings() | {"options": {name: str(value) for name, value in vars(args).items()}} | as_json(result)
+    if args.json:
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    return told
+
+
+if __name__ == "__main__":
+    main()

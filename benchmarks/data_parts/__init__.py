@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks/data.py``: preprocessing, reading, spans, and what they share."""
