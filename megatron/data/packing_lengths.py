@@ -26,7 +26,8 @@ _BLOCK = 1 << 20
 class Pieces:
     """Pieces of the documents of one split.
 
-    ``last_counts`` int64[capacity + 1] says how many last pieces have each length; ``num_full`` counts the others.
+    ``last_counts`` int64[capacity + 1] says how many last pieces have each length; ``num_full`` counts the others. The
+    documents whose last piece has n tokens are ``by_length[starts[n] : starts[n] + last_counts[n]]``.
     """
 
     def __init__(
@@ -36,18 +37,13 @@ class Pieces:
         cut = _Cut(sizes, documents, capacity)
         self.step = capacity - 1
         *counts, self.num_tokens, num_long = keep("counts", cut.counts).tolist()
-        self._counts = np.array(counts, np.int64)
-        self._starts = np.cumsum(self._counts) - self._counts
-        self._by_length = keep("by-length", lambda: cut.sorted_by_length(self._counts))
+        self.last_counts = np.array(counts, np.int64)
+        self.starts: list[int] = (self.last_counts.cumsum() - self.last_counts).tolist()
+        self.by_length = keep("by-length", lambda: cut.sorted_by_length(np.array(counts)))
         long = keep("long", lambda: cut.long(num_long))
         self._long, self._full_ends = long[:num_long], long[num_long:]
         self.num_full = int(self._full_ends[-1]) if num_long else 0
-        self.last_counts = self._counts.copy()
         self.last_counts[:2] = 0
-
-    def last(self, length: int, places: np.ndarray) -> np.ndarray:
-        """Return the documents whose last piece has ``length`` tokens, those at ``places`` among them."""
-        return self._by_length[self._starts[length] + places]
 
     def full(self, place: int) -> tuple[int, int]:
         """Return (document, offset) of a piece that fills a sample and is not the last of its document."""
@@ -58,7 +54,7 @@ class Pieces:
     @property
     def num_bytes(self) -> int:
         """How much memory this takes."""
-        return self._by_length.nbytes + self._long.nbytes + self._full_ends.nbytes + 3 * self._counts.nbytes
+        return self.by_length.nbytes + self._long.nbytes + self._full_ends.nbytes
 
 
 class _Cut:

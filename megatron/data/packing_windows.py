@@ -8,6 +8,7 @@ permutations that are computed from (seed, epoch). So an epoch stores nothing, a
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -83,15 +84,22 @@ class PackedWindows:
         if place < self._pieces.num_full:
             return [Piece(*self._pieces.full(place), self.capacity)]
         group = int(np.searchsorted(self._group_starts, place, "right")) - 1
-        in_group = place - int(self._group_starts[group])
-        return [piece for share in self._shares[group] for piece in self._of_share(share, in_group, epoch)]
+        return self._packed(self._shares[group], place - int(self._group_starts[group]), epoch)
 
-    def _of_share(self, share: Share, in_group: int, epoch: int) -> list[Piece]:
-        length, count, first = share
-        order = Permutation(self._counts[length], "pieces", self.seed, epoch, length)
-        first += in_group * count
-        numbers = range(first, first + count)
-        places = order.array(np.array(numbers)) if count >= _ARRAY_FROM else np.array([order(n) for n in numbers])
-        documents = self._pieces.last(length, places)
-        offsets = sizes_of(self.token_file.sizes, documents) - length
-        return [Piece(*pair, length) for pair in zip(documents.tolist(), offsets.tolist(), strict=True)]
+    def _packed(self, shares: Sequence[Share], in_group: int, epoch: int) -> list[Piece]:
+        """Return the pieces of one sample of a group."""
+        places: list[int] = []
+        lengths: list[int] = []
+        for length, count, first in shares:
+            first += in_group * count
+            order = Permutation(self._counts[length], "pieces", self.seed, epoch, length)
+            if count < _ARRAY_FROM:
+                chosen = [order(number) for number in range(first, first + count)]
+            else:
+                chosen = order.array(np.arange(first, first + count)).tolist()
+            start = self._pieces.starts[length]
+            places += [start + place for place in chosen]
+            lengths += [length] * count
+        documents = self._pieces.by_length[places]
+        offsets = sizes_of(self.token_file.sizes, documents) - np.array(lengths)
+        return list(map(Piece, documents.tolist(), offsets.tolist(), lengths))

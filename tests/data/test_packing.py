@@ -46,6 +46,12 @@ def reference(lengths: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
+def by_length(pieces: Pieces) -> list[np.ndarray]:
+    """Return the documents whose last piece has 0, 1, ... tokens."""
+    rows = zip(pieces.starts, pieces.last_counts.tolist(), strict=True)
+    return [pieces.by_length[start : start + count] for start, count in rows]
+
+
 def labels_of(windows: PackedWindows, epoch: int) -> Counter[tuple[int, int]]:
     """Count how often each token, as (document, place), is a label in an epoch."""
     seen: Counter[tuple[int, int]] = Counter()
@@ -111,7 +117,7 @@ def test_pieces_do_not_depend_on_the_blocks_they_are_sorted_in(monkeypatch: pyte
             patch.setattr(packing_lengths, "_BLOCK", 7)
             blocks = Pieces(sizes, documents, 17)
         assert pickle.dumps(whole) == pickle.dumps(blocks)
-        order = np.concatenate([whole.last(n, np.arange(count)) for n, count in enumerate(whole.last_counts)])
+        order = np.concatenate(by_length(whole))
         numbers = range(*documents) if isinstance(documents, tuple) else documents.tolist()
         last = {d: sizes[d] - max(sizes[d] - 2, 0) // 16 * 16 for d in numbers}
         assert order.tolist() == sorted((d for d in numbers if last[d] > 1), key=lambda d: (last[d], d))
@@ -162,8 +168,14 @@ def test_document_numbers_beyond_31_bits_are_right() -> None:
     kinds: tuple[Documents, ...] = ((first, first + 5), first + np.arange(5))
     for documents in kinds:
         pieces = Pieces(Far(), documents, 9)  # type: ignore[arg-type]
-        found = [pieces.last(n, np.arange(count)).tolist() for n, count in enumerate(pieces.last_counts)]
-        assert found[3:9] == [[first + 3], [first], [first + 2], [first + 1], [], [first + 4]]
+        assert [found.tolist() for found in by_length(pieces)][3:9] == [
+            [first + 3],
+            [first],
+            [first + 2],
+            [first + 1],
+            [],
+            [first + 4],
+        ]
         assert [pieces.full(place) for place in range(pieces.num_full)] == [(first + 1, 8 * i) for i in range(3)]
 
 
