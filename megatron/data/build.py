@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.data import checks
+from megatron.data.cache import Cache
 from megatron.data.corpora import DataPaths
+from megatron.data.documents import Documents
 from megatron.data.fim import Fim
 from megatron.data.gpt2_samples import GPT2Samples
 from megatron.data.splits import Opened, Three, build_splits
@@ -40,16 +42,23 @@ def build_train_valid_test(
         DataError: rows D02 and D09-D14 of the list of faults; paths and weights that cannot be used.
     """
 
-    def open_corpus(prefix: str, is_one_of_several: bool) -> Opened:
-        token_file = TokenFile(prefix)
+    def open_corpus(prefix: str, cache: Cache, is_one_of_several: bool) -> Opened:
+        token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
         checks.check_tokenizer(token_file, tokenizer_identity)
-        checks.check_token_ids(token_file, vocab_size)
+        checks.check_token_ids(token_file, vocab_size, cache)
         if flags_needing_eod:
             checks.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
 
-        def make(documents: checks.Documents) -> GPT2Samples:
+        def make(documents: Documents) -> GPT2Samples:
             return GPT2Samples(
-                token_file, documents=documents, seq_length=seq_length, seed=seed, packing=packing, fim=fim
+                token_file,
+                documents=documents,
+                seq_length=seq_length,
+                seed=seed,
+                packing=packing,
+                fim=fim,
+                cache=cache,
+                draws=token_file.fingerprint if is_one_of_several else "",
             )
 
         sample_tokens = _SHORTEST_PACKED if packing == "best-fit" else seq_length + 1

@@ -7,8 +7,10 @@ from functools import partial
 from typing import Any
 
 from megatron.data import checks
+from megatron.data.cache import Cache
 from megatron.data.control_tokens import T5Tokens
 from megatron.data.corpora import DataPaths
+from megatron.data.documents import Documents
 from megatron.data.span_file_samples import SpanFileSamples
 from megatron.data.span_files import SpanFiles
 from megatron.data.splits import Opened, Three, build_splits
@@ -53,23 +55,24 @@ def build_t5_train_valid_test(
         "reset_attention_mask": reset_attention_mask,
     }
 
-    def open_corpus(prefix: str, is_one_of_several: bool) -> Opened:
+    def open_corpus(prefix: str, cache: Cache, is_one_of_several: bool) -> Opened:
+        shared = {**settings, "cache": cache}
         if is_set(prefix):
             _check_one_kind(prefix, denoisers)
-            files = SpanFiles(prefix, tokens.text_vocab_size)
-            make = partial(_make, SpanFileSamples, files, settings)
+            files = SpanFiles(prefix, tokens.text_vocab_size, reader=paths.data_impl, cache=cache)
+            make = partial(_make, SpanFileSamples, files, shared)
             return Opened(files.context, files.fingerprint, make, enc_seq_length - 1, asked_by)
-        token_file = TokenFile(prefix)
+        token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
         checks.check_tokenizer(token_file, tokenizer_identity)
-        checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size)
+        checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
         draws = token_file.fingerprint if is_one_of_several else ""
-        make = partial(_make, T5Samples, token_file, {**settings, "denoisers": denoisers, "draws": draws})
+        make = partial(_make, T5Samples, token_file, {**shared, "denoisers": denoisers, "draws": draws})
         return Opened(token_file, token_file.fingerprint, make, raw_length(enc_seq_length, denoisers), asked_by)
 
     return build_splits(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
 
 
-def _make(kind: Callable[..., Any], source: Any, settings: dict[str, Any], documents: checks.Documents) -> Any:
+def _make(kind: Callable[..., Any], source: Any, settings: dict[str, Any], documents: Documents) -> Any:
     return kind(source, documents=documents, **settings)
 
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron import log
+from megatron.data.cache import Cache
+from megatron.data.documents import Documents, count_of, num_tokens_of
 from megatron.data.split import NAMES
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
 
-Documents = tuple[int, int] | np.ndarray
 _ENDS_LOOKED_AT = 1000
-_SIZES_ADDED = 1 << 20
+_REMEMBERED_TOKENS = 1 << 26
 
 
 def check_one_sample(token_file: TokenFile, sample_tokens: int, asked_by: str) -> None:
@@ -51,23 +52,14 @@ def check_splits(
     for name, documents, is_needed in zip(NAMES, splits, needed, strict=True):
         if not is_needed:
             continue
-        count, num_tokens = _amount(token_file, documents)
+        num_tokens = num_tokens_of(token_file.sizes, documents)
         if num_tokens < sample_tokens:
             raise DataError(
-                f"the {name} split must have at least one sample of {sample_tokens} tokens, got {count} of "
-                f"{token_file.num_documents} documents with {num_tokens} tokens ({flags}, {asked_by}, "
-                f"{token_file.prefix}). Give {name} a larger part of --split, shorten {asked_by.split()[0]}, give more "
-                "data, or turn off what uses it (--eval-interval 0, --eval-iters 0)."
+                f"the {name} split must have at least one sample of {sample_tokens} tokens, got "
+                f"{count_of(documents)} of {token_file.num_documents} documents with {num_tokens} tokens ({flags}, "
+                f"{asked_by}, {token_file.prefix}). Give {name} a larger part of --split, shorten "
+                f"{asked_by.split()[0]}, give more data, or turn off what uses it (--eval-interval 0, --eval-iters 0)."
             )
-
-
-def _amount(token_file: TokenFile, documents: Documents) -> tuple[int, int]:
-    """Return how many documents these are, and how many tokens they hold."""
-    if isinstance(documents, tuple):
-        start, stop = documents
-        return stop - start, int(token_file.sizes[start:stop].sum(dtype=np.int64))
-    blocks = (documents[start : start + _SIZES_ADDED] for start in range(0, len(documents), _SIZES_ADDED))
-    return len(documents), sum(int(token_file.sizes[block].sum(dtype=np.int64)) for block in blocks)
 
 
 def check_tokenizer(token_file: TokenFile, identity: str | None) -> None:
@@ -80,13 +72,13 @@ def check_tokenizer(token_file: TokenFile, identity: str | None) -> None:
         )
 
 
-def check_token_ids(token_file: TokenFile, vocab_size: int) -> None:
-    """Every token id must be in the vocabulary."""
+def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Cache) -> None:
+    """Every token id must be in the vocabulary. ``cache`` keeps that those of a large file without sidecar are."""
     highest = token_file.max_token_id
     if highest is not None and highest < vocab_size:
         return
-    if highest is None:
-        log.info(f"{token_file.prefix} has no .meta.json: looking once at all {token_file.num_tokens} token ids")
+    if highest is None and _are_known_to_fit(token_file, vocab_size, cache):
+        return
     found = token_file.first_outside(vocab_size)
     if found is None:
         return
@@ -96,6 +88,20 @@ def check_token_ids(token_file: TokenFile, vocab_size: int) -> None:
         f"{offset}, byte {token_file.byte_offset(document, offset)} of {token_file.token_path}. "
         "The data was built with another tokenizer: give that one, or build the data again."
     )
+
+
+def _are_known_to_fit(token_file: TokenFile, vocab_size: int, cache: Cache) -> bool:
+    """Return whether all ids of a file without sidecar are in the vocabulary; a large one is read once on a host."""
+
+    def look() -> np.ndarray:
+        log.info(f"{token_file.prefix} has no .meta.json: looking once at all {token_file.num_tokens} token ids")
+        return np.array([token_file.first_outside(vocab_size) is None], np.uint8)
+
+    if token_file.num_tokens < _REMEMBERED_TOKENS:
+        return bool(look()[0])
+    changed_ns = token_file.token_path.stat().st_mtime_ns  # the fingerprint of a large file is that of parts of it
+    name = f"ids-{token_file.fingerprint}-{changed_ns}-{vocab_size}"
+    return bool(cache.array(name, look, outlives_boot=True)[0])
 
 
 def check_eod(token_file: TokenFile, eod_id: int | None, flags: str) -> None:

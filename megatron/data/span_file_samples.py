@@ -9,8 +9,10 @@ import numpy as np
 
 from megatron import log
 from megatron.data import t5_layout
+from megatron.data.cache import Cache
 from megatron.data.control_tokens import T5Tokens
 from megatron.data.corruption import Pair
+from megatron.data.documents import Documents, documents_key
 from megatron.data.span_files import SpanFiles
 from megatron.data.windows import Piece, Windows
 from megatron.errors import DataError
@@ -25,7 +27,7 @@ class SpanFileSamples:
     ``dec_seq_length`` they are padded, above it cut, which the log tells by the first samples.
 
     Args:
-        documents, seed, reset_attention_mask: as ``T5Samples``.
+        documents, seed, reset_attention_mask, cache: as ``T5Samples``.
 
     Raises:
         DataError: fewer tokens than one sample, or among the first samples one with more spans than sentinels.
@@ -35,12 +37,13 @@ class SpanFileSamples:
         self,
         files: SpanFiles,
         *,
-        documents: tuple[int, int],
+        documents: Documents,
         enc_seq_length: int,
         dec_seq_length: int,
         tokens: T5Tokens,
         seed: int,
         reset_attention_mask: bool = False,
+        cache: Cache | None = None,
     ) -> None:
         self.files, self.documents, self.seed, self.tokens = files, documents, seed, tokens
         self.enc_seq_length, self.dec_seq_length = enc_seq_length, dec_seq_length
@@ -52,6 +55,7 @@ class SpanFileSamples:
             overlap=0,
             seed=seed,
             asked_by=f"--enc-seq-length {enc_seq_length}",
+            cache=cache,
         )
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
         self._sentinels = np.array(tokens.sentinels, np.int64)
@@ -61,7 +65,8 @@ class SpanFileSamples:
     def fingerprint(self) -> str:
         """A short text that changes with all that changes a sample or the order of samples."""
         lengths = (self.enc_seq_length, self.dec_seq_length)
-        parts = ("span files", self.files.fingerprint, self.documents, *lengths, self.tokens, self.seed)
+        documents = self.documents if isinstance(self.documents, tuple) else documents_key(self.documents)
+        parts = ("span files", self.files.fingerprint, documents, *lengths, self.tokens, self.seed)
         return hashlib.sha256(repr((*parts, self.reset_attention_mask)).encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data.cache import Cache
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
 from megatron.spans import SET_SUFFIXES
@@ -31,15 +32,18 @@ class SpanFiles:
 
     Args:
         vocab_size: V, of the tokenizer that the set was built with.
+        reader, cache: as ``TokenFile``.
 
     Raises:
         DataError: a file is missing or damaged, the three do not belong together, or V is another.
     """
 
-    def __init__(self, prefix: str, vocab_size: int) -> None:
+    def __init__(self, prefix: str, vocab_size: int, *, reader: str = "mmap", cache: Cache | None = None) -> None:
         self.prefix, self.vocab_size = prefix, vocab_size
         self._check_present()
-        self.context, self.target, self.offsets = (TokenFile(prefix + suffix) for suffix in SET_SUFFIXES)
+        self.context, self.target, self.offsets = (
+            TokenFile(prefix + suffix, reader=reader, cache=cache) for suffix in SET_SUFFIXES
+        )
         self._check_documents()
         self._check_markers()
         self._check_ids()

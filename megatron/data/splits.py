@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.data import checks
-from megatron.data.checks import Documents
+from megatron.data.cache import Cache
 from megatron.data.corpora import DataPaths, WeightedPath, short_names
+from megatron.data.documents import Documents
 from megatron.data.mixed_samples import CorpusSamples, MixedSamples
 from megatron.data.mixture import Corpus, SampleOrder
 from megatron.data.mixture_resume import fingerprint_of
@@ -35,26 +36,27 @@ class Opened:
 def build_splits(
     paths: DataPaths,
     needed: tuple[bool, bool, bool],
-    open_corpus: Callable[[str, bool], Opened],
+    open_corpus: Callable[[str, Cache, bool], Opened],
     tokenizer_identity: str | None,
     tokens_per_sample: Callable[[Sequence[CorpusSamples]], int],
 ) -> Three:
     """Return the samples of train, valid and test; None for a split that is not needed.
 
     Args:
-        open_corpus: from a prefix, and whether the corpus is one of several.
+        open_corpus: from a prefix, what keeps its order for the other processes of this host, and whether it is one of
+            several.
         tokens_per_sample: those that a schedule of the mixture counts, from the samples of the corpora.
 
     Raises:
         DataError: a corpus cannot be opened, is listed twice, or holds less than one sample in a needed split.
     """
-    wanted = paths.corpora(needed)
+    wanted, cache = paths.corpora(needed), Cache(paths.cache_path)
     several = {prefix for corpora in wanted for _, prefix in corpora or () if len(corpora or ()) > 1}
     opened = {
-        prefix: open_corpus(prefix, prefix in several)
+        prefix: open_corpus(prefix, cache, prefix in several)
         for prefix in dict.fromkeys(prefix for corpora in wanted for _, prefix in corpora or ())
     }
-    documents = {prefix: _documents(corpus, paths, needed) for prefix, corpus in opened.items()}
+    documents = {prefix: _documents(corpus, paths, needed, cache) for prefix, corpus in opened.items()}
     results: list[MixedSamples | None] = []
     for number, corpora in enumerate(wanted):
         if corpora is None:
@@ -68,15 +70,22 @@ def build_splits(
     return train, valid, test
 
 
-def _documents(corpus: Opened, paths: DataPaths, needed: tuple[bool, bool, bool]) -> list[Documents]:
+def _documents(corpus: Opened, paths: DataPaths, needed: tuple[bool, bool, bool], cache: Cache) -> list[Documents]:
     """Return the documents of the three splits."""
     token_file = corpus.token_file
     checks.check_one_sample(token_file, corpus.sample_tokens, corpus.asked_by)
     if paths.are_apart:
         return [(0, token_file.num_documents)] * 3
-    documents = split_documents(token_file.num_documents, paths.split)
-    checks.check_splits(token_file, documents, needed, f"--split {paths.split}", corpus.sample_tokens, corpus.asked_by)
-    return list(documents)
+    flags, documents = f"--split {paths.split}", list[Documents]()
+    if paths.split_by == "hash":
+        flags += " --split-by hash"
+        from megatron.data.split import split_by_hash  # type: ignore[attr-defined]
+
+        documents += split_by_hash(token_file, paths.split, cache)
+    else:
+        documents += split_documents(token_file.num_documents, paths.split)
+    checks.check_splits(token_file, documents, needed, flags, corpus.sample_tokens, corpus.asked_by)
+    return documents
 
 
 def _mixed(

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data import t5_layout
+from megatron.data.cache import Cache
 from megatron.data.control_tokens import T5Tokens
 from megatron.data.corruption import cut_out, draw_spans, num_words
+from megatron.data.documents import Documents, documents_key
 from megatron.data.random_words import random_words
 from megatron.data.windows import TokenSource, Windows
 from megatron.errors import DataError
@@ -24,12 +26,13 @@ class T5Samples:
     """Sample i, for any i >= 0, is the dictionary of ``t5_layout``; i // samples_per_epoch is its epoch.
 
     Args:
-        documents: (start, stop) of the documents to take.
+        documents: (start, stop) of the documents to take, or their ascending numbers.
         dec_seq_length: targets are padded to it; 0: the longest that a denoiser gives.
         denoisers: each sample's is drawn by their weights.
         seed: the same on all ranks.
         reset_attention_mask: keep the documents of a text apart: no span crosses the end of one, segments tell them
             apart. Without it a text is one document.
+        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
         draws: what corpora of a mixture differ in, so that sample i of one is not cut as sample i of the other. Not
             part of the fingerprint: a corpus that gets company stays the same corpus, whose texts go on.
 
@@ -41,13 +44,14 @@ class T5Samples:
         self,
         token_file: TokenSource,
         *,
-        documents: tuple[int, int],
+        documents: Documents,
         enc_seq_length: int,
         dec_seq_length: int = 0,
         denoisers: Sequence[Denoiser],
         tokens: T5Tokens,
         seed: int,
         reset_attention_mask: bool = False,
+        cache: Cache | None = None,
         draws: str = "",
     ) -> None:
         self.token_file, self.documents, self.seed, self.tokens = token_file, documents, seed, tokens
@@ -63,6 +67,7 @@ class T5Samples:
             overlap=0,
             seed=seed,
             asked_by=f"--enc-seq-length {enc_seq_length}",
+            cache=cache,
         )
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
         self._key = (draws, seed) if draws else (seed,)
@@ -89,7 +94,7 @@ class T5Samples:
         parts = (
             "t5",
             self.token_file.fingerprint,
-            self.documents,
+            self.documents if isinstance(self.documents, tuple) else documents_key(self.documents),
             self.enc_seq_length,
             self.dec_seq_length,
             self.raw_length,

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.data import DataPaths, build_train_valid_test
+from megatron import log
+from megatron.data import DataPaths, build_train_valid_test, checks
 from megatron.errors import DataError
 from tests.data.token_data import write, write_megatron
 
@@ -95,3 +97,20 @@ def test_flags_that_need_an_end_of_document_refuse_files_without(tmp_path: Path)
             build(tmp_path / name, **flags)
     with pytest.raises(DataError, match="the tokenizer has none"):
         build(tmp_path / "b", flags_needing_eod=["--eod-mask-loss"], eod_id=None)
+
+
+def test_a_large_file_without_a_sidecar_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_megatron(tmp_path / "a", [10] * 10, list(range(11)))
+    said: list[str] = []
+    monkeypatch.setattr(checks, "_REMEMBERED_TOKENS", 100)
+    monkeypatch.setattr(log, "info", said.append)
+    cache = {"cache_path": str(tmp_path / "cache")}
+    for vocab_size, times in ((100, 1), (100, 1), (101, 2)):
+        build(tmp_path / "a", vocab_size=vocab_size, **cache)
+        assert len(said) == times and "looking once at all 100 token ids" in said[0]
+    for _ in range(2):
+        with pytest.raises(DataError, match="got 99 in document 9 at token 9"):
+            build(tmp_path / "a", vocab_size=99, **cache)
+    os.utime(tmp_path / "a.bin", (1, 1))
+    build(tmp_path / "a", vocab_size=100, **cache)
+    assert len(said) == 4, "a file that was written to is read again"
