@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
@@ -12,6 +13,9 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT = 2**30
 
 
 def choose(requested: str = "auto") -> str:
@@ -41,6 +45,23 @@ def bind(kind: str, local_rank: int) -> torch.device:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     return torch.device(kind)
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what this process frees; return whether it will.
+
+    As it comes, glibc gives a freed tensor of some megabytes back to the system, which hands out zeroed pages for the
+    next one: a training step on a CPU then spends much of its time there. Where another allocator is in charge, or the
+    user has set one of glibc's own variables (``MALLOC_...``), nothing is changed.
+
+    Source: mallopt(3), ``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD``.
+    """
+    if any(variable.startswith("MALLOC_") for variable in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return all([mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT), mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)])
 
 
 def name(kind: str) -> str:

@@ -57,6 +57,8 @@ def start(config: Config) -> World:
     check_device(config, kind == "cuda", kind != "cuda" or device.default_precision(kind) == "bf16")
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     place = device.bind(kind, local_rank)
+    if kind == "cpu":
+        device.keep_freed_memory()
     timeout = timedelta(seconds=config.parallel.timeout_s(kind))
     _init_process_group(config.parallel.distributed_backend or device.backend(kind), kind, timeout)
     parallel = config.parallel
