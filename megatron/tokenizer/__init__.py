@@ -1,6 +1,7 @@
 """One small interface over the tokenizer libraries."""
 
 from megatron.tokenizer.build import TYPES, build
+from megatron.tokenizer.fast_bpe import with_gigatoken
 from megatron.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["TYPES", "Tokenizer", "build"]
+__all__ = ["TYPES", "Tokenizer", "build", "with_gigatoken"]

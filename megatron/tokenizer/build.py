@@ -1,25 +1,37 @@
 """From the tokenizer flags to a tokenizer.
 
-| --tokenizer-type | files |
+| --tokenizer-type | --tokenizer-path, or --vocab-file in its place |
 |---|---|
-| TokenizersJSON | --tokenizer-path FILE.json, or a folder with tokenizer.json |
-| GPT2BPETokenizer | --vocab-file vocab.json --merge-file merges.txt |
-| SentencePiece | --tokenizer-path FILE.model |
-| not given | whichever of the three the files are |
+| TokenizersJSON | FILE.json of the `tokenizers` library, or a folder with tokenizer.json |
+| GPT2BPETokenizer | --vocab-file vocab.json and --merge-file merges.txt |
+| SentencePiece | FILE.model |
+| T5SentencePiece | T5's FILE.model, or a folder with spiece.model; 100 sentinels are added behind its pieces |
+| BertWordPiece | vocab.txt, or a folder with it; lower case by its tokenizer_config.json or its tokens |
+| CPM1 | FILE.model, or a folder with chinese_vocab.model and perhaps vocab.json |
+| CPM2 | vocab.txt, or a folder with it, or a JSON file of ids by token |
+| not given | TokenizersJSON, SentencePiece for a FILE.model, GPT2BPETokenizer with --merge-file |
 
-``--vocab-file`` may stand for ``--tokenizer-path``.
+A kind's library is imported when a tokenizer of that kind is built.
 """
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from megatron.errors import DataError
-from megatron.tokenizer.huggingface import from_gpt2_files, from_json
-from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 
-TYPES = ("TokenizersJSON", "GPT2BPETokenizer", "SentencePiece")
+_BUILDERS = {
+    "TokenizersJSON": ("huggingface", "from_json_files"),
+    "GPT2BPETokenizer": ("huggingface", "from_gpt2_files"),
+    "SentencePiece": ("sentence_piece", "SentencePieceTokenizer"),
+    "T5SentencePiece": ("t5", "from_t5_files"),
+    "BertWordPiece": ("wordpiece", "from_bert_files"),
+    "CPM1": ("cpm1", "from_cpm1_files"),
+    "CPM2": ("cpm2", "from_cpm2_files"),
+}
+TYPES = tuple(_BUILDERS)
 
 
 def build(
@@ -38,12 +50,12 @@ def build(
     kind = tokenizer_type or _guess(given, merge_file)
     if kind not in TYPES:
         raise DataError(f"--tokenizer-type must be one of {', '.join(TYPES)}, got {kind}")
+    module, name = _BUILDERS[kind]
     if kind == "GPT2BPETokenizer":
-        return from_gpt2_files(_present(vocab_file, "--vocab-file", kind), _present(merge_file, "--merge-file", kind))
-    path = _present(given, "--tokenizer-path", kind)
-    if kind == "SentencePiece":
-        return SentencePieceTokenizer(path)
-    return from_json(_present(path / "tokenizer.json", "--tokenizer-path", kind) if path.is_dir() else path)
+        files = [_present(vocab_file, "--vocab-file", kind), _present(merge_file, "--merge-file", kind)]
+    else:
+        files = [_present(given, "--tokenizer-path", kind)]
+    return getattr(importlib.import_module(f"megatron.tokenizer.{module}"), name)(*files)
 
 
 def _guess(given: str | Path | None, merge_file: str | Path | None) -> str:
@@ -54,6 +66,8 @@ def _guess(given: str | Path | None, merge_file: str | Path | None) -> str:
             "a tokenizer is needed: give --tokenizer-path FILE.json or FILE.model, or --vocab-file vocab.json with "
             "--merge-file merges.txt. tools/train_tokenizer.py trains one."
         )
+    if Path(given).name == "vocab.txt":
+        raise DataError(f"{given} may be of several kinds: give --tokenizer-type BertWordPiece or CPM2")
     return "SentencePiece" if str(given).endswith(".model") else "TokenizersJSON"
 
 

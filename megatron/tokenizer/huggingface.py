@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.errors import DataError
-from megatron.tokenizer.tokenizer import EOD_NAMES, Tokenizer
+from megatron.tokenizer.continued import behind_first_word, splits_words, without_prefix
+from megatron.tokenizer.names import EOD_NAMES
+from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays, as_lists
 
 
 class LibraryTokenizer(Tokenizer):
-    """A ``tokenizers.Tokenizer`` without padding, cutting or added control tokens."""
+    """A ``tokenizers.Tokenizer`` without padding, cutting or added control tokens.
 
-    def __init__(self, library: tokenizers.Tokenizer, paths: Sequence[Path]) -> None:
-        self._library = library
-        library.no_padding()
-        library.no_truncation()
-        library.encode_special_tokens = True  # the spelling of a control token is text
-        self._vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        super().__init__(paths)
+    Args:
+        description: the library's JSON.
+        paths: where it was read from.
+    """
+
+    def __init__(self, description: str, paths: Sequence[Path], settings: str = "") -> None:
+        self.description = description
+        self._library = load(description)
+        self._continued: tokenizers.Tokenizer | None = None
+        self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        super().__init__(paths, settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.description, self.paths, self.settings)
 
     @property
     def vocab_size(self) -> int:
@@ -33,19 +43,45 @@ class LibraryTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
 
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
+    def _declared_control_names(self) -> Iterable[str]:
+        return (token.content for token in self._library.get_added_tokens_decoder().values() if token.special)
+
+    def _encode_arrays(self, texts: list[str]) -> Arrays:
+        return ids_of(self._library, texts)
+
+    def _encode_continued(self, texts: list[str]) -> Arrays:
+        if self._continued is None:
+            self._continued = load(without_prefix(self.description))
+        if not splits_words(self.description):
+            return ids_of(self._continued, texts)
+        first, others = zip(*(behind_first_word(text) for text in texts), strict=True)
+        words, rests = as_lists(ids_of(self._continued, list(first))), as_lists(ids_of(self._library, list(others)))
+        return as_arrays([word + rest for word, rest in zip(words, rests, strict=True)])
 
 
-def from_json(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer in a ``tokenizers`` JSON file."""
+def load(description: str) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a JSON text, with nothing that would add, cut or recognise control tokens."""
+    library = tokenizers.Tokenizer.from_str(description)
+    library.no_padding()
+    library.no_truncation()
+    library.encode_special_tokens = True  # the spelling of a control token is text
+    return library
+
+
+def ids_of(library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:
+    """Return the tokens of ``texts``."""
+    return as_arrays([encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)])
+
+
+def from_json_files(path: Path) -> LibraryTokenizer:
+    """Return the tokenizer in a ``tokenizers`` JSON file, or in a folder's tokenizer.json."""
+    path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        library = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return LibraryTokenizer(path.read_text(encoding="utf-8"), [path])
     except OSError as error:
         raise DataError(f"--tokenizer-path {path} cannot be read: {error}") from error
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{path} must be a JSON file of the `tokenizers` library; it says: {error}") from error
-    return LibraryTokenizer(library, [path])
 
 
 def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:
@@ -60,4 +96,4 @@ def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([name for name in EOD_NAMES if library.token_to_id(name) is not None])
-    return LibraryTokenizer(library, [vocab, merges])
+    return LibraryTokenizer(library.to_str(), [vocab, merges])

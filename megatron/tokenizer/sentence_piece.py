@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
 from megatron.errors import DataError
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.names import all_names
+from megatron.tokenizer.sentence_piece_file import with_control_pieces
+from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece ``.model`` file, unigram or BPE."""
+    """A SentencePiece ``.model`` file, unigram or BPE.
 
-    def __init__(self, path: Path) -> None:
+    A control token that the model declares as a symbol of the text is made a control piece, which no text becomes.
+    """
+
+    def __init__(self, path: Path, paths: Sequence[Path] = (), settings: str = "") -> None:
+        self._path = path
         try:
-            self._library = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+            model = path.read_bytes()
+            self._library = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (OSError, RuntimeError) as error:
             raise DataError(f"{path} must be a SentencePiece .model file; reading it failed: {error}") from error
-        super().__init__([path])
+        changed = self._spelled_names()
+        if changed:
+            self._library = sentencepiece.SentencePieceProcessor(model_proto=with_control_pieces(model, changed))
+        beyond_eod = sorted(changed - {self.eod_name})
+        super().__init__([path, *paths], "\n".join(filter(None, [settings, *beyond_eod])))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._path,)
+
+    def _spelled_names(self) -> set[str]:
+        found = {name: token for name in all_names() if (token := self.token_to_id(name)) is not None}
+        encoded = self._library.encode([f"a{name}a" for name in found])
+        return {name for name, ids in zip(found, encoded, strict=True) if found[name] in ids}
 
     @property
     def vocab_size(self) -> int:
@@ -27,10 +47,15 @@ class SentencePieceTokenizer(Tokenizer):
 
     def token_to_id(self, token: str) -> int | None:
         found = self._library.piece_to_id(token)
-        return None if found == self._library.unk_id() else found
+        is_unknown = found == self._library.unk_id() and token != self._library.id_to_piece(found)
+        return None if is_unknown else found
+
+    def _declared_control_names(self) -> Iterable[str]:
+        library = self._library
+        return (library.id_to_piece(token) for token in range(library.get_piece_size()) if library.is_control(token))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids))
 
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._library.encode(texts)
+    def _encode_arrays(self, texts: list[str]) -> Arrays:
+        return as_arrays(self._library.encode(texts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -12,26 +12,27 @@ from pathlib import Path
 import numpy as np
 
 from megatron.errors import DataError
+from megatron.tokenizer.names import EOD_NAMES, PAD_NAMES, SENTINEL_NAMES, UNK_NAMES, all_names
+from megatron.tokenizer.spellings import Spellings
 
-EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>")
-"""Names of the end-of-document token, the first that is in the vocabulary counts."""
-PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-"""Names of the padding token, as above."""
-SENTINEL_NAMES = ("<extra_id_{}>", "<s_{}>")
-"""Names of the tokens that stand for spans, T5's and CPM's; those of one kind, counted from 0 without a gap."""
+Arrays = tuple[np.ndarray, np.ndarray]
+"""int32 tokens of several texts one after the other, and int64 number of tokens of each."""
 
 
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    Text that spells the end-of-document token is ordinary text: no document can end itself.
+    Text that spells a control token is ordinary text: no document can end itself, or be taken for padding or a span.
+
+    Args:
+        paths: the files that the vocabulary is read from.
+        settings: what else decides the ids; empty where the files say it all.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], settings: str = "") -> None:
         self.paths = list(paths)
-        self._must_escape = False
-        if self.has_eod:
-            self._must_escape = self.eod_id in self._encode_batch([f"a{self.eod_name}a"])[0]
+        self.settings = settings
+        self._spellings = Spellings(self._found_in_text())
 
     @property
     @abstractmethod
@@ -47,36 +48,58 @@ class Tokenizer(ABC):
         """Return the text of ``ids``; control tokens appear by their name or not at all, as the library does it."""
 
     @abstractmethod
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    def _encode_arrays(self, texts: list[str]) -> Arrays:
+        """Return the tokens of ``texts``, of which none spells a control token that the kind would find."""
+
+    def _encode_continued(self, texts: list[str]) -> Arrays:
+        """As ``_encode_arrays``, for parts that go on where another part of the same text stopped."""
+        return self._encode_arrays(texts)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, no control token added."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each of ``texts``."""
-        if not self._must_escape:
-            return self._encode_batch(texts)
-        return [self._encode_escaped(text) for text in texts]
+        return as_lists(self.encode_arrays(texts))
 
-    def encode_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
         """Return the int32 tokens of all ``texts`` one after the other, and the int64 number of tokens of each."""
-        encoded = self.encode_batch(list(texts))
-        sizes = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        tokens = np.fromiter(chain.from_iterable(encoded), np.int32, int(sizes.sum()))
-        return tokens, sizes
+        texts = list(texts)
+        spelled = [place for place, text in enumerate(texts) if self._spellings.is_in(text)] if self._spellings else []
+        if not spelled:
+            return self._encode_arrays(texts)
+        cut = [self._spellings.cut(texts[place]) for place in spelled]
+        for place, parts in zip(spelled, cut, strict=True):
+            texts[place] = parts[0]
+        tokens, sizes = self._encode_arrays(texts)
+        more, more_sizes = self._encode_continued([part for parts in cut for part in parts[1:]])
+        first = np.cumsum([0, *(len(parts) - 1 for parts in cut[:-1])])
+        added = np.add.reduceat(more_sizes, first)
+        behind = np.cumsum(sizes)[spelled]
+        sizes[spelled] += added
+        return np.insert(tokens, np.repeat(behind, added), more), sizes
 
-    def _encode_escaped(self, text: str) -> list[int]:
-        """Cut inside each spelling of the control token, so that the library cannot see it as one."""
-        name = self.eod_name
-        if name is None or name not in text:
-            return self._encode_batch([text])[0]
-        parts = text.split(name)
-        pieces = [
-            (name[1:] if place else "") + part + (name[0] if place < len(parts) - 1 else "")
-            for place, part in enumerate(parts)
+    def _found_in_text(self) -> list[str]:
+        """Return the names of the control tokens whose ids the kind would give to text that spells them."""
+        names = [name for name in self.control_tokens if len(name) > 1]
+        texts = [text for name in names for text in (name, f"a{name}a")]
+        encoded = as_lists(self._encode_arrays(texts))
+        return [
+            name
+            for place, name in enumerate(names)
+            if self.control_tokens[name] in (*encoded[2 * place], *encoded[2 * place + 1])
         ]
-        return [token for ids in self._encode_batch(pieces) for token in ids]
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """The ids of all control tokens by name: end of document, padding, unknown, spans, masks and the like."""
+        found = {name: self.token_to_id(name) for name in (*all_names(), *self._declared_control_names())}
+        return {name: token for name, token in found.items() if token is not None}
+
+    def _declared_control_names(self) -> Iterable[str]:
+        """Return the names that the files themselves declare to be control tokens."""
+        return ()
 
     @cached_property
     def eod_name(self) -> str | None:
@@ -107,7 +130,15 @@ class Tokenizer(ABC):
     @cached_property
     def pad_id(self) -> int | None:
         """The id of the padding token, None if there is none."""
-        ids = (self.token_to_id(name) for name in PAD_NAMES)
+        return self._first_of(PAD_NAMES)
+
+    @cached_property
+    def unk_id(self) -> int | None:
+        """The id that stands for what the vocabulary does not have, None if there is none."""
+        return self._first_of(UNK_NAMES)
+
+    def _first_of(self, names: Sequence[str]) -> int | None:
+        ids = (self.token_to_id(name) for name in names)
         return next((token for token in ids if token is not None), None)
 
     @cached_property
@@ -123,8 +154,25 @@ class Tokenizer(ABC):
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 over the tokenizer's files, in hexadecimal."""
+        """SHA-256 over the tokenizer's files and all else that decides the ids, in hexadecimal."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(hashlib.sha256(path.read_bytes()).digest())
+        beyond_eod = [name for name in self._spellings.names if name != self.eod_name]
+        for part in (self.settings, *beyond_eod):
+            digest.update(part.encode())
         return digest.hexdigest()
+
+
+def as_arrays(encoded: Sequence[Sequence[int]]) -> Arrays:
+    """Return lists of token ids as arrays."""
+    sizes = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return np.fromiter(chain.from_iterable(encoded), np.int32, int(sizes.sum())), sizes
+
+
+def as_lists(arrays: Arrays) -> list[list[int]]:
+    """Return the token ids of each text as a list."""
+    tokens, sizes = arrays
+    stops = np.cumsum(sizes).tolist()
+    ids = tokens.tolist()
+    return [ids[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]

@@ -1,0 +1,94 @@
+"""Greedy longest match over a list of words, as CPM-Pretrain and the first vocabularies of CPM-2 do it.
+
+Words are jieba's, a space is U+2582, a line end U+2583. Of each word the longest beginning that is in the vocabulary is
+cut off, again and again; a character with which none begins is ``<unk>``, and so is a word of more than 200 characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import DataError
+from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
+from megatron.tokenizer.vocabulary import read_vocabulary
+from megatron.tokenizer.word_cut import MARK, mark_words
+
+_UNK = "<unk>"
+_LONGEST_WORD = 200
+_MOST_KNOWN = 1 << 20
+_SPACE, _LINE_END = "\u2582", "\u2583"
+_TO_PIECES = {ord(" "): _SPACE, ord("\n"): _LINE_END}
+_TO_TEXT = {ord(_SPACE): " ", ord(_LINE_END): "\n"}
+
+
+class _Words(dict[str, tuple[int, ...]]):
+    """The ids of each word met so far."""
+
+    def __init__(self, vocabulary: dict[str, int]) -> None:
+        super().__init__()
+        self._ids = vocabulary
+        self._longest = max(map(len, vocabulary))
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        ids = (self._ids[_UNK],) if len(word) > _LONGEST_WORD else tuple(self._longest_matches(word))
+        if len(self) < _MOST_KNOWN:
+            self[word] = ids
+        return ids
+
+    def _longest_matches(self, word: str) -> list[int]:
+        ids, start = [], 0
+        while start < len(word):
+            stop = min(len(word), start + self._longest)
+            while stop > start and word[start:stop] not in self._ids:
+                stop -= 1
+            ids.append(self._ids[word[start:stop] if stop > start else _UNK])
+            start = max(stop, start + 1)
+        return ids
+
+
+class CPM2Tokenizer(Tokenizer):
+    """A vocabulary of words, with ``<unk>`` and control tokens among them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ids = read_vocabulary(path, _UNK)
+        if any(token.startswith("##") and len(token) > 2 for token in self._ids):
+            raise DataError(
+                f"{path} must be a vocabulary without pieces that begin with ##, as CPM-Pretrain's; CPM-2's of Chinese "
+                "and English, and BERT's (--tokenizer-type BertWordPiece), are matched by other rules."
+            )
+        self._pieces = {token: piece for piece, token in self._ids.items()}
+        self._words = _Words(self._ids)
+        super().__init__([path], "CPM2")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._path,)
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self._pieces) + 1
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._pieces[token] for token in ids).translate(_TO_TEXT)
+
+    def _encode_arrays(self, texts: list[str]) -> Arrays:
+        return as_arrays([self._ids_of(words) for words in mark_words(texts)])
+
+    def _ids_of(self, words: str) -> list[int]:
+        if not words:
+            return []
+        cut = words.translate(_TO_PIECES).split(MARK)
+        return [token for ids in map(self._words.__getitem__, cut) for token in ids]
+
+
+def from_cpm2_files(path: Path) -> CPM2Tokenizer:
+    """Return the tokenizer of a ``vocab.txt`` or JSON file, or of a folder with vocab.txt."""
+    vocab = path / "vocab.txt" if path.is_dir() else path
+    if not vocab.exists():
+        raise DataError(f"--tokenizer-type CPM2 needs vocab.txt, a folder with it, or a JSON file, got {path}")
+    return CPM2Tokenizer(vocab)

@@ -1,0 +1,57 @@
+"""Byte-pair encoding by ``gigatoken``: many times as fast as ``tokenizers``, for the same JSON text.
+
+Only its calls without threads are used: a process does one core's work, and may be forked at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gigatoken
+import numpy as np
+
+from megatron.tokenizer.continued import splits_words, without_prefix
+from megatron.tokenizer.huggingface import LibraryTokenizer
+from megatron.tokenizer.tokenizer import Arrays
+
+
+class GigatokenTokenizer(LibraryTokenizer):
+    """A BPE of the ``tokenizers`` library whose texts gigatoken encodes; all else is the library's.
+
+    Args:
+        identity: that of the tokenizer it stands in for.
+    """
+
+    def __init__(self, description: str, paths: Sequence[Path], settings: str, identity: str) -> None:
+        self._fast = gigatoken.Tokenizer.from_json(description)
+        self._fast_continued: gigatoken.Tokenizer | None = None
+        super().__init__(description, paths, settings)
+        self.identity = identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.description, self.paths, self.settings, self.identity)
+
+    def _encode_arrays(self, texts: list[str]) -> Arrays:
+        return _encode(self._fast, texts)
+
+    def _encode_continued(self, texts: list[str]) -> Arrays:
+        if splits_words(self.description):
+            return super()._encode_continued(texts)
+        if self._fast_continued is None:
+            self._fast_continued = gigatoken.Tokenizer.from_json(without_prefix(self.description))
+        return _encode(self._fast_continued, texts)
+
+
+def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
+    """Return the same tokenizer, encoded by gigatoken."""
+    return GigatokenTokenizer(tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity)
+
+
+def _encode(fast: gigatoken.Tokenizer, texts: list[str]) -> Arrays:
+    if not texts:
+        return np.zeros(0, np.int32), np.zeros(0, np.int64)
+    rows = fast.encode_batch([text.encode() for text in texts], parallel=False).layout
+    stops = np.asarray(rows.offsets.data)
+    return np.asarray(rows.content.data)[stops[0] : stops[-1]].astype(np.int32), np.diff(stops)

@@ -1,0 +1,74 @@
+"""Chinese words as `jieba` cuts them, some twenty times as fast.
+
+`rjieba` follows the same route through the same dictionary. It differs from jieba in three things: the words that it
+makes of runs of unknown characters (its probabilities are rounded), the marks ``.``, ``-`` and ``_`` within such runs,
+and Chinese characters outside U+4E00 ... U+9FD5, which jieba takes for marks. So rjieba does the route alone, on text
+without such characters, and the runs that are left as single characters are joined here by jieba's own rules and
+tables. jieba's dictionary is never loaded: no wait, no cache file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import rjieba
+from jieba import finalseg
+
+from megatron.tokenizer.viterbi import chinese_words
+
+MARK = "\ud800"
+"""Stands between words: a lone surrogate, which no text that can be encoded has."""
+
+_TEXT_END = "\ud801"
+_HAN = "\u4e00-\u9fd5"
+_UNIT = f"(?:[{_HAN}]|[a-zA-Z0-9]+|[-+#&._%])"
+_RUN = re.compile(f"{MARK}({_UNIT}(?:{MARK}{_UNIT})+)(?={MARK})")
+_OTHER_HAN = re.compile("([\u3400-\u4dbf\u9fd6-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
+_MOST_KNOWN = 1 << 18
+
+_known_runs: dict[str, str] = {}
+
+
+def mark_words(texts: Sequence[str]) -> list[str]:
+    """Return each text with ``MARK`` between its words; they are those of ``jieba.cut(text)``."""
+    if not texts:
+        return []
+    parts = _RUN.split(_TEXT_END.join(_route(text) for text in texts))  # what no run holds, a run, and so on
+    _learn(parts[1::2])
+    parts[1::2] = map(_known_runs.__getitem__, parts[1::2])
+    return [marked[1:-1] for marked in "".join(parts).split(_TEXT_END)]
+
+
+def _route(text: str) -> str:
+    """Return jieba's route through the dictionary: a mark before and behind each word or character without one."""
+    if _OTHER_HAN.search(text) is None:
+        return f"{MARK}{MARK.join(rjieba.cut(text, False))}{MARK}"
+    words = (
+        word
+        for place, part in enumerate(_OTHER_HAN.split(text))
+        for word in ([part] if place % 2 else rjieba.cut(part, False))
+    )
+    return f"{MARK}{MARK.join(words)}{MARK}"
+
+
+def _learn(runs: Iterable[str]) -> None:
+    if len(_known_runs) > _MOST_KNOWN:
+        _known_runs.clear()
+    new = set(runs).difference(_known_runs)
+    plain = {run: run.replace(MARK, "") for run in new}
+    words = _words_of_runs([text for text in plain.values() if not rjieba.has_word(text)])
+    for run, text in plain.items():  # a word of the dictionary that the route left in characters stays in characters
+        _known_runs[run] = "".join(MARK + word for word in words.get(text, text))
+
+
+def _words_of_runs(runs: Iterable[str]) -> dict[str, list[str]]:
+    """Cut runs of characters without a word: Chinese by probability, letters, digits and signs by jieba's pattern."""
+    cut = {run: finalseg.re_han.split(run) for run in runs}  # other, Chinese, other, and so on
+    found = chinese_words(sorted({part for parts in cut.values() for part in parts[1::2]}, key=len, reverse=True))
+    return {run: list(_words_of_parts(parts, found)) for run, parts in cut.items()}
+
+
+def _words_of_parts(parts: list[str], chinese: dict[str, list[str]]) -> Iterator[str]:
+    for place, part in enumerate(parts):
+        yield from chinese[part] if place % 2 else filter(None, finalseg.re_skip.split(part))
