@@ -2,7 +2,9 @@
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json
 
---model bpe (byte-level, a `tokenizers` JSON file) or unigram (a SentencePiece .model); both get <|endoftext|>.
+--model bpe (byte-level, a `tokenizers` JSON file), wordpiece (BERT's, cased, the same kind of file) or unigram (a
+SentencePiece .model); all get <|endoftext|>. The text is streamed, but a trainer keeps each different word of it
+(unigram: all of it), so give --sample-bytes for a large corpus. At the end a table says how many tokens a text takes.
 """
 
 from __future__ import annotations
@@ -10,15 +12,49 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
 from megatron import files, log, tokenizer  # noqa: E402
 from megatron.data import preprocess  # noqa: E402
-from megatron.errors import DataError, exit_code  # noqa: E402
-from megatron.tokenizer import train  # noqa: E402
+from megatron.data.preprocess.sample import sample  # noqa: E402
+from megatron.data.preprocess.training_text import TrainingText  # noqa: E402
+from megatron.errors import exit_code  # noqa: E402
+from megatron.tokenizer import fertility, train  # noqa: E402
+
+MOST_INPUTS_SHOWN = 20
+WITHOUT_BLANKS = ("Han", "Kana")
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers, 1e9 among them, that refuses smaller ones."""
+
+    def read(text: str) -> int:
+        try:
+            value = float(text)
+        except ValueError:
+            value = lowest - 1
+        if not (value >= lowest and value.is_integer()):
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, got {text!r}")
+        return int(text) if text.isdecimal() else int(value)
+
+    return read
+
+
+def share(text: str) -> float:
+    """Read a share below one half."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 0.5:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to less than 0.5, got {text!r}")
+    return value
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -26,44 +62,89 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--input", nargs="+", type=Path, required=True, help="text files, in this order")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="the file to write: .json for bpe, .model for unigram"
-    )
-    parser.add_argument("--vocab-size", type=int, required=True)
-    parser.add_argument("--model", choices=("bpe", "unigram"), default="bpe")
-    parser.add_argument(
-        "--format", choices=preprocess.FORMATS, help="default: by name; .jsonl, else a document per file"
-    )
-    parser.add_argument("--json-key", default="text", help="key of the text in JSON lines (default: text)")
+    add = parser.add_argument
+    add("--input", nargs="+", type=Path, required=True, help="files and folders, in this order; - for standard input")
+    add("--output", type=Path, required=True, help="the file to write: .model for unigram, else .json")
+    add("--vocab-size", type=at_least(1), required=True, help="tokens, those that control among them")
+    add("--model", choices=tuple(train.MODELS), default="bpe")
+    add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
+    add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
+    add("--sample-bytes", type=at_least(1), help="train on so much text, spread evenly over the input (default: all)")
+    add("--special-tokens", nargs="+", default=[], metavar="NAME", help="further control tokens, as <fim_prefix>")
+    add("--num-sentinels", type=at_least(0), default=0, help="control tokens <extra_id_0> and so on, as T5 has (0)")
+    add("--max-bad-lines", type=at_least(0), default=0, help="bad lines to leave out before giving up (0)")
+    add("--held-out", type=share, default=0.01, help="share of the text to measure on and not to train on (0.01)")
     return parser.parse_args(argv)
 
 
-def texts(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the documents; a bad line ends the tool."""
-    for text in preprocess.texts(args.input, args.format, [args.json_key]):
-        if isinstance(text, preprocess.BadRecord):
-            raise DataError(str(text))
-        yield text
+def training_text(args: argparse.Namespace) -> TrainingText:
+    """Return the stream of documents; they are grouped by input where there are several, but not many."""
+    inputs = {str(file): str(path) for path in args.input for file in preprocess.find_inputs([path])}
+    is_by_input = 1 < len(args.input) <= MOST_INPUTS_SHOWN
+    drawn = sample(args.input, args.format, args.json_key, args.sample_bytes)
+    return TrainingText(
+        drawn, lambda path: inputs[path] if is_by_input else "", args.held_out, max_bad_lines=args.max_bad_lines
+    )
+
+
+def by_language(held_out: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return groups of documents: those that there are, or one for each language if there is one only."""
+    if set(held_out) != {""}:
+        return {name: list(texts) for name, texts in held_out.items()}
+    groups: dict[str, list[str]] = {}
+    for text in held_out[""]:
+        groups.setdefault(fertility.language_of(text), []).append(text)
+    return dict(sorted(groups.items(), key=lambda group: -sum(map(len, group[1]))))
+
+
+def report(rows: Sequence[fertility.Fertility]) -> None:
+    """Print a table of what a text costs in tokens."""
+    table = Table(title="documents that were not trained on")
+    for name in ("text", "documents", "MB", "bytes/token", "tokens/character", "tokens/word", "unknown"):
+        table.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
+    for row in rows:
+        words = "-" if row.name in WITHOUT_BLANKS else f"{row.tokens_per_word:.3f}"
+        table.add_row(
+            row.name,
+            f"{row.num_documents}",
+            f"{row.num_bytes / 1e6:.2f}",
+            f"{row.bytes_per_token:.2f}",
+            f"{row.tokens_per_char:.3f}",
+            words,
+            f"{row.unknown_rate:.3%}",
+        )
+    Console(width=110).print(table)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, write the file, and report."""
+    started = time.monotonic()
+    special = train.special_names(args.special_tokens, args.num_sentinels)
+    text = training_text(args)
+    trained = train.MODELS[args.model](text, args.vocab_size, special)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    files.replace_bytes(args.output, trained)
+    built = tokenizer.build(tokenizer_path=args.output)
+    seconds = time.monotonic() - started
+    for bad in text.bad:
+        log.warning(f"left out {bad}")
+    log.info(
+        f"{args.output}: {built.vocab_size} tokens, trained on {text.num_documents} documents, "
+        f"{text.num_bytes / 1e6:.1f} MB in {seconds:.1f} s ({text.num_bad} bad left out)"
+    )
+    if text.held_out:
+        report(fertility.measure(built, by_language(text.held_out)))
+    else:
+        log.info("the text is too small to keep some of it apart, so there is nothing to measure on (--held-out)")
 
 
 def main() -> int:
-    """Train and write the file; return the exit code."""
-    args = parse_args()
-    started = time.monotonic()
+    """Return the exit code."""
     try:
-        documents = list(texts(args))
-        if not documents:
-            raise DataError(f"no documents in {', '.join(map(str, args.input))}")
-        trained = (train.train_bpe if args.model == "bpe" else train.train_unigram)(documents, args.vocab_size)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_bytes(args.output, trained)
-        vocab_size = tokenizer.build(tokenizer_path=args.output).vocab_size
+        run(parse_args())
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)
-    seconds = time.monotonic() - started
-    log.info(f"{args.output}: {vocab_size} tokens, trained on {len(documents)} documents in {seconds:.1f} s")
     return 0
 
 

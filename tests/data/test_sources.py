@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.preprocess import BadRecord, Unit, plan_units, read_unit, texts, with_line_numbers
+from megatron.data.preprocess import Unit, plan_units, read_unit, texts
 from megatron.data.preprocess import lines as lines_module
 from megatron.errors import DataError
 
@@ -135,18 +135,6 @@ def test_a_giant_line_is_one_record_and_one_beyond_all_measure_is_named(
     monkeypatch.setattr(lines_module, "_LONGEST_LINE", 1_000_000)
     with pytest.raises(DataError, match="c.jsonl must have lines of at most 1000000 bytes.*jq -c"):
         list(texts([path]))
-
-
-def test_lines_that_nobody_counted_are_counted_for_the_bad_ones(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbfone\n\n" + name.encode() * 20 + b"\nthree\nfour")
-    units = plan_units([tmp_path], "jsonl", 20)
-    places = [(record.path, record.line, record.byte_offset) for unit in units for record in read_unit(unit)]
-    bad = [BadRecord(*place, "reason", "opening") for place in places if place[2] > 8]
-    assert [record.line for record in bad] == [0, 0, 0, 0]
-    assert [record.line for record in with_line_numbers(bad[::-1])] == [5, 4, 5, 4]
-    gone = replace(bad[0], path="gone")
-    assert with_line_numbers([gone, replace(gone, line=7)]) == [gone, replace(gone, line=7)]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import zstandard
@@ -17,6 +18,8 @@ a file made to burst takes 130 MB at most, ordinary text a few hundred kB."""
 
 _LARGEST_WINDOW = 1 << 31
 """What ``zstd --long=31`` asks for; memory is taken only for files that were written with such a window."""
+
+_JUDGED_BYTES = 1 << 23
 
 
 class _Stream(Protocol):
@@ -54,6 +57,17 @@ def decompressed(path: str, file: BinaryIO) -> Iterator[bytes]:
                 stream = _new(kind)
     if in_stream:
         raise _damaged(path, kind, f"cut off: it ends at byte {place}, in the middle of a stream", unpacked)
+
+
+def unpacked_size(path: str) -> int:
+    """Return about how many bytes a compressed file holds, judged by its first ones; exact for small files."""
+    unpacked = 0
+    with open(path, "rb") as file:
+        for data in decompressed(path, file):
+            unpacked += len(data)
+            if unpacked >= _JUDGED_BYTES:
+                return unpacked * Path(path).stat().st_size // file.tell()
+    return unpacked
 
 
 def _new(kind: str) -> _Stream:

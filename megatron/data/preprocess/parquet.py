@@ -23,6 +23,14 @@ def row_groups(path: str) -> list[int]:
         return [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
 
 
+def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
+    """Return the bytes of the columns ``keys`` in the unit's row groups, before they were compressed."""
+    with _opened(unit.path) as file:
+        groups = [file.metadata.row_group(number) for number in range(unit.start, unit.stop)]
+        columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+        return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
+
+
 def rows(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
     """Yield the rows of the unit's row groups, each as a JSON object of the columns ``keys`` ("a.b" for fields of one).
 

@@ -71,13 +71,18 @@ def texts(
 
 def unit_texts(unit: Unit, keys: Sequence[str] | None) -> Iterator[str | BadRecord]:
     """Yield the documents of a unit in order, and what is bad; blank and empty ones are left out."""
+    return (text for _, text in unit_documents(unit, keys))
+
+
+def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Record, str | BadRecord]]:
+    """Yield what ``unit_texts`` does, each with its record."""
     keys = keys if unit.format in ("jsonl", "parquet") else None
     for record in read_unit(unit, keys):
         result = parse(record, keys)
         if isinstance(result, BadRecord):
-            yield result
-        else:
-            yield from result
+            yield record, result
+        elif result:
+            yield record, result[0]
 
 
 def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:

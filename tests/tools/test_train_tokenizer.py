@@ -1,0 +1,170 @@
+"""tools/train_tokenizer.py: what it trains, on what, and what it says; tools/make_big_corpus.py."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pytest
+
+from megatron import tokenizer
+from megatron.data.preprocess import BadRecord, training_text
+from megatron.data.preprocess import sample as sample_module
+from megatron.data.preprocess.sample import sample
+from megatron.errors import DataError
+from tools import make_big_corpus, train_tokenizer
+
+ENGLISH = "The lamp stood in the window of the house by the river. "
+CHINESE = "窗前有一盏灯。灯亮着。"
+CODE = "def f(x):\n    return {x: [x + 1]}\n"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "c.jsonl"
+    with open(path, "wb") as file:
+        for number in range(900):
+            text = [ENGLISH, CHINESE, CODE][number % 3] * (number % 7 + 1) + str(number)
+            file.write(orjson.dumps({"text": text, "meta": {"text": "m" * number}}) + b"\n")
+    return path
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple]:
+    """Run the tool in this process; returns its exit code, the file, and what it printed."""
+
+    def run(*arguments: object, name: str = "t.json") -> tuple[int, Path, str]:
+        monkeypatch.setattr(training_text, "HELD_OUT_STEP", 1 << 9)
+        output = tmp_path / name
+        command = ["train_tokenizer.py", "--output", output, *arguments]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+        code = train_tokenizer.main()
+        captured = capsys.readouterr()
+        return code, output, captured.out + captured.err
+
+    return run
+
+
+def test_control_tokens_come_first_and_the_same_text_gives_the_same_file(
+    train: Callable[..., tuple], corpus: Path
+) -> None:
+    names = ["--special-tokens", "<fim_prefix>", "<fim_middle>", "--num-sentinels", 3]
+    code, path, said = train("--input", corpus, "--vocab-size", 400, *names)
+    assert code == 0 and "trained on 900 documents" in said, said
+    built = tokenizer.build(tokenizer_path=path)
+    assert built.eod_id == 0 and built.token_to_id("<fim_middle>") == 2 and built.sentinel_ids == (3, 4, 5)
+    assert built.decode(built.encode(CHINESE + CODE + "\x07é")) == CHINESE + CODE + "\x07é"
+    first = path.read_bytes()
+    assert train("--input", corpus, "--vocab-size", 400, *names)[1].read_bytes() == first
+    rows = [line.split("│")[1:-1] for line in said.splitlines() if "│" in line]
+    assert [row[0].strip() for row in rows] == ["Latin", "code or other", "Han", "all"]
+    assert all(row[-1].strip() == "0.000%" for row in rows) and rows[2][5].strip() == "-"
+
+
+def test_unigram_and_wordpiece_are_trained_and_open_again(train: Callable[..., tuple], corpus: Path) -> None:
+    several = ["--input", corpus, corpus, "--num-sentinels", 2]
+    code, path, said = train(*several, "--vocab-size", 320, "--model", "unigram", name="t.model")
+    assert code == 0 and "trained on 1800 documents" in said and "Latin" not in said, said
+    unigram = tokenizer.build(tokenizer_path=path)
+    assert len(unigram.sentinel_ids) == 2 and unigram.decode(unigram.encode(CODE)) == CODE
+    code, path, said = train(*several, "--vocab-size", 120, "--model", "wordpiece")
+    assert code == 0, said
+    vocabulary = json.loads(path.read_text())["model"]["vocab"]
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>", "<extra_id_0>", "<extra_id_1>"]
+    assert [vocabulary[name] for name in names] == list(range(8)) and len(vocabulary) <= 120
+    wordpiece = tokenizer.build(tokenizer_path=path)
+    assert 1 in wordpiece.encode("龍") and 1 not in wordpiece.encode("lamp 窗")
+    assert train(*several, "--vocab-size", 120, "--model", "wordpiece")[1].read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--vocab-size", 257, "--special-tokens", "<a>"], "--vocab-size must be at least 258 (256 bytes and <|endo"),
+        (["--vocab-size", 300, "--special-tokens", "a b"], "--special-tokens must be names without blanks, got 'a b'"),
+        (["--vocab-size", 300, "--special-tokens", "<a>", "<a>"], "must differ from each other"),
+        (["--vocab-size", 9999, "--model", "unigram"], "--vocab-size 9999 cannot be trained on this text"),
+        (["--vocab-size", 300, "--json-key", "txt"], "at most 0 bad lines are allowed (--max-bad-lines), got 1 so far"),
+        (["--vocab-size", 300, "--json-key", "txt", "--model", "unigram"], "c.jsonl:1 (byte 0): has no key 'txt'"),
+        (["--vocab-size", 300, "--json-key", "txt", "--max-bad-lines", 1000], "got none (900 bad)"),
+        (
+            ["--vocab-size", 7, "--model", "wordpiece"],
+            "--vocab-size must be at least 8 (2 characters and [PAD], [UNK],",
+        ),
+        (["--vocab-size", 300, "--sample-bytes", 9, "--input", "-"], "--sample-bytes needs files"),
+    ],
+)
+def test_what_cannot_be_trained_ends_with_code_2(
+    train: Callable[..., tuple], corpus: Path, arguments: list[object], text: str
+) -> None:
+    code, path, said = train("--input", corpus, *arguments)
+    assert code == 2 and text in said and not path.exists(), said
+
+
+def test_bad_lines_within_the_limit_are_left_out(train: Callable[..., tuple], tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "a b c"}\n{"text": 1}\n\n{"text": "\xff"}\n{"text": "d"}\n')
+    code, _, said = train("--input", tmp_path / "c.jsonl", "--vocab-size", 260, "--max-bad-lines", "2")
+    assert code == 0 and "trained on 2 documents" in said and "(2 bad left out)" in said, said
+    assert "left out" in said and "c.jsonl:4 (byte 31): not UTF-8" in said
+    assert "the text is too small" in said
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_sample_is_of_its_size_even_and_always_the_same(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_module, "PIECE_BYTES", 1 << 10)
+    texts = [f"{number:06d}" + "x" * (number % 100) for number in range(1000)]
+    total = sum(map(len, texts))
+    content = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts)
+    (tmp_path / f"c.jsonl{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    for asked in (8_000, 30_000):
+        drawn = list(sample([tmp_path], None, ["text"], asked))
+        assert drawn == list(sample([tmp_path], None, ["text"], asked))
+        found = [document.text for document in drawn if isinstance(document.text, str)]
+        assert 0.95 * asked < sum(map(len, found)) < asked + 106
+        places = [int(text[:6]) for text in found]
+        assert places == sorted(set(places))
+        quarters = [sum(len(text) for text in found if int(text[:6]) // 250 == quarter) for quarter in range(4)]
+        assert max(quarters) - min(quarters) < 1200
+    assert len(list(sample([tmp_path], None, ["text"], 10 * total))) == 1000
+    assert [document.text for document in sample([tmp_path], None, ["text"])] == texts
+
+
+def test_a_sample_of_files_and_columns_counts_what_they_hold(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"{number:06d}" + "x" * 94 for number in range(400)]
+    table = arrow.table({"text": texts, "other": ["unread" * 50] * 400})
+    parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    for number, text in enumerate(texts):
+        (tmp_path / f"t{number:03d}.txt").write_text(text)
+    drawn = list(sample([tmp_path], None, ["text"], 20_000))
+    from_rows = sum(document.path.endswith("parquet") for document in drawn)
+    assert 190 <= len(drawn) <= 210 and 90 <= from_rows <= 110
+    assert not any(isinstance(document.text, BadRecord) for document in drawn)
+
+
+def test_the_big_corpus_has_its_size_and_follows_from_the_seed(tmp_path: Path) -> None:
+    outputs = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        arguments = ["--bytes", "3e5", "--output", str(tmp_path / f"{name}.jsonl"), "--seed", seed]
+        assert make_big_corpus.main(arguments) == 0
+        outputs.append((tmp_path / f"{name}.jsonl").read_bytes())
+    assert outputs[0] == outputs[1] != outputs[2] and 3e5 <= len(outputs[0]) < 3e5 + make_big_corpus.LONGEST_BYTES
+    texts = [orjson.loads(line)["text"] for line in outputs[0].splitlines()]
+    assert len(set(map(len, texts))) > 20 and any("。" in text for text in texts)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    with pytest.raises(DataError, match="must hold examples/corpus"):
+        make_big_corpus.pieces(tmp_path)
+
+
+def test_the_tool_is_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", "--input", "gone", "--vocab-size", "1e3", "--output", "t"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(train_tokenizer.__file__, run_name="__main__")
+    assert "--input gone does not exist" in capsys.readouterr().err

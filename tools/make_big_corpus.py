@@ -1,0 +1,146 @@
+"""Make a corpus of any size for measurements: JSON lines, documents of mixed length, English, Chinese and code.
+
+    python tools/make_big_corpus.py --bytes 2e9 --output data/big.jsonl
+
+Sentences of examples/corpus and lines of this checkout's Python files are put together anew by the seed, with invented
+names and numbers among them, so that words do not merely repeat. The same checkout, seed and size give the same bytes.
+It is no text to train on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import orjson  # noqa: E402
+
+from megatron import files, log  # noqa: E402
+from megatron.errors import DataError, exit_code  # noqa: E402
+
+MEDIAN_BYTES = 1500
+SPREAD = 1.2
+LONGEST_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 22
+NUM_NAMES = 1 << 15
+NUM_LENGTHS = 1 << 12
+SYLLABLES = "ba den fi gor hal ist jun ka lem mor nu os per qui ras tol um ven wex yar zo chi thra sel".split()
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bytes", type=float, required=True, help="size of the file; it ends with a whole document")
+    parser.add_argument("--output", type=Path, required=True, help="the file to write")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if not 1 <= args.bytes < 1e15:
+        parser.error(f"--bytes must be from 1 to 1e15, got {args.bytes:g}")
+    return args
+
+
+def escaped(text: str) -> bytes:
+    """Return ``text`` as it stands within a JSON string."""
+    return orjson.dumps(text)[1:-1]
+
+
+def pieces(root: Path) -> list[list[bytes]]:
+    """Return what documents are made of, escaped: English sentences, Chinese sentences, lines of code.
+
+    Raises:
+        DataError: the texts are not there.
+    """
+    english, chinese, code = (
+        [path.read_text(encoding="utf-8") for path in sorted(root.glob(pattern))]
+        for pattern in ("examples/corpus/en/*.txt", "examples/corpus/zh/*.txt", "megatron/**/*.py")
+    )
+    if not (english and chinese and code):
+        raise DataError(f"{root} must hold examples/corpus/{{en,zh}}/*.txt and megatron/; is the checkout complete?")
+    cut = [
+        [sentence + " " for text in english for sentence in re.split(r"(?<=[.!?])\s+", text)],
+        [sentence for text in chinese for sentence in re.split(r"(?<=[。！？])", text)],
+        ["\n".join(text.splitlines()[start : start + 4]) + "\n" for text in code for start in range(0, 80, 4)],
+    ]
+    return [[escaped(piece) for piece in kind if piece.strip()] for kind in cut]
+
+
+def names(draw: Callable[[], float]) -> list[bytes]:
+    """Return invented words and numbers."""
+    some = []
+    for number in range(NUM_NAMES):
+        word = "".join(SYLLABLES[int(draw() * len(SYLLABLES))] for _ in range(2 + number % 3))
+        some.append(f"{word.title()} " if number % 4 else f"{int(draw() * 1e5)} ")
+    return [escaped(name) for name in some]
+
+
+def lengths(draw: Callable[[], float]) -> list[int]:
+    """Return lengths of documents in bytes: most are short, some very long (log-normal)."""
+    normal = (math.sqrt(-2 * math.log(1 - draw())) * math.cos(2 * math.pi * draw()) for _ in range(NUM_LENGTHS))
+    return [int(min(MEDIAN_BYTES * math.exp(SPREAD * value), LONGEST_BYTES)) + 1 for value in normal]
+
+
+def documents(kinds: Sequence[Sequence[bytes]], seed: int) -> Iterator[bytes]:
+    """Yield JSON lines without end. Only ``random()`` is drawn, the one method that stays the same in all Pythons."""
+    draw = random.Random(seed).random
+    invented, sizes = names(draw), lengths(draw)
+    number = 0
+    while True:
+        kind = kinds[int(draw() * len(kinds))]
+        parts = [b'{"id": %d, "text": "' % number]
+        left = sizes[int(draw() * NUM_LENGTHS)]
+        while left > 0:
+            start = int(draw() * len(kind))
+            some = kind[start : start + min(left // 80 + 1, 8)]
+            parts += some
+            parts.append(invented[int(draw() * NUM_NAMES)])
+            left -= sum(map(len, some))
+        parts.append(b'"}\n')
+        yield b"".join(parts)
+        number += 1
+
+
+def chunks(lines: Iterator[bytes], num_bytes: float) -> Iterator[bytes]:
+    """Yield blocks of whole lines until there are at least ``num_bytes``."""
+    gathered: list[bytes] = []
+    size = written = 0
+    while written + size < num_bytes:
+        line = next(lines)
+        gathered.append(line)
+        size += len(line)
+        if size >= CHUNK_BYTES:
+            yield b"".join(gathered)
+            written += size
+            gathered, size = [], 0
+    yield b"".join(gathered)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the file beside its name, then rename it; return the exit code."""
+    args = parse_args(argv)
+    started = time.monotonic()
+    temporary = args.output.with_name(f".{args.output.name}.tmp")
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        size, crc = files.write_chunks(temporary, chunks(documents(pieces(ROOT), args.seed), args.bytes))
+        files.rename(temporary, args.output)
+    except Exception as error:
+        temporary.unlink(missing_ok=True)
+        log.error(f"error: {error}")
+        return exit_code(error)
+    seconds = time.monotonic() - started
+    log.info(f"{args.output}: {size} bytes, crc32 {crc:08x}, {size / 1e6 / seconds:.0f} MB/s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
