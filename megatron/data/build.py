@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.data import checks
+from megatron.data.build_splits import Opened, Three, build_splits
 from megatron.data.cache import Cache
 from megatron.data.corpora import DataPaths
 from megatron.data.documents import Documents
 from megatron.data.fim import Fim
 from megatron.data.gpt2_samples import GPT2Samples
-from megatron.data.splits import Opened, Three, build_splits
 from megatron.data.token_file import TokenFile
 
 _SHORTEST_PACKED = 2

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from megatron.data import checks
+from megatron.data.build_splits import Opened, Three, build_splits
 from megatron.data.cache import Cache
 from megatron.data.control_tokens import T5Tokens
 from megatron.data.corpora import DataPaths
 from megatron.data.documents import Documents
 from megatron.data.span_file_samples import SpanFileSamples
 from megatron.data.span_files import SpanFiles
-from megatron.data.splits import Opened, Three, build_splits
 from megatron.data.t5_samples import T5Samples
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError

@@ -3,11 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron.data import DataPaths, T5Samples, T5Tokens, build_t5_train_valid_test
+from megatron.data import DataPaths, SpanFileSamples, T5Samples, T5Tokens, build_t5_train_valid_test
 from megatron.errors import DataError
 from megatron.spans import parse_denoisers
+from tests.data.span_set import VOCAB_SIZE, counting, write_set
 from tests.data.test_build import only
 from tests.data.token_data import write, write_megatron
 
@@ -72,3 +74,37 @@ def test_files_without_a_sidecar_or_documents_are_looked_through(tmp_path: Path)
     assert only(build(tmp_path / "a")[0]).documents == (0, 8), "each sequence is a document"
     with pytest.raises(DataError, match="got 109 in document 9 at token 10"):
         build(tmp_path / "a", tokens=T5Tokens.appended(109, 12, 0))
+
+
+def test_a_set_in_three_files_may_be_one_of_several_corpora(tmp_path: Path) -> None:
+    write_set(tmp_path / "set", counting([(5, 2, 6, 1, 4, 3), (9, 4), (30, 2, 20, 5)]))
+    write(tmp_path / "a", [11] * 10)
+    values = {
+        "data_path": f"1 {tmp_path}/set 2 {tmp_path}/a",
+        "split": "1",
+        "needed": (True, False, False),
+        "tokens": T5Tokens.appended(VOCAB_SIZE, 12, 0),
+    }
+    train, _, _ = build(None, **values, dec_seq_length=8, mixture_schedule="19: 1 0")
+    assert isinstance(train.parts["set"], SpanFileSamples) and isinstance(train.parts["a"], T5Samples)
+    assert {train[index]["targets"].shape for index in range(9)} == {(8,)}
+    assert train.order.cursors(2) == {"set": 1, "a": 1} and train.order.cursors(9) == {"set": 8, "a": 1}, "18 a sample"
+    with pytest.raises(DataError, match="targets must be of one length in all corpora, got 0 for .*set and 4 for .*a"):
+        build(None, **values)
+
+
+@pytest.mark.parametrize("changed", [{"split_by": "hash"}, {"data_impl": "pread"}])
+def test_texts_are_cut_and_read_as_asked(tmp_path: Path, changed: dict[str, Any]) -> None:
+    file = write(tmp_path / "a", [11] * 60)
+    tokens = T5Tokens.appended(1000, 12, 0)
+    samples = [only(part) for part in build(tmp_path / "a", tokens=tokens, **changed)]
+    if "data_impl" in changed:
+        expected = [only(part) for part in build(tmp_path / "a", tokens=tokens)]
+        assert all(a[3]["inputs"].tolist() == b[3]["inputs"].tolist() for a, b in zip(samples, expected, strict=True))
+        return
+    documents = [part.documents.tolist() for part in samples]
+    assert sorted(sum(documents, [])) == list(range(60)) and documents[0] != list(range(len(documents[0])))
+    assert len({part.fingerprint for part in samples}) == 3
+    seen = {int(t) for i in range(99) for k in ("inputs", "targets") for t in samples[0][i][k] if 0 < t < 1000}
+    owners = {int(np.searchsorted(np.cumsum(file.sizes), token - 1, "right")) for token in seen}
+    assert owners <= set(documents[0])

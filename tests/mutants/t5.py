@@ -114,8 +114,8 @@ T5 = (
     Mutant(
         "every epoch cuts the same spans",
         "megatron/data/t5_samples.py",
-        '"spans", self.seed, int(index))',
-        '"spans", self.seed, int(index) % self.samples_per_epoch)',
+        '"spans", *self._key, int(index))',
+        '"spans", *self._key, int(index) % self.samples_per_epoch)',
         ("tests/data/test_t5_samples.py::test_spans_are_new_in_each_epoch_and_with_each_seed",),
     ),
     Mutant(
