@@ -126,19 +126,20 @@ def test_pieces_do_not_depend_on_the_blocks_they_are_sorted_in(monkeypatch: pyte
 
 def test_processes_of_a_host_share_the_order_of_many_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_windows, "_KEPT_FROM", 100)
-    sizes, cache = np.random.default_rng(5).integers(0, 60, 120).tolist(), Cache(tmp_path)
+    source = Sizes(np.random.default_rng(5).integers(0, 60, 120).tolist())
 
-    def order(capacity: int, **settings: Any) -> list[Any]:
-        windows = PackedWindows(Sizes(sizes), documents=(0, 120), capacity=capacity, seed=3, **settings)
+    def order(capacity: int = 17, documents: Documents = (0, 120), is_kept: bool = True) -> list[Any]:
+        cache = Cache(tmp_path) if is_kept else None
+        windows = PackedWindows(source, documents=documents, capacity=capacity, seed=3, cache=cache)
         return [windows.pieces(index) for index in range(windows.per_epoch)]
 
-    alone = order(17)
-    assert order(17, cache=cache) == alone
-    built = sorted(path.name for path in cache.folder.glob("lengths-*"))
-    monkeypatch.setattr(packing_lengths._Cut, "_blocks", None)
-    assert order(17, cache=Cache(tmp_path)) == alone and len(built) == 3
-    with pytest.raises(TypeError, match="not callable"):
-        order(18, cache=cache)
+    alone, narrower = order(is_kept=False), order(documents=(0, 119), is_kept=False)
+    assert order() == alone and order(documents=(0, 119)) == narrower
+    with monkeypatch.context() as patch:
+        patch.setattr(packing_lengths._Cut, "_blocks", lambda cut: iter(()))
+        assert order() == alone and order(documents=(0, 119)) == narrower, "nothing is computed again"
+        with pytest.raises(DataError, match="the split has none"):
+            order(capacity=18)
 
 
 def test_lengths_and_documents_beyond_16_and_31_bits_are_right() -> None:

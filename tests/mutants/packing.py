@@ -27,10 +27,10 @@ PACKING = (
         (PLAN,),
     ),
     Mutant(
-        "samples that took no piece are forgotten",
+        "a sample that took no piece is forgotten",
         "megatron/data/packing.py",
         "samples.add(room, group.part(whole, num))",
-        "samples.add(room, group.part(whole + 1, num))",
+        "samples.add(room, group.part(whole, num - (num > whole)))",
         (PLAN,),
     ),
     Mutant(
@@ -60,6 +60,13 @@ PACKING = (
         '"pieces", self.seed, epoch, length)',
         '"pieces", self.seed, length)',
         (EPOCHS,),
+    ),
+    Mutant(
+        "splits share the documents that were sorted for one of them",
+        "megatron/data/packing_windows.py",
+        "self.token_file.fingerprint, documents_key(self.documents), self.capacity)",
+        "self.token_file.fingerprint, self.capacity)",
+        ("tests/data/test_packing.py::test_processes_of_a_host_share_the_order_of_many_documents",),
     ),
     Mutant(
         "packed samples come in one order in every epoch",
