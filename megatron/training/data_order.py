@@ -5,27 +5,18 @@ Data sets say so by an ``order`` (``megatron.data.SampleOrder``); those of a use
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron import log
 from megatron.training.data import RunData
 
 
-def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Return name -> its last part; the whole names where two share one."""
-    whole = list(names)
-    short = [os.path.basename(name) for name in whole]
-    return dict(zip(whole, short if len(set(short)) == len(short) else whole, strict=True))
-
-
 def numbers_text(numbers: Mapping[str, float], form: str) -> str:
     """Return "a 0.12, b 0.30", or the number alone where there is one corpus."""
     if len(numbers) == 1:
         return format(next(iter(numbers.values())), form)
-    names = short_names(numbers)
-    return ", ".join(f"{names[name]} {number:{form}}" for name, number in numbers.items())
+    return ", ".join(f"{name} {number:{form}}" for name, number in numbers.items())
 
 
 def epochs_text(data: RunData, samples_consumed: int) -> str:

@@ -1,0 +1,183 @@
+"""The samples of a run are a function of the seed and the samples consumed, whatever the layout; and what is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config import Config, parse
+from megatron.data import DataPaths, build_train_valid_test
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import Group, single_grid
+from megatron.training import data_order
+from megatron.training.data import RunData, samples_wanted
+from megatron.training.world import World
+from tests.data.token_data import write
+
+SEQ, STEPS = 8, 9
+MIXTURE = "0.7 {a} 0.3 {b}"
+RAMP = "--rampup-batch-size 4 4 40"
+LAYOUTS = [(d, b) for d, b in itertools.product((1, 2, 4), (1, 2, 4)) if d * b <= 4]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Write two corpora of unlike sizes; each runs out within a few steps, so that epochs begin anew."""
+    folder = tmp_path_factory.mktemp("corpora")
+    write(folder / "a", [30 + i % 7 for i in range(20)])
+    write(folder / "b", [90, 5, 60, 40])
+    return {name: str(folder / name) for name in ("a", "b")}
+
+
+def config_of(paths: dict[str, str], replicas: int, micro: int, *, mixed: str = MIXTURE, extra: str = "") -> Config:
+    gas = 16 // (replicas * micro)
+    sizes = f"--batch-size {micro} --gas {gas} --seq-length {SEQ} --seed 11 --train-iters {STEPS} --eval-iters 0"
+    words = ["--data-path", mixed.format(**paths), *sizes.split(), *extra.split()]
+    return parse(words, world_size=replicas, env={})
+
+
+def data_of(config: Config, schedule: str | None = None) -> RunData:
+    paths = DataPaths(data_path=config.data.data_path, split="1", mixture_schedule=schedule)
+    needed = (True, False, False)
+    train, _, _ = build_train_valid_test(paths, seq_length=SEQ, seed=config.run.seed, vocab_size=50_000, needed=needed)
+    assert train is not None
+    return RunData({"train": train}, train.fingerprint, train.order)
+
+
+def world_of(rank: int, replicas: int) -> World:
+    """Return the world as one replica sees it; nothing here communicates."""
+    grid = replace(single_grid(), data=Group(tuple(range(replicas)), rank))
+    return World("cpu", torch.device("cpu"), grid, rank)
+
+
+def steps_of(config: Config, replicas: int, data: RunData, consumed: int = 0, steps: int = STEPS) -> list[np.ndarray]:
+    """Return the tokens of each step, those of all replicas in their order."""
+    batches = [data.batches("train", config, world_of(rank, replicas), consumed) for rank in range(replicas)]
+    sizes, found = config.batch.sizes(replicas), []
+    for _ in range(steps):
+        number = sizes.at(consumed) // (config.batch.batch_size * replicas)
+        parts = [next(each)["text"] for each in batches if each is not None for _ in range(number)]
+        found.append(torch.cat(parts).numpy())
+        consumed += sizes.at(consumed)
+    for each in batches:
+        assert each is not None
+        with each:
+            pass
+    return found
+
+
+def stream(steps: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(steps)
+
+
+@pytest.mark.parametrize("ramp", ["", RAMP], ids=["whole", "ramp"])
+@pytest.mark.parametrize(
+    ("mixed", "schedule"),
+    [("{a}", None), (MIXTURE, None), (MIXTURE, "250: 0.1 0.9; 600: 1 0")],
+    ids=["one", "mixture", "schedule"],
+)
+def test_the_stream_is_the_same_in_every_layout_and_after_a_resume_in_another(
+    mixed: str, schedule: str | None, ramp: str, corpora: dict[str, str]
+) -> None:
+    config = config_of(corpora, 1, 1, mixed=mixed, extra=ramp)
+    whole = steps_of(config, 1, data_of(config, schedule))
+    assert sum(map(len, whole)) == samples_wanted(config, world_of(0, 1))[0]
+    for replicas, micro in LAYOUTS:
+        config = config_of(corpora, replicas, micro, mixed=mixed, extra=ramp)
+        for step, (wanted, got) in enumerate(
+            zip(whole, steps_of(config, replicas, data_of(config, schedule)), strict=True)
+        ):
+            assert np.array_equal(wanted, got), (replicas, micro, step)
+    for cut, (replicas, micro) in zip((1, 4, 6), ((4, 1), (1, 4), (2, 2)), strict=True):
+        config = config_of(corpora, replicas, micro, mixed=mixed, extra=ramp)
+        consumed = sum(map(len, whole[:cut]))
+        data = data_of(config, schedule)
+        go_on(data, data_of(config, schedule), consumed)
+        assert np.array_equal(stream(steps_of(config, replicas, data, consumed, STEPS - cut)), stream(whole[cut:]))
+
+
+def test_the_stream_is_the_same_with_processes_that_read_ahead(corpora: dict[str, str]) -> None:
+    config = config_of(corpora, 2, 2, extra=RAMP)
+    ahead = config_of(corpora, 2, 2, extra=f"{RAMP} --num-workers 4 --prefetch-factor 1")
+    here, there = (steps_of(each, 2, data_of(each), steps=6) for each in (config, ahead))
+    assert all(map(np.array_equal, here, there))
+
+
+def go_on(data: RunData, before: RunData, consumed: int, *, allow_change: bool = False) -> None:
+    """Let ``data`` go on where a run on ``before`` was saved."""
+    saved = json.loads(json.dumps(before.order.state(consumed)))
+    state = {"data_order": saved, "data_fingerprint": "x", "progress": {"samples_consumed": consumed}}
+    data.use_order(data_order.resumed(data, state, allow_change=allow_change))
+
+
+def samples_read(data: RunData, start: int, stop: int) -> list[tuple[int, int]]:
+    return [data.order.locate(index) for index in range(start, stop)]
+
+
+def test_after_a_change_of_weights_no_corpus_repeats_what_it_gave(corpora: dict[str, str]) -> None:
+    first = data_of(config_of(corpora, 1, 4))
+    other = data_of(config_of(corpora, 1, 4, mixed="0.2 {b} 0.8 {a}"))
+    go_on(other, first, 48)
+    names = [[corpus.name for corpus in each.order.corpora] for each in (first, other)]
+    before = [(names[0][corpus], place) for corpus, place in samples_read(first, 0, 48)]
+    after = [(names[1][corpus], place) for corpus, place in samples_read(other, 48, 144)]
+    for name in names[0]:
+        places = [place for corpus, place in before + after if corpus == name]
+        assert places == list(range(len(places))), name
+    shares = [sum(corpus == "b" for corpus, _ in part) / len(part) for part in (before, after)]
+    assert shares == pytest.approx([0.3, 0.2], abs=0.02)
+    assert np.array_equal(other.datasets["train"][50], other.datasets["train"].parts[after[2][0]][after[2][1]])
+
+
+def test_another_corpus_is_an_error_that_names_both_unless_it_is_allowed(
+    corpora: dict[str, str], tmp_path: Path
+) -> None:
+    write(tmp_path / "b", [90, 5, 60, 41])
+    first = data_of(config_of(corpora, 1, 4))
+    changed = data_of(config_of({"a": corpora["a"], "b": str(tmp_path / "b")}, 1, 4))
+    prints = [next(c.fingerprint for c in each.order.corpora if c.name == "b") for each in (first, changed)]
+    with pytest.raises(CheckpointError, match="--allow-data-change") as told:
+        go_on(changed, first, 48)
+    assert all(each in str(told.value) for each in prints)
+    go_on(changed, first, 48, allow_change=True)
+    assert changed.order.cursors(48) == {"a": first.order.cursors(48)["a"], "b": 0}
+
+
+def test_a_checkpoint_that_knows_a_fingerprint_only_goes_on(corpora: dict[str, str]) -> None:
+    data = data_of(config_of(corpora, 1, 4, mixed="{a}"))
+    state = {"data_fingerprint": data.fingerprint, "progress": {"samples_consumed": 32}}
+    order = data_order.resumed(data, state, allow_change=False)
+    assert [order.locate(i) for i in (0, 32, 99)] == [(0, 0), (0, 32), (0, 99)]
+    with pytest.raises(CheckpointError):
+        data_order.resumed(data, state | {"data_fingerprint": "other"}, allow_change=False)
+    without = {"data_fingerprint": None, "progress": {"samples_consumed": 32}}
+    assert data_order.resumed(data, without, allow_change=False) is data.order
+
+
+def test_what_is_told_of_epochs(corpora: dict[str, str]) -> None:
+    one, two = data_of(config_of(corpora, 1, 4, mixed="{a}")), data_of(config_of(corpora, 1, 4))
+    per_epoch = one.order.corpora[0].samples_per_epoch
+    assert data_order.epochs_text(one, per_epoch // 2) == "epoch 0.50"
+    assert data_order.epochs_values(one, per_epoch) == {"epoch": 1.0}
+    read = two.order.epochs(100)
+    assert data_order.epochs_text(two, 100) == f"epochs a {read['a']:.2f}, b {read['b']:.2f}"
+    assert data_order.epochs_values(two, 100) == {"epochs": read}
+    rows = dict(data_order.start_rows(two, 100))
+    assert rows["epochs"] == f"a {read['a']:.2f}, b {read['b']:.2f} when the 100 samples of the run are read"
+    assert rows["samples"].startswith(f"a {per_epoch}, b ")
+
+
+def test_data_of_ones_own_need_no_order() -> None:
+    own: Any = RunData({"train": SimpleNamespace(samples_per_epoch=7)}, None)
+    assert data_order.epochs_text(own, 5) == "" and data_order.epochs_values(own, 5) == {}
+    assert dict(data_order.start_rows(own, 5)) == {"samples": "7 an epoch"}
+    assert dict(data_order.start_rows(RunData({}, None), 5)) == {}
+    assert data_order.resumed(own, {"data_fingerprint": "x", "progress": {}}, allow_change=False) is None
