@@ -131,7 +131,7 @@ def test_a_sample_is_of_its_size_even_and_always_the_same(
         places = [int(text[:6]) for text in found]
         assert places == sorted(set(places))
         quarters = [sum(len(text) for text in found if int(text[:6]) // 250 == quarter) for quarter in range(4)]
-        assert max(quarters) - min(quarters) < 1200
+        assert max(quarters) - min(quarters) < 2 * sample_module.PIECE_BYTES
     assert len(list(sample([tmp_path], None, ["text"], 10 * total))) == 1000
     assert [document.text for document in sample([tmp_path], None, ["text"])] == texts
 
