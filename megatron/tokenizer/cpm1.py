@@ -64,7 +64,7 @@ class CPM1Tokenizer(SentencePieceTokenizer):
 
 
 def from_cpm1_files(path: Path) -> CPM1Tokenizer:
-    """Return the tokenizer of a ``.model`` file, or of a folder with chinese_vocab.model (its vocab.json names it too)."""
+    """Return the tokenizer of a ``.model`` file, or of a folder with chinese_vocab.model (also by vocab.json)."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.suffix != ".json":
         return CPM1Tokenizer(path)
