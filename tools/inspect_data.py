@@ -82,9 +82,9 @@ def parse_args(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], lis
     return flags, prefixes, others
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Tell what the command line asks for; return the exit code."""
-    flags, prefixes, others = parse_args(sys.argv[1:])
+    flags, prefixes, others = parse_args(sys.argv[1:] if argv is None else argv)
     from rich.console import Console
 
     from megatron import log

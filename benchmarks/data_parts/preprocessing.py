@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import os
 import shutil
 import time
 import traceback
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_parts import peer
-from benchmarks.data_parts.rounds import Bar, Turn, ratio_quartiles, take_turns
+from benchmarks.data_parts.rounds import Bar, ratio_quartiles, take_turns
 from benchmarks.data_parts.vocabularies import Kind
 from megatron.data import preprocess
 
@@ -39,6 +40,15 @@ class Contender:
         return f"{self.kind}, {self.num_workers} worker{'s' * (self.num_workers > 1)}, {self.who}"
 
 
+@dataclass(frozen=True)
+class Done:
+    """What one turn took, processes that it started included, and a hash of the tokens that it wrote."""
+
+    seconds: float
+    cpu_s: float
+    tokens: str
+
+
 def measure(
     kinds: Mapping[str, Kind], corpora: Mapping[str, Path], workers: Sequence[int], rounds: int, folder: Path
 ) -> tuple[dict[str, list[float]], list[Bar]]:
@@ -52,37 +62,48 @@ def measure(
         RuntimeError: a contender failed, or wrote other tokens than the reference.
     """
     contenders = [Contender(kind, who, count) for kind in kinds for count in workers for who in (OURS, REFERENCE)]
-    seen: dict[str, tuple[str, str]] = {}
+    by_cpu: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    tokens: dict[str, tuple[str, str]] = {}
 
     def turn(contender: Contender) -> float:
         corpus = corpora[contender.kind]
-        seconds, tokens = in_process(job, kinds[contender.kind], contender, corpus, folder / "out")
-        first, expected = seen.setdefault(contender.kind, (contender.name, tokens))
-        if tokens != expected:
+        done = in_process(job, kinds[contender.kind], contender, corpus, folder / "out")
+        first, expected = tokens.setdefault(contender.kind, (contender.name, done.tokens))
+        if done.tokens != expected:
             raise RuntimeError(f"contenders must write the same tokens; {contender.name} and {first} do not")
-        return corpus.stat().st_size / 1e6 / seconds
+        megabytes = corpus.stat().st_size / 1e6
+        by_cpu[contender.name].append(megabytes / done.cpu_s)
+        return megabytes / done.seconds
 
-    turns: dict[str, Turn] = {contender.name: partial(turn, contender) for contender in contenders}
-    rates = take_turns(turns, rounds)
+    rates = take_turns({contender.name: partial(turn, contender) for contender in contenders}, rounds)
     return rates, [
-        Bar(
-            f"{Contender(name, OURS, count).name} / reference",
-            kind.bar,
-            ratio_quartiles(rates[Contender(name, OURS, count).name], rates[Contender(name, REFERENCE, count).name]),
-        )
+        bar_of(kind.bar, rates, by_cpu, Contender(name, OURS, count), Contender(name, REFERENCE, count))
         for name, kind in kinds.items()
         for count in workers
         if kind.bar is not None and count in kind.bar_workers
     ]
 
 
-def job(kind: Kind, contender: Contender, corpus: Path, folder: Path) -> tuple[float, str]:
-    """Return (seconds, hash of the tokens) of one job."""
+def bar_of(
+    at_least: float,
+    rates: Mapping[str, list[float]],
+    by_cpu: Mapping[str, list[float]],
+    ours: Contender,
+    theirs: Contender,
+) -> Bar:
+    """Return how many times as fast ``ours`` is, by the clock and by processor time."""
+    ratio = ratio_quartiles(rates[ours.name], rates[theirs.name])
+    cpu_ratio = ratio_quartiles(by_cpu[ours.name], by_cpu[theirs.name])[1]
+    return Bar(f"{ours.name} / reference", at_least, ratio, cpu_ratio)
+
+
+def job(kind: Kind, contender: Contender, corpus: Path, folder: Path) -> Done:
+    """Do one job and return what it took."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     prefix = folder / "tokens"
     eod_id = kind.make_tokenizer().eod_id
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), _cpu_s()
     if contender.who == OURS:
         preprocess.run(
             preprocess.Job(
@@ -96,9 +117,14 @@ def job(kind: Kind, contender: Contender, corpus: Path, folder: Path) -> tuple[f
     else:
         encoder = peer.Encoder(kind.make_encode, eod_id)
         peer.run(corpus, prefix, encoder, contender.num_workers, kind.chunk_size)
-    seconds = time.perf_counter() - started
+    seconds, cpu_s = time.perf_counter() - started, _cpu_s() - cpu_started
     with open(prefix.with_suffix(".bin"), "rb") as file:
-        return seconds, hashlib.file_digest(file, "sha256").hexdigest()
+        return Done(seconds, cpu_s, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _cpu_s() -> float:
+    """Return processor time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
