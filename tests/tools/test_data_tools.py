@@ -1,4 +1,4 @@
-"""The three data tools as a user starts them, from another folder."""
+"""The tool that makes the sample data as a user starts it, from another folder."""
 
 from __future__ import annotations
 
@@ -15,20 +15,6 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 def start(tool: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOLS / tool), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ})
-
-
-def test_train_then_preprocess_and_a_bad_line_ends_with_code_2(tmp_path: Path) -> None:
-    (tmp_path / "c.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n')
-    trained = start("train_tokenizer.py", tmp_path, "--input", "c.jsonl", "--vocab-size", "260", "--output", "t.json")
-    assert trained.returncode == 0, trained.stderr
-    arguments = ["--input", "c.jsonl", "--tokenizer-path", "t.json", "--output-prefix", "out/c", "--workers", "2"]
-    done = start("preprocess_data.py", tmp_path, *arguments)
-    assert done.returncode == 0 and "2 documents" in done.stderr, done.stderr
-    assert TokenFile(tmp_path / "out/c").has_eod
-    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
-    failed = start("preprocess_data.py", tmp_path, *arguments)
-    assert failed.returncode == 2 and "c.jsonl:2 (byte 16)" in failed.stderr and "Traceback" not in failed.stderr
-    assert TokenFile(tmp_path / "out/c").num_documents == 2
 
 
 def test_sample_data_is_made_once_and_again_when_a_text_changes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from megatron import log
 from megatron.data.preprocess import bad, plan, prepare, space
@@ -47,8 +47,12 @@ def run(job: Job) -> Summary:
     tokenizer = job.make_tokenizer()
     if job.append_eod:
         tokenizer.eod_id  # noqa: B018 - a vocabulary without one is refused before anything is done
-    with locked(folder_of(job.output_prefix)):
-        found, units, parts = prepare.open_parts(job, paths, tokenizer)
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(locked(folder_of(job.output_prefix)))
+            found, units, parts = prepare.open_parts(job, paths, tokenizer)
+        except OSError as error:
+            raise DataError(f"--output-prefix {job.output_prefix} cannot be written: {error}") from error
         if found.committed is None:
             tally = Tally(units)
             with _explained(parts, tally):

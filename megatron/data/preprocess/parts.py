@@ -115,6 +115,9 @@ class PartWriter:
     ) -> None:
         with suppress(OSError):  # a full disk fails a second time when what is buffered is written on closing
             self._open.close()
+        if kind is not None:
+            for name in ("bin", "len"):  # room for others; what is bad is still to be told
+                temporary(self._parts.path(self._unit, name)).unlink(missing_ok=True)
 
     def add(self, encoded: Encoded, counts: Counts) -> None:
         """Append a chunk; ``counts`` are those of all chunks so far. Bad records are there at once for all to read."""

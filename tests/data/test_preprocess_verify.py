@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.data import preprocess
+from megatron.errors import DataError
+from tests.data.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
+from tests.data.token_data import write, write_megatron
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    found = Corpus(tmp_path)
+    found.run(lines(*GOOD))
+    return found
+
+
+def test_a_whole_pair_is_told_with_the_same_documents_for_a_seed(corpus: Corpus) -> None:
+    found = preprocess.verify(str(corpus.prefix), small_tokenizer(), num_samples=5, seed=3)
+    assert (found.num_documents, found.has_sidecar, len(found.samples)) == (60, True, 5)
+    texts = corpus.texts()
+    assert [opening for _, _, opening in found.samples] == [repr(texts[number]) for number, _, _ in found.samples]
+    assert found == preprocess.verify(str(corpus.prefix), small_tokenizer(), num_samples=5, seed=3)
+    assert found.samples != preprocess.verify(str(corpus.prefix), small_tokenizer(), num_samples=5, seed=4).samples
+    ids = preprocess.verify(str(corpus.prefix), None, num_samples=60).samples[0][2]
+    assert ids == " ".join(map(str, small_tokenizer().encode(GOOD[0]) + [small_tokenizer().eod_id]))
+    assert END in texts[0]
+
+
+@pytest.mark.parametrize("place", [0, 100, -1])
+def test_a_flipped_bit_is_found(corpus: Corpus, place: int) -> None:
+    for suffix in (".bin", ".idx"):
+        path = corpus.prefix.with_suffix(suffix)
+        whole = path.read_bytes()
+        data = bytearray(whole)
+        data[place] ^= 2
+        path.write_bytes(data)
+        with pytest.raises(DataError):
+            preprocess.verify(str(corpus.prefix), None)
+        path.write_bytes(whole)
+
+
+def test_another_tokenizer_and_ids_beyond_it_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", [3, 400])
+    with pytest.raises(DataError, match="built with another tokenizer"):
+        preprocess.verify(str(tmp_path / "a"), small_tokenizer())
+    (tmp_path / "a.meta.json").unlink()
+    with pytest.raises(DataError, match="ids must be in 0 ... 299, got 0 ... 403"):
+        preprocess.verify(str(tmp_path / "a"), small_tokenizer())
+
+
+def test_a_document_that_does_not_end_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "a", [3, 4, 5], eod_id=7)
+    assert preprocess.verify(str(tmp_path / "a"), None).num_tokens == 12
+    sidecar = (tmp_path / "a.meta.json").read_text()
+    (tmp_path / "a.meta.json").write_text(sidecar.replace('"eod_id": 7', '"eod_id": 8'))
+    with pytest.raises(DataError, match="each document must end with the id 8, document 0 ends with 7"):
+        preprocess.verify(str(tmp_path / "a"), None)
+
+
+def test_files_of_megatron_are_verified_without_checksums(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "a", [2, 0, 3], [0, 1, 3])
+    found = preprocess.verify(str(tmp_path / "a"), None)
+    assert (found.num_tokens, found.has_sidecar) == (5, False)

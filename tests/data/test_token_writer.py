@@ -1,0 +1,118 @@
+"""One writer of token files: documents one by one, or whole files laid end to end."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data import TokenFile, TokenFileWriter, crc, index_format, streamed_file
+from megatron.data.index_writer import index_chunks
+from megatron.errors import DataError
+from tests.data.token_data import write
+
+
+@settings(max_examples=30)
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_the_crc_of_two_pieces_follows_from_theirs(first: bytes, second: bytes) -> None:
+    assert crc.combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_the_crc_of_pieces_of_gigabytes_follows_too() -> None:
+    block = bytes(range(256)) * 4096
+    crc32 = whole = zlib.crc32(block)
+    for doubled in range(4):
+        crc32 = crc.combine(crc32, crc32, len(block) << doubled)
+    for _ in range(15):
+        whole = zlib.crc32(block, whole)
+    assert crc32 == whole
+
+
+@pytest.mark.parametrize("lengths", [[], [3], [1, 2, 3, 4, 5, 6, 7]])
+def test_the_index_is_that_of_the_format_however_it_is_cut(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.data.index_writer._STARTS_AT_ONCE", 2)
+    sizes, dtype = np.array(lengths, np.int32), np.dtype(np.uint16)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    header = index_format.HEADER.pack(b"MMIDIDX\0\0", 1, 8, len(sizes), len(sizes) + 1)
+    arrays = [sizes, (ends - sizes) * 2, np.arange(len(sizes) + 1, dtype=np.int64)]
+    expected = header + b"".join(array.tobytes() for array in arrays)
+    for at_once in (1, 3, 100):
+        blocks = [sizes[start : start + at_once] for start in range(0, len(sizes), at_once)]
+        assert b"".join(index_chunks(lambda: blocks, len(sizes), dtype)) == expected  # noqa: B023
+
+
+def test_offsets_beyond_32_bits_are_whole() -> None:
+    sizes = np.full(3, 2**31 - 1, np.int32)
+    data = b"".join(index_chunks(lambda: [sizes], 3, np.dtype(np.int32)))
+    assert np.frombuffer(data, "<i8", 3, 34 + 12).tolist() == [0, 4 * (2**31 - 1), 8 * (2**31 - 1)]
+
+
+@pytest.mark.parametrize("in_kernel", [True, False])
+def test_whole_files_are_laid_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_kernel: bool) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(streamed_file, "_READ_AT_ONCE", 100)
+    if not in_kernel:
+        monkeypatch.setattr("os.copy_file_range", refused)
+    sizes = [random.Random(0).randrange(1, 90) for _ in range(20)]
+    parts = [write(tmp_path / "a", sizes[:7]), write(tmp_path / "b", sizes[7:])]
+    whole = write(tmp_path / "whole", sizes)
+    shift = parts[0].num_tokens
+    data = np.fromfile(tmp_path / "b.bin", np.uint16) + shift  # as if both had been written in one go
+    data.tofile(tmp_path / "b.bin")
+    with TokenFileWriter(tmp_path / "c", vocab_size=50_000, tokenizer="t") as writer:
+        for part, crc32 in zip(parts, (None, zlib.crc32(data)), strict=True):
+            with_empty = np.insert(part.sizes, [0, 3], 0)
+            writer.append(
+                Path(f"{part.prefix}.bin"),
+                [with_empty[:4], with_empty[4:]],
+                num_tokens=part.num_tokens,
+                max_token_id=whole.max_token_id or 0,
+                crc32=crc32,
+            )
+    for suffix in (".bin", ".idx", ".meta.json"):
+        assert (tmp_path / f"c{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+def test_a_part_that_is_not_what_it_is_said_to_be_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", [3, 4])
+    for changed, text in (
+        ({"num_tokens": 8}, "a.bin must have 16 bytes, it has 14"),
+        ({"sizes": [np.array([3, 3])]}, "lengths sum to 6, but it has 7 tokens"),
+        ({"max_token_id": 99}, "token ids must be in 0 ... 49, got 0 ... 99"),
+    ):
+        values = {"sizes": [np.array([3, 4])], "num_tokens": 7, "max_token_id": 7} | changed
+        with pytest.raises(DataError, match=text), TokenFileWriter(tmp_path / "b", vocab_size=50) as writer:
+            writer.append(tmp_path / "a.bin", **values)  # type: ignore[arg-type]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx", "a.meta.json"}
+
+
+def test_files_of_an_unknown_vocabulary_have_no_sidecar_and_an_older_one_goes(tmp_path: Path) -> None:
+    write(tmp_path / "a", [3, 4])
+    with TokenFileWriter(tmp_path / "a", vocab_size=None, dtype=np.dtype(np.int32)) as writer:
+        writer.add(np.array([70_000, 1]))
+    file = TokenFile(tmp_path / "a")
+    assert file.sidecar is None and file.dtype == np.int32 and file.read(0).tolist() == [70_000, 1]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx"}
+    with pytest.raises(ValueError, match="the dtype must be given"):
+        TokenFileWriter(tmp_path / "a", vocab_size=None)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
+    import resource
+
+    block = np.ones(1 << 20, np.int32)
+    with TokenFileWriter(tmp_path / "a", vocab_size=300) as writer:
+        writer.add(block, block)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(31):
+            writer.add(block, block)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert writer.num_documents == 1 << 25 and grown < 65536, "kB, for 670 MB of index"
