@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data import TokenFile
 from megatron.training import loop
 from tests.training.runs import flags, start_script
 
@@ -142,6 +144,58 @@ def test_bad_data_ends_every_rank_with_2(
     assert start_script(4, argv, log) == [2] * 4
     assert told in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+def kill_reader(run: loop.Run) -> None:
+    os.kill(run.batches._batches._pids[1], signal.SIGKILL)  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_a_killed_reader_ends_the_run_and_is_named(corpus: Path, tmp_path: Path) -> None:
+    """Row A22: told by number and process, with what to do; nobody stays behind."""
+    log, start = tmp_path / "log", time.monotonic()
+
+    def plant(rank: int) -> None:
+        advance = loop._advance
+
+        def advance_and_kill(run: loop.Run, result: object, samples: int) -> None:
+            advance(run, result, samples)  # type: ignore[arg-type]
+            if run.progress.step == 3 and rank == 1:
+                kill_reader(run)
+
+        loop._advance = advance_and_kill
+
+    codes = start_script(2, flags(corpus, tmp_path / "run", "--num-workers 2 --train-iters 500"), log, plant)
+    assert codes == [4, 1]
+    text = log.read_text()
+    assert (
+        "rank 1 (stage 0, tensor 0, data 1) failed: RuntimeError: a process that reads data died: reader 1 (pid" in text
+    )
+    assert "Free memory, or read in the training process with --num-workers 0." in text
+    assert time.monotonic() - start < 40
+
+
+@pytest.mark.slow
+def test_a_sample_that_a_reader_cannot_read_is_told_with_its_place(corpus: Path, tmp_path: Path) -> None:
+    """Row A23."""
+    log = tmp_path / "log"
+
+    def plant(rank: int) -> None:
+        read = TokenFile.read
+
+        def read_or_fail(self: TokenFile, document: int, *place: int) -> object:
+            if os.getpid() != trainer and document % 5 == 3:
+                raise OSError(5, "Input/output error")
+            return read(self, document, *place)
+
+        trainer = os.getpid()
+        TokenFile.read = read_or_fail  # type: ignore[method-assign, assignment]
+
+    codes = start_script(1, flags(corpus, tmp_path / "run", "--num-workers 2"), log, plant)
+    assert codes == [2]
+    assert re.search(
+        r"sample \d+ cannot be read: document \d+, tokens \d+:\d+, byte \d+ of .*texts\.bin", log.read_text()
+    )
 
 
 def test_missing_checkpoint_ends_every_rank_with_3(corpus: Path, tmp_path: Path) -> None:

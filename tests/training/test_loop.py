@@ -177,6 +177,45 @@ def test_evaluation_starts_at_the_first_sample_each_time_and_gives_the_mean(make
     assert asked == [("valid", 0)] * 4
 
 
+def test_a_ramp_asks_each_step_for_its_micro_batches_and_counts_its_samples(make: Any) -> None:
+    this, _ = make("--train-iters 6 --rampup-batch-size 2 2 8 --log-interval 1")  # 2, 2, 2, 4 and then 6 samples
+    written: list[dict[str, Any]] = []
+    this.metrics = SimpleNamespace(write=lambda kind, step, values: written.append(values))
+    loop.train(this)
+    assert this.engine.micro_batches == [1, 1, 2, 3, 3, 3]
+    assert [values["samples"] for values in written] == [2, 4, 8, 14, 20, 26]
+    resumed, _ = make("--train-iters 6 --rampup-batch-size 2 2 8")
+    resumed.progress = loop.Progress(step=2, updates=2, samples_consumed=4)
+    loop.train(resumed)
+    assert resumed.engine.micro_batches == [2, 3, 3, 3] and resumed.progress.samples_consumed == 26
+
+
+def test_several_corpora_are_evaluated_one_by_one_and_weighed(make: Any) -> None:
+    this, calls = make("--train-iters 1 --eval-iters 2")
+    this.data.corpora = {"valid": {"a": 0.75, "b": 0.25, "c": 0.0}}
+    lines, written = [], []
+    this.screen.line, this.metrics = lines.append, SimpleNamespace(write=lambda *told: written.append(told))
+    losses = {"a": 1.0, "b": 3.0, "c": float("inf")}
+    this.engine.evaluate_batch = lambda data: losses[data.source[2]]
+    assert loop.evaluate(this, "valid") == 1.5
+    assert lines == ["step 0 | validation loss 1.5000 | perplexity 4.48 | a 1.0000, b 3.0000, c inf"]
+    assert written[0][0] == "valid" and written[0][2]["losses"] == losses
+    this.engine.evaluate_batch = lambda data: float(len(data.source))
+    assert loop.evaluate(this, "test") == 2.0 and "losses" not in written[1][2], "of one corpus nothing more is said"
+
+
+def test_the_longest_wait_for_data_is_told_as_a_share(make: Any) -> None:
+    this, _ = make("--train-iters 2 --log-interval 1 --eval-iters 0")
+    lines: list[str] = []
+    this.screen.line = lines.append
+    this.engine.train_step = lambda data, step, number: (
+        setattr(data, "_waited_s", 0.125 * (step + 1)) or StepResult(1.0, 1.0, 1.0, False)
+    )
+    loop.train(this)
+    shares = [line.split("| data wait ")[1].split(" |")[0] for line in lines if "loss" in line]
+    assert shares == ["12.5 %", "25.0 %"], "each since the one before"
+
+
 def ask_to_stop(rank: int, asked: list[int]) -> str | None:
     grid = build_grid(Topology.of_world(4, tensor=2, pipe=2), rank)
     stop = StopRequests()
