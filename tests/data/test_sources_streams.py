@@ -62,7 +62,7 @@ def test_a_damaged_or_cut_off_stream_is_an_error_with_its_place(tmp_path: Path, 
     assert list(texts([path])) == []
 
 
-def test_zstandard_checksums_and_the_largest_windows_are_read(tmp_path: Path) -> None:
+def test_zstandard_checksums_large_windows_and_frames_without_text_are_read(tmp_path: Path) -> None:
     content = b'{"text": "x"}\n' * 2000
     wide = zstandard.ZstdCompressionParameters(window_log=29, write_checksum=True, enable_ldm=True)
     compressor = zstandard.ZstdCompressor(compression_params=wide).compressobj()
@@ -70,6 +70,9 @@ def test_zstandard_checksums_and_the_largest_windows_are_read(tmp_path: Path) ->
     path = tmp_path / "c.jsonl.zst"
     path.write_bytes(packed)
     assert len(list(texts([path]))) == 2000
+    skippable = b"\x50\x2a\x4d\x18\x02\x00\x00\x00ab"  # pzstd and seekable files have frames without text
+    path.write_bytes(skippable + packed + skippable + packed)
+    assert len(list(texts([path]))) == 4000
     packed[-1] ^= 1
     path.write_bytes(packed)
     with pytest.raises(DataError, match="damaged before byte"):

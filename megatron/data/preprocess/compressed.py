@@ -12,9 +12,9 @@ import zstandard
 from megatron.data.preprocess.records import compression_of
 from megatron.errors import DataError
 
-_PIECE_BYTES = {"gz": 1 << 16, "zst": 1 << 12}
+_PIECE_BYTES = {"gz": 1 << 16, "zst": 1 << 11}
 """Compressed bytes at a time. One call may inflate gzip a thousandfold and zstandard 32,000-fold, so pieces are small:
-a file made to burst takes 130 MB at most, ordinary text a few hundred kB."""
+a file made to burst takes some 200 MB, ordinary text a few hundred kB."""
 
 _LARGEST_WINDOW = 1 << 31
 """What ``zstd --long=31`` asks for; memory is taken only for files that were written with such a window."""

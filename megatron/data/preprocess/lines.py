@@ -98,8 +98,8 @@ def _cut(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool
         *ended, last = block.split(b"\n")
         if ended:
             ended[0] = b"".join([*rest, ended[0]])
+            rest, size = [], 0  # before the yield: while a giant line is used, its pieces must not lie beside it
             yield ended, True
-            rest, size = [], 0
         rest.append(last)
         size += len(last)
         if size > _LONGEST_LINE:
