@@ -26,7 +26,7 @@ def broadcast_data(
     """
     names = list(keys)
     if group.size == 1:
-        return {name: _checked(name, data, dtype).to(device) for name in names}
+        return {name: _checked(name, data, dtype).to(device, non_blocking=True) for name in names}
     tensors = [_checked(name, data, dtype) for name in names] if group.rank == 0 else []
     shapes = _broadcast_shapes(tensors, len(names), group, device)
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
