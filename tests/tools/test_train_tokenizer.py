@@ -15,7 +15,7 @@ import pytest
 from megatron import tokenizer
 from megatron.data.preprocess import BadRecord, training_text
 from megatron.data.preprocess import sample as sample_module
-from megatron.data.preprocess.sample import sample
+from megatron.data.preprocess.sample import Drawn, sample
 from megatron.errors import DataError
 from tools import make_big_corpus, train_tokenizer
 
@@ -168,3 +168,18 @@ def test_the_tool_is_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(train_tokenizer.__file__, run_name="__main__")
     assert "--input gone does not exist" in capsys.readouterr().err
+
+
+def test_what_is_kept_apart_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_text, "HELD_OUT_STEP", 100)
+    drawn = [Drawn("ab"[number % 2], f"{number:03d}" + "x" * (number % 50), 0) for number in range(400)]
+    text = training_text.TrainingText(drawn, lambda path: path, 0.1, max_bad_lines=0)
+    trained = list(text)
+    kept = [document for group in text.held_out.values() for document in group]
+    assert sorted(trained + kept) == sorted(document.text for document in drawn if isinstance(document.text, str))
+    assert {group: {int(document[:3]) % 2 for document in texts} for group, texts in text.held_out.items()} == {
+        "a": {0},
+        "b": {1},
+    }
+    share = sum(map(len, kept)) / text.num_bytes
+    assert 0.08 < share <= 0.11 and max(map(len, kept)) > 40 and min(map(len, kept)) < 20

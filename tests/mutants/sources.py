@@ -1,0 +1,98 @@
+"""Mistakes in reading corpora and in training vocabularies."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+BORDERS = "tests/data/test_sources.py::test_records_do_not_depend_on_where_units_begin"
+PACKED = "tests/data/test_sources.py::test_files_compressed_or_cut_anywhere_give_the_same_texts"
+CUT_OFF = "tests/data/test_sources_streams.py::test_a_damaged_or_cut_off_stream_is_an_error_with_its_place"
+PARSED = "tests/data/test_parse.py"
+TRAINED = "tests/tools/test_train_tokenizer.py"
+
+SOURCES = (
+    Mutant(
+        "a unit that begins at a line start leaves that line to nobody",
+        "megatron/data/preprocess/lines.py",
+        "    place = unit.start - 1\n",
+        "    place = unit.start\n",
+        (BORDERS,),
+    ),
+    Mutant(
+        "a line that begins where a unit ends is read by both",
+        "megatron/data/preprocess/lines.py",
+        "record.byte_offset < unit.stop)",
+        "record.byte_offset <= unit.stop)",
+        (BORDERS,),
+    ),
+    Mutant(
+        "a text between blank lines is read by the unit that holds its second half",
+        "megatron/data/preprocess/lines.py",
+        "    is_ours = not unit.start  #",
+        "    is_ours = True  #",
+        (BORDERS,),
+    ),
+    Mutant(
+        "a line loses what stood in the block before",
+        "megatron/data/preprocess/lines.py",
+        '            ended[0] = b"".join([*rest, ended[0]])\n',
+        "",
+        (PACKED,),
+    ),
+    Mutant(
+        "the mark at the beginning of a file shifts all places",
+        "megatron/data/preprocess/lines.py",
+        "        return start, chain([head[start:]], stream)\n",
+        "        return 0, chain([head[start:]], stream)\n",
+        (BORDERS,),
+    ),
+    Mutant(
+        "the second member of a .gz is lost",
+        "megatron/data/preprocess/compressed.py",
+        "            in_stream, piece = not stream.eof, stream.unused_data\n",
+        '            in_stream, piece = not stream.eof, b""\n',
+        (CUT_OFF,),
+    ),
+    Mutant(
+        "a stream that was cut off passes for a whole one",
+        "megatron/data/preprocess/compressed.py",
+        "    if in_stream:\n",
+        "    if in_stream and not unpacked:\n",
+        (CUT_OFF,),
+    ),
+    Mutant(
+        "a NUL passes",
+        "megatron/data/preprocess/documents.py",
+        '    if "\\x00" in text:\n',
+        '    if text == "\\x00":\n',
+        (f"{PARSED}::test_parsing_agrees_with_pythons_json_on_any_value", f"{PARSED}::test_a_bad_record_says_why"),
+    ),
+    Mutant(
+        "a key with a dot that is there is looked for deeper",
+        "megatron/data/preprocess/documents.py",
+        "    if key in value:\n",
+        '    if key in value and "." not in key:\n',
+        (f"{PARSED}::test_keys_are_nested_or_several",),
+    ),
+    Mutant(
+        "rows of later row groups are counted from the group's beginning",
+        "megatron/data/preprocess/parquet.py",
+        "        number = sum(groups[: unit.start])\n",
+        "        number = 0\n",
+        ("tests/data/test_sources_parquet.py::test_parquet_row_groups_are_units_and_places_are_rows",),
+    ),
+    Mutant(
+        "of a compressed file the sample is its beginning",
+        "megatron/data/preprocess/sample.py",
+        "                due += share * drawn.passed_bytes\n",
+        "                due += drawn.passed_bytes\n",
+        (f"{TRAINED}::test_a_sample_is_of_its_size_even_and_always_the_same",),
+    ),
+    Mutant(
+        "documents that are kept apart are trained on too",
+        "megatron/data/preprocess/training_text.py",
+        "        return True\n",
+        "        return False\n",
+        (f"{TRAINED}::test_what_is_kept_apart_is_not_trained_on",),
+    ),
+)
