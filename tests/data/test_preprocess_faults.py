@@ -48,6 +48,16 @@ def test_a_dead_worker_ends_the_job_with_its_unit_named(
     assert corpus.names() == []
 
 
+def test_bad_lines_end_the_job_before_all_is_read(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_at_the_end(operation: str, path: Path) -> None:
+        if path.name.startswith("unit-000002"):
+            signal.pause()
+
+    monkeypatch.setattr(files, "before_operation", wait_at_the_end)
+    with pytest.raises(DataError, match=r"got 1 so far:\n  .*c.jsonl:1 \(byte 0\): not JSON"):
+        corpus.run(b"x\n" + CONTENT, num_workers=1, unit_bytes=UNIT_BYTES)
+
+
 @pytest.mark.parametrize(
     "error, kind, text",
     [

@@ -78,6 +78,7 @@ def run_and_die(corpus: Corpus, kth: int) -> bool:
             count[:8] = (number + 1).to_bytes(8, "little")
             if number == kth:
                 os.kill(job, signal.SIGKILL)
+                signal.alarm(60)
                 signal.pause()  # the worker dies with its job
 
         files.before_operation = die
@@ -135,6 +136,19 @@ def test_a_foreign_file_among_the_parts_is_not_deleted(corpus: Corpus) -> None:
     with pytest.raises(DataError, match="out.parts must hold nothing but parts, got thesis.txt"):
         corpus.run()
     assert (corpus.folder / "out.parts" / "thesis.txt").exists()
+
+
+def test_the_plan_is_deleted_last(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[str] = []
+
+    def note(operation: str, path: Path) -> None:
+        if operation == "remove" and path.parent.name == "out.parts":
+            removed.append(path.name)
+
+    monkeypatch.setattr(files, "before_operation", note)
+    corpus.run(unit_bytes=UNIT_BYTES)
+    units = [f"unit-{number:06d}.{kind}" for number in range(3) for kind in ("bad", "bin", "json", "len")]
+    assert removed == [*units, parts.PLAN, parts.LOCK]
 
 
 def test_other_limits_go_on_with_what_was_finished(corpus: Corpus) -> None:

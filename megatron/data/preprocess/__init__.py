@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from megatron.data.preprocess.documents import parse
     from megatron.data.preprocess.inputs import find_inputs, guess_format
     from megatron.data.preprocess.job import run
-    from megatron.data.preprocess.line_numbers import with_line_numbers
     from megatron.data.preprocess.records import FORMATS, STDIN, BadRecord, Record, Unit
     from megatron.data.preprocess.settings import Job, Summary
     from megatron.data.preprocess.units import UNIT_BYTES, plan_units, read_unit, texts
@@ -36,7 +35,6 @@ _MODULES = {
     "run": "job",
     "texts": "units",
     "verify": "verification",
-    "with_line_numbers": "line_numbers",
 }
 
 __all__ = [
@@ -57,7 +55,6 @@ __all__ = [
     "run",
     "texts",
     "verify",
-    "with_line_numbers",
 ]
 
 

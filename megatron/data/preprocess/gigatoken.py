@@ -12,7 +12,7 @@ from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
 _PLACES = 16
-_CHARS_AT_EACH = 1 << 17
+_CHARS_AT_EACH = 1 << 16
 
 
 def with_gigatoken(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[str]) -> Tokenizer:
@@ -27,7 +27,7 @@ def with_gigatoken(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[s
 
 
 def sample(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
-    """Return texts from the beginnings of up to 16 units, spread evenly, 131,072 characters or one text of each."""
+    """Return texts from the beginnings of up to 16 units, spread evenly, 65,536 characters or one text of each."""
     found: list[str] = []
     for number in range(min(_PLACES, len(units))):
         num_chars = 0

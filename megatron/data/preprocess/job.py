@@ -85,6 +85,7 @@ def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
                 limits.check(counts)
                 show(tally.done(running), tally.in_words(counts))
 
+            tally.begin()
             workers.encode(range(len(units)), on_report, tally.add)
         limits.check(tally.counts, at_end=True)
     except TooManyBad as error:

@@ -19,8 +19,12 @@ class Tally:
         self.counts = Counts()
         self.total_bytes = sum(unit.size for unit in units)
         self._finished: dict[int, Part] = {}
-        self._started = time.monotonic()
+        self._started = self._encoding_since = time.monotonic()
         self._done = self._encoded_before = self._num_resumed = 0
+
+    def begin(self) -> None:
+        """Say that the encoding begins, from which its speed is reckoned."""
+        self._encoding_since = time.monotonic()
 
     def add(self, part: Part, is_new: bool) -> None:
         """Count a finished unit, ``is_new`` unless it was finished before this job began."""
@@ -44,7 +48,7 @@ class Tally:
 
     def in_words(self, counts: Counts) -> str:
         """Return the speed of this run, and ``counts``."""
-        seconds = max(time.monotonic() - self._started, 1e-9)
+        seconds = max(time.monotonic() - self._encoding_since, 1e-9)
         speed = (counts.num_bytes - self._encoded_before) / 1e6 / seconds
         text = f"{speed:.1f} MB/s, {counts.num_documents:,} documents, {counts.num_tokens:,} tokens"
         return text + (f", {counts.num_bad:,} bad" if counts.num_bad else "")

@@ -1,0 +1,128 @@
+"""Mistakes in turning text into token files."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PLACE = "megatron/data/preprocess"
+JOB = "tests/data/test_preprocess.py"
+RESUMED = "tests/data/test_preprocess_resume.py"
+FAULTS = "tests/data/test_preprocess_faults.py"
+VERIFIED = "tests/data/test_preprocess_verify.py"
+WRITER = "tests/data/test_token_writer.py"
+KILLED = f"{RESUMED}::test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair_and_a_job_that_goes_on[9]"
+
+PREPROCESS = (
+    Mutant(
+        "parts are joined in the order in which they were finished",
+        f"{PLACE}/tally.py",
+        "for number in sorted(self._finished)]",
+        "for number in self._finished]",
+        (f"{JOB}::test_bytes_depend_neither_on_the_processes_nor_on_the_units_nor_on_the_chunks",),
+    ),
+    Mutant(
+        "the small file that makes a unit finished comes before its tokens",
+        f"{PLACE}/parts.py",
+        "        for kind in KINDS:\n            _rename(self._parts.path(self._unit, kind))\n",
+        "        for kind in KINDS[1:]:\n            _rename(self._parts.path(self._unit, kind))\n",
+        (KILLED,),
+    ),
+    Mutant(
+        "a finished unit is taken at its word",
+        f"{PLACE}/parts.py",
+        "        return part if is_whole else None\n",
+        "        return part\n",
+        (f"{RESUMED}::test_finished_units_are_not_encoded_again_and_damaged_ones_are",),
+    ),
+    Mutant(
+        "a resumed unit is encoded again",
+        f"{PLACE}/worker.py",
+        "if part := work.parts.finished(unit.number):",
+        "if (part := work.parts.finished(unit.number)) and False:",
+        (f"{RESUMED}::test_finished_units_are_not_encoded_again_and_damaged_ones_are",),
+    ),
+    Mutant(
+        "parts of other options are gone on with",
+        f"{PLACE}/prepare.py",
+        '        "--no-append-eod": not job.append_eod,\n',
+        "",
+        (f"{RESUMED}::test_a_job_that_differs_is_refused_and_the_difference_named",),
+    ),
+    Mutant(
+        "the plan of the parts is deleted before the parts",
+        f"{PLACE}/parts.py",
+        "    for name in [*units, *plans]:\n",
+        "    for name in [*plans, *units]:\n",
+        (f"{RESUMED}::test_the_plan_is_deleted_last",),
+    ),
+    Mutant(
+        "workers outlive the job that was killed",
+        f"{PLACE}/worker.py",
+        "        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)\n",
+        "        pass\n",
+        (KILLED,),
+    ),
+    Mutant(
+        "limits are looked at when all is done",
+        f"{PLACE}/job.py",
+        "                limits.check(counts)\n",
+        "                counts = counts\n",
+        (f"{FAULTS}::test_bad_lines_end_the_job_before_all_is_read",),
+    ),
+    Mutant(
+        "the crc32 of joined parts takes the second for as long as the first",
+        "megatron/data/streamed_file.py",
+        "self.crc32 = crc.combine(self.crc32, crc32, num_bytes)",
+        "self.crc32 = crc.combine(self.crc32, crc32, self.size)",
+        (f"{WRITER}::test_whole_files_are_laid_end_to_end[True]",),
+    ),
+    Mutant(
+        "byte offsets start anew with each block of lengths",
+        "megatron/data/index_writer.py",
+        "        ends = start + np.cumsum(sizes, dtype=np.int64)\n",
+        "        ends = np.cumsum(sizes, dtype=np.int64)\n",
+        (f"{WRITER}::test_the_index_is_that_of_the_format_however_it_is_cut[lengths2]",),
+    ),
+    Mutant(
+        "a long document is cut after any line end",
+        f"{PLACE}/encode.py",
+        "        end = _lone_line_end(text, start, stop) or text.rfind",
+        "        end = text.rfind",
+        (f"{JOB}::test_a_long_document_has_the_ids_that_it_has_uncut",),
+    ),
+    Mutant(
+        "the length of a document leaves out its end",
+        f"{PLACE}/encode.py",
+        "            sizes = sizes + 1\n",
+        "            sizes = sizes + 0\n",
+        (f"{JOB}::test_documents_come_back_each_with_its_end",),
+    ),
+    Mutant(
+        "the lock is let go at once",
+        f"{PLACE}/lock.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        (f"{FAULTS}::test_the_second_job_on_a_prefix_is_refused",),
+    ),
+    Mutant(
+        "the line numbers of bad lines start anew with each unit",
+        f"{PLACE}/bad.py",
+        'if record.get("line") == 0:',
+        'if record.get("line") == -5:',
+        (f"{JOB}::test_bad_records_are_told_with_their_lines_and_left_out",),
+    ),
+    Mutant(
+        "verifying does not look at where documents lie",
+        f"{PLACE}/verification.py",
+        '        "crc32 of .idx": (sidecar.idx_crc32, files.size_and_crc(file.index_path)[1]),\n',
+        "",
+        (f"{VERIFIED}::test_a_flipped_bit_is_found[-1]",),
+    ),
+    Mutant(
+        "a sidecar of files that were replaced stays",
+        "megatron/data/token_writer.py",
+        "        commit.replace_together(self.prefix, written, gone)\n",
+        "        commit.replace_together(self.prefix, written)\n",
+        (f"{WRITER}::test_files_of_an_unknown_vocabulary_have_no_sidecar_and_an_older_one_goes",),
+    ),
+)
