@@ -18,12 +18,8 @@ from megatron.errors import DataError
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Arrays
 from megatron.tokenizer.vocabulary import read_vocabulary
-from megatron.tokenizer.word_cut import MARK, mark_words
+from megatron.tokenizer.word_cut import MARK, mark_words, to_pieces, to_text
 
-SPACE, LINE_END = "\u2582", "\u2583"
-"""Stand for a space and a line end within the vocabulary."""
-TO_PIECES = {ord(" "): SPACE, ord("\n"): LINE_END, ord(MARK): " "}
-_TO_TEXT = {ord(" "): None, ord(SPACE): " ", ord(LINE_END): "\n"}
 MODEL, NUMBERS = "chinese_vocab.model", "vocab.json"
 
 
@@ -53,14 +49,14 @@ class CPM1Tokenizer(SentencePieceTokenizer):
         return super().token_to_id(token) if self._own_ids is None else self._own_ids.get(token)
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        tokens, sizes = super()._encode_arrays([words.translate(TO_PIECES) for words in mark_words(texts)])
+        tokens, sizes = super()._encode_arrays([to_pieces(words).replace(MARK, " ") for words in mark_words(texts)])
         return (tokens if self._id_of_piece is None else self._id_of_piece[tokens]), sizes
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._own_ids is not None:
             pieces = {token: piece for piece, token in self._own_ids.items()}
-            return self._library.decode([pieces[token] for token in ids]).translate(_TO_TEXT)
-        return super().decode(ids).translate(_TO_TEXT)
+            return to_text(self._library.decode([pieces[token] for token in ids]).replace(" ", ""))
+        return to_text(super().decode(ids).replace(" ", ""))
 
 
 def from_cpm1_files(path: Path) -> CPM1Tokenizer:

@@ -13,14 +13,11 @@ from typing import Any
 from megatron.errors import DataError
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 from megatron.tokenizer.vocabulary import read_vocabulary
-from megatron.tokenizer.word_cut import MARK, mark_words
+from megatron.tokenizer.word_cut import MARK, mark_words, to_pieces, to_text
 
 _UNK = "<unk>"
 _LONGEST_WORD = 200
 _MOST_KNOWN = 1 << 20
-_SPACE, _LINE_END = "\u2582", "\u2583"
-_TO_PIECES = {ord(" "): _SPACE, ord("\n"): _LINE_END}
-_TO_TEXT = {ord(_SPACE): " ", ord(_LINE_END): "\n"}
 
 
 class _Words(dict[str, tuple[int, ...]]):
@@ -74,7 +71,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._ids.get(token)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self._pieces[token] for token in ids).translate(_TO_TEXT)
+        return to_text("".join(self._pieces[token] for token in ids))
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return as_arrays([self._ids_of(words) for words in mark_words(texts)])
@@ -82,8 +79,7 @@ class CPM2Tokenizer(Tokenizer):
     def _ids_of(self, words: str) -> list[int]:
         if not words:
             return []
-        cut = words.translate(_TO_PIECES).split(MARK)
-        return [token for ids in map(self._words.__getitem__, cut) for token in ids]
+        return [token for ids in map(self._words.__getitem__, to_pieces(words).split(MARK)) for token in ids]
 
 
 def from_cpm2_files(path: Path) -> CPM2Tokenizer:

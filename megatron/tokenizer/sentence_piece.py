@@ -38,6 +38,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _spelled_names(self) -> set[str]:
         found = {name: token for name in all_names() if (token := self.token_to_id(name)) is not None}
+        found = {name: token for name, token in found.items() if not self._library.is_unknown(token)}
         encoded = self._library.encode([f"a{name}a" for name in found])
         return {name for name, ids in zip(found, encoded, strict=True) if found[name] in ids}
 

@@ -83,12 +83,15 @@ class Tokenizer(ABC):
     def _found_in_text(self) -> list[str]:
         """Return the names of the control tokens whose ids the kind would give to text that spells them."""
         names = [name for name in self.control_tokens if len(name) > 1]
-        texts = [text for name in names for text in (name, f"a{name}a")]
-        encoded = as_lists(self._encode_arrays(texts))
+        alone = as_lists(self._encode_arrays(names))
+        within = as_lists(self._encode_arrays([f"a{name}a" for name in names]))
+        start = as_lists(self._encode_arrays([name[:1] for name in names]))
+        end = as_lists(self._encode_continued([name[1:] for name in names]))
         return [
             name
             for place, name in enumerate(names)
-            if self.control_tokens[name] in (*encoded[2 * place], *encoded[2 * place + 1])
+            if self.control_tokens[name] in (*alone[place], *within[place])
+            and self.control_tokens[name] not in (*start[place], *end[place])  # <unk>, for characters of its name
         ]
 
     @cached_property

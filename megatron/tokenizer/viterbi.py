@@ -15,6 +15,7 @@ _STATES = "BMES"
 _BEFORE = {"B": "ES", "M": "BM", "E": "BM", "S": "ES"}
 """What may stand before each state; of equal paths jieba takes the second."""
 _FIRST, _LAST = 0x4E00, 0x9FD5
+_UTF_32 = "utf-32-le"
 
 
 def _table(probabilities: Mapping[str, float]) -> np.ndarray:
@@ -28,21 +29,22 @@ def _table(probabilities: Mapping[str, float]) -> np.ndarray:
 _EMITTED = {state: _table(emit_P[state]) for state in _STATES}
 
 
-def chinese_words(runs: Sequence[str]) -> dict[str, list[str]]:
-    """Return the words of each run of characters between U+4E00 and U+9FD5; ``runs`` go from long to short."""
+def mark_chinese_words(runs: Sequence[str], mark: str) -> dict[str, str]:
+    """Return each run of characters between U+4E00 and U+9FD5 with ``mark`` between its words.
+
+    Args:
+        runs: from long to short, none empty.
+    """
     lengths = np.array([len(run) for run in runs], np.int64)
     starts = np.cumsum(lengths) - lengths
-    codes = np.frombuffer("".join(runs).encode("utf-32-le"), np.uint32).astype(np.int64) - _FIRST
-    ends = _word_ends(codes, lengths, starts)
+    characters = np.frombuffer("".join(runs).encode(_UTF_32), np.uint32)
+    ends = _word_ends(characters.astype(np.int64) - _FIRST, lengths, starts)
+    marked = np.insert(characters, np.flatnonzero(ends) + 1, ord(mark)).tobytes().decode(_UTF_32, "surrogatepass")
+    stops = np.cumsum(lengths + np.add.reduceat(ends, starts)) if len(runs) else lengths
     return {
-        run: _cut(run, np.flatnonzero(ends[start : start + length]).tolist())
-        for run, start, length in zip(runs, starts.tolist(), lengths.tolist(), strict=True)
+        run: marked[start : stop - 1]  # without the mark behind the last word
+        for run, start, stop in zip(runs, [0, *stops.tolist()], stops.tolist(), strict=False)
     }
-
-
-def _cut(run: str, ends: list[int]) -> list[str]:
-    stops = [0, *(end + 1 for end in ends)]
-    return [run[start:stop] for start, stop in zip(stops, stops[1:], strict=False)]
 
 
 def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -77,7 +79,7 @@ def _follow_back(
     """Walk each best path from its last character to its first; states are numbers, 0 ... 3 for B, M, E, S."""
     second = np.stack([took_second[state] for state in _STATES])
     before = np.array([[_STATES.index(name) for name in _BEFORE[state]] for state in _STATES])
-    ends = np.zeros(second.shape[1], bool)
+    ends = np.zeros(second.shape[1], np.int64)
     state = np.where(final_is_single, 3, 2)
     for back in range(int(lengths[0]) if len(lengths) else 0):
         active = int(np.searchsorted(-lengths, -back, side="left"))  # runs longer than `back`

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import rjieba
 from jieba import finalseg
 
-from megatron.tokenizer.viterbi import chinese_words
+from megatron.tokenizer.viterbi import mark_chinese_words
 
 MARK = "\ud800"
 """Stands between words: a lone surrogate, which no text that can be encoded has."""
@@ -33,6 +33,17 @@ _dictionary = rjieba.Jieba()
 _dictionary.add_word(
     "\0", 3, None
 )  # no text's block has it; its 3 make up for the second line of "B\u8d85" in jieba's list
+_SPACE, _LINE_END = "\u2582", "\u2583"
+
+
+def to_pieces(text: str) -> str:
+    """Return ``text`` with the characters that stand for a space and a line end in CPM's vocabularies."""
+    return text.replace(" ", _SPACE).replace("\n", _LINE_END)
+
+
+def to_text(pieces: str) -> str:
+    """Undo ``to_pieces``."""
+    return pieces.replace(_SPACE, " ").replace(_LINE_END, "\n")
 
 
 def mark_words(texts: Sequence[str]) -> list[str]:
@@ -60,20 +71,20 @@ def _route(text: str) -> str:
 def _learn(runs: Iterable[str]) -> None:
     if len(_known_runs) > _MOST_KNOWN:
         _known_runs.clear()
-    new = set(runs).difference(_known_runs)
-    plain = {run: run.replace(MARK, "") for run in new}
-    words = _words_of_runs([text for text in plain.values() if not _dictionary.has_word(text)])
+    plain = {run: run.replace(MARK, "") for run in set(runs).difference(_known_runs)}
+    marked = _mark_runs([text for text in plain.values() if not _dictionary.has_word(text)])
     for run, text in plain.items():  # a word of the dictionary that the route left in characters stays in characters
-        _known_runs[run] = "".join(MARK + word for word in words.get(text, text))
+        _known_runs[run] = MARK + (marked.get(text) or MARK.join(text))
 
 
-def _words_of_runs(runs: Iterable[str]) -> dict[str, list[str]]:
+def _mark_runs(runs: Sequence[str]) -> dict[str, str]:
     """Cut runs of characters without a word: Chinese by probability, letters, digits and signs by jieba's pattern."""
-    cut = {run: finalseg.re_han.split(run) for run in runs}  # other, Chinese, other, and so on
-    found = chinese_words(sorted({part for parts in cut.values() for part in parts[1::2]}, key=len, reverse=True))
-    return {run: list(_words_of_parts(parts, found)) for run, parts in cut.items()}
+    mixed = {run: finalseg.re_han.split(run) for run in runs if finalseg.re_han.fullmatch(run) is None}
+    chinese = {part for parts in mixed.values() for part in parts[1::2]}.union(run for run in runs if run not in mixed)
+    marked = mark_chinese_words(sorted(chinese, key=len, reverse=True), MARK)
+    return marked | {run: MARK.join(_marked_parts(parts, marked)) for run, parts in mixed.items()}
 
 
-def _words_of_parts(parts: list[str], chinese: dict[str, list[str]]) -> Iterator[str]:
-    for place, part in enumerate(parts):
-        yield from chinese[part] if place % 2 else filter(None, finalseg.re_skip.split(part))
+def _marked_parts(parts: list[str], chinese: dict[str, str]) -> Iterator[str]:
+    for place, part in enumerate(parts):  # other, Chinese, other, and so on
+        yield from [chinese[part]] if place % 2 else filter(None, finalseg.re_skip.split(part))
