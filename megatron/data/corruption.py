@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.data.apportion import apportion
+from megatron.data.runs import runs
 from megatron.spans import Denoiser, noise_and_spans
 
 _WORDS_OF_DOCUMENTS = 2
@@ -81,7 +82,7 @@ def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np
         firsts = totals.cumsum() - totals
         keys[firsts[totals > 0]] = 0
         keys |= (np.arange(num_groups, dtype=np.uint64) << np.uint64(64 - group_bits)).repeat(totals)
-        chosen = _runs(firsts, parts)
+        chosen = runs(firsts, parts)
     keys |= np.arange(num_words, dtype=np.uint64)
     keys.sort()
     starts = keys[chosen] & place_mask
@@ -106,7 +107,7 @@ def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
     starts = np.array([[ends - cut - kept, names], [names, ends - cut]])
     lengths = np.array([[kept, has_span], [has_span, cut]])
     source = np.concatenate([text, sentinels[in_document]])
-    both = source[_runs(starts.transpose(0, 2, 1).ravel(), lengths.transpose(0, 2, 1).ravel())]
+    both = source[runs(starts.transpose(0, 2, 1).ravel(), lengths.transpose(0, 2, 1).ravel())]
     num_inputs = length - num_cut + int(has_span.sum())
     return Pair(
         both[:num_inputs],
@@ -114,11 +115,3 @@ def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
         documents.repeat(kept + has_span),
         documents.repeat(cut + has_span),
     )
-
-
-def _runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return starts[0], starts[0] + 1, ... (``lengths[0]`` numbers), then as many from starts[1] on, and so forth."""
-    ends = lengths.cumsum()
-    runs = (starts - ends + lengths).repeat(lengths)
-    runs += np.arange(len(runs))
-    return runs

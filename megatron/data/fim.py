@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron.data.random_words import random_words
+from megatron.data.runs import runs
 from megatron.errors import ConfigError, DataError
 
 NAMES = (
@@ -78,15 +79,11 @@ class Fim:
         is_moved = (shares[:, 0] < self.rate) & (lengths >= _SHORTEST)
         if not is_moved.any():
             return text
-        kept = np.maximum(lengths - _NUM_CONTROL_TOKENS, 0)
-        cuts = ((words[:, 2:] >> np.uint64(32)) * (kept + 1).astype(np.uint64)[:, None] >> np.uint64(32)).astype(
-            np.int64
-        )
-        runs = self._runs(len(text), starts, kept, cuts.min(axis=1), cuts.max(axis=1), shares[:, 1] < self.spm_rate)
-        runs = np.where(is_moved[:, None, None], runs, 0)
-        runs[~is_moved, 0] = np.stack([starts, lengths], axis=1)[~is_moved]
-        last = np.stack([starts + lengths, ended], axis=1)
-        return self._gather(text, np.concatenate([runs, last[:, None]], axis=1).reshape(-1, 2))
+        kept = np.where(is_moved, lengths - _NUM_CONTROL_TOKENS, lengths)
+        cuts = _below(kept + 1, words[:, 2:])
+        low, high = np.where(is_moved, cuts.min(axis=1), kept), np.where(is_moved, cuts.max(axis=1), kept)
+        low[is_moved & (shares[:, 1] < self.spm_rate)] = 0  # SPM is PSM with the prefix as a part of the middle
+        return self._gather(text, starts, (low, high, kept), is_moved.astype(np.int64), ended)
 
     def _documents(self, text: np.ndarray, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return start, tokens before the end-of-document token, and number of such tokens (0, 1) of each document."""
@@ -98,24 +95,26 @@ class Fim:
         ended = is_eod[last].astype(np.int64)
         return starts, last + 1 - starts - ended, ended
 
-    def _runs(
-        self, end: int, starts: np.ndarray, kept: np.ndarray, low: np.ndarray, high: np.ndarray, is_spm: np.ndarray
+    def _gather(
+        self, text: np.ndarray, starts: np.ndarray, bounds: tuple[np.ndarray, ...], moved: np.ndarray, ended: np.ndarray
     ) -> np.ndarray:
-        """Return int64[documents, 6, 2]: (start, length) of the runs of tokens that a rearranged document is made of.
+        """Return the text with each document as prefix, suffix and middle; one that stays is all prefix.
 
-        ``end`` + 0, 1 and 2 are the places of the control tokens.
+        ``bounds`` are the ends of prefix, middle and suffix in the old order, ``moved`` and ``ended`` 0 or 1.
         """
-        prefix, suffix, middle = ((np.full_like(starts, end + i), np.ones_like(starts)) for i in range(3))
-        tail, nothing = (starts + high, kept - high), (starts, np.zeros_like(starts))
-        psm = (prefix, (starts, low), suffix, tail, middle, (starts + low, high - low))
-        spm = (prefix, suffix, tail, middle, (starts, high), nothing)
-        either = np.where(is_spm, np.array(spm), np.array(psm))  # [6, 2, documents]
-        return either.transpose(2, 0, 1)
+        low, high, kept = bounds
+        control = len(text) + np.zeros_like(starts)
+        lengths = kept + moved * _NUM_CONTROL_TOKENS
+        begins = (control, starts, control + 1, starts + high, control + 2, starts + low, starts + lengths)
+        counts = (moved, low, moved, kept - high, moved, high - low, ended)
+        source = np.concatenate([text, (self.prefix_id, self.suffix_id, self.middle_id)])
+        return source[runs(np.array(begins).T.ravel(), np.array(counts).T.ravel())]
 
-    def _gather(self, text: np.ndarray, runs: np.ndarray) -> np.ndarray:
-        source = np.concatenate([text, np.array([self.prefix_id, self.suffix_id, self.middle_id])])
-        starts, lengths = runs.T
-        return source[np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(len(text))]
+
+def _below(limits: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Return a random number from 0 ... limits[i] - 1 for each of words[i]."""
+    upper = words >> np.uint64(32)
+    return (upper * limits.astype(np.uint64)[:, None] >> np.uint64(32)).view(np.int64)
 
 
 def fim_from(tokenizer: Vocabulary, rate: float, spm_rate: float) -> Fim | None:

@@ -106,8 +106,8 @@ PACKING = (
     Mutant(
         "the middle is put before the suffix",
         "megatron/data/fim.py",
-        "psm = (prefix, (starts, low), suffix, tail, middle, (starts + low, high - low))",
-        "psm = (prefix, (starts, low), suffix, (starts + low, high - low), middle, tail)",
+        "(moved, low, moved, kept - high, moved, high - low, ended)",
+        "(moved, low, moved, high - low, moved, kept - high, ended)",
         (UNDONE, FIM),
     ),
     Mutant(
@@ -116,6 +116,20 @@ PACKING = (
         "        return starts, last + 1 - starts - ended, ended\n",
         "        return starts, last + 1 - starts, 0 * ended\n",
         (UNDONE,),
+    ),
+    Mutant(
+        "SPM keeps its prefix in front",
+        "megatron/data/fim.py",
+        "        low[is_moved & (shares[:, 1] < self.spm_rate)] = 0",
+        "        low[is_moved & (shares[:, 1] < 0 * self.spm_rate)] = 0",
+        (FIM, "tests/data/test_fim.py::test_it_is_the_same_for_ever"),
+    ),
+    Mutant(
+        "no cut falls at the end of a document",
+        "megatron/data/fim.py",
+        "cuts = _below(kept + 1, words[:, 2:])",
+        "cuts = _below(kept, words[:, 2:])",
+        (FIM,),
     ),
     Mutant(
         "all documents of a sample draw the same",
