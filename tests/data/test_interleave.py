@@ -51,7 +51,7 @@ def test_it_equals_a_loop_over_times(weights: list[int]) -> None:
 def test_counts_stay_near_their_shares_for_ever(weights: list[int], index: int) -> None:
     most = 1 if sum(map(bool, weights)) <= 3 else Fraction(17, 10)
     interleaving, total = Interleaving(weights), sum(weights)
-    for number in (index, index % 1000, index % (3 * total)):
+    for number in (index, 2**62 - index, index % 1000, index % (3 * total)):
         counts = interleaving.counts(number)
         assert sum(counts) == number
         for count, weight in zip(counts, weights, strict=True):

@@ -1,0 +1,131 @@
+"""Mistakes in mixtures: which corpus a sample comes from, phases, cursors and what a checkpoint must agree with."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+LOOP = "tests/data/test_interleave.py::test_it_equals_a_loop_over_times"
+NEAR = "tests/data/test_interleave.py::test_counts_stay_near_their_shares_for_ever"
+ANY_CHANGE = "tests/data/test_mixture.py::test_no_sample_is_missed_or_read_twice_whatever_changes"
+UNDISTURBED = "tests/data/test_mixture.py::test_a_resumed_run_reads_what_an_undisturbed_one_reads"
+MIXED = "tests/data/test_mixed_samples.py"
+
+MIXTURE = (
+    Mutant(
+        "shares are rounded down instead of to the nearest",
+        "megatron/data/interleave.py",
+        "(2 * num_samples * self.weight + self.total) // (2 * self.total)",
+        "num_samples * self.weight // self.total",
+        (LOOP,),
+    ),
+    Mutant(
+        "counts are computed in floating point",
+        "megatron/data/interleave.py",
+        "(2 * num_samples * self.weight + self.total) // (2 * self.total)",
+        "int(num_samples * (self.weight / self.total) + 0.5)",
+        (NEAR,),
+    ),
+    Mutant(
+        "the two heaviest groups are put together first",
+        "megatron/data/interleave.py",
+        "(weight, rank, number) for number",
+        "(-weight, rank, number) for number",
+        (LOOP,),
+    ),
+    Mutant(
+        "the place in the list decides between corpora of one weight",
+        "megatron/data/mixture.py",
+        "return Interleaving(self.weights, self.ranks)",
+        "return Interleaving(self.weights)",
+        (UNDISTURBED,),
+    ),
+    Mutant(
+        "a phase begins at each corpus's first sample",
+        "megatron/data/mixture.py",
+        "return corpus, phase.cursors[corpus] + place",
+        "return corpus, place",
+        (ANY_CHANGE,),
+    ),
+    Mutant(
+        "a resumed run begins a phase though its weights are what they were",
+        "megatron/data/mixture.py",
+        "elif self.phases[-1].weights != weights:",
+        "else:",
+        (UNDISTURBED,),
+    ),
+    Mutant(
+        "a phase counts from the start of the run",
+        "megatron/data/mixture.py",
+        "phase.interleaving.locate(index - phase.start)",
+        "phase.interleaving.locate(index)",
+        (ANY_CHANGE,),
+    ),
+    Mutant(
+        "a phase that has not begun is taken for one that has",
+        "megatron/data/mixture.py",
+        "if phase.start < samples_consumed]",
+        "if phase.start <= samples_consumed + 5]",
+        (ANY_CHANGE,),
+    ),
+    Mutant(
+        "corpora of a checkpoint are known by their names",
+        "megatron/data/mixture_resume.py",
+        "now = {corpus.fingerprint: corpus for corpus in order.corpora}\n"
+        "    matches = {name: now[text].name for name, text in saved.fingerprints.items() if text in now}",
+        "now = {corpus.name: corpus for corpus in order.corpora}\n"
+        "    matches = {name: name for name in saved.fingerprints if name in now}",
+        (
+            "tests/data/test_mixture.py::test_another_fingerprint_is_an_error_that_names_both",
+            "tests/data/test_mixture.py::test_corpora_are_known_by_fingerprint_and_not_by_name",
+        ),
+    ),
+    Mutant(
+        "after a change that was allowed all corpora start anew",
+        "megatron/data/mixture_resume.py",
+        "        cursors=by_number(saved.cursors),\n",
+        "",
+        ("tests/data/test_mixture.py::test_another_fingerprint_is_an_error_that_names_both",),
+    ),
+    Mutant(
+        "the tokenizer is no part of a corpus's fingerprint",
+        "megatron/data/mixture_resume.py",
+        "{(tokenizer or 'unknown')[:16]}",
+        "{'unknown'}",
+        (f"{MIXED}::test_the_fingerprint_changes_with_all_that_changes_samples",),
+    ),
+    Mutant(
+        "a step of a schedule begins in the middle of a sample",
+        "megatron/data/corpora.py",
+        "-(-tokens // tokens_per_sample)",
+        "tokens // tokens_per_sample",
+        ("tests/data/test_corpora.py::test_a_schedule_starts_with_the_weights_of_the_path_and_counts_whole_samples",),
+    ),
+    Mutant(
+        "validation follows the schedule of training",
+        "megatron/data/build_splits.py",
+        "paths.schedule(length) if number == 0 else",
+        "paths.schedule(length) if number <= 2 else",
+        (f"{MIXED}::test_a_schedule_changes_the_weights_after_so_many_tokens",),
+    ),
+    Mutant(
+        "corpora that are mixed are cut alike",
+        "megatron/data/t5_samples.py",
+        "self._key = (draws, seed) if draws else (seed,)",
+        "self._key = (seed,)",
+        (f"{MIXED}::test_corpora_of_t5_do_not_share_their_draws",),
+    ),
+    Mutant(
+        "a sample is read at its number in the run",
+        "megatron/data/mixed_samples.py",
+        "            return part[place]\n",
+        "            return part[index]\n",
+        (f"{MIXED}::test_each_sample_is_the_next_one_of_its_corpus",),
+    ),
+    Mutant(
+        "the samples of training and of their own paths are cut by --split all the same",
+        "megatron/data/build_splits.py",
+        "    if paths.are_apart:\n        return [(0, token_file.num_documents)] * 3\n",
+        "",
+        (f"{MIXED}::test_paths_of_their_own_are_read_whole",),
+    ),
+)
