@@ -215,6 +215,6 @@ def _decode(data: np.ndarray) -> np.ndarray | None:
     """Return the array in a file, or None where it is not whole."""
     header = data[:_HEADER_BYTES].tobytes()
     content = data[_HEADER_BYTES:]
-    if header[:4] != _MAGIC or int.from_bytes(header[8:], "little") != len(content):
+    if len(header) < _HEADER_BYTES or header[:4] != _MAGIC or int.from_bytes(header[8:], "little") != len(content):
         return None
     return content.view(np.dtype(header[4:8].decode().strip()))

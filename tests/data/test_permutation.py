@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,27 @@ def test_it_depends_on_the_key_and_looks_uniform() -> None:
 
 def test_the_order_is_the_same_for_ever() -> None:
     assert Permutation(10, "documents", 1234, 0).array(np.arange(10)).tolist() == FIXED
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 1 << 34), st.integers(0, 2**63), st.data())
+def test_blocks_of_any_place_equal_the_walk_of_single_numbers(size: int, start: int, data: st.DataObject) -> None:
+    permutation = Permutation(size, "documents", start, 3)
+    count = data.draw(st.integers(1, min(size, 50)))
+    first = data.draw(st.integers(0, size - count))
+    places = np.empty(count, np.int32 if size < 1 << 31 else np.int64)
+    permutation.fill(places, first)
+    assert places.tolist() == [permutation(index) for index in range(first, first + count)]
+
+
+def test_block_borders_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    permutation, whole, cut = Permutation(300_000, "x"), np.empty(300_000, np.int32), np.empty(300_000, np.int64)
+    permutation.fill(whole, 0)
+    monkeypatch.setattr("megatron.data.permutation._IN_CACHE", 977)
+    monkeypatch.setattr("megatron.data.permutation._AT_ONCE", 50_021)
+    permutation.fill(cut, 0)
+    assert np.array_equal(whole, cut) and np.array_equal(np.sort(whole), np.arange(300_000))
+    assert np.array_equal(permutation.array(np.arange(300_000)[::-1]), whole[::-1])
 
 
 FIXED = [5, 6, 4, 7, 2, 0, 1, 3, 8, 9]

@@ -1,0 +1,1 @@
+"""What ``benchmarks/data_start.py`` is made of."""
