@@ -1,0 +1,134 @@
+"""Text that spells a control token is ordinary text: of every kind, for every name."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+
+from megatron import tokenizer
+from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.spellings import Spellings
+
+NAMES = [
+    "<|endoftext|>",
+    "<pad>",
+    "<mask>",
+    "<extra_id_0>",
+    "<s_3>",
+    "<fim_prefix>",
+    "<fim_middle>",
+    "<fim_suffix>",
+    "</s>",
+]
+
+
+def bpe(folder: Path, bpe_path: Path, special: bool) -> Path:
+    library = tokenizers.Tokenizer.from_file(str(bpe_path))
+    (library.add_special_tokens if special else library.add_tokens)([*NAMES, "<|my own|>"])
+    library.save(str(folder / "bpe.json"))
+    return folder / "bpe.json"
+
+
+def sentence_piece(folder: Path, corpus: list[str]) -> Path:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in corpus[-3:] for line in text.splitlines()),
+        model_writer=model,
+        vocab_size=400,
+        user_defined_symbols=NAMES[:-1],
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+        minloglevel=2,
+        num_threads=1,
+    )
+    (folder / "sp.model").write_bytes(model.getvalue())
+    return folder / "sp.model"
+
+
+def unigram(folder: Path, model: Path) -> Path:
+    """A T5 folder's tokenizer.json: control tokens are pieces of the unigram model, each word gets a mark in front."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    scores = [(pieces.id_to_piece(number), pieces.get_score(number)) for number in range(pieces.get_piece_size())]
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unk_id=0, byte_fallback=True))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.WhitespaceSplit(), tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")]
+    )
+    library.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace(prepend_scheme="always")]
+    )
+    library.add_special_tokens(["<pad>", "</s>"])
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["special", "added", "sentencepiece", "unigram", "cpm1"])
+def built(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, bpe_path: Path, corpus: list[str]
+) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("control")
+    made: dict[str, Callable[[], Tokenizer]] = {
+        "special": lambda: tokenizer.build(tokenizer_path=bpe(folder, bpe_path, True)),
+        "added": lambda: tokenizer.build(tokenizer_path=bpe(folder, bpe_path, False)),
+        "sentencepiece": lambda: tokenizer.build(tokenizer_path=sentence_piece(folder, corpus)),
+        "unigram": lambda: tokenizer.build(tokenizer_path=unigram(folder, sentence_piece(folder, corpus))),
+        "cpm1": lambda: tokenizer.build("CPM1", tokenizer_path=request.getfixturevalue("cpm_folder")),
+    }
+    return made[request.param]()
+
+
+def test_no_spelling_becomes_a_control_token_and_each_comes_back(built: Tokenizer) -> None:
+    names = [name for name in built.control_tokens if len(name) > 1]
+    assert len(names) >= 7
+    ids = set(built.control_tokens.values()) - {built.unk_id}
+    texts = [
+        text for name in names for text in (f"a{name}b c", f"{name}{name} a{name}", f"灯 {name[:-1]}{name}{name[1:]}")
+    ]
+    for text, encoded in zip(texts, built.encode_batch(texts), strict=True):
+        assert not ids & set(encoded) and built.decode(encoded) == text
+
+
+def test_arrays_hold_what_lists_hold_with_and_without_spellings(built: Tokenizer) -> None:
+    texts = ["a b", "", "x<pad>y</s>", "<pad>", "灯", "<|endoftext|> <eod>", ""]
+    tokens, sizes = built.encode_arrays(texts)
+    assert (tokens.dtype, sizes.dtype) == (np.int32, np.int64)
+    assert [part.tolist() for part in np.split(tokens, np.cumsum(sizes)[:-1])] == [built.encode(text) for text in texts]
+    assert [len(array) for array in built.encode_arrays([])] == [0, 0] and built.encode_batch([]) == []
+
+
+def test_a_copy_for_another_process_gives_the_same_ids(built: Tokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(built))
+    assert copy.encode("a<pad>b</s> 灯") == built.encode("a<pad>b</s> 灯")
+    assert copy.identity == built.identity and copy.vocab_size == built.vocab_size
+
+
+def test_declared_control_tokens_are_control_tokens(tmp_path: Path, bpe_path: Path) -> None:
+    special = tokenizer.build(tokenizer_path=bpe(tmp_path, bpe_path, True))
+    assert set(NAMES) | {"<|my own|>"} <= special.control_tokens.keys()
+    added = tokenizer.build(tokenizer_path=bpe(tmp_path, bpe_path, False))
+    assert set(NAMES) <= added.control_tokens.keys() and "<|my own|>" not in added.control_tokens
+
+
+def test_what_is_escaped_is_part_of_the_identity(tmp_path: Path, bpe_path: Path) -> None:
+    plain = tokenizer.build(tokenizer_path=bpe_path)
+    assert not plain._spellings.names and plain.settings == ""
+    library = json.loads(bpe_path.read_text())
+    library["added_tokens"].append({**library["added_tokens"][0], "id": 700, "content": "<mask>", "special": False})
+    (tmp_path / "t.json").write_text(json.dumps(library))
+    assert tokenizer.build(tokenizer_path=tmp_path / "t.json")._spellings.names == ("<mask>",)
+
+
+def test_spellings_that_overlap_are_all_cut() -> None:
+    spellings = Spellings(["ab", "bc", "abc", "<x>"])
+    for text in ("abc", "ab<x>bcab", "aabbcc", "<x><x>", "plain", ""):
+        parts = spellings.cut(text)
+        assert "".join(parts) == text and not any(name in part for part in parts for name in spellings.names)
+    assert not Spellings([]) and not Spellings([]).is_in("a")

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron import tokenizer
+from megatron.errors import DataError
+from megatron.tokenizer import Tokenizer
+from tests.tokenizer.conftest import CPM_CONTROL, CPM_MARKS
+from tests.tokenizer.test_word_cut import ALPHABET, HARD
+
+Cut = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def cpm1(cpm_folder: Path) -> Tokenizer:
+    return tokenizer.build("CPM1", tokenizer_path=cpm_folder)
+
+
+@pytest.fixture(scope="module")
+def cpm1_model(cpm_folder: Path) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(cpm_folder / "chinese_vocab.model"))
+
+
+@pytest.fixture(scope="module")
+def cpm2_path(tmp_path_factory: pytest.TempPathFactory, corpus: list[str], cut: Cut) -> Path:
+    pieces = {word.translate(CPM_MARKS).strip(): None for text in corpus[:6] for word in cut(text[:1500])}
+    pieces |= dict.fromkeys("窗灯abcdefg012\u2582\u2583.-_")
+    control = ["<unk>", "<s>", "</s>", "\u2583", "<sep>", "<pad>", "<mask>", "<eod>"]
+    sentinels = [f"<s_{number}>" for number in range(20)]
+    path = tmp_path_factory.mktemp("cpm2") / "vocab.txt"
+    path.write_text("\n".join([*control, *pieces, *sentinels]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def cpm2(cpm2_path: Path) -> Tokenizer:
+    return tokenizer.build("CPM2", tokenizer_path=cpm2_path)
+
+
+@pytest.fixture(scope="module")
+def cpm2_ids(cpm2_path: Path) -> dict[str, int]:
+    return {token: place for place, token in enumerate(cpm2_path.read_text(encoding="utf-8").split("\n"))}
+
+
+def reference_cpm1(cut: Cut, model: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
+    return model.encode(" ".join(word.translate(CPM_MARKS) for word in cut(text)))
+
+
+def reference_cpm2(cut: Cut, ids: dict[str, int], text: str) -> list[int]:
+    found = []
+    for word in (word.translate(CPM_MARKS) for word in cut(text)):
+        if len(word) > 200:
+            found.append(ids["<unk>"])
+            continue
+        while word:
+            size = next((size for size in range(len(word), 0, -1) if word[:size] in ids), 0)
+            found.append(ids[word[:size]] if size else ids["<unk>"])
+            word = word[max(size, 1) :]
+    return found
+
+
+def test_cpm1_ids_are_those_of_jieba_and_sentencepiece(
+    cpm1: Tokenizer, cpm1_model: sentencepiece.SentencePieceProcessor, cut: Cut, corpus: list[str]
+) -> None:
+    texts = [text[:1500] for text in corpus] + HARD
+    assert cpm1.encode_batch(texts) == [reference_cpm1(cut, cpm1_model, text) for text in texts]
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=st.one_of(st.text(ALPHABET, max_size=80), st.text(max_size=20)))
+def test_cpm_ids_are_the_original_ones_on_any_text(
+    cpm1: Tokenizer,
+    cpm1_model: sentencepiece.SentencePieceProcessor,
+    cpm2: Tokenizer,
+    cpm2_ids: dict[str, int],
+    cut: Cut,
+    text: str,
+) -> None:
+    assert cpm1.encode(text) == reference_cpm1(cut, cpm1_model, text)
+    assert cpm2.encode(text) == reference_cpm2(cut, cpm2_ids, text)
+
+
+def test_cpm1_text_comes_back_with_its_spaces_and_lines(cpm1: Tokenizer) -> None:
+    text = "灯。\n The lamp  stood in the same place 。\n\n"
+    assert cpm1.decode(cpm1.encode(text)) == text
+    assert cpm1.eod_name == "<eod>" and cpm1.unk_id == 0 and {*CPM_CONTROL, "<s>", "</s>"} <= cpm1.control_tokens.keys()
+
+
+def test_cpm1_takes_the_ids_of_a_vocab_json(cpm1: Tokenizer, cpm_folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "chinese_vocab.model"
+    model.write_bytes((cpm_folder / model.name).read_bytes())
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    shifted = {pieces.id_to_piece(number): number + 5 for number in range(cpm1.vocab_size)}
+    (tmp_path / "vocab.json").write_text(json.dumps(shifted))
+    moved = tokenizer.build("CPM1", vocab_file=tmp_path / "vocab.json")
+    text = "窗前有一盏灯。\nThe lamp"
+    assert moved.encode(text) == [token + 5 for token in cpm1.encode(text)]
+    assert moved.decode(moved.encode(text)) == cpm1.decode(cpm1.encode(text))
+    assert moved.eod_id == cpm1.eod_id + 5 and moved.vocab_size == cpm1.vocab_size + 5
+    assert tokenizer.build("CPM1", tokenizer_path=tmp_path).identity == moved.identity
+    assert len({moved.identity, cpm1.identity, tokenizer.build(tokenizer_path=model).identity}) == 3
+
+
+def test_cpm2_ids_are_the_longest_matches_of_each_word(
+    cpm2_path: Path, cpm2_ids: dict[str, int], cut: Cut, corpus: list[str]
+) -> None:
+    built = tokenizer.build("CPM2", tokenizer_path=cpm2_path.parent)
+    texts = [text[:1500] for text in corpus] + [*HARD, "a" * 200, "a" * 201]
+    assert built.encode_batch(texts) == [reference_cpm2(cut, cpm2_ids, text) for text in texts]
+    text = corpus[0][:1500]
+    assert built.decode(built.encode(text)) == text
+    assert built.eod_id == 7 and built.pad_id == 5 and built.unk_id == 0 and len(built.sentinel_ids) == 20
+    assert pickle.loads(pickle.dumps(built)).encode(text) == built.encode(text)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("a\nb\n", "must have the token <unk>"),
+        ("<unk>\n##ing\n", "without pieces that begin with ##"),
+        (b"\xff", "UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_vocabulary_of_cpm_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        tokenizer.build("CPM2", tokenizer_path=path)

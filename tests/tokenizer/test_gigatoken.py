@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from megatron import log, tokenizer
+from megatron.errors import DataError
+from megatron.tokenizer import fast_bpe, giga, with_gigatoken
+from megatron.tokenizer.giga import GigatokenTokenizer
+
+
+def with_control_tokens(folder: Path, bpe_path: Path) -> Path:
+    library = tokenizers.Tokenizer.from_file(str(bpe_path))
+    library.add_special_tokens(["<pad>", "<mask>", "<extra_id_0>"])
+    library.save(str(folder / "t.json"))
+    return folder / "t.json"
+
+
+def test_ids_are_the_same_for_text_and_for_spelled_control_tokens(
+    tmp_path: Path, bpe_path: Path, corpus: list[str]
+) -> None:
+    slow = tokenizer.build(tokenizer_path=with_control_tokens(tmp_path, bpe_path))
+    fast = with_gigatoken(slow, corpus[:4], is_required=True)
+    assert isinstance(fast, GigatokenTokenizer) and fast.identity == slow.identity
+    texts = [*corpus, "", "a<|endoftext|>b <pad><mask>", "<extra_id_0>"]
+    for expected, got in zip(slow.encode_arrays(texts), fast.encode_arrays(texts), strict=True):
+        assert expected.dtype == got.dtype and np.array_equal(expected, got)
+    assert [len(array) for array in fast.encode_arrays([])] == [0, 0]
+    assert pickle.loads(pickle.dumps(fast)).encode(texts[-2]) == slow.encode(texts[-2])
+
+
+def test_gpt2_files_are_encoded_too(tmp_path: Path, bpe_path: Path, corpus: list[str]) -> None:
+    model = json.loads(bpe_path.read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    slow = tokenizer.build(vocab_file=tmp_path / "vocab.json", merge_file=tmp_path / "merges.txt")
+    fast = with_gigatoken(slow, corpus[:2], is_required=True)
+    assert isinstance(fast, GigatokenTokenizer) and fast.encode_batch(corpus) == slow.encode_batch(corpus)
+
+
+def test_a_forked_process_encodes(bpe_path: Path, corpus: list[str]) -> None:
+    fast = with_gigatoken(tokenizer.build(tokenizer_path=bpe_path), corpus[:2])
+    expected = fast.encode(corpus[0])
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(fast.encode(corpus[0])))
+    process.start()
+    assert receiver.poll(30) and receiver.recv() == expected
+    process.join(30)
+
+
+def test_one_differing_id_is_named_and_gigatoken_is_dropped(
+    bpe_path: Path, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tokenizer.build(tokenizer_path=bpe_path)
+    right = giga._encode
+
+    def wrong(fast: Any, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        tokens, sizes = right(fast, texts)
+        tokens[-1:] += texts[-1:] == corpus[-1:]  # the last token of the sample alone
+        return tokens, sizes
+
+    told: list[str] = []
+    monkeypatch.setattr(giga, "_encode", wrong)
+    monkeypatch.setattr(log, "warning", told.append)
+    assert with_gigatoken(slow, corpus, is_required=True) is slow
+    last = slow.encode(corpus[-1])
+    assert f"token {len(last) - 1} of the text that begins {corpus[-1][:40]!r}" in told[0]
+    assert f"is [{last[-1] + 1}] rather than [{last[-1]}]" in told[0]
+    assert "going on without gigatoken" in told[0]
+
+
+def test_what_it_cannot_do_is_an_error_only_when_it_was_asked_for(
+    bpe_path: Path, cpm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning", told.append)
+    unigram = tokenizer.build(tokenizer_path=cpm_folder / "chinese_vocab.model")
+    assert with_gigatoken(unigram, []) is unigram and "(BPE) only, this one is SentencePieceTokenizer" in told[0]
+    with pytest.raises(DataError, match="byte-pair vocabularies"):
+        with_gigatoken(unigram, [], is_required=True)
+    bpe = tokenizer.build(tokenizer_path=bpe_path)
+    monkeypatch.setattr(giga, "standing_in_for", lambda tokenizer: json.loads("not JSON"))
+    assert with_gigatoken(bpe, []) is bpe and "cannot do this vocabulary" in told[1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert with_gigatoken(bpe, []) is bpe
+    with pytest.raises(DataError, match=r"pip install -e '.\[gigatoken\]'"):
+        with_gigatoken(bpe, [], is_required=True)
+
+
+def test_the_probes_are_compared_even_without_a_sample(bpe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tokenizer.build(tokenizer_path=bpe_path)
+    monkeypatch.setattr(log, "warning", lambda text: None)
+    monkeypatch.setattr(giga, "_encode", lambda fast, texts: (np.zeros(0, np.int32), np.zeros(len(texts), np.int64)))
+    assert with_gigatoken(slow, []) is slow and len(fast_bpe._PROBES) > 5

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.tokenizer import word_cut
+from megatron.tokenizer.word_cut import MARK, mark_words
+
+Cut = Callable[[str], list[str]]
+
+HARD = [
+    "",
+    "a",
+    "灯",
+    "\r\n \n\t\u3000\u2028\x1c\x85",
+    "a-b a_b a.b 9.1A 99.b 3.5% 50% 1.2.3 x=-1 --flag=v_1.0 end. e.g. C++ c# AT&T++ aQQb+c%",
+    "T恤B超AA制IP地址 K歌之王3D打印2019年5月1日GPT-2的词表",
+    "㐀㐀灯鿖鿖灯豈灯𠀀𠀀灯𪜀a丽.b〇",
+    "常在修",  # the difference of two paths is smaller than rjieba's rounding
+    "义军军事机密麻麻麻风趣横生生利利二世俗社会会议厅厅局级级差差错控制制药厂桥桥墩下下载方式电流氓阿飞飞砂",  # a tie
+    "上变上" * 9 + "八八八九七楼和",
+    "丟並乂乄乆乑" * 12,  # characters without a probability: all paths are equal
+    "，。「１２３ＡＢＣ」🙂👩‍👩‍👧é\u0301\x00\x01\ufdd0",
+]
+"""Each of these is cut otherwise by rjieba, or by a word cut that leaves out one of its rules."""
+ALPHABET = "的一是在有我他这中大来上个国灯窗麻八常修丟並乂㐀鿖𠀀abzAZ019+#&._%- \r\n\t，。🙂"
+
+
+def test_words_are_those_of_jieba(cut: Cut, corpus: list[str]) -> None:
+    texts = HARD + [text[:1500] for text in corpus]
+    assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+    assert mark_words([]) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.one_of(st.text(ALPHABET, max_size=60), st.text(max_size=12)), max_size=3))
+def test_words_are_those_of_jieba_on_any_text(cut: Cut, texts: list[str]) -> None:
+    assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+
+
+@pytest.mark.slow
+@settings(max_examples=6000, deadline=None)
+@given(texts=st.lists(st.one_of(st.text(ALPHABET, max_size=200), st.text(max_size=40)), max_size=4))
+def test_words_are_those_of_jieba_on_much_text(cut: Cut, texts: list[str]) -> None:
+    assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+
+
+def test_words_stay_the_same_when_the_known_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mark_words(HARD)
+    monkeypatch.setattr(word_cut, "_MOST_KNOWN", 0)
+    assert mark_words(HARD) == expected and mark_words(HARD[4:6]) == expected[4:6]
