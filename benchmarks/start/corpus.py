@@ -18,7 +18,7 @@ _BLOCK = 1 << 20
 
 
 def make_corpus(prefix: Path, num_documents: int) -> int:
-    """Write ``PREFIX.idx``, ``.bin`` and ``.meta.json``: documents of 1 ... 999 tokens, all 0. Return how many tokens."""
+    """Write ``PREFIX.idx``, ``.bin`` and ``.meta.json``: documents of 1 ... 999 zeros. Return how many tokens."""
 
     def sizes() -> Iterator[np.ndarray]:
         generator = np.random.default_rng(0)
