@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron.data.batches import ReplicaBatches
     from megatron.data.build import build_train_valid_test
     from megatron.data.build_t5 import build_t5_train_valid_test
+    from megatron.data.cache import Cache
     from megatron.data.control_tokens import T5Tokens, t5_tokens
     from megatron.data.corpora import DataPaths
     from megatron.data.fields import gpt2_fields, t5_fields
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from megatron.data.mixture import SampleOrder
     from megatron.data.span_file_samples import SpanFileSamples
     from megatron.data.span_files import SpanFiles
-    from megatron.data.split import split_documents
+    from megatron.data.split import split_by_hash, split_documents
     from megatron.data.t5_samples import T5Samples
     from megatron.data.token_file import TokenFile
     from megatron.data.token_writer import TokenFileWriter
 
 _MODULES = {
+    "Cache": "cache",
     "DataPaths": "corpora",
     "Fim": "fim",
     "fim_from": "fim",
@@ -41,6 +43,7 @@ _MODULES = {
     "build_train_valid_test": "build",
     "GPT2Samples": "gpt2_samples",
     "gpt2_fields": "fields",
+    "split_by_hash": "split",
     "split_documents": "split",
     "t5_fields": "fields",
     "t5_tokens": "control_tokens",
@@ -49,6 +52,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Cache",
     "DataPaths",
     "Fim",
     "GPT2Samples",
@@ -65,6 +69,7 @@ __all__ = [
     "build_train_valid_test",
     "fim_from",
     "gpt2_fields",
+    "split_by_hash",
     "split_documents",
     "t5_fields",
     "t5_tokens",

@@ -42,14 +42,14 @@ def build_train_valid_test(
         DataError: rows D02 and D09-D14 of the list of faults; paths and weights that cannot be used.
     """
 
-    def open_corpus(prefix: str, cache: Cache, is_one_of_several: bool) -> Opened:
+    def open_corpus(prefix: str, cache: Cache) -> Opened:
         token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
         checks.check_tokenizer(token_file, tokenizer_identity)
         checks.check_token_ids(token_file, vocab_size, cache)
         if flags_needing_eod:
             checks.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
 
-        def make(documents: Documents) -> GPT2Samples:
+        def make(documents: Documents, draws: str) -> GPT2Samples:
             return GPT2Samples(
                 token_file,
                 documents=documents,
@@ -58,7 +58,7 @@ def build_train_valid_test(
                 packing=packing,
                 fim=fim,
                 cache=cache,
-                draws=token_file.fingerprint if is_one_of_several else "",
+                draws=draws,
             )
 
         sample_tokens = _SHORTEST_PACKED if packing == "best-fit" else seq_length + 1

@@ -12,7 +12,7 @@ from megatron.data.documents import Documents
 from megatron.data.mixed_samples import CorpusSamples, MixedSamples
 from megatron.data.mixture import Corpus, SampleOrder
 from megatron.data.mixture_resume import fingerprint_of
-from megatron.data.split import split_documents
+from megatron.data.split import split_by_hash, split_documents
 from megatron.data.token_file import TokenFile
 
 Three = tuple[MixedSamples | None, MixedSamples | None, MixedSamples | None]
@@ -22,13 +22,14 @@ Three = tuple[MixedSamples | None, MixedSamples | None, MixedSamples | None]
 class Opened:
     """A corpus whose files are open and checked.
 
-    ``content`` is the fingerprint of its files; ``make`` returns the samples of some of its documents. A sample takes
-    ``sample_tokens`` tokens of ``token_file``, as ``asked_by`` (a flag with its value) wants it.
+    ``content`` is the fingerprint of its files. ``make`` returns the samples of some of its documents; its second
+    argument are the ``draws`` of ``T5Samples``, "" for a corpus that is alone. A sample takes ``sample_tokens`` tokens
+    of ``token_file``, as ``asked_by`` (a flag with its value) wants it.
     """
 
     token_file: TokenFile
     content: str
-    make: Callable[[Documents], CorpusSamples]
+    make: Callable[[Documents, str], CorpusSamples]
     sample_tokens: int
     asked_by: str
 
@@ -36,38 +37,40 @@ class Opened:
 def build_splits(
     paths: DataPaths,
     needed: tuple[bool, bool, bool],
-    open_corpus: Callable[[str, Cache, bool], Opened],
+    open_corpus: Callable[[str, Cache], Opened],
     tokenizer_identity: str | None,
     tokens_per_sample: Callable[[Sequence[CorpusSamples]], int],
 ) -> Three:
     """Return the samples of train, valid and test; None for a split that is not needed.
 
     Args:
-        open_corpus: from a prefix, what keeps its order for the other processes of this host, and whether it is one of
-            several.
+        open_corpus: from a prefix, and what keeps its order for the other processes of this host.
         tokens_per_sample: those that a schedule of the mixture counts, from the samples of the corpora.
 
     Raises:
         DataError: a corpus cannot be opened, is listed twice, or holds less than one sample in a needed split.
     """
     wanted, cache = paths.corpora(needed), Cache(paths.cache_path)
-    several = {prefix for corpora in wanted for _, prefix in corpora or () if len(corpora or ()) > 1}
     opened = {
-        prefix: open_corpus(prefix, cache, prefix in several)
+        prefix: open_corpus(prefix, cache)
         for prefix in dict.fromkeys(prefix for corpora in wanted for _, prefix in corpora or ())
     }
     documents = {prefix: _documents(corpus, paths, needed, cache) for prefix, corpus in opened.items()}
-    results: list[MixedSamples | None] = []
-    for number, corpora in enumerate(wanted):
+
+    def split(number: int) -> MixedSamples | None:
+        corpora = wanted[number]
         if corpora is None:
-            results.append(None)
-            continue
-        parts = [opened[prefix].make(documents[prefix][number]) for _, prefix in corpora]
+            return None
+        files = [opened[prefix] for _, prefix in corpora]
+        parts = [
+            corpus.make(documents[prefix][number], corpus.content if len(corpora) > 1 else "")
+            for corpus, (_, prefix) in zip(files, corpora, strict=True)
+        ]
         length = tokens_per_sample(parts)
         schedule = paths.schedule(length) if number == 0 else [(0, tuple(weight for weight, _ in corpora))]
-        results.append(_mixed(corpora, [opened[prefix] for _, prefix in corpora], parts, schedule, tokenizer_identity))
-    train, valid, test = results
-    return train, valid, test
+        return _mixed(corpora, files, parts, schedule, tokenizer_identity)
+
+    return split(0), split(1), split(2)
 
 
 def _documents(corpus: Opened, paths: DataPaths, needed: tuple[bool, bool, bool], cache: Cache) -> list[Documents]:
@@ -79,8 +82,6 @@ def _documents(corpus: Opened, paths: DataPaths, needed: tuple[bool, bool, bool]
     flags, documents = f"--split {paths.split}", list[Documents]()
     if paths.split_by == "hash":
         flags += " --split-by hash"
-        from megatron.data.split import split_by_hash  # type: ignore[attr-defined]
-
         documents += split_by_hash(token_file, paths.split, cache)
     else:
         documents += split_documents(token_file.num_documents, paths.split)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -55,40 +55,44 @@ def build_t5_train_valid_test(
         "reset_attention_mask": reset_attention_mask,
     }
 
-    def open_corpus(prefix: str, cache: Cache, is_one_of_several: bool) -> Opened:
+    def open_corpus(prefix: str, cache: Cache) -> Opened:
         shared = {**settings, "cache": cache}
         if is_set(prefix):
             _check_one_kind(prefix, denoisers)
             files = SpanFiles(prefix, tokens.text_vocab_size, reader=paths.data_impl, cache=cache)
-            make = partial(_make, SpanFileSamples, files, shared)
-            return Opened(files.context, files.fingerprint, make, enc_seq_length - 1, asked_by)
+            as_they_are = partial(_span_file_samples, files, shared)
+            return Opened(files.context, files.fingerprint, as_they_are, enc_seq_length - 1, asked_by)
         token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
         checks.check_tokenizer(token_file, tokenizer_identity)
         checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
-        draws = token_file.fingerprint if is_one_of_several else ""
-        make = partial(_make, T5Samples, token_file, {**shared, "denoisers": denoisers, "draws": draws})
-        return Opened(token_file, token_file.fingerprint, make, raw_length(enc_seq_length, denoisers), asked_by)
+        drawn = partial(_t5_samples, token_file, {**shared, "denoisers": denoisers})
+        return Opened(token_file, token_file.fingerprint, drawn, raw_length(enc_seq_length, denoisers), asked_by)
 
     return build_splits(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
 
 
-def _make(kind: Callable[..., Any], source: Any, settings: dict[str, Any], documents: Documents) -> Any:
-    return kind(source, documents=documents, **settings)
+def _t5_samples(token_file: TokenFile, settings: dict[str, Any], documents: Documents, draws: str) -> T5Samples:
+    return T5Samples(token_file, documents=documents, draws=draws, **settings)
+
+
+def _span_file_samples(files: SpanFiles, settings: dict[str, Any], documents: Documents, _: str) -> SpanFileSamples:
+    return SpanFileSamples(files, documents=documents, **settings)
 
 
 def _tokens_per_sample(parts: Sequence[Any]) -> int:
     """Return the tokens that the model reads of a sample, which must be the same in all corpora."""
-    lengths = {
-        part.files.prefix if isinstance(part, SpanFileSamples) else part.token_file.prefix: part for part in parts
-    }
-    first, *others = lengths
-    for other in others:
-        if lengths[other].dec_seq_length != lengths[first].dec_seq_length:
+    first = parts[0]
+    for other in parts:
+        if other.dec_seq_length != first.dec_seq_length:
             raise DataError(
-                f"targets must be of one length in all corpora, got {lengths[first].dec_seq_length} for {first} and "
-                f"{lengths[other].dec_seq_length} for {other}. Give --dec-seq-length."
+                f"targets must be of one length in all corpora, got {first.dec_seq_length} for {_prefix(first)} and "
+                f"{other.dec_seq_length} for {_prefix(other)}. Give --dec-seq-length."
             )
-    return parts[0].enc_seq_length + parts[0].dec_seq_length
+    return first.enc_seq_length + first.dec_seq_length
+
+
+def _prefix(samples: T5Samples | SpanFileSamples) -> str:
+    return samples.files.prefix if isinstance(samples, SpanFileSamples) else samples.token_file.prefix
 
 
 def _check_one_kind(prefix: str, denoisers: Sequence[Denoiser]) -> None:

@@ -218,3 +218,11 @@ def test_corpora_of_t5_do_not_share_their_draws(folder: Path, tmp_path: Path) ->
     assert cuts(alone["x"]) == cuts(alone["y"])
     assert len({str(cuts(samples)) for samples in (*both.parts.values(), alone["x"])}) == 3
     assert both[3]["inputs"].shape == (30,) and both.order.cursors(8) == {"x": 4, "y": 4}
+
+
+def test_a_corpus_that_is_alone_in_a_split_is_cut_as_ever(folder: Path) -> None:
+    paths = {"train_data_path": mixture(folder, "1 a 1 b"), "valid_data_path": str(folder / "a"), "data_path": None}
+    train, valid, _ = build_t5(folder, "1 a", needed=(True, True, False), enc_seq_length=30, **paths)
+    alone, _, _ = build_t5(folder, "1 a", split="1", needed=ONE, enc_seq_length=30)
+    found = [[samples[i]["inputs"].tolist() for i in range(30)] for samples in (alone, valid, train.parts["a"])]
+    assert found[0] == found[1] != found[2]
