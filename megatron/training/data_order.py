@@ -24,7 +24,7 @@ def epochs_text(data: RunData, samples_consumed: int) -> str:
     if data.order is None:
         return ""
     epochs = data.order.epochs(samples_consumed)
-    return f"epoch{'s' if len(epochs) > 1 else ''} {numbers_text(epochs, '.2f')}"
+    return f"epoch{'s' if len(epochs) > 1 else ''} {numbers_text(epochs, '.3g')}"
 
 
 def epochs_values(data: RunData, samples_consumed: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
     if known and len(known) == len(sizes):
         yield "samples", f"{numbers_text(known, ',')} an epoch"
     if data.order is not None:
-        epochs = numbers_text(data.order.epochs(num_samples), ".2f")
+        epochs = numbers_text(data.order.epochs(num_samples), ".3g")
         yield "epochs", f"{epochs} when the {num_samples:,} samples of the run are read"
 
 

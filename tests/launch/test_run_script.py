@@ -183,8 +183,9 @@ def test_defaults_of_the_environment_are_added_to_those_of_the_script(fake_pytho
     assert parsed(fake_python, MEGATRON_DEFAULTS="--lr 0.5").optimizer.lr == 0.5
 
 
-def test_a_data_path_given_as_a_flag_needs_no_sample(fake_python):
-    assert "made sample data" not in run(fake_python, "--data-path", "x").stdout
+@pytest.mark.parametrize("flag", ["--data-path", "--train-data-path"])
+def test_a_data_path_given_as_a_flag_needs_no_sample(fake_python, flag):
+    assert "made sample data" not in run(fake_python, flag, "x").stdout
     assert "sample" not in Path(f"{fake_python}.defaults").read_text()
 
 

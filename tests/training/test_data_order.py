@@ -104,11 +104,21 @@ def test_the_stream_is_the_same_in_every_layout_and_after_a_resume_in_another(
         assert np.array_equal(stream(steps_of(config, replicas, data, consumed, STEPS - cut)), stream(whole[cut:]))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_stream_is_the_same_with_processes_that_read_ahead(corpora: dict[str, str]) -> None:
     config = config_of(corpora, 2, 2, extra=RAMP)
     ahead = config_of(corpora, 2, 2, extra=f"{RAMP} --num-workers 4 --prefetch-factor 1")
     here, there = (steps_of(each, 2, data_of(each), steps=6) for each in (config, ahead))
     assert all(map(np.array_equal, here, there))
+
+
+def test_an_evaluation_reads_whole_batches_whatever_the_ramp(corpora: dict[str, str]) -> None:
+    config = config_of(corpora, 2, 2, extra="--rampup-batch-size 4 4 400 --num-workers 1")
+    train = data_of(config).datasets["train"]
+    data = RunData({"valid": train}, None)
+    batches = [data.batches("valid", config, world_of(rank, 2)) for rank in range(2)]
+    read = torch.cat([next(each)["text"] for each in batches if each is not None for _ in range(config.batch.gas)])
+    assert np.array_equal(read.numpy(), np.stack([train[index] for index in range(16)]))
 
 
 def go_on(data: RunData, before: RunData, consumed: int, *, allow_change: bool = False) -> None:
@@ -165,13 +175,13 @@ def test_a_checkpoint_that_knows_a_fingerprint_only_goes_on(corpora: dict[str, s
 def test_what_is_told_of_epochs(corpora: dict[str, str]) -> None:
     one, two = data_of(config_of(corpora, 1, 4, mixed="{a}")), data_of(config_of(corpora, 1, 4))
     per_epoch = one.order.corpora[0].samples_per_epoch
-    assert data_order.epochs_text(one, per_epoch // 2) == "epoch 0.50"
+    assert data_order.epochs_text(one, per_epoch // 2) == "epoch 0.5"
     assert data_order.epochs_values(one, per_epoch) == {"epoch": 1.0}
     read = two.order.epochs(100)
-    assert data_order.epochs_text(two, 100) == f"epochs a {read['a']:.2f}, b {read['b']:.2f}"
+    assert data_order.epochs_text(two, 100) == f"epochs a {read['a']:.3g}, b {read['b']:.3g}"
     assert data_order.epochs_values(two, 100) == {"epochs": read}
     rows = dict(data_order.start_rows(two, 100))
-    assert rows["epochs"] == f"a {read['a']:.2f}, b {read['b']:.2f} when the 100 samples of the run are read"
+    assert rows["epochs"] == f"a {read['a']:.3g}, b {read['b']:.3g} when the 100 samples of the run are read"
     assert rows["samples"].startswith(f"a {per_epoch}, b ")
 
 

@@ -61,6 +61,7 @@ def test_a_run_on_a_mixture_tells_of_each_corpus_and_goes_on_with_other_weights(
     for kind in ("valid", "test"):
         evaluated = next(record for record in records if record["kind"] == kind)
         mean = 0.25 * evaluated["losses"]["even"] + 0.75 * evaluated["losses"]["odd"]
+        assert evaluated["losses"]["even"] != evaluated["losses"]["odd"]
         assert evaluated["loss"] == pytest.approx(mean, rel=1e-12)
         assert f"{'validation' if kind == 'valid' else kind} loss {evaluated['loss']:.4f}" in told
     assert "| data wait " in told and "| epochs even 0." in told and "| even 6." in told and ", odd 6." in told
