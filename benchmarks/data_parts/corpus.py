@@ -8,6 +8,7 @@ pages of the standard library.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -22,7 +23,7 @@ REPLACED = 0.3
 SHARES = {"zh": 0.4, "en": 0.4, "code": 0.2}
 _PARAGRAPHS = (2, 30)
 _PAGE_LINES = (20, 400)
-_MODULES = 200
+_MODULES = 80
 
 Source = Callable[[random.Random], str]
 
@@ -46,16 +47,19 @@ def write(path: Path, num_bytes: int, seed: int) -> int:
     return path.stat().st_size
 
 
+@functools.cache
 def _chinese() -> Source:
     import jieba
+    import rjieba
 
-    jieba.setLogLevel("ERROR")
-    jieba.initialize()
-    words = [word for word, count in jieba.dt.FREQ.items() if count]
-    totals = list(itertools.accumulate(jieba.dt.FREQ[word] for word in words))
-    return _varied([jieba.lcut(text) for text in _paragraphs("zh")], words, totals)
+    with jieba.dt.get_dict_file() as file:  # a line is: word, count, kind
+        lines = [line.split(b" ", 2) for line in file]
+    words = b"\n".join(line[0] for line in lines).decode().split("\n")
+    totals = list(itertools.accumulate(int(line[1]) for line in lines))
+    return _varied([rjieba.cut(text) for text in _paragraphs("zh")], words, totals)
 
 
+@functools.cache
 def _english() -> Source:
     found = sorted({word for page in _modules() for word in re.findall(r"[A-Za-z]{2,}", page)})
     return _varied([re.split(r"(\W+)", text) for text in _paragraphs("en")], found, None)
@@ -76,6 +80,7 @@ def _replaced(rng: random.Random, word: str, drawn: Iterator[str]) -> str:
     return next(drawn) if word.isalpha() and rng.random() < REPLACED else word
 
 
+@functools.cache
 def _code() -> Source:
     pages = [page.splitlines(keepends=True) for page in _modules()]
 
@@ -87,6 +92,7 @@ def _code() -> Source:
     return text
 
 
+@functools.cache
 def _modules() -> list[str]:
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(folder.glob("*.py"))[:_MODULES]

@@ -45,7 +45,7 @@ def read_by_hand(prefix: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("code, kind, vocab_size", [U16, I32], ids=["u16", "i32"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(documents=st.lists(st.lists(st.integers(0, 49_999), min_size=1, max_size=5), min_size=1, max_size=6))
 def test_our_files_are_those_of_the_format_to_the_byte(
     tmp_path_factory: pytest.TempPathFactory, code: int, kind: str, vocab_size: int, documents: list[list[int]]

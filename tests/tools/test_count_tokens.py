@@ -1,0 +1,73 @@
+"""Counts are those of the files, and epochs follow from weights and tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.token_data import write
+from tools import count_tokens
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with ``a``, ten documents of 10 tokens, and ``b``, five of 4."""
+    write(tmp_path / "a", [10] * 10)
+    write(tmp_path / "b", [4] * 5)
+    return tmp_path
+
+
+def counted(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> dict:
+    assert count_tokens.main([*line.replace("DIR", str(folder)).split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out.replace(str(folder) + "/", ""))
+
+
+def test_documents_tokens_and_samples_of_corpora_and_splits(folder: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(count_tokens, "BLOCK", 3)
+    found = counted(folder, capsys, "DIR/a DIR/b --split 8,1,1 --seq-length 9")
+    assert found["total"] == {"documents": 15, "tokens": 120}
+    a = found["corpora"]["a"]
+    assert (a["documents"], a["tokens"], a["samples"]) == (10, 100, 11)  # 99 of 100 tokens have a label
+    assert a["splits"]["train"] == {"documents": 8, "tokens": 80, "samples": 8}
+    assert [split["tokens"] for split in a["splits"].values()] == [80, 10, 10]
+
+
+def test_a_run_draws_by_weight_and_epochs_count_what_training_reads(folder: Path, capsys) -> None:
+    found = counted(folder, capsys, "--data-path 3 DIR/a 1 DIR/b --split 8,1,1 --train-tokens 4e2")["corpora"]
+    assert (found["a"]["train_tokens"], found["b"]["train_tokens"]) == (300, 100)
+    assert found["a"]["epochs"] == pytest.approx(300 / 80) and found["b"]["epochs"] == pytest.approx(100 / 16)
+
+
+def test_with_a_length_epochs_are_counted_in_samples(folder: Path, capsys) -> None:
+    found = counted(folder, capsys, "DIR/a DIR/b --train-tokens 240 --seq-length 9")["corpora"]
+    assert found["a"]["train_tokens"] == 200 and found["a"]["train_samples"] == 23  # by tokens; 200 / 9 rounded up
+    assert found["a"]["epochs"] == pytest.approx(23 / 11)
+
+
+def test_the_table_shows_what_was_counted_and_no_empty_column(folder: Path, capsys) -> None:
+    assert count_tokens.main([f"{folder}/a", f"{folder}/b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["corpus", "documents", "tokens"]
+    assert [line.split()[1:] for line in lines[1:]] == [["10", "100"], ["5", "20"], ["15", "120"]]
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("", "one of them"),
+        ("DIR/a DIR/a", "counted once"),
+        ("DIR/none", "none.idx"),
+        ("--data-path 0.5 DIR/a DIR/b", "weights and paths in turn"),
+        ("DIR/a --train-tokens 0", "at least 1"),
+        ("DIR/a --seq-length 0", "at least 1"),
+        ("DIR/b --seq-length 30 --train-tokens 10", "something to train on"),
+    ],
+)
+def test_what_cannot_be_counted_ends_with_code_2(folder: Path, capsys, line: str, expected: str) -> None:
+    try:
+        code = count_tokens.main(line.replace("DIR", str(folder)).split())
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert code == 2 and expected in capsys.readouterr().err

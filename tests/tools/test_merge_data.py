@@ -1,0 +1,84 @@
+"""Merging gives the bytes that preprocessing the texts together gives, and refuses what does not belong together."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron import tokenizer
+from megatron.data import TokenFile, preprocess
+from tests.data.token_data import write, write_megatron
+from tests.tools import small_corpora
+from tools import merge_data
+
+SUFFIXES = (".bin", ".idx", ".meta.json")
+
+
+def preprocessed(folder: Path, name: str, texts: list[str]) -> Path:
+    """Return the prefix of what the real job makes of these texts."""
+    corpus = folder / f"{name}.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    make = partial(tokenizer.build, tokenizer_path=folder / "t.json")
+    preprocess.run(preprocess.Job(inputs=[corpus], output_prefix=str(folder / name), make_tokenizer=make))
+    return folder / name
+
+
+def merged(*prefixes: Path, out: Path) -> int:
+    return merge_data.main(["--input", *map(str, prefixes), "--output-prefix", str(out)])
+
+
+def test_halves_merged_are_the_whole_preprocessed_to_the_byte(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(merge_data, "BLOCK", 2)
+    small_corpora.make_tokenizer(tmp_path)
+    texts = small_corpora.TEXTS * 2
+    halves = [preprocessed(tmp_path, "a", texts[:5]), preprocessed(tmp_path, "b", texts[5:])]
+    whole = preprocessed(tmp_path, "whole", texts)
+    assert merged(*halves, out=tmp_path / "new" / "c") == 0
+    for suffix in SUFFIXES:
+        assert Path(f"{tmp_path}/new/c{suffix}").read_bytes() == Path(f"{whole}{suffix}").read_bytes(), suffix
+
+
+def test_megatrons_files_are_joined_without_a_sidecar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_megatron(tmp_path / "a", [2, 0, 3], [0, 2, 2, 3])  # documents 0 1, none, 2 3 4
+    write(tmp_path / "b", [2])
+    write(tmp_path / "c", [1])  # an older output with a sidecar
+    assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 0
+    file = TokenFile(tmp_path / "c")
+    assert [file.read(number).tolist() for number in range(file.num_documents)] == [[0, 1], [2, 3, 4], [1, 2]]
+    assert file.sidecar is None and not (tmp_path / "c.meta.json").exists()
+    assert "a has no .meta.json" in capfd.readouterr().err
+
+
+def test_an_end_that_some_documents_lack_is_not_claimed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", [3], eod_id=7)
+    write(tmp_path / "b", [2])
+    assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 0
+    found = TokenFile(tmp_path / "c").sidecar
+    assert found is not None and not found.has_eod and found.eod_id is None and found.max_token_id == 7
+    assert "neither does the whole" in capfd.readouterr().err
+
+
+def test_another_vocabulary_is_refused_with_both_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", [3])
+    small_corpora.write(tmp_path / "b", small_corpora.TEXTS, vocabulary := small_corpora.make_tokenizer(tmp_path))
+    assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 2
+    told = capfd.readouterr().err
+    assert "identity t of 50000" in told and vocabulary.identity in told and not (tmp_path / "c.bin").exists()
+
+
+@pytest.mark.parametrize(
+    "other, expected", [("i32", "uint16 in .* int32 in"), ("a", "must not be an input"), ("none", "none.idx")]
+)
+def test_what_cannot_be_merged_ends_with_code_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], other: str, expected: str
+) -> None:
+    write(tmp_path / "a", [3])
+    write(tmp_path / "i32", [3], vocab_size=100_000)
+    before = (tmp_path / "a.bin").read_bytes()
+    assert merged(tmp_path / "a", tmp_path / other, out=tmp_path / ("a" if other == "a" else "c")) == 2
+    assert (tmp_path / "a.bin").read_bytes() == before
+    assert re.search(expected, capfd.readouterr().err)
