@@ -3,17 +3,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.data import GPT2Samples, ReplicaBatches
-from megatron.data.read_ahead import ReadAhead
 from megatron.errors import DataError
 from megatron.rampup import BatchSizes
 from tests.data.token_data import write
@@ -149,98 +146,6 @@ def test_a_reading_process_that_fails_or_dies_ends_the_reading_at_once(
     with pytest.raises(error, match=text):
         list(batches)
     assert time.monotonic() - started < 5
-
-
-def ahead(dataset: object, num_workers: int = 2) -> ReadAhead:
-    batches = ReplicaBatches(
-        dataset,  # type: ignore[arg-type]
-        micro_batch_size=1,
-        num_micro_batches=1,
-        data_rank=0,
-        data_size=1,
-        num_workers=num_workers,
-        prefetch_factor=3,
-    )
-    found = iter(batches)
-    assert isinstance(found, ReadAhead)
-    return found
-
-
-def test_a_dead_reader_is_told_by_number_and_process_wherever_the_death_is_noticed() -> None:
-    readers = ahead(Numbered())
-    next(readers)
-    pid = readers._pids[1]
-    told = readers.explained(RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: Killed. \nmore"))
-    assert f"reader 1 (pid {pid}) is killed by signal: Killed. Free memory" in str(told)
-    other = RuntimeError("something else")
-    assert readers.explained(other) is other
-    readers.close()
-    assert list(readers) == []
-
-
-class Mixed(Numbered):
-    """As a mixture names its parts; sample 2 cannot be read."""
-
-    parts = {"a": None, "b": None}
-    order = SimpleNamespace(locate=lambda index: (index % 2, index // 2))
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if index == 2:
-            raise ArithmeticError("planted")
-        return super().__getitem__(index)
-
-
-def test_an_error_of_ones_own_code_comes_back_with_its_sample_corpus_and_line() -> None:
-    readers = ahead(Mixed(), num_workers=1)
-    with pytest.raises(
-        DataError, match=r"^samples \[2\] \(sample 1 of a\) cannot be read: ArithmeticError: planted \(in test_batches"
-    ):
-        list(readers)
-    readers.close()
-
-
-class Telling(Numbered):
-    """A sample is the reading process, and the modules that it has imported."""
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.array([os.getpid(), len(sys.modules)])
-
-
-def test_readers_heed_no_signal_for_the_job_import_nothing_and_leave_seeds_alone() -> None:
-    torch.manual_seed(3)
-    state, modules = torch.get_rng_state(), len(sys.modules)
-    readers = ahead(Telling())
-    pids, imported = next(readers)["text"][0].tolist()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(pids, number)
-    later = [next(readers)["text"][0, 0].item() for _ in range(20)]
-    assert pids in later and len(set(later)) == 2
-    assert imported <= modules + 3
-    assert torch.get_rng_state().equal(state)
-    readers.close()
-    assert not any(is_running(pid) for pid in set(later))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_readers_end_with_the_process_that_trains_however_it_ends(tmp_path: Path) -> None:
-    child = os.fork()
-    if child == 0:
-        readers = ahead(Telling())
-        pids = {next(readers)["text"][0, 0].item() for _ in range(8)}
-        (tmp_path / "pids").write_text(" ".join(map(str, pids)))
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    deadline = time.monotonic() + 10
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(pids) == 2 and not any(map(is_running, pids))
 
 
 class Finite:

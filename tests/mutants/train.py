@@ -101,7 +101,9 @@ TRAIN = (
         "megatron/data/read_ahead.py",
         "            generator=torch.Generator(),",
         "            generator=None,",
-        (f"{BATCHES}::test_readers_heed_no_signal_for_the_job_import_nothing_and_leave_seeds_alone",),
+        (
+            "tests/data/test_read_ahead.py::test_readers_heed_no_signal_for_the_job_import_nothing_and_leave_seeds_alone",
+        ),
     ),
     Mutant(
         "a wait for data is told again and again",
