@@ -41,14 +41,14 @@ def unaligned(sizes: np.ndarray) -> np.ndarray:
     return view
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_pieces_of_any_stretch_equal_the_order_written_out(data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 9]), min_size=1, max_size=40))
+    sizes = data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 9]), min_size=15, max_size=40))
     source = Sizes(unaligned(np.array(sizes, np.int32)))
-    chosen = data.draw(st.sets(st.integers(0, len(sizes) - 1), min_size=1))
-    first, stop = sorted(data.draw(st.lists(st.integers(0, len(sizes)), min_size=2, max_size=2)))
-    documents = data.draw(st.sampled_from([(first, stop), np.array(sorted(chosen), np.int32)]))
+    left_out = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=10))
+    chosen = np.array(sorted(set(range(len(sizes))) - left_out), np.int32)
+    documents = data.draw(st.sampled_from([(len(left_out), len(sizes)), chosen]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document_order, "SEGMENT", 12)
         patch.setattr(document_order, "_STRIDE", 4)
