@@ -20,15 +20,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
-
 from megatron import log  # noqa: E402
-from megatron.data.split import NAMES, split_documents  # noqa: E402
+from megatron.data.cache import Cache  # noqa: E402
+from megatron.data.documents import Documents, count_of, num_tokens_of  # noqa: E402
+from megatron.data.split import NAMES, split_by_hash, split_documents  # noqa: E402
 from megatron.data.token_file import TokenFile  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.mixtures import parse_paths  # noqa: E402
-
-BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--data-path", nargs="+", metavar="WEIGHT PREFIX", help="weights and prefixes in turn, as in the training"
     )
-    parser.add_argument("--split", help="count each split too, such as 949,50,1 (by ranges of documents)")
+    parser.add_argument("--split", help="count each split too, such as 949,50,1")
+    parser.add_argument(
+        "--split-by", choices=("range", "hash"), default="range", help="as in the training (default: range)"
+    )
     parser.add_argument("--seq-length", type=int, metavar="L", help="count samples of so many tokens")
     parser.add_argument("--train-tokens", type=tokens, metavar="N", help="tokens of a run, such as 2e9")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
@@ -91,11 +92,10 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
     named = corpora(args)
     for weight, prefix in named:
         file = TokenFile(prefix)
-        ranges = split_documents(file.num_documents, args.split) if args.split else []
         rows[prefix] = asdict(counted(file, (0, file.num_documents), args.seq_length)) | {"weight": weight}
         rows[prefix]["splits"] = {
             name: asdict(counted(file, documents, args.seq_length))
-            for name, documents in zip(NAMES, ranges, strict=False)
+            for name, documents in splits_of(file, args.split, args.split_by).items()
         }
     total = {key: sum(row[key] for row in rows.values()) for key in ("documents", "tokens")}
     if args.train_tokens:
@@ -103,13 +103,20 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
     return {"corpora": rows, "total": total}
 
 
-def counted(file: TokenFile, documents: tuple[int, int], seq_length: int | None) -> Count:
-    """Return the counts of a range of documents."""
-    start, stop = documents
-    blocks = range(start, stop, BLOCK)
-    total = sum(int(np.sum(file.sizes[place : min(place + BLOCK, stop)], dtype=np.int64)) for place in blocks)
+def splits_of(file: TokenFile, split: str | None, split_by: str) -> dict[str, Documents]:
+    """Return the documents of train, valid and test, or nothing without ``split``."""
+    if not split:
+        return {}
+    if split_by == "hash":
+        return dict(zip(NAMES, split_by_hash(file, split, Cache()), strict=True))
+    return dict(zip(NAMES, split_documents(file.num_documents, split), strict=True))
+
+
+def counted(file: TokenFile, documents: Documents, seq_length: int | None) -> Count:
+    """Return the counts of some documents."""
+    total = num_tokens_of(file.sizes, documents)
     samples = None if seq_length is None else max(total - 1, 0) // seq_length
-    return Count(documents=stop - start, tokens=total, samples=samples)
+    return Count(documents=count_of(documents), tokens=total, samples=samples)
 
 
 def add_epochs(rows: dict[str, dict[str, Any]], train_tokens: int, seq_length: int | None) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data import TokenFile
+from megatron.data.split import split_by_hash
 from tests.data.token_data import write
 from tools import count_tokens
 
@@ -24,8 +26,7 @@ def counted(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> dict
     return json.loads(capsys.readouterr().out.replace(str(folder) + "/", ""))
 
 
-def test_documents_tokens_and_samples_of_corpora_and_splits(folder: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(count_tokens, "BLOCK", 3)
+def test_documents_tokens_and_samples_of_corpora_and_splits(folder: Path, capsys) -> None:
     found = counted(folder, capsys, "DIR/a DIR/b --split 8,1,1 --seq-length 9")
     assert found["total"] == {"documents": 15, "tokens": 120}
     a = found["corpora"]["a"]
@@ -38,6 +39,13 @@ def test_a_run_draws_by_weight_and_epochs_count_what_training_reads(folder: Path
     found = counted(folder, capsys, "--data-path 3 DIR/a 1 DIR/b --split 8,1,1 --train-tokens 4e2")["corpora"]
     assert (found["a"]["train_tokens"], found["b"]["train_tokens"]) == (300, 100)
     assert found["a"]["epochs"] == pytest.approx(300 / 80) and found["b"]["epochs"] == pytest.approx(100 / 16)
+
+
+def test_splits_by_hash_are_those_of_the_training(folder: Path, capsys) -> None:
+    expected = split_by_hash(TokenFile(folder / "a"), "5,3,2", None)
+    splits = counted(folder, capsys, "DIR/a --split 5,3,2 --split-by hash")["corpora"]["a"]["splits"]
+    assert [split["documents"] for split in splits.values()] == [len(documents) for documents in expected]
+    assert sum(split["tokens"] for split in splits.values()) == 100 and splits["train"]["documents"] != 5
 
 
 def test_with_a_length_epochs_are_counted_in_samples(folder: Path, capsys) -> None:

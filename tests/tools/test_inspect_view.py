@@ -43,12 +43,12 @@ def gpt2(tokens: list[int], segments: list[int] | None = None, **flags: bool) ->
 
 def test_documents_stand_under_headings_and_a_masked_end_in_brackets() -> None:
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    assert shown(gpt2([1, 2, EOD, 3, 4, 5], **flags)).splitlines() == [
+    assert shown(gpt2([1, 2, EOD, 3, EOD, 5], **flags)).splitlines() == [
         "inputs, 5 tokens",
         "---- document 0: tokens 0-2, positions 0-2, kept apart",
         "ab[no loss: <eod>]",
         "---- document 1: tokens 3-4, positions 0-1, kept apart",
-        "cd",
+        "c[no loss: <eod>]",
     ]
 
 

@@ -1,0 +1,113 @@
+"""Mistakes in what the tools tell of data, in merging, and in the benchmark of the data."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+INSPECT = "tests/tools/test_inspect_data.py"
+VIEW = "tests/tools/test_inspect_view.py"
+FACTS = "tests/tools/test_inspect_facts.py"
+MERGE = "tests/tools/test_merge_data.py"
+COUNT = "tests/tools/test_count_tokens.py"
+BENCHMARK = "tests/benchmarks/test_data.py"
+
+TOOLS = (
+    Mutant(
+        "the samples shown are not those asked for",
+        "tools/inspect_data.py",
+        "data_size=1, samples_consumed=flags.first\n",
+        "data_size=1, samples_consumed=flags.first + 1\n",
+        (f"{INSPECT}::test_what_is_shown_is_what_the_training_reads",),
+    ),
+    Mutant(
+        "the table shows the input where the label stands",
+        "megatron/data/inspect/view.py",
+        '"label": stream.labels}',
+        '"label": stream.tokens}',
+        (f"{INSPECT}::test_what_is_shown_is_what_the_training_reads",),
+    ),
+    Mutant(
+        "a sample of a mixture names the next sample's corpus",
+        "tools/inspect_data.py",
+        "corpus, place = samples.order.locate(index)",
+        "corpus, place = samples.order.locate(index + 1)",
+        (f"{INSPECT}::test_samples_of_a_mixture_name_their_corpus",),
+    ),
+    Mutant(
+        "a document ends before its end-of-document token",
+        "megatron/data/inspect/stream.py",
+        "is_start[1:] |= stream.ends[:-1]",
+        "is_start[1:] |= stream.ends[1:]",
+        (f"{VIEW}::test_documents_that_are_not_kept_apart_are_told_by_their_ends",),
+    ),
+    Mutant(
+        "tokens without loss are shown as those with it",
+        "megatron/data/inspect/view.py",
+        "own = has_loss[section.start : section.stop]",
+        "own = has_loss[: section.stop - section.start]",
+        (f"{VIEW}::test_documents_stand_under_headings_and_a_masked_end_in_brackets",),
+    ),
+    Mutant(
+        "a quantile is one document short",
+        "megatron/data/inspect/lengths.py",
+        'np.searchsorted(below, needed, "left")',
+        'np.searchsorted(below, needed - 1, "left")',
+        (f"{FACTS}::test_lengths_are_counted_alike_in_blocks_of_any_size",),
+    ),
+    Mutant(
+        "only the first documents' ends are looked at",
+        "megatron/data/inspect/facts.py",
+        "np.linspace(0, token_file.num_documents - 1, count)",
+        "np.linspace(0, count - 1, count)",
+        (f"{FACTS}::test_ends_are_looked_at_over_the_whole_file",),
+    ),
+    Mutant(
+        "inputs of another vocabulary are merged",
+        "tools/merge_data.py",
+        "for prefix, sidecar in named[1:]:",
+        "for prefix, sidecar in named[:1]:",
+        (f"{MERGE}::test_another_vocabulary_is_refused_with_both_named",),
+    ),
+    Mutant(
+        "a merge claims an end that some documents lack",
+        "tools/merge_data.py",
+        "return ends.pop() if len(ends) == 1 else None",
+        "return max(ends, key=lambda end: end is not None)",
+        (f"{MERGE}::test_an_end_that_some_documents_lack_is_not_claimed",),
+    ),
+    Mutant(
+        "a merge knows the vocabulary of files that do not tell it",
+        "tools/merge_data.py",
+        "vocab_size=known.vocab_size if known else None",
+        "vocab_size=known.vocab_size if known else 50_000",
+        (f"{MERGE}::test_megatrons_files_are_joined_without_a_sidecar",),
+    ),
+    Mutant(
+        "epochs are those of all documents, not of the training's",
+        "tools/count_tokens.py",
+        'of = row["splits"].get("train", row)',
+        "of = row",
+        (f"{COUNT}::test_a_run_draws_by_weight_and_epochs_count_what_training_reads",),
+    ),
+    Mutant(
+        "ratios compare medians of different rounds",
+        "benchmarks/data_parts/rounds.py",
+        "for a, b in zip(ours, theirs, strict=True)",
+        "for a, b in zip(ours, sorted(theirs), strict=True)",
+        (f"{BENCHMARK}::test_turns_rotate_and_ratios_are_taken_within_rounds",),
+    ),
+    Mutant(
+        "reading is held against one step instead of ten",
+        "benchmarks/data_parts/reading.py",
+        "needed = {family: TIMES * rate",
+        "needed = {family: rate",
+        (f"{BENCHMARK}::test_reading_is_held_against_ten_steps",),
+    ),
+    Mutant(
+        "contenders that write other tokens are compared",
+        "benchmarks/data_parts/preprocessing.py",
+        "if done.tokens != expected:",
+        "if not done.tokens:",
+        (f"{BENCHMARK}::test_contenders_of_a_tokenizer_must_write_the_same",),
+    ),
+)
