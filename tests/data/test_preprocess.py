@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron import tokenizer
 from megatron.data import TokenFile, preprocess
 from megatron.data.preprocess import encode
 from megatron.errors import DataError
-from tests.data.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
+from megatron.tokenizer import train
+from tests.data.preprocess_job import END, GOOD, Corpus, lines
 
 
 @pytest.fixture
@@ -116,23 +118,27 @@ def test_a_giant_line_is_cut_into_pieces_that_give_it_back(corpus: Corpus, monke
     assert corpus.texts() == ["short" + END, text + END, "last" + END]
 
 
-def test_a_long_document_has_the_ids_that_it_has_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(f"line {number}\n" + "\n" * (number % 3) + "  indented\n" for number in range(40))
-    whole = small_tokenizer().encode(text)
+def test_a_long_document_has_the_ids_that_it_has_uncut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"line {number}\n" + "\n" * (number % 5) + "next\n" for number in range(40))
+    (tmp_path / "t.json").write_bytes(train.train_bpe([text], 300))
+    built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
+    assert {len(built.encode(blank)) for blank in ("\n\n", "\n\n\n")} == {1}, "a cut behind any of them would tell"
     monkeypatch.setattr(encode, "MAX_PIECE", 64)
     assert len(list(encode.pieces(text))) > 8
-    encoder = encode.Encoder(small_tokenizer(), ("text",), append_eod=False)
-    assert encoder.encode([preprocess.Record("c", 1, 0, text.encode())], "text-file").tokens.tolist() == whole
+    encoder = encode.Encoder(built, ("text",), append_eod=False)
+    encoded = encoder.encode([preprocess.Record("c", 1, 0, text.encode())], "text-file")
+    assert encoded.tokens.tolist() == built.encode(text)
 
 
 def test_gigatoken_looks_at_a_sample_from_all_over_the_corpus(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def with_gigatoken(tokenizer: object, sample: list[str]) -> object:
+    def with_gigatoken(tokenizer: object, sample: list[str], *, is_required: bool) -> object:
+        assert is_required, "it was asked for by name"
         seen.extend(sample)
         return tokenizer
 
-    monkeypatch.setattr("megatron.tokenizer.with_gigatoken", with_gigatoken, raising=False)
+    monkeypatch.setattr("megatron.tokenizer.with_gigatoken", with_gigatoken)
     monkeypatch.setattr("megatron.data.preprocess.gigatoken._CHARS_AT_EACH", 1)
     corpus.run(lines(*GOOD), unit_bytes=100, use_gigatoken=True)
     assert seen[0] == GOOD[0][:1] and len(seen) == 16 and len(corpus.texts()) == 60

@@ -51,6 +51,7 @@ def test_a_dead_worker_ends_the_job_with_its_unit_named(
 def test_bad_lines_end_the_job_before_all_is_read(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait_at_the_end(operation: str, path: Path) -> None:
         if path.name.startswith("unit-000002"):
+            signal.alarm(10)
             signal.pause()
 
     monkeypatch.setattr(files, "before_operation", wait_at_the_end)

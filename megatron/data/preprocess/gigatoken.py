@@ -12,22 +12,23 @@ from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
 _PLACES = 16
-_CHARS_AT_EACH = 1 << 16
+_CHARS_AT_EACH = 1 << 15
 
 
 def with_gigatoken(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[str]) -> Tokenizer:
-    """Return ``tokenizer`` made faster, or as it is with a warning.
+    """Return ``tokenizer`` made faster, or as it is with a warning where an id differs.
 
     Raises:
-        DataError: the corpus comes from standard input, of which no sample can be taken.
+        DataError: gigatoken is not installed, the tokenizer is no BPE, or the corpus comes from standard input, of
+            which no sample can be taken.
     """
     if any(unit.path == STDIN for unit in units):
         raise DataError("--gigatoken looks at a sample of the corpus first, which - (standard input) cannot give")
-    return tokenizers.with_gigatoken(tokenizer, sample(units, keys))
+    return tokenizers.with_gigatoken(tokenizer, sample(units, keys), is_required=True)
 
 
 def sample(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
-    """Return texts from the beginnings of up to 16 units, spread evenly, 65,536 characters or one text of each."""
+    """Return texts from the beginnings of up to 16 units, spread evenly, 32,768 characters or one text of each."""
     found: list[str] = []
     for number in range(min(_PLACES, len(units))):
         num_chars = 0
