@@ -23,7 +23,7 @@ def show(stream: Stream, words: Words, console: Console, num_rows: int) -> None:
     """Print the text of ``stream`` and, where it has labels, the table of ``table``."""
     console.print(Text(f"{stream.title}, {len(stream.tokens)} tokens", style="bold"))
     for section in sections(stream):
-        console.print(Text(heading(stream, section), style=_HEADING))
+        console.print(Text(heading(stream, section), style=_HEADING), soft_wrap=True)
         console.print(text(stream, section, words), soft_wrap=True)
     if stream.labels is not None and num_rows:
         console.print(table(stream, words, num_rows))
