@@ -12,7 +12,8 @@ from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
 _PLACES = 16
-_CHARS_AT_EACH = 1 << 15
+_SHARE = 128
+_LEAST_CHARS, _MOST_CHARS = 1 << 12, 1 << 15  # at each place
 
 
 def with_gigatoken(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[str]) -> Tokenizer:
@@ -28,16 +29,22 @@ def with_gigatoken(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[s
 
 
 def sample(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
-    """Return texts from the beginnings of up to 16 units, spread evenly, 32,768 characters or one text of each."""
-    found: list[str] = []
-    for number in range(min(_PLACES, len(units))):
-        num_chars = 0
-        for text in _texts(units[number * len(units) // min(_PLACES, len(units))], keys):
-            found.append(text[:_CHARS_AT_EACH])
-            num_chars += len(text)
-            if num_chars >= _CHARS_AT_EACH:
-                break
-    return found
+    """Return texts from the beginnings of up to 16 units, spread evenly: a 128th of the corpus, 512 kB at most."""
+    num_places = min(_PLACES, len(units))
+    share = sum(unit.size for unit in units) // (_SHARE * max(num_places, 1))
+    at_each = min(max(share, _LEAST_CHARS), _MOST_CHARS)
+    return [
+        text for place in range(num_places) for text in _first(units[place * len(units) // num_places], keys, at_each)
+    ]
+
+
+def _first(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[str]:
+    left = num_chars
+    for text in _texts(unit, keys):
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
 
 
 def _texts(unit: Unit, keys: Sequence[str]) -> Iterator[str]:
