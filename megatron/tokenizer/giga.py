@@ -16,6 +16,9 @@ from megatron.tokenizer.continued import splits_words, without_prefix
 from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.tokenizer import Arrays
 
+_MOST_BYTES = 32 << 20
+"""Text between two renewals: 120 MB of words even where every one is new."""
+
 
 class GigatokenTokenizer(LibraryTokenizer):
     """A BPE of the ``tokenizers`` library whose texts gigatoken encodes; all else is the library's.
@@ -25,8 +28,8 @@ class GigatokenTokenizer(LibraryTokenizer):
     """
 
     def __init__(self, description: str, paths: Sequence[Path], settings: str, identity: str) -> None:
-        self._fast = gigatoken.Tokenizer.from_json(description)
-        self._fast_continued: gigatoken.Tokenizer | None = None
+        self._fast = _Bounded(description)
+        self._fast_continued: _Bounded | None = None
         super().__init__(description, paths, settings)
         self.identity = identity
 
@@ -34,14 +37,14 @@ class GigatokenTokenizer(LibraryTokenizer):
         return type(self), (self.description, self.paths, self.settings, self.identity)
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        return _encode(self._fast, texts)
+        return self._fast.encode(texts)
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
         if splits_words(self.description):
             return super()._encode_continued(texts)
         if self._fast_continued is None:
-            self._fast_continued = gigatoken.Tokenizer.from_json(without_prefix(self.description))
-        return _encode(self._fast_continued, texts)
+            self._fast_continued = _Bounded(without_prefix(self.description))
+        return self._fast_continued.encode(texts)
 
 
 def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
@@ -49,9 +52,26 @@ def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
     return GigatokenTokenizer(tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity)
 
 
-def _encode(fast: gigatoken.Tokenizer, texts: list[str]) -> Arrays:
+class _Bounded:
+    """gigatoken's tokenizer of a JSON text, made anew now and then: it remembers each word that it ever saw."""
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+        self._num_bytes = 0
+        self._fast = gigatoken.Tokenizer.from_json(description)
+
+    def encode(self, texts: list[str]) -> Arrays:
+        data = [text.encode() for text in texts]
+        self._num_bytes += sum(map(len, data))
+        if self._num_bytes > _MOST_BYTES:
+            self._fast = gigatoken.Tokenizer.from_json(self._description)
+            self._num_bytes = 0
+        return _encode(self._fast, data)
+
+
+def _encode(fast: gigatoken.Tokenizer, texts: list[bytes]) -> Arrays:
     if not texts:
         return np.zeros(0, np.int32), np.zeros(0, np.int64)
-    rows = fast.encode_batch([text.encode() for text in texts], parallel=False).layout
+    rows = fast.encode_batch(texts, parallel=False).layout
     stops = np.asarray(rows.offsets.data)
     return np.asarray(rows.content.data)[stops[0] : stops[-1]].astype(np.int32), np.diff(stops)

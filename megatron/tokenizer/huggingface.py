@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.errors import DataError
 from megatron.tokenizer.continued import behind_first_word, splits_words, without_prefix
+from megatron.tokenizer.known_words import KnownWords, are_independent
 from megatron.tokenizer.names import EOD_NAMES
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays, as_lists
 
@@ -26,6 +28,7 @@ class LibraryTokenizer(Tokenizer):
     def __init__(self, description: str, paths: Sequence[Path], settings: str = "") -> None:
         self.description = description
         self._library = load(description)
+        self._words = KnownWords(partial(ids_of, self._library)) if are_independent(description) else None
         self._continued: tokenizers.Tokenizer | None = None
         self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         super().__init__(paths, settings)
@@ -47,7 +50,7 @@ class LibraryTokenizer(Tokenizer):
         return (token.content for token in self._library.get_added_tokens_decoder().values() if token.special)
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        return ids_of(self._library, texts)
+        return ids_of(self._library, texts) if self._words is None else self._words.encode_arrays(texts)
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
         if self._continued is None:

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import gigatoken
 import numpy as np
 import pytest
 import tokenizers
@@ -63,9 +64,9 @@ def test_one_differing_id_is_named_and_gigatoken_is_dropped(
     slow = tokenizer.build(tokenizer_path=bpe_path)
     right = giga._encode
 
-    def wrong(fast: Any, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def wrong(fast: Any, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         tokens, sizes = right(fast, texts)
-        tokens[-1:] += texts[-1:] == corpus[-1:]  # the last token of the sample alone
+        tokens[-1:] += texts[-1:] == [corpus[-1].encode()]  # the last token of the sample alone
         return tokens, sizes
 
     told: list[str] = []
@@ -94,6 +95,19 @@ def test_what_it_cannot_do_is_an_error_only_when_it_was_asked_for(
     assert with_gigatoken(bpe, []) is bpe
     with pytest.raises(DataError, match=r"pip install -e '.\[gigatoken\]'"):
         with_gigatoken(bpe, [], is_required=True)
+
+
+def test_words_seen_long_ago_are_forgotten_without_a_change(
+    bpe_path: Path, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    build = gigatoken.Tokenizer.from_json
+    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda text: made.append(text) or build(text))
+    monkeypatch.setattr(giga, "_MOST_BYTES", 5000)
+    fast = with_gigatoken(tokenizer.build(tokenizer_path=bpe_path), [])
+    before, expected = len(made), tokenizer.build(tokenizer_path=bpe_path).encode_batch(corpus)
+    assert [fast.encode(text) for text in corpus] == expected
+    assert 3 <= len(made) - before < len(corpus)
 
 
 def test_the_probes_are_compared_even_without_a_sample(bpe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron import tokenizer
+from megatron.tokenizer import known_words
+from megatron.tokenizer.huggingface import LibraryTokenizer, ids_of, load
+from megatron.tokenizer.known_words import KnownWords, are_independent
+
+ALPHABET = "ab1 \n\t\r.,'s!_-  中é\u3000\u200b\xa0\x85\x1c\x1f\u2028\u180e" + " " * 8
+
+
+@pytest.fixture(scope="module")
+def built(bpe_path: Path) -> LibraryTokenizer:
+    built = tokenizer.build(tokenizer_path=bpe_path)
+    assert isinstance(built, LibraryTokenizer) and built._words is not None
+    return built
+
+
+def check(built: LibraryTokenizer, words: KnownWords, texts: list[str]) -> None:
+    for expected, got in zip(ids_of(built._library, texts), words.encode_arrays(texts), strict=True):
+        assert expected.dtype == got.dtype and np.array_equal(expected, got)
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(st.one_of(st.text(ALPHABET, max_size=40), st.text(max_size=12)), max_size=8))
+def test_tokens_by_words_are_the_librarys(built: LibraryTokenizer, texts: list[str]) -> None:
+    assert built._words is not None
+    check(built, built._words, texts)
+
+
+@pytest.mark.parametrize("step", [1499, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_character_is_a_space_where_it_is_one_for_the_library(built: LibraryTokenizer, step: int) -> None:
+    characters = [chr(code) for code in range(0, 0x110000, step) if not 0xD800 <= code < 0xE000]
+    characters += [
+        chr(code) for code in (*range(0x21), 0x7F, 0x85, 0xA0, 0x1680, 0x180E, *range(0x2000, 0x2070), 0x3000)
+    ]
+    assert built._words is not None
+    for start in range(0, len(characters), 20_000):
+        check(built, built._words, [f"a {c} b{c}c {c}{c} d{c} e" for c in characters[start : start + 20_000]])
+
+
+def test_what_is_remembered_is_bounded_and_texts_without_spaces_are_not(
+    built: LibraryTokenizer, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = KnownWords(lambda texts: ids_of(built._library, texts))
+    check(built, words, [corpus[0].replace(" ", ""), "", "alone"])
+    assert not words._tokens and words._num_characters == 0
+    check(built, words, corpus[-3:])
+    assert len(words._tokens) > 100 and words._num_characters == sum(map(len, words._tokens))
+    monkeypatch.setattr(known_words, "_MOST_CHARACTERS", 10)
+    check(built, words, corpus[-3:])
+    assert not words._tokens
+    check(built, words, corpus)
+
+
+def test_only_gpt2s_pattern_and_nothing_besides_goes_by_words(bpe_path: Path) -> None:
+    fields = json.loads(bpe_path.read_text())
+    assert are_independent(json.dumps(fields))
+    for change in (
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": {**fields["pre_tokenizer"], "add_prefix_space": True}},
+        {"pre_tokenizer": {**fields["pre_tokenizer"], "use_regex": False}},
+        {"pre_tokenizer": None},
+        {"model": {**fields["model"], "dropout": 0.1}},
+        {"added_tokens": [{**fields["added_tokens"][0], "special": False}]},
+    ):
+        assert not are_independent(json.dumps(fields | change))
+        load(json.dumps(fields | change))  # each of them is a tokenizer
