@@ -30,9 +30,8 @@ _MOST_KNOWN = 1 << 18
 
 _known_runs: dict[str, str] = {}
 _dictionary = rjieba.Jieba()
-_dictionary.add_word(
-    "\0", 3, None
-)  # no text's block has it; its 3 make up for the second line of "B\u8d85" in jieba's list
+# No word of a text has it: its 3 make up for the second line of a word in jieba's list.
+_dictionary.add_word("\0", 3, None)
 _SPACE, _LINE_END = "\u2582", "\u2583"
 
 
