@@ -3,7 +3,7 @@
 Several processes that need the same set of files share the work without waiting for each other: each goes over the
 files from a place of its own, leaves out those that are there, puts off those that another one has claimed, and in the
 end builds what is still missing. A file is written under a name of its own and renamed, so that whoever finds it finds
-all of it; two that build the same write the same bytes, and the second rename changes nothing.
+all of it; of two that build the same, the later one takes the file of the earlier: shared memory holds it once.
 
 Where nothing can be written, everything works from the process's own memory.
 """
@@ -102,9 +102,11 @@ class Cache:
             temporary = self.folder / f".{path.name}.{os.getpid()}.tmp"
             try:
                 _write(temporary, build(number), flushes)
-                files.before_operation("rename", path)
-                os.replace(temporary, path)
                 there = self._opened(path)
+                if there is None:
+                    files.before_operation("rename", path)
+                    os.replace(temporary, path)
+                    there = self._opened(path)
                 if there is not None:
                     found[number] = there
                     return

@@ -83,6 +83,19 @@ def test_a_claim_puts_a_file_off_and_its_owner_may_be_dead(tmp_path: Path, monke
     assert not [name for name in names(cache) if name.endswith("claim")]
 
 
+def test_of_two_that_build_at_once_the_later_takes_the_file_of_the_earlier(tmp_path: Path) -> None:
+    """Else each would map a file of its own, and the host would hold it as often as there are ranks."""
+    inodes = []
+
+    def build(number: int) -> Iterable[np.ndarray]:
+        yield from content(number)
+        Cache(tmp_path).arrays("a", 1, content)
+        inodes.extend(path.stat().st_ino for path in Cache(tmp_path).folder.glob("a-*"))
+
+    assert Cache(tmp_path).arrays("a", 1, build)[0].tolist() == whole(0)
+    assert [path.stat().st_ino for path in Cache(tmp_path).folder.iterdir()] == inodes
+
+
 class Killed(BaseException):
     pass
 

@@ -75,6 +75,13 @@ READING = (
         (f"{_CACHE}::test_a_claim_puts_a_file_off_and_its_owner_may_be_dead",),
     ),
     Mutant(
+        "of two that build a file at once, each keeps its own",
+        "megatron/data/cache.py",
+        "                there = self._opened(path)\n                if there is None:\n                    files",
+        "                there = None\n                if there is None:\n                    files",
+        (f"{_CACHE}::test_of_two_that_build_at_once_the_later_takes_the_file_of_the_earlier",),
+    ),
+    Mutant(
         "a full disk ends the job",
         "megatron/data/cache.py",
         "            except OSError as error:\n                self._give_up(error)\n            finally:\n",
