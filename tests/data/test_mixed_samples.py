@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import MixedSamples, ReplicaBatches, T5Tokens, TokenFile, TokenFileWriter
+from megatron.data import Fim, MixedSamples, ReplicaBatches, T5Tokens, TokenFile, TokenFileWriter
+from megatron.data.readers import READERS, PreadReader
 from megatron.errors import CheckpointError, DataError
 from tests.data import test_build, test_build_t5
 
@@ -132,6 +133,7 @@ def test_the_fingerprint_changes_with_all_that_changes_samples(folder: Path, tmp
         return train.order.state(0)["fingerprints"]
 
     same = fingerprints()
+    assert all(TokenFile(folder / name).fingerprint in same[name] for name in same), "so that what differs can be said"
     for name in "ab":
         write_from(tmp_path / name, 1000 * "ab".index(name) + 1, [10 + "ab".index(name)] * (10 + 10 * "ab".index(name)))
     assert fingerprints("3 b 2 a") == same == fingerprints(where=tmp_path), "neither weights nor paths nor places count"
@@ -193,6 +195,29 @@ def test_a_sample_that_cannot_be_read_is_named_in_run_and_corpus(folder: Path, m
     ) as told:
         train[8]
     assert "document" in str(told.value) and f"{name}.bin: OSError: bad sector" in str(told.value)
+
+
+@pytest.mark.parametrize("build_any", [build, build_t5])
+def test_files_are_read_as_asked(folder: Path, monkeypatch: pytest.MonkeyPatch, build_any: Any) -> None:
+    opened: list[str] = []
+
+    class Noted(PreadReader):
+        def __init__(self, path: Path) -> None:
+            opened.append(path.name)
+            super().__init__(path)
+
+    monkeypatch.setitem(READERS, "pread", Noted)
+    mapped, read = (build_any(folder, "1 a 1 b", needed=ONE, data_impl=kind)[0] for kind in ("mmap", "pread"))
+    assert {"a.bin", "b.bin"} <= set(opened)
+    assert [str(mapped[index]) for index in range(9)] == [str(read[index]) for index in range(9)]
+
+
+def test_fill_in_the_middle_reaches_the_samples_and_differs_between_corpora(folder: Path) -> None:
+    fim = Fim(1.0, 0.0, prefix_id=4000, middle_id=4001, suffix_id=4002, eod_id=None)
+    train, _, _ = build(folder, "1 a 1 b", needed=ONE, fim=fim, seq_length=12)
+    alone = test_build.only(build(folder, "1 a", needed=ONE, fim=fim, seq_length=12)[0])
+    found = [[part[index].tolist() for index in range(20)] for part in (train.parts["a"], alone)]
+    assert found[0] != found[1] and all(4002 in sample for sample in found[0])
 
 
 def test_an_order_of_other_corpora_is_refused(folder: Path) -> None:
