@@ -91,7 +91,7 @@ def test_the_second_job_on_a_prefix_is_refused(corpus: Corpus, monkeypatch: pyte
     corpus.run()
 
 
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_that_fills_at_any_operation_leaves_the_old_pair_or_the_new_one(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:

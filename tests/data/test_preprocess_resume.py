@@ -43,7 +43,7 @@ def cut_off(corpus: Corpus, after_unit: int = 0, **changed: object) -> None:
         files.before_operation = before
 
 
-@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [14, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair_and_a_job_that_goes_on(
     tmp_path: Path, step: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair_and_a_job_th
         if not died:
             break
     assert not died and outcomes == sorted(outcomes, reverse=True) and set(outcomes) == {True, False}
-    assert {1, 2, 3} <= set(kept)
+    assert 3 in kept and len(set(kept)) > 2
 
 
 def run_and_die(corpus: Corpus, kth: int) -> bool:

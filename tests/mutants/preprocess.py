@@ -10,7 +10,7 @@ RESUMED = "tests/data/test_preprocess_resume.py"
 FAULTS = "tests/data/test_preprocess_faults.py"
 VERIFIED = "tests/data/test_preprocess_verify.py"
 WRITER = "tests/data/test_token_writer.py"
-KILLED = f"{RESUMED}::test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair_and_a_job_that_goes_on[9]"
+KILLED = f"{RESUMED}::test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair_and_a_job_that_goes_on[14]"
 
 PREPROCESS = (
     Mutant(
