@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron import tokenizer
@@ -29,6 +29,7 @@ def check(built: LibraryTokenizer, words: KnownWords, texts: list[str]) -> None:
 
 
 @settings(max_examples=40, deadline=None)
+@example(texts=["b a b  a\n b\t a \u3000a it's a", " a", "a ", "", " "])
 @given(texts=st.lists(st.one_of(st.text(ALPHABET, max_size=40), st.text(max_size=12)), max_size=8))
 def test_tokens_by_words_are_the_librarys(built: LibraryTokenizer, texts: list[str]) -> None:
     assert built._words is not None

@@ -48,6 +48,16 @@ def test_words_are_those_of_jieba_on_much_text(cut: Cut, texts: list[str]) -> No
     assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
 
 
+def test_equal_routes_are_decided_as_jieba_decides_them(cut: Cut, corpus: list[str]) -> None:
+    """Of three equal characters two are a word: the first two or the last, by the rounding of all that follows."""
+    sentences = [part for text in corpus[:9] for part in text.replace("\n", "").split("，")]
+    ties = ["麻麻麻", "八八八", "上变上", "丁税政", "一一一", "下冲下"]
+    texts = [
+        sentence[:9] + ties[at % 6] + "㐀" * (at % 2) + sentence[9:40] for at, sentence in enumerate(sentences[:400])
+    ]
+    assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+
+
 def test_words_stay_the_same_when_the_known_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = mark_words(HARD)
     monkeypatch.setattr(word_cut, "_MOST_KNOWN", 0)

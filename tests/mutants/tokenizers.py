@@ -1,0 +1,133 @@
+"""Mistakes in the tokenizers."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_WORDS = "tests/tokenizer/test_word_cut.py::test_words_are_those_of_jieba"
+_TIES = "tests/tokenizer/test_word_cut.py::test_equal_routes_are_decided_as_jieba_decides_them"
+_CONTROL = "tests/tokenizer/test_control_tokens.py"
+_CPM = "tests/tokenizer/test_cpm.py"
+_GIGA = "tests/tokenizer/test_gigatoken.py"
+
+TOKENIZERS = (
+    Mutant(
+        "the word cut counts no word twice, so that equal routes are decided otherwise",
+        "megatron/tokenizer/word_cut.py",
+        '_dictionary.add_word("\\0", 3, None)',
+        '_dictionary.add_word("\\0", 1, None)',
+        (_TIES,),
+    ),
+    Mutant(
+        "routes go on over Chinese characters that jieba takes for marks",
+        "megatron/tokenizer/word_cut.py",
+        "    if _OTHER_HAN.search(text) is None:\n",
+        "    if True:\n",
+        (_TIES,),
+    ),
+    Mutant(
+        "a word of the dictionary that the route left in characters is joined",
+        "megatron/tokenizer/word_cut.py",
+        "if not _dictionary.has_word(text)]",
+        "]",
+        (_WORDS,),
+    ),
+    Mutant(
+        "of equal paths the first is taken",
+        "megatron/tokenizer/viterbi.py",
+        "took_second[places] = second >= first\n",
+        "took_second[places] = second > first\n",
+        (_WORDS,),
+    ),
+    Mutant(
+        "runs end with a word of several characters whatever is likelier",
+        "megatron/tokenizer/viterbi.py",
+        "state = np.where(final_is_single, 3, 2)\n",
+        "state = np.where(final_is_single, 2, 2)\n",
+        (_WORDS,),
+    ),
+    Mutant(
+        "spelled control tokens reach the library",
+        "megatron/tokenizer/tokenizer.py",
+        "if self._spellings else []\n",
+        "if False else []\n",
+        (f"{_CONTROL}::test_no_spelling_becomes_a_control_token_and_each_comes_back[added]",),
+    ),
+    Mutant(
+        "the parts of a cut text go behind the next text",
+        "megatron/tokenizer/tokenizer.py",
+        "behind = np.cumsum(sizes)[spelled]\n        sizes[spelled] += added\n",
+        "sizes[spelled] += added\n        behind = np.minimum(np.cumsum(sizes)[spelled], len(tokens))\n",
+        (f"{_CONTROL}::test_arrays_hold_what_lists_hold_with_and_without_spellings[unigram]",),
+    ),
+    Mutant(
+        "the second part of a cut word gets a space in front",
+        "megatron/tokenizer/continued.py",
+        'never = {"prepend_scheme": "never", "add_prefix_space": False}',
+        'never = {"add_prefix_space": False}',
+        (f"{_CONTROL}::test_no_spelling_becomes_a_control_token_and_each_comes_back[unigram]",),
+    ),
+    Mutant(
+        "symbols of a SentencePiece model stay within reach of text",
+        "megatron/tokenizer/sentence_piece.py",
+        "        if changed:\n",
+        "        if not changed:\n",
+        (f"{_CONTROL}::test_no_spelling_becomes_a_control_token_and_each_comes_back[sentencepiece]",),
+    ),
+    Mutant(
+        "overlapping spellings are cut once",
+        "megatron/tokenizer/spellings.py",
+        'self._each_start = re.compile(f"(?={any_name})")',
+        "self._each_start = self._any",
+        (f"{_CONTROL}::test_spellings_that_overlap_are_all_cut",),
+    ),
+    Mutant(
+        "lower case is no part of the identity",
+        "megatron/tokenizer/tokenizer.py",
+        "for part in (self.settings, *beyond_eod):\n",
+        "for part in beyond_eod:\n",
+        ("tests/tokenizer/test_wordpiece.py::test_lower_case_is_part_of_the_identity",),
+    ),
+    Mutant(
+        "T5's sentinels count up",
+        "megatron/tokenizer/t5.py",
+        "top - number for number in range(NUM_SENTINELS)",
+        "top - 99 + number for number in range(NUM_SENTINELS)",
+        ("tests/tokenizer/test_t5.py::test_sentinels_are_those_of_hugging_face_from_either_file",),
+    ),
+    Mutant(
+        "CPM-2 takes the shortest match",
+        "megatron/tokenizer/cpm2.py",
+        "stop = min(len(word), start + self._longest)",
+        "stop = min(len(word), start + 2)",
+        (f"{_CPM}::test_cpm2_ids_are_the_longest_matches_of_each_word",),
+    ),
+    Mutant(
+        "CPM-1 loses line ends",
+        "megatron/tokenizer/word_cut.py",
+        '.replace("\\n", _LINE_END)',
+        "",
+        (f"{_CPM}::test_cpm1_ids_are_those_of_jieba_and_sentencepiece",),
+    ),
+    Mutant(
+        "gigatoken is trusted without a look",
+        "megatron/tokenizer/fast_bpe.py",
+        "    if difference:\n",
+        "    if difference is None:\n",
+        (f"{_GIGA}::test_one_differing_id_is_named_and_gigatoken_is_dropped",),
+    ),
+    Mutant(
+        "words are cut behind their space",
+        "megatron/tokenizer/known_words.py",
+        'f" ?[^{_SPACE}]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"',
+        'f"[^{_SPACE}]+ ?|[{_SPACE}]+"',
+        ("tests/tokenizer/test_known_words.py::test_tokens_by_words_are_the_librarys",),
+    ),
+    Mutant(
+        "words are looked up though a normaliser would change them",
+        "megatron/tokenizer/known_words.py",
+        '        and fields.get("normalizer") is None\n',
+        "",
+        ("tests/tokenizer/test_known_words.py::test_only_gpt2s_pattern_and_nothing_besides_goes_by_words",),
+    ),
+)
