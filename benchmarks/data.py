@@ -38,7 +38,7 @@ PARTS_OF_CORPUS = {vocabularies.CPM: 0.25, vocabularies.GIGATOKEN: 2.5}
 """How much of --megabytes, where not all: jieba takes ten times as long, and what gigatoken does at the start is small
 only beside a job of seconds."""
 TRAINED_ON_BYTES = 2 << 20
-SMOKE = "--rounds 1 --megabytes 0.05 --vocab-size 400 --read-tokens 40000 --samples 16 --workers 1"
+SMOKE = "--rounds 1 --megabytes 0.05 --vocab-size 2000 --read-tokens 40000 --samples 16 --workers 1"
 SMOKE_VOCABULARY_BYTES = 60_000
 
 
