@@ -5,15 +5,25 @@ from __future__ import annotations
 from tests.mutants.data import DATA
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.gradients import GRADIENTS
+from tests.mutants.mixture import MIXTURE
 from tests.mutants.norms import NORMS
 from tests.mutants.overlap import OVERLAP
+from tests.mutants.packing import PACKING
+from tests.mutants.preprocess import PREPROCESS
+from tests.mutants.reading import READING
 from tests.mutants.resumed import RESUMED
 from tests.mutants.sharing import SHARING
+from tests.mutants.sources import SOURCES
 from tests.mutants.stages import STAGES
 from tests.mutants.steps import STEPS
 from tests.mutants.t5 import T5
 from tests.mutants.tensor import TENSOR
+from tests.mutants.tokenizers import TOKENIZERS
+from tests.mutants.tools import TOOLS
+from tests.mutants.train import TRAIN
 
 IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *SHARING)
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5)
-MUTANTS = (*IN_ARITHMETIC, *IN_RUNS)
+IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS)
+IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
+MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER)

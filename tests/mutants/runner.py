@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 DEADLINE_S = 60.0
-COPIED = ("megatron", "tds", "tests", "examples", "pretrain_gpt2.py", "pretrain_t5.py", "pyproject.toml")
+COPIED = (
+    "megatron",
+    "tds",
+    "tests",
+    "tools",
+    "benchmarks",
+    "examples",
+    "pretrain_gpt2.py",
+    "pretrain_t5.py",
+    "pyproject.toml",
+)
 TIMED_OUT = -1
 
 

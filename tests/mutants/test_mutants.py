@@ -9,7 +9,7 @@ import pytest
 
 from tests.mutants.killing import ROOT, assert_killed
 from tests.mutants.mutant import Mutant
-from tests.mutants.mutants import IN_ARITHMETIC, MUTANTS
+from tests.mutants.mutants import IN_ARITHMETIC, IN_TEXT, MUTANTS
 from tests.mutants.runner import Runner, replace_once
 
 QUICK = "labels are the tokens themselves"
@@ -46,4 +46,10 @@ def test_one_mutant_is_killed(runner: Runner) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", IN_ARITHMETIC, ids=lambda mutant: mutant.name)
 def test_mutant_in_arithmetic_is_killed(mutant: Mutant, runner: Runner) -> None:
+    assert_killed(mutant, runner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", IN_TEXT, ids=lambda mutant: mutant.name)
+def test_mutant_between_text_and_token_files_is_killed(mutant: Mutant, runner: Runner) -> None:
     assert_killed(mutant, runner)
