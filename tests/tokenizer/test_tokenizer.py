@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,10 @@ def test_sentinels_and_padding_are_found_by_their_names(folder: Path, tmp_path: 
         ({"vocab_file": __file__, "merge_file": __file__}, "must be GPT-2's vocab.json and merges.txt"),
         ({"tokenizer_path": __file__}, "must be a JSON file of the `tokenizers` library"),
         ({"tokenizer_type": "SentencePiece", "tokenizer_path": __file__}, "must be a SentencePiece .model"),
+        ({"tokenizer_type": "CPM1", "tokenizer_path": __file__}, "must be a SentencePiece .model"),
+        ({"tokenizer_type": "CPM1", "tokenizer_path": str(Path(__file__).parent)}, "a folder with chinese_vocab.model"),
+        ({"tokenizer_type": "CPM2", "tokenizer_path": str(Path(__file__).parent)}, "CPM2 needs vocab.txt, a folder"),
+        ({"tokenizer_type": "CPM2"}, "--tokenizer-type CPM2 needs --tokenizer-path"),
     ],
 )
 def test_flags_that_name_no_tokenizer_are_refused(arguments: dict[str, str], text: str) -> None:
@@ -112,3 +118,9 @@ def test_training_is_deterministic_and_refuses_too_small_sizes(folder: Path) -> 
         train.train_bpe(TEXTS, 256)
     with pytest.raises(DataError, match="--vocab-size 100000 cannot be trained"):
         train.train_unigram(TEXTS, 100_000)
+
+
+def test_importing_the_package_imports_no_library() -> None:
+    libraries = ["tokenizers", "sentencepiece", "jieba", "rjieba", "gigatoken", "torch"]
+    code = f"import sys, megatron.tokenizer; print([name for name in {libraries} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
