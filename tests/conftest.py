@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 - torch's optimizers import it: once here rather than in every forked rank
@@ -16,6 +17,12 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run what is marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Random properties take the same examples in each short run, and new ones in a long run."""
+    hypothesis.settings.register_profile("ours", derandomize=not config.getoption("--all"), deadline=None)
+    hypothesis.settings.load_profile("ours")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
