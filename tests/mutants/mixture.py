@@ -61,13 +61,6 @@ MIXTURE = (
         (ANY_CHANGE,),
     ),
     Mutant(
-        "a phase that has not begun is taken for one that has",
-        "megatron/data/mixture.py",
-        "if phase.start < samples_consumed]",
-        "if phase.start <= samples_consumed + 5]",
-        (ANY_CHANGE,),
-    ),
-    Mutant(
         "corpora of a checkpoint are known by their names",
         "megatron/data/mixture_resume.py",
         "now = {corpus.fingerprint: corpus for corpus in order.corpora}\n"

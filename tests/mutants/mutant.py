@@ -6,13 +6,17 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """In ``file``, ``old`` (there exactly once) becomes ``new``; one of ``tests`` must then fail."""
+    """In ``file``, ``old`` (there exactly once) becomes ``new``; one of ``tests`` must then fail.
+
+    It must fail by a comparison, or where the code itself ``refuses`` to go on with the mistake by an exception.
+    """
 
     name: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    refuses: bool = False
 
 
 PIPELINE = "tests/tds/test_parity.py::test_fp32_equals_one_process_to_the_bit[2]"

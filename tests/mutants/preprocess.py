@@ -26,6 +26,7 @@ PREPROCESS = (
         "        for kind in KINDS:\n            _rename(self._parts.path(self._unit, kind))\n",
         "        for kind in KINDS[1:]:\n            _rename(self._parts.path(self._unit, kind))\n",
         (KILLED,),
+        refuses=True,
     ),
     Mutant(
         "a finished unit is taken at its word",
@@ -61,6 +62,7 @@ PREPROCESS = (
         "        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)\n",
         "        pass\n",
         (KILLED,),
+        refuses=True,
     ),
     Mutant(
         "limits are looked at when all is done",
@@ -68,6 +70,7 @@ PREPROCESS = (
         "                limits.check(counts)\n",
         "                counts = counts\n",
         (f"{FAULTS}::test_bad_lines_end_the_job_before_all_is_read",),
+        refuses=True,
     ),
     Mutant(
         "the crc32 of joined parts takes the second for as long as the first",
@@ -96,6 +99,7 @@ PREPROCESS = (
         "            sizes = sizes + 1\n",
         "            sizes = sizes + 0\n",
         (f"{JOB}::test_documents_come_back_each_with_its_end",),
+        refuses=True,
     ),
     Mutant(
         "the lock is let go at once",
@@ -124,5 +128,6 @@ PREPROCESS = (
         "        commit.replace_together(self.prefix, written, gone)\n",
         "        commit.replace_together(self.prefix, written)\n",
         (f"{WRITER}::test_files_of_an_unknown_vocabulary_have_no_sidecar_and_an_older_one_goes",),
+        refuses=True,
     ),
 )

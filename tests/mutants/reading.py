@@ -68,13 +68,6 @@ READING = (
         (f"{_CACHE}::test_a_file_that_is_not_whole_is_built_again",),
     ),
     Mutant(
-        "a claimed file is left to a process that may be dead",
-        "megatron/data/cache.py",
-        "not was_put_off and _claim(",
-        "_claim(",
-        (f"{_CACHE}::test_a_claim_puts_a_file_off_and_its_owner_may_be_dead",),
-    ),
-    Mutant(
         "of two that build a file at once, each keeps its own",
         "megatron/data/cache.py",
         "                there = self._opened(path)\n                if there is None:\n                    files",
@@ -87,6 +80,7 @@ READING = (
         "            except OSError as error:\n                self._give_up(error)\n            finally:\n",
         "            finally:\n",
         (f"{_CACHE}::test_a_disk_that_fills_up_keeps_what_is_there",),
+        refuses=True,
     ),
     Mutant(
         "anybody's folder is trusted",

@@ -24,6 +24,7 @@ SOURCES = (
         "record.byte_offset < unit.stop)",
         "record.byte_offset <= unit.stop)",
         (BORDERS,),
+        refuses=True,
     ),
     Mutant(
         "a text between blank lines is read by the unit that holds its second half",
