@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron.data.gpt2_samples import GPT2Samples
     from megatron.data.mixed_samples import MixedSamples
     from megatron.data.mixture import SampleOrder
+    from megatron.data.mixture_resume import resumed_order
     from megatron.data.span_file_samples import SpanFileSamples
     from megatron.data.span_files import SpanFiles
     from megatron.data.split import split_by_hash, split_documents
@@ -43,6 +44,7 @@ _MODULES = {
     "build_train_valid_test": "build",
     "GPT2Samples": "gpt2_samples",
     "gpt2_fields": "fields",
+    "resumed_order": "mixture_resume",
     "split_by_hash": "split",
     "split_documents": "split",
     "t5_fields": "fields",
@@ -69,6 +71,7 @@ __all__ = [
     "build_train_valid_test",
     "fim_from",
     "gpt2_fields",
+    "resumed_order",
     "split_by_hash",
     "split_documents",
     "t5_fields",

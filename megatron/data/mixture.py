@@ -116,7 +116,7 @@ class SampleOrder:
         return self._by_name(tuple(weight / sum(weights) for weight in weights))
 
     def state(self, samples_consumed: int) -> dict[str, Any]:
-        """Return what a checkpoint must hold so that ``resumed`` can go on; JSON can carry it."""
+        """Return what a checkpoint must hold so that ``resumed_order`` can go on; JSON can carry it."""
         used = [phase for phase in self.phases if phase.start < samples_consumed]
         return {
             "format": FORMAT,
@@ -148,7 +148,7 @@ class SampleOrder:
         """
         from megatron.data import mixture_resume  # it makes a SampleOrder
 
-        return mixture_resume.resumed(self, state, samples_consumed, allow_change)
+        return mixture_resume.resumed_order(self, state, samples_consumed, allow_change=allow_change)
 
     def _go_on(self, start: int, weights: tuple[int, ...], cursors: Sequence[int] | None) -> None:
         """Add a phase, unless the weights stay what they are; ``cursors`` are those before the first phase."""

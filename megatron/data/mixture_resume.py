@@ -30,10 +30,20 @@ def fingerprint_of(tokens: str, tokenizer: str | None, samples: str) -> str:
     return f"{tokens}.{(tokenizer or 'unknown')[:16]}.{samples}"
 
 
-def resumed(
-    order: SampleOrder, state: Mapping[str, Any] | str, samples_consumed: int, allow_change: bool
+def resumed_order(
+    order: SampleOrder, state: Mapping[str, Any] | str, samples_consumed: int, *, allow_change: bool = False
 ) -> tuple[SampleOrder, list[str]]:
-    """Return ``order`` as it goes on after ``state``, and lines for the log; as ``SampleOrder.resumed``."""
+    """Return ``order`` as it goes on from a checkpoint, and lines for the log about what has changed.
+
+    Args:
+        state: what ``SampleOrder.state`` gave, or the fingerprint alone, which checkpoints of a single corpus used to
+            hold.
+        allow_change: go on although a corpus has gone or changed; those that agree keep their cursors, the others
+            start at their first sample.
+
+    Raises:
+        CheckpointError: a corpus of the checkpoint is not here with its fingerprint, or ``state`` is damaged.
+    """
     saved = _of_one(order, state, samples_consumed) if isinstance(state, str) else _read(state, samples_consumed)
     now = {corpus.fingerprint: corpus for corpus in order.corpora}
     matches = {name: now[text].name for name, text in saved.fingerprints.items() if text in now}
