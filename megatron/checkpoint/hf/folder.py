@@ -1,0 +1,161 @@
+"""A Hugging Face folder: config.json, and tensors in one safetensors file or in several with an index.
+
+| file | holds |
+|---|---|
+| config.json, generation_config.json | sizes; ids of control tokens |
+| model.safetensors | all tensors, or |
+| model-00001-of-00002.safetensors, ..., model.safetensors.index.json | some each, and which file holds which |
+
+A folder is put together beside its name and renamed at the end: what has the name is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron import files
+from megatron.checkpoint import shard_file
+from megatron.errors import CheckpointError, ConfigError
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_METADATA = b'{"__metadata__":{"format":"pt"},'  # transformers refuses a file that does not say so
+
+
+def require_free(folder: Path) -> None:
+    """Check that ``folder`` is not there yet, or empty.
+
+    Raises:
+        ConfigError: it is there and holds something.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"--output must name a folder that is new or empty, got {folder}. Name another one")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder to fill, which gets the name ``folder`` if nothing is raised, and is removed else.
+
+    Raises:
+        ConfigError: ``folder`` holds something already, or cannot be written.
+    """
+    require_free(folder)
+    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    try:
+        files.make_folder(temporary)
+        yield temporary
+        files.sync_folder(temporary)
+        files.rename(temporary, folder)
+    except BaseException as error:
+        with suppress(OSError):
+            files.remove_tree(temporary)
+        if isinstance(error, OSError):
+            raise ConfigError(f"--output {folder} could not be written: {error}") from error
+        raise
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` to ``path``."""
+    files.write_bytes(path, json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[str]:
+    """Write ``tensors`` in files of at most ``max_shard_bytes``, or of one larger tensor; return their names."""
+    shards = _shards(tensors, max_shard_bytes)
+    count = len(shards)
+    names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        files.write_chunks(folder / name, _chunks(shard))
+    if count > 1:
+        held = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(_bytes(tensor) for tensor in tensors.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(held.items()))})
+    return names
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> list[dict[str, torch.Tensor]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + _bytes(tensor) > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += _bytes(tensor)
+    return shards
+
+
+def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    head = _METADATA + shard_file.header(tensors)[8:].rstrip()[1:]
+    head += b" " * (-len(head) % 8)
+    yield len(head).to_bytes(8, "little") + head
+    for tensor in tensors.values():
+        yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return the object in the file ``name`` of ``folder``.
+
+    Raises:
+        CheckpointError: it is missing, or holds something else.
+    """
+    try:
+        content = json.loads((folder / name).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{folder} is not a Hugging Face folder: {name}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder / name} must hold a JSON object")
+    return content
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of ``folder`` by name.
+
+    Raises:
+        CheckpointError: there are no safetensors, one is missing or damaged, or one lacks what the index says.
+    """
+    if not (folder / INDEX).exists():
+        return _read_file(folder, WEIGHTS)
+    try:
+        index: dict[str, str] = read_json(folder, INDEX)["weight_map"]
+        names = sorted({_plain(name) for name in index.values()})
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / INDEX} is not an index of safetensors: {error}") from error
+    held = {name: _read_file(folder, name) for name in names}
+    missing = sorted(key for key, name in index.items() if key not in held[name])
+    if missing:
+        raise CheckpointError(f"{folder}: the files lack what the index says they hold: {', '.join(missing)}")
+    return {key: held[name][key] for key, name in index.items()}
+
+
+def _plain(name: str) -> str:
+    if Path(name).name != name:
+        raise ValueError(f"a file of the index must lie in the folder, got {name!r}")
+    return name
+
+
+def _read_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    path = folder / name
+    if not path.exists():
+        pickled = sorted(found.name for found in folder.glob("pytorch_model*.bin"))
+        cure = f" {', '.join(pickled)} can carry code and is not read: save it as safetensors first." if pickled else ""
+        raise CheckpointError(f"{folder} must hold {name}, which is missing.{cure}")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error

@@ -1,0 +1,93 @@
+"""Do our model and Hugging Face's give the same logits on the same tokens?
+
+Both compute in fp64 without dropout. GPT-2 then agrees to 1e-13 or so of the largest logit; in T5 their norm takes its
+variance in fp32, so that 1e-7 is what there can be.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.hf import settings, tensors
+from megatron.checkpoint.hf.export import DTYPES
+from megatron.checkpoint.loading import Checkpoint
+from megatron.checkpoint.whole import read_weights
+from megatron.config import Config
+from megatron.errors import CheckpointError, ConfigError
+
+ALLOWED = {"gpt2": 1e-10, "t5": 1e-5}
+"""Largest difference of a logit, as part of the largest logit."""
+_ROWS, _LENGTH = 2, 24
+
+
+def require_transformers() -> None:
+    """Check that ``transformers`` can be imported.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError('--verify needs the transformers library. Run: pip install "transformers>=5,<6"')
+
+
+def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, seed: int = 0) -> float:
+    """Return the largest difference of a logit as part of the largest, between ``checkpoint`` and ``folder``.
+
+    Args:
+        dtype: what our weights are rounded to first, as in the export; None: not.
+
+    Raises:
+        CheckpointError: the difference is more than rounding.
+        ConfigError: ``transformers`` is not installed.
+    """
+    require_transformers()
+    config = settings.saved_config(checkpoint.state)
+    batch = _batch(config, seed)
+    with torch.no_grad():
+        ours = _our_logits(checkpoint, config, dtype, batch)
+        theirs = _their_logits(folder, config, batch)
+    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not difference <= ALLOWED[config.family]:  # NaN too
+        raise CheckpointError(
+            f"our logits and those of {folder} must agree to {ALLOWED[config.family]:.0e} of the largest, got "
+            f"{difference:.1e}: do not use the folder, and report the command"
+        )
+    return difference
+
+
+def _batch(config: Config, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [b, s], of T5 those of the encoder, and of its decoder [b, s / 2]."""
+    rng = torch.Generator().manual_seed(seed)
+    length = _LENGTH if config.is_t5 else min(_LENGTH, config.model.max_position_embeddings)
+    size = config.model.vocab_size or 0
+    tokens = torch.randint(0, size, (_ROWS, length), generator=rng)
+    return tokens, torch.randint(0, size, (_ROWS, _LENGTH // 2), generator=rng)
+
+
+def _our_logits(checkpoint: Checkpoint, config: Config, dtype: str | None, batch: Any) -> torch.Tensor:
+    weights = {name: t if dtype is None else t.to(DTYPES[dtype]) for name, t in read_weights(checkpoint).items()}
+    with torch.device("meta"):
+        model = tensors.build_model(config)
+    model.to_empty(device="cpu")
+    model.double().eval().load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
+    tokens, decoded = batch
+    if config.is_t5:
+        return model(tokens, decoded).transpose(0, 1)  # [b, s, v]
+    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens)).transpose(0, 1)  # [b, s, v]
+
+
+def _their_logits(folder: Path, config: Config, batch: Any) -> torch.Tensor:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_t5 else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval()
+    tokens, decoded = batch
+    if config.is_t5:
+        return model(input_ids=tokens, decoder_input_ids=decoded).logits
+    return model(input_ids=tokens).logits

@@ -1,0 +1,123 @@
+"""Convert a checkpoint to a Hugging Face folder, or a Hugging Face folder to a checkpoint.
+
+    python tools/convert_hf.py export --load runs/my-run --output my-model --dtype bf16 --verify
+    python tools/convert_hf.py import --input gpt2 --output runs/from-gpt2 --verify
+    python pretrain_gpt2.py --load runs/from-gpt2 --finetune ...      with the flags that import prints
+
+GPT-2 and T5 (T5, v1.1, mT5), saved by any layout. The weights come out bit for bit the same, in both directions.
+--verify compares the logits of a random batch in fp64 and needs `transformers`; nothing else here does.
+Ends with code 0, 2 (an option), or 3 (a checkpoint or folder that cannot be converted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron import log  # noqa: E402
+from megatron.errors import exit_code  # noqa: E402
+
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
+LEAST_SHARD_BYTES = 1000
+
+
+def shard_bytes(text: str) -> int:
+    """Read a number of bytes, 5e9 among them."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not (value >= LEAST_SHARD_BYTES and value.is_integer()):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {LEAST_SHARD_BYTES} bytes, got {text!r}")
+    return int(value)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
+    ways = parser.add_subparsers(dest="way", required=True)
+    out = ways.add_parser("export", allow_abbrev=False, help="a checkpoint to a Hugging Face folder")
+    out.add_argument("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
+    out.add_argument("--output", type=Path, required=True, help="the folder to write; new, or empty")
+    out.add_argument("--dtype", choices=DTYPES, help="round the weights to this type (default: as saved)")
+    out.add_argument("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
+    out.add_argument("--max-shard-bytes", type=shard_bytes, default=5_000_000_000, help="largest file (5e9)")
+    back = ways.add_parser("import", allow_abbrev=False, help="a Hugging Face folder to a checkpoint of step 0")
+    back.add_argument("--input", type=Path, required=True, help="the folder: config.json and safetensors")
+    back.add_argument("--output", type=Path, required=True, help="the run folder to write; new, or empty")
+    for way in (out, back):
+        way.add_argument("--verify", action="store_true", help="compare logits with those of `transformers`")
+    return parser.parse_args(argv)
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write the Hugging Face folder and say what is in it."""
+    from megatron.checkpoint.hf.export import export as write
+    from megatron.checkpoint.whole import open_folder
+
+    checkpoint = open_folder(args.load)
+    done = write(
+        checkpoint,
+        args.output,
+        dtype=args.dtype,
+        tokenizer_path=args.tokenizer_path,
+        max_shard_bytes=args.max_shard_bytes,
+    )
+    log.info(
+        f"{checkpoint.path} -> {args.output}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB in "
+        f"{len(done.files)} file{'s' if len(done.files) > 1 else ''}"
+    )
+    for note in done.notes:
+        log.warning(note)
+    if args.verify:
+        compare(checkpoint.path, args.output, args.dtype)
+
+
+def import_(args: argparse.Namespace) -> None:
+    """Write the run folder and say how to start from it."""
+    from megatron.checkpoint.hf.importing import import_folder
+    from megatron.checkpoint.hf.settings import flags
+
+    path, config = import_folder(args.input, args.output)
+    words = ["--load", str(args.output), "--finetune", *flags(config)]
+    log.info(f"{args.input} -> {path}\nstart from it with: pretrain_{config.family}.py {shlex.join(words)}")
+    if args.verify:
+        compare(path, args.input, None)
+
+
+def compare(checkpoint: Path, folder: Path, dtype: str | None) -> None:
+    """Say how far the logits of both differ."""
+    from megatron.checkpoint.hf.verify import verify
+    from megatron.checkpoint.whole import open_folder
+
+    difference = verify(open_folder(checkpoint), folder, dtype=dtype)
+    log.info(f"verified: the logits of a random batch differ by {difference:.1e} of the largest")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert, and compare if asked to."""
+    if args.verify:
+        from megatron.checkpoint.hf.verify import require_transformers
+
+        require_transformers()
+    (export if args.way == "export" else import_)(args)
+
+
+def main() -> int:
+    """Return the exit code."""
+    args = parse_args()
+    try:
+        run(args)
+    except Exception as error:
+        log.error(f"error: {error}")
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

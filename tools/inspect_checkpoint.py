@@ -1,0 +1,162 @@
+"""Show what a checkpoint holds, or how two differ. Every byte is read against its checksum first.
+
+    python tools/inspect_checkpoint.py runs/my-run
+    python tools/inspect_checkpoint.py runs/my-run/checkpoints/step-00000020 --compare runs/other --weights-only
+
+A run folder or its checkpoints folder means its newest checkpoint that verifies. With --compare the code is 0 if all
+tensors are the same bits and 1 if not; differences in step or settings are shown and do not count. Code 3: there is no
+checkpoint, or none that verifies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron import log  # noqa: E402
+from megatron.errors import exit_code  # noqa: E402
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="a run folder, its checkpoints folder, or one checkpoint")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="another, to be compared with")
+    parser.add_argument("--weights-only", action="store_true", help="with --compare: leave all but weights out")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of tables")
+    args = parser.parse_args(argv)
+    if args.weights_only and args.compare is None:
+        parser.error("--weights-only is for --compare OTHER, which is not given")
+    return args
+
+
+def show(path: Path, as_json: bool) -> int:
+    """Print the facts of one checkpoint; return the exit code."""
+    from megatron.checkpoint import inspect
+    from megatron.checkpoint.whole import open_folder
+
+    checkpoint = open_folder(path)
+    facts, tensors = inspect.run_facts(checkpoint), inspect.tensor_facts(checkpoint)
+    facts["files"], facts["elements"] = inspect.file_facts(checkpoint), inspect.num_elements(tensors)
+    if as_json:
+        print_json({"verified": True, **facts, "tensors": [dataclasses.asdict(one) for one in tensors]})
+        return 0
+    print_facts(facts)
+    rows = [
+        [
+            one.name,
+            one.dtype,
+            shape_text(one.shape),
+            number_text(one.norm),
+            number_text(one.largest),
+            f"{one.num_not_finite or ''}",
+            f"{one.num_files}",
+        ]
+        for one in tensors
+    ]
+    print_table("tensors", ["name", "type", "shape", "norm", "largest", "not finite", "files"], rows)
+    return 0
+
+
+def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int:
+    """Print what differs; return the exit code."""
+    from megatron.checkpoint import differences
+    from megatron.checkpoint.whole import open_folder
+
+    one, other = open_folder(first), open_folder(second)
+    tensors = differences.tensor_differences(one, other, weights_only=weights_only)
+    state = differences.state_differences(one, other)
+    if as_json:
+        told = [dataclasses.asdict(difference) for difference in tensors]
+        paths = {"first": str(one.path), "second": str(other.path)}
+        print_json({**paths, "equal": not tensors, "tensors": told, "state": state})
+        return 1 if tensors else 0
+    if state:
+        rows = [[key, *(value_text(value) for value in pair)] for key, pair in state.items()]
+        print_table("state (does not count)", ["what", str(one.path), str(other.path)], rows)
+    if tensors:
+        rows = [
+            [d.name, d.kind, d.first or "-", d.second or "-", number_text(d.largest), number_text(d.relative)]
+            for d in tensors
+        ]
+        print_table("tensors that differ", ["name", "by", "first", "second", "largest", "relative"], rows)
+    what = "weights" if weights_only else "tensors"
+    print(f"verdict: {len(tensors)} {what} differ" if tensors else f"verdict: all {what} are the same bits")
+    return 1 if tensors else 0
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """Print a table of what is known of the run."""
+    rows = [[key.replace("_", " "), value_text(value)] for key, value in facts.items()]
+    print_table("checkpoint (every file verified)", ["what", ""], rows)
+
+
+def value_text(value: Any) -> str:
+    """Return a value of the state on one line or, if it is made of several, on one each."""
+    if isinstance(value, dict):
+        return "\n".join(
+            f"{key} {json.dumps(item) if isinstance(item, (dict, list)) else item}" for key, item in value.items()
+        )
+    return "-" if value is None else str(value)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return "3 x 4"; "-" for a single number."""
+    return " x ".join(map(str, shape)) or "-"
+
+
+def number_text(number: float | None) -> str:
+    """Return four digits, "-" for nothing."""
+    return "-" if number is None else f"{number:.4g}"
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table as wide as the terminal, or as it needs where there is none."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """Print one object; numbers that JSON lacks become texts."""
+    print(json.dumps(plain(content), indent=1, ensure_ascii=False))
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with "nan", "inf" or "-inf" for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    is_odd = isinstance(value, float) and (value != value or value in (float("inf"), float("-inf")))
+    return str(value) if is_odd else value
+
+
+def main() -> int:
+    """Return the exit code."""
+    args = parse_args()
+    try:
+        if args.compare is not None:
+            return compare(args.path, args.compare, args.weights_only, args.json)
+        return show(args.path, args.json)
+    except Exception as error:
+        log.error(f"error: {error}")
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
