@@ -23,7 +23,7 @@ def build_train_valid_test(
     seq_length: int,
     seed: int,
     vocab_size: int,
-    needed: tuple[bool, bool, bool] = (True, True, True),
+    needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
     eod_id: int | None = None,
     flags_needing_eod: Sequence[str] = (),
@@ -62,6 +62,7 @@ def build_train_valid_test(
             )
 
         sample_tokens = _SHORTEST_PACKED if packing == "best-fit" else seq_length + 1
-        return Opened(token_file, token_file.fingerprint, make, sample_tokens, f"--seq-length {seq_length}")
+        asked_by = f"--seq-length {seq_length}"
+        return Opened(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=fim is not None)
 
     return build_splits(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)

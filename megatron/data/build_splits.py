@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megatron.data import checks
 from megatron.data.cache import Cache
@@ -24,7 +25,7 @@ class Opened:
 
     ``content`` is the fingerprint of its files. ``make`` returns the samples of some of its documents; its second
     argument are the ``draws`` of ``T5Samples``, "" for a corpus that is alone. A sample takes ``sample_tokens`` tokens
-    of ``token_file``, as ``asked_by`` (a flag with its value) wants it.
+    of ``token_file``, as ``asked_by`` (a flag with its value) wants it. ``is_drawn`` as in ``Corpus``.
     """
 
     token_file: TokenFile
@@ -32,16 +33,20 @@ class Opened:
     make: Callable[[Documents, str], CorpusSamples]
     sample_tokens: int
     asked_by: str
+    is_drawn: bool
 
 
 def build_splits(
     paths: DataPaths,
-    needed: tuple[bool, bool, bool],
+    needed: Sequence[bool],
     open_corpus: Callable[[str, Cache], Opened],
     tokenizer_identity: str | None,
     tokens_per_sample: Callable[[Sequence[CorpusSamples]], int],
 ) -> Three:
     """Return the samples of train, valid and test; None for a split that is not needed.
+
+    A corpus of weight 0 is left out of an evaluation. In training it stays: its cursor goes on, and a schedule or a
+    resumed run may give it weight.
 
     Args:
         open_corpus: from a prefix, and what keeps its order for the other processes of this host.
@@ -50,12 +55,16 @@ def build_splits(
     Raises:
         DataError: a corpus cannot be opened, is listed twice, or holds less than one sample in a needed split.
     """
-    wanted, cache = paths.corpora(needed), Cache(paths.cache_path)
+    train, *evaluated = paths.corpora(needed)
+    wanted, cache = [train, *map(_with_weight, evaluated)], Cache(paths.cache_path)
     opened = {
         prefix: open_corpus(prefix, cache)
         for prefix in dict.fromkeys(prefix for corpora in wanted for _, prefix in corpora or ())
     }
-    documents = {prefix: _documents(corpus, paths, needed, cache) for prefix, corpus in opened.items()}
+    documents = {
+        prefix: _documents(corpus, paths, [prefix in map(itemgetter(1), corpora or ()) for corpora in wanted], cache)
+        for prefix, corpus in opened.items()
+    }
 
     def split(number: int) -> MixedSamples | None:
         corpora = wanted[number]
@@ -73,8 +82,12 @@ def build_splits(
     return split(0), split(1), split(2)
 
 
-def _documents(corpus: Opened, paths: DataPaths, needed: tuple[bool, bool, bool], cache: Cache) -> list[Documents]:
-    """Return the documents of the three splits."""
+def _with_weight(corpora: tuple[WeightedPath, ...] | None) -> tuple[WeightedPath, ...] | None:
+    return corpora and tuple((weight, prefix) for weight, prefix in corpora if weight)
+
+
+def _documents(corpus: Opened, paths: DataPaths, needed: Sequence[bool], cache: Cache) -> list[Documents]:
+    """Return the documents of the three splits; ``needed`` are those that read this corpus."""
     token_file = corpus.token_file
     checks.check_one_sample(token_file, corpus.sample_tokens, corpus.asked_by)
     if paths.are_apart:
@@ -102,6 +115,7 @@ def _mixed(
             name,
             fingerprint_of(corpus.content, _tokenizer(corpus, tokenizer_identity), part.fingerprint),
             part.samples_per_epoch,
+            corpus.is_drawn,
         )
         for name, corpus, part in zip(names, opened, parts, strict=True)
     ]

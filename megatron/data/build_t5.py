@@ -29,7 +29,7 @@ def build_t5_train_valid_test(
     tokens: T5Tokens,
     seed: int,
     reset_attention_mask: bool = False,
-    needed: tuple[bool, bool, bool] = (True, True, True),
+    needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
 ) -> Three:
     """Return the samples of train, valid and test; None for a split that is not needed.
@@ -38,9 +38,9 @@ def build_t5_train_valid_test(
     (``span_files``), whose spans are fixed.
 
     Args:
+        enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as ``T5Samples``.
         tokens: every token id of a text must be below its ``text_vocab_size``.
         tokenizer_identity: compared with the one in the sidecar where there is one.
-        others: as ``T5Samples``.
 
     Raises:
         DataError: rows D02 and D09-D14 of the list of faults, paths and weights that cannot be used, too few sentinels,
@@ -61,12 +61,13 @@ def build_t5_train_valid_test(
             _check_one_kind(prefix, denoisers)
             files = SpanFiles(prefix, tokens.text_vocab_size, reader=paths.data_impl, cache=cache)
             as_they_are = partial(_span_file_samples, files, shared)
-            return Opened(files.context, files.fingerprint, as_they_are, enc_seq_length - 1, asked_by)
+            return Opened(files.context, files.fingerprint, as_they_are, enc_seq_length - 1, asked_by, is_drawn=False)
         token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
         checks.check_tokenizer(token_file, tokenizer_identity)
         checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
         drawn = partial(_t5_samples, token_file, {**shared, "denoisers": denoisers})
-        return Opened(token_file, token_file.fingerprint, drawn, raw_length(enc_seq_length, denoisers), asked_by)
+        sample_tokens = raw_length(enc_seq_length, denoisers)
+        return Opened(token_file, token_file.fingerprint, drawn, sample_tokens, asked_by, is_drawn=True)
 
     return build_splits(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
 

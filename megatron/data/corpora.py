@@ -56,7 +56,7 @@ class DataPaths:
                 f"whole) exclude each other, got --data-path {self.data_path} beside one of them. Leave out one kind."
             )
         if not self.are_apart:
-            corpora = parse_paths(_given(self.data_path))
+            corpora = weighted_prefixes(_given(self.data_path))
             return [corpora if is_needed else None for is_needed in needed]
         return [self._own(name) if is_needed else None for name, is_needed in zip(NAMES, needed, strict=True)]
 
@@ -84,10 +84,10 @@ class DataPaths:
         if not text:
             off = "Give it too" if name == "train" else "Give it too, or turn off what uses it (--eval-iters 0)"
             raise DataError(f"{flag} must name token files where others of its kind are given, got none. {off}.")
-        return parse_paths(text, flag)
+        return weighted_prefixes(text, flag)
 
 
-def parse_paths(text: str, flag: str = mixtures.DATA_FLAG) -> tuple[WeightedPath, ...]:
+def weighted_prefixes(text: str, flag: str = mixtures.DATA_FLAG) -> tuple[WeightedPath, ...]:
     """Return (weight, prefix) of each corpus; prefixes without .bin and .idx.
 
     Raises:

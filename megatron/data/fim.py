@@ -64,6 +64,12 @@ class Fim:
     suffix_id: int
     eod_id: int | None = None
 
+    @property
+    def key(self) -> str:
+        """A text that tells these settings from others; fingerprints in checkpoints hold it, so it never changes."""
+        ids = (self.prefix_id, self.middle_id, self.suffix_id, self.eod_id)
+        return f"fim {float(self.rate)} {float(self.spm_rate)} {' '.join(map(str, ids))}"
+
     def apply(self, text: np.ndarray, sizes: Sequence[int], *key: int | str) -> np.ndarray:
         """Return ``text``, int64[n], with some of its documents rearranged; the length stays.
 

@@ -91,7 +91,7 @@ class GPT2Samples:
         if self.packing != "concat":
             key += f":{self.packing}"
         if self.fim is not None:
-            key += f":{self.fim}"
+            key += f":{self.fim.key}"
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:

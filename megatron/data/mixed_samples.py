@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 from megatron.data.mixture import SampleOrder
-from megatron.errors import DataError
+from megatron.errors import DataError, SampleError
 
 
 class CorpusSamples(Protocol):
@@ -43,7 +44,7 @@ class MixedSamples:
             raise ValueError(f"an order of {list(self.parts)} is needed, got one of {names}")
         self.order, self._by_number = order, list(self.parts.items())
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A short text that changes when the samples of a corpus do, or one comes or goes; weights do not matter."""
         prints = [part.fingerprint for part in self.parts.values()]
@@ -55,7 +56,7 @@ class MixedSamples:
         """Return sample ``index``.
 
         Raises:
-            DataError: it cannot be read; names its place in the run, in the corpus and in the file.
+            SampleError: it cannot be read; names its place in the run, in the corpus and in the file.
         """
         number, place = self.order.locate(index)
         name, part = self._by_number[number]
@@ -64,4 +65,4 @@ class MixedSamples:
         except DataError as error:
             if len(self.parts) == 1 and place == index:
                 raise
-            raise DataError(f"sample {index} of the run is sample {place} of corpus {name}: {error}") from error
+            raise SampleError(f"sample {index} of the run is sample {place} of corpus {name}: {error}") from error

@@ -26,11 +26,15 @@ _LARGEST_TOTAL = 1 << 48
 
 @dataclass(frozen=True)
 class Corpus:
-    """What an order must know of a corpus: ``fingerprint`` changes with all that changes its samples."""
+    """What an order must know of a corpus: ``fingerprint`` changes with all that changes its samples.
+
+    ``is_drawn``: its samples are made by random draws (spans, fill-in-the-middle), which company changes.
+    """
 
     name: str
     fingerprint: str
     samples_per_epoch: int
+    is_drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,10 +110,6 @@ class SampleOrder:
         cursors = self.cursors(samples_consumed)
         return {corpus.name: cursors[corpus.name] / corpus.samples_per_epoch for corpus in self.corpora}
 
-    def plan(self, num_samples: int) -> dict[str, float]:
-        """Return how often each corpus will have been read when a run of ``num_samples`` ends."""
-        return self.epochs(num_samples)
-
     def weights(self, samples_consumed: int) -> dict[str, float]:
         """Return each corpus's share of the samples that follow; they add up to 1."""
         weights = self._phase(samples_consumed).weights
@@ -132,23 +132,6 @@ class SampleOrder:
                 for phase in used
             ],
         }
-
-    def resumed(
-        self, state: dict[str, Any] | str, samples_consumed: int, *, allow_change: bool = False
-    ) -> tuple[SampleOrder, list[str]]:
-        """Return the order that goes on from a checkpoint, and lines for the log about what has changed.
-
-        Args:
-            state: what ``state`` gave, or the fingerprint alone, which checkpoints of a single corpus used to hold.
-            allow_change: go on although a corpus has gone or changed; those that agree keep their cursors, the others
-                start at their first sample.
-
-        Raises:
-            CheckpointError: a corpus of the checkpoint is not here with its fingerprint, or ``state`` is damaged.
-        """
-        from megatron.data import mixture_resume  # it makes a SampleOrder
-
-        return mixture_resume.resumed_order(self, state, samples_consumed, allow_change=allow_change)
 
     def _go_on(self, start: int, weights: tuple[int, ...], cursors: Sequence[int] | None) -> None:
         """Add a phase, unless the weights stay what they are; ``cursors`` are those before the first phase."""

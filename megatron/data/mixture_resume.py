@@ -13,6 +13,8 @@ from typing import Any
 from megatron.data.mixture import FORMAT, Corpus, SampleOrder
 from megatron.errors import CheckpointError
 
+_ONE = "the one corpus of the checkpoint"
+"""Checkpoints of a single corpus held no name."""
 _PARTS = ("content", "tokenizer", "split, seed, length or other setting of samples")
 
 
@@ -70,32 +72,40 @@ def resumed_order(
     if not lost and by_number(saved.cursors) != list(result.cursors(samples_consumed).values()):
         raise _damaged(f"cursors {saved.cursors} where its phases give {result.cursors(samples_consumed)}")
     added = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
-    return result, _lines(result, samples_consumed, lost, added)
-
-
-def _lines(order: SampleOrder, samples_consumed: int, lost: list[str], added: list[Corpus]) -> list[str]:
-    if not samples_consumed:
-        return []
     lines = [f"data changed: {text}" for text in lost]
     lines += [f"data: {corpus.name} is new and starts at its first sample" for corpus in added]
-    if any(phase.start == samples_consumed for phase in order.phases):
-        cursors, weights = order.cursors(samples_consumed), order.weights(samples_consumed)
-        places = ", ".join(f"{weights[name]:.4g} {name} from its sample {cursors[name]}" for name in cursors)
-        lines.append(f"data: new weights from sample {samples_consumed} on: {places}")
-    return lines
+    if (len(saved.fingerprints) == 1) != (len(order.corpora) == 1):
+        kept = (corpus for corpus in order.corpora if corpus.is_drawn and corpus not in added)
+        lines += [_company_line(corpus, len(order.corpora) == 1) for corpus in kept]
+    return result, [*lines, *_weight_lines(result, samples_consumed)] if samples_consumed else []
+
+
+def _company_line(corpus: Corpus, is_alone: bool) -> str:
+    """Return what becomes of a corpus when others come to it: it is drawn otherwise than alone, as they differ."""
+    company = "alone now" if is_alone else "one of several now"
+    return f"data: {corpus.name} is {company}, so the spans or middles of its samples are drawn otherwise from here on"
+
+
+def _weight_lines(order: SampleOrder, samples_consumed: int) -> list[str]:
+    if all(phase.start != samples_consumed for phase in order.phases):
+        return []
+    cursors, weights = order.cursors(samples_consumed), order.weights(samples_consumed)
+    places = ", ".join(f"{weights[name]:.4g} {name} from its sample {cursors[name]}" for name in cursors)
+    return [f"data: new weights from sample {samples_consumed} on: {places}"]
 
 
 def _difference(order: SampleOrder, saved: _Saved, name: str, matches: Mapping[str, str]) -> str:
     """Return what has become of a corpus of the checkpoint that is not here with its fingerprint."""
     was = saved.fingerprints[name]
-    text = f"corpus {name}, {saved.cursors.get(name, 0)} samples of it read, has fingerprint {was} there"
+    who, number = name if name == _ONE else f"corpus {name}", saved.cursors.get(name, 0)
+    text = f"{who}, {number} samples of it read, has fingerprint {was} there"
     left = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
     same = [corpus for corpus in left if corpus.name == name] or (left if len(left) == 1 else [])
     if not same:
-        here = ", ".join(f"{corpus.name} {corpus.fingerprint}" for corpus in order.corpora)
+        here = ", ".join(f"{corpus.name} {_like(was, corpus)}" for corpus in order.corpora)
         return f"{text} and is not among those here: {here}"
     now = same[0]
-    return f"{text} and {now.name} has {now.fingerprint} here{_changed_parts(was, now.fingerprint)}"
+    return f"{text} and {now.name} has {_like(was, now)} here{_changed_parts(was, now.fingerprint)}"
 
 
 def _changed_parts(was: str, now: str) -> str:
@@ -111,10 +121,13 @@ def _changed_parts(was: str, now: str) -> str:
 def _of_one(order: SampleOrder, fingerprint: str, samples_consumed: int) -> _Saved:
     """Return what a checkpoint means that holds the fingerprint of a single corpus's samples and nothing else."""
     found = [corpus for corpus in order.corpora if fingerprint in (corpus.fingerprint, _samples(corpus))]
-    name = found[0].name if found else order.corpora[0].name
-    text = found[0].fingerprint if found else fingerprint
-    phases = [(0, {name: 1}, {name: 0})] if samples_consumed else []
-    return _Saved({name: text}, {name: samples_consumed}, phases)
+    phases = [(0, {_ONE: 1}, {_ONE: 0})] if samples_consumed else []
+    return _Saved({_ONE: found[0].fingerprint if found else fingerprint}, {_ONE: samples_consumed}, phases)
+
+
+def _like(was: str, corpus: Corpus) -> str:
+    """Return what compares with ``was``: the fingerprint of a corpus, or that of its samples alone."""
+    return corpus.fingerprint if "." in was else _samples(corpus)
 
 
 def _samples(corpus: Corpus) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from megatron.data.corruption import Pair
 from megatron.data.documents import Documents, documents_key
 from megatron.data.span_files import SpanFiles
 from megatron.data.windows import Piece, Windows
-from megatron.errors import DataError
+from megatron.errors import SampleError
 
 _SAMPLES_LOOKED_AT = 256
 
@@ -61,7 +62,7 @@ class SpanFileSamples:
         self._sentinels = np.array(tokens.sentinels, np.int64)
         self._look_ahead()
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A short text that changes with all that changes a sample or the order of samples."""
         lengths = (self.enc_seq_length, self.dec_seq_length)
@@ -73,7 +74,8 @@ class SpanFileSamples:
         """Return sample ``index``.
 
         Raises:
-            DataError: it cannot be read, or has more spans than there are sentinels; names the sample.
+            SampleError: it cannot be read; names the sample.
+            DataError: it has more spans than there are sentinels; names the sample.
         """
         return t5_layout.sample(self._pair(index), self.tokens, self.enc_seq_length, self.dec_seq_length)
 
@@ -101,7 +103,9 @@ class SpanFileSamples:
             if not len(spans):
                 continue
             if not np.array_equal(spans, spans[0] + np.arange(len(spans))):
-                raise DataError(f"sample {index} cannot be read: markers of document {piece.document} do not count up")
+                raise SampleError(
+                    f"sample {index} cannot be read: markers of document {piece.document} do not count up"
+                )
             found.append(self._read(index, piece.document, int(spans[0]), len(spans)))
         return np.concatenate(found)
 
@@ -109,7 +113,7 @@ class SpanFileSamples:
         try:
             return self.files.read(document, first, count)
         except Exception as error:
-            raise DataError(f"sample {index} cannot be read: {error}") from error
+            raise SampleError(f"sample {index} cannot be read: {error}") from error
 
     def _look_ahead(self) -> None:
         """Say what part of the targets will be cut."""

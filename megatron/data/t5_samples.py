@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class T5Samples:
         if missing:
             raise DataError(f"each of several denoisers must have a mode token, {', '.join(missing)} has none")
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A short text that changes with all that changes a sample or the order of samples."""
         parts = (

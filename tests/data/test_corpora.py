@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pytest import MonkeyPatch
 
-from megatron.data.corpora import DataPaths, parse_paths, short_names
+from megatron.data.corpora import DataPaths, short_names, weighted_prefixes
 from megatron.errors import DataError
 
 ALL = (True, True, True)
@@ -61,7 +61,7 @@ def test_a_link_to_a_corpus_is_that_corpus(tmp_path: Path, monkeypatch: MonkeyPa
     (tmp_path / "b").symlink_to(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="got a/x and b/x, which are one"):
-        parse_paths("1 a/x 1 b/x")
+        weighted_prefixes("1 a/x 1 b/x")
 
 
 def test_a_wrong_schedule_is_refused() -> None:

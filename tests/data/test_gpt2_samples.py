@@ -157,9 +157,13 @@ def test_order_and_fingerprint_are_the_same_for_ever(tmp_path: Path) -> None:
     samples = GPT2Samples(file, documents=(1, 6), seq_length=6, seed=1234)
     assert samples.samples_per_epoch == 18 and samples.fingerprint == FINGERPRINT
     assert [samples[index].tolist() for index in (0, 1, 17, 18, 40)] == FIXED
+    assert Fim(0.5, 1, 1, 2, 3).key == "fim 0.5 1.0 1 2 3 None"
+    filled = GPT2Samples(file, documents=(1, 6), seq_length=6, seed=1234, fim=Fim(0.5, 0.25, 1, 2, 3, 0))
+    assert filled.fingerprint == FILLED_FINGERPRINT
 
 
 FINGERPRINT = "b9edfd41da9b611a"
+FILLED_FINGERPRINT = "26dd447805c8a6ff"
 FIXED = [
     [99, 100, 101, 102, 103, 104, 105],
     [52, 53, 54, 55, 56, 57, 58],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import Fim, MixedSamples, ReplicaBatches, T5Tokens, TokenFile, TokenFileWriter
+from megatron.data import Fim, MixedSamples, ReplicaBatches, T5Tokens, TokenFile, TokenFileWriter, resumed_order
 from megatron.data.readers import READERS, PreadReader
 from megatron.errors import CheckpointError, DataError
 from tests.data import test_build, test_build_t5
@@ -63,7 +63,7 @@ def test_each_sample_is_the_next_one_of_its_corpus(folder: Path) -> None:
         read[name] += 1
     assert read == train.order.cursors(40) == {"a": 28, "b": 12}
     epoch = {name: part.samples_per_epoch for name, part in train.parts.items()}
-    assert train.order.epochs(40) == train.order.plan(40) == {"a": 28 / epoch["a"], "b": 12 / epoch["b"]}
+    assert train.order.epochs(40) == {"a": 28 / epoch["a"], "b": 12 / epoch["b"]}
 
 
 def test_one_corpus_with_or_without_a_weight_is_read_as_ever(folder: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_schedule_changes_the_weights_after_so_many_tokens(folder: Path) -> No
     train, valid, _ = build(folder, "1 a 0 b", mixture_schedule="60: 1 1; 90: 0 1")
     is_b = [train[index][0] > 1000 for index in range(30)]
     assert not any(is_b[:10]) and sum(is_b[10:15]) in (2, 3) and all(is_b[15:])
-    assert valid.order.weights(10**6) == {"a": 1.0, "b": 0.0}, "evaluation keeps the weights of the path"
+    assert valid.order.weights(10**6) == {"a": 1.0}, "evaluation keeps the weights of the path"
 
 
 @pytest.mark.parametrize("d, m, num_workers", [(1, 4, 0), (2, 2, 0), (4, 1, 0), (1, 2, 2)])
@@ -106,7 +106,7 @@ def test_the_stream_is_the_same_in_every_layout_and_after_a_change(
     """Two steps of eight samples; from the third on with other weights and a corpus in addition."""
     old, _, _ = build(folder, "0.7 a 0.3 b", needed=ONE)
     train, _, _ = build(folder, "0.2 c 0.5 b 0.3 a", needed=ONE)
-    order, _ = train.order.resumed(json.loads(json.dumps(old.order.state(16))), 16)
+    order, _ = resumed_order(train.order, json.loads(json.dumps(old.order.state(16))), 16)
     train.use_order(order)
     rows = [row for samples, start in ((old, 0), (train, 16)) for row in read_rows(samples, start, d, m, num_workers)]
     assert rows == tokens_of(train, 32), "what lies behind is the same in the order that goes on"
@@ -120,7 +120,7 @@ def read_rows(samples: Any, start: int, d: int, m: int, num_workers: int) -> lis
     size = 8 // (d * m)
     settings = {"micro_batch_size": size, "num_micro_batches": m, "data_size": d, "num_workers": num_workers}
     replicas = [
-        iter(ReplicaBatches(samples, data_rank=rank, samples_consumed=start, limit=start + 16, **settings))
+        iter(ReplicaBatches(samples, data_rank=rank, samples_consumed=start, **settings))
         for rank in range(d)
     ]
     batches = [next(replica)["text"] for _ in range(2) for replica in replicas for _ in range(m)]
@@ -159,11 +159,13 @@ def test_a_checkpoint_of_one_corpus_goes_on_with_two(folder: Path) -> None:
     alone, _, _ = build(folder, "1 a", needed=ONE)
     both, _, _ = build(folder, "1 b 1 a", needed=ONE)
     for state in (alone.order.state(20), alone.fingerprint):
-        order, _ = both.order.resumed(state, 20)
+        order, _ = resumed_order(both.order, state, 20)
         assert order.cursors(24) == {"b": 2, "a": 22}
     longer, _, _ = build(folder, "1 a", needed=ONE, seq_length=7)
-    with pytest.raises(CheckpointError, match=f"fingerprint {alone.fingerprint} there and a has .* here"):
-        longer.order.resumed(alone.fingerprint, 20)
+    with pytest.raises(
+        CheckpointError, match=f"fingerprint {alone.fingerprint} there and a has {longer.fingerprint} here"
+    ):
+        resumed_order(longer.order, alone.fingerprint, 20)
 
 
 def test_errors_name_the_corpus(folder: Path, tmp_path: Path) -> None:
@@ -218,6 +220,23 @@ def test_fill_in_the_middle_reaches_the_samples_and_differs_between_corpora(fold
     alone = test_build.only(build(folder, "1 a", needed=ONE, fim=fim, seq_length=12)[0])
     found = [[part[index].tolist() for index in range(20)] for part in (train.parts["a"], alone)]
     assert found[0] != found[1] and all(4002 in sample for sample in found[0])
+
+
+def test_a_corpus_without_weight_is_not_evaluated_and_stays_in_training(folder: Path) -> None:
+    """Corpus a has no validation of 16 tokens; b has."""
+    splits = build(folder, "0 a 1 b", seq_length=15, split="8,1,1")
+    assert [list(split.parts) for split in splits] == [["a", "b"], ["b"], ["b"]]
+    own = {f"{name}_data_path": mixture(folder, "1 b 0 nowhere") for name in ("valid", "test")}
+    _, valid, test = build(folder, "", data_path=None, train_data_path=mixture(folder, "1 a 0 b"), **own)
+    assert list(valid.parts) == list(test.parts) == ["b"]
+
+
+def test_a_corpus_that_gets_company_says_that_it_is_cut_otherwise(folder: Path) -> None:
+    fim = Fim(1.0, 0.0, prefix_id=4000, middle_id=4001, suffix_id=4002, eod_id=None)
+    for make, settings, count in ((build_t5, {}, 1), (build, {"fim": fim}, 1), (build, {}, 0)):
+        alone, both = (make(folder, text, needed=ONE, **settings)[0] for text in ("1 a", "1 a 0 b"))
+        _, lines = resumed_order(both.order, alone.order.state(9), 9)
+        assert len([line for line in lines if "a is one of several now" in line]) == count
 
 
 def test_an_order_of_other_corpora_is_refused(folder: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.mixture import Corpus, SampleOrder, whole_weights
+from megatron.data.mixture_resume import resumed_order
 from megatron.errors import CheckpointError, DataError
 
 NAMES = "abcde"
@@ -73,7 +74,7 @@ def test_a_resumed_run_reads_what_an_undisturbed_one_reads(data: Any) -> None:
         at += data.draw(st.integers(0, 35))
         listed = "".join(data.draw(st.permutations(names)))
         same = [(start, [weights[names.index(name)] for name in listed]) for start, weights in steps]
-        order, lines = order_of(listed, *same).resumed(reloaded(order, at), at)
+        order, lines = resumed_order(order_of(listed, *same), reloaded(order, at), at)
         assert stream(order, 0, 130) == stream(whole, 0, 130)
         assert order.cursors(at) == {name: whole.cursors(at)[name] for name in listed}
         assert not [line for line in lines if "new weights" in line and at not in [start for start, _ in steps]]
@@ -84,7 +85,7 @@ def test_a_phase_starts_where_the_schedule_says_and_at_the_cursors() -> None:
     assert stream(order, 8, 14) == [("b", 2), ("b", 3), ("b", 4), ("a", 6), ("b", 5), ("a", 7)]
     assert order.cursors(0) == {"a": 0, "b": 0} and order.cursors(10) == {"a": 6, "b": 4}
     assert order.weights(0) == {"a": 0.75, "b": 0.25} and order.weights(8) == {"a": 0.0, "b": 1.0}
-    assert order.epochs(10) == order.plan(10) == {"a": 0.6, "b": 0.2}
+    assert order.epochs(10) == {"a": 0.6, "b": 0.2}
 
 
 def test_counts_are_exact_far_out() -> None:
@@ -92,7 +93,7 @@ def test_counts_are_exact_far_out() -> None:
     before, after = order.cursors(2**40), order.cursors(2**40 + 10**9)
     assert sum(before.values()) == 2**40 and [after[n] - before[n] for n in "abc"] == [10**8, 10**8, 8 * 10**8]
     assert all(abs(before[name] * 10 - 2**40 * share) < 10 for name, share in zip("abc", (5, 3, 2), strict=True))
-    resumed, _ = order.resumed(reloaded(order, 2**40 + 12345), 2**40 + 12345)
+    resumed, _ = resumed_order(order, reloaded(order, 2**40 + 12345), 2**40 + 12345)
     assert stream(resumed, 2**40 + 12345, 2**40 + 12400) == stream(order, 2**40 + 12345, 2**40 + 12400)
 
 
@@ -103,15 +104,28 @@ def test_an_order_travels_to_other_processes() -> None:
 
 def test_changed_weights_and_a_new_corpus_are_told() -> None:
     old = order_of("ab", (0, [7, 3]))
-    order, lines = order_of("abc", (0, [1, 1, 2])).resumed(reloaded(old, 10), 10)
+    order, lines = resumed_order(order_of("abc", (0, [1, 1, 2])), reloaded(old, 10), 10)
     assert lines == [
         "data: c is new and starts at its first sample",
         "data: new weights from sample 10 on: 0.25 a from its sample 7, 0.25 b from its sample 3, "
         "0.5 c from its sample 0",
     ]
     assert stream(order, 0, 10) == stream(old, 0, 10)
-    assert order.resumed(reloaded(order, 12), 12)[1] == []
-    assert order_of("abc", (0, [0.7, 0.3, 0])).resumed(reloaded(old, 10), 10)[1] == lines[:1], "0 changes no weight"
+    assert resumed_order(order, reloaded(order, 12), 12)[1] == []
+    assert resumed_order(order_of("abc", (0, [0.7, 0.3, 0])), reloaded(old, 10), 10)[1] == lines[:1], (
+        "0 changes no weight"
+    )
+
+
+def test_company_that_changes_what_is_drawn_is_told() -> None:
+    """Spans of a corpus that is alone are keyed otherwise than those of one of several."""
+    a, b = (changed(corpus, is_drawn=True) for corpus in corpora("ab"))
+    alone, both = SampleOrder([a], [(0, [1])]), SampleOrder([a, b], [(0, [1, 0])])
+    told = "data: a is {}, so the spans or middles of its samples are drawn otherwise from here on".format
+    assert resumed_order(both, reloaded(alone, 5), 5)[1][1:] == [told("one of several now")]
+    assert resumed_order(both, "sa", 5)[1][1:] == [told("one of several now")]
+    assert told("alone now") in resumed_order(alone, reloaded(both, 5), 5, allow_change=True)[1]
+    assert resumed_order(both, reloaded(alone, 0), 0)[1] == resumed_order(both, reloaded(both, 5), 5)[1] == []
 
 
 def changed(corpus: Corpus, **fields: Any) -> Corpus:
@@ -135,12 +149,12 @@ def test_another_fingerprint_is_an_error_that_names_both(fingerprint: str, said:
         CheckpointError,
         match=rf"corpus b, 3 samples of it read, has .* t8.v.sb there and b has {fingerprint} here {said}",
     ):
-        now.resumed(reloaded(old, 10), 10)
-    order, lines = now.resumed(reloaded(old, 10), 10, allow_change=True)
+        resumed_order(now, reloaded(old, 10), 10)
+    order, lines = resumed_order(now, reloaded(old, 10), 10, allow_change=True)
     assert order.cursors(10) == {"a": 7, "b": 0} and "t8.v.sb" in lines[0] and fingerprint in lines[0]
     assert "new weights from sample 10 on: 0.7 a from its sample 7, 0.3 b from its sample 0" in lines[-1]
     assert stream(order, 10, 13) == [("a", 7), ("b", 0), ("a", 8)]
-    again, lines = now.resumed(reloaded(order, 13), 13)
+    again, lines = resumed_order(now, reloaded(order, 13), 13)
     assert stream(again, 10, 40) == stream(order, 10, 40) and lines == []
     with pytest.raises(IndexError, match="count from 10, got 9"):
         again.locate(9)
@@ -149,30 +163,35 @@ def test_another_fingerprint_is_an_error_that_names_both(fingerprint: str, said:
 def test_a_corpus_that_is_gone_is_an_error_and_weight_0_keeps_it() -> None:
     old = order_of("abc", (0, [1, 1, 1]))
     with pytest.raises(CheckpointError, match=r"corpus c, 3 samples .* is not among those here: a t9.v.sa, b t8.v.sb"):
-        order_of("ab", (0, [1, 1])).resumed(reloaded(old, 9), 9)
-    order, lines = order_of("ab", (0, [1, 1])).resumed(reloaded(old, 9), 9, allow_change=True)
+        resumed_order(order_of("ab", (0, [1, 1])), reloaded(old, 9), 9)
+    order, lines = resumed_order(order_of("ab", (0, [1, 1])), reloaded(old, 9), 9, allow_change=True)
     assert order.cursors(9) == {"a": 3, "b": 3} and len(lines) == 2
-    kept, _ = order_of("abc", (0, [1, 1, 0])).resumed(reloaded(old, 9), 9)
+    kept, _ = resumed_order(order_of("abc", (0, [1, 1, 0])), reloaded(old, 9), 9)
     assert kept.cursors(13) == {"a": 5, "b": 5, "c": 3}
 
 
 def test_corpora_are_known_by_fingerprint_and_not_by_name() -> None:
     a, b = corpora("ab")
     old = SampleOrder([a, b], [(0, [7, 3])])
-    order, lines = SampleOrder([changed(b, name="a"), changed(a, name="z")], [(0, [3, 7])]).resumed(reloaded(old, 4), 4)
+    order, lines = resumed_order(
+        SampleOrder([changed(b, name="a"), changed(a, name="z")], [(0, [3, 7])]), reloaded(old, 4), 4
+    )
     assert order.cursors(4) == {"z": 3, "a": 1} and lines == []
 
 
 def test_checkpoints_of_a_single_corpus_held_its_fingerprint_alone() -> None:
     alone = order_of("a", (0, [1]))
-    order, lines = alone.resumed("sa", 25)
+    order, lines = resumed_order(alone, "sa", 25)
     assert stream(order, 0, 40) == stream(alone, 0, 40) and lines == []
-    order, lines = order_of("ba", (0, [1, 1])).resumed("sa", 25)
+    order, lines = resumed_order(order_of("ba", (0, [1, 1])), "sa", 25)
     assert order.cursors(25) == {"b": 0, "a": 25} and len(lines) == 2
-    with pytest.raises(CheckpointError, match=r"fingerprint sx there and a has t9.v.sa here: samples would"):
-        alone.resumed("sx", 25)
-    assert alone.resumed("sx", 25, allow_change=True)[0].cursors(25) == {"a": 0}
-    assert alone.resumed("sa", 0)[0].cursors(3) == {"a": 3}
+    one = "but the one corpus of the checkpoint, 25 samples of it read, has fingerprint sx there and"
+    with pytest.raises(CheckpointError, match=f"{one} a has sa here: samples would"):
+        resumed_order(alone, "sx", 25)
+    with pytest.raises(CheckpointError, match=f"{one} is not among those here: b sb, a sa: samples would"):
+        resumed_order(order_of("ba", (0, [1, 1])), "sx", 25)
+    assert resumed_order(alone, "sx", 25, allow_change=True)[0].cursors(25) == {"a": 0}
+    assert resumed_order(alone, "sa", 0)[0].cursors(3) == {"a": 3}
 
 
 @pytest.mark.parametrize(
@@ -188,7 +207,7 @@ def test_checkpoints_of_a_single_corpus_held_its_fingerprint_alone() -> None:
 def test_a_damaged_state_is_refused(change: dict[str, Any], said: str) -> None:
     order = order_of("ab", (0, [7, 3]))
     with pytest.raises(CheckpointError, match=f"the order of the data in the checkpoint cannot be used: .*{said}"):
-        order.resumed({**reloaded(order, 10), **change}, 10)
+        resumed_order(order, {**reloaded(order, 10), **change}, 10)
 
 
 def test_weights_become_the_smallest_whole_numbers() -> None:
