@@ -26,7 +26,8 @@ class _CurrentStderr(logging.StreamHandler):
 
 def configure(rank: int = 0, level: str = "info") -> None:
     """Set up the logger of this process; ranks other than 0 say warnings and errors only, with their number."""
-    _LOGGER.handlers.clear()
+    for own in _own_handlers():
+        _LOGGER.removeHandler(own)
     handler = _CurrentStderr()
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     _LOGGER.addHandler(handler)
@@ -56,6 +57,11 @@ def error(message: str) -> None:
 
 
 def _ready() -> logging.Logger:
-    if not _LOGGER.handlers:
+    if not _own_handlers():
         configure()
     return _LOGGER
+
+
+def _own_handlers() -> list[logging.Handler]:
+    """Return ours: a test runner or a user's program may have added some, too."""
+    return [handler for handler in _LOGGER.handlers if isinstance(handler, _CurrentStderr)]
