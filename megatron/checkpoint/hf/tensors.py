@@ -25,6 +25,7 @@ _UNREAD = {
 """What old files hold and no model reads."""
 _BIASES = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias")
 """Those that a GPT-2 of ours may lack, and theirs has."""
+_LAYER_WEIGHT = re.compile(r"layers\.\d+\..+\.weight")
 
 
 def build_model(config: Config) -> torch.nn.Module:
@@ -116,7 +117,7 @@ def _to_theirs(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
 def _zero_biases(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
     if config.model.hidden_bias:
         return {}
-    names = {name: name.removesuffix("weight") + "bias" for name in weights if name.startswith("layers.")}
+    names = {name: f"{name.removesuffix('weight')}bias" for name in weights if _LAYER_WEIGHT.fullmatch(name)}
     return {
         bias: weights[name].new_zeros(weights[name].shape[0]) for name, bias in names.items() if bias not in weights
     }

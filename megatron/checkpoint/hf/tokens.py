@@ -3,8 +3,8 @@
 | our tokenizer | files |
 |---|---|
 | one that the `tokenizers` library runs | tokenizer.json; of GPT2BPETokenizer vocab.json and merges.txt too |
-| T5SentencePiece, or SentencePiece of a T5 | spiece.model |
-| SentencePiece of a GPT-2 | spiece.model, which no class of theirs reads exactly as it is |
+| T5SentencePiece, or SentencePiece of a T5, that cuts as T5's does | spiece.model |
+| any other SentencePiece | spiece.model, which no class of theirs reads exactly as it is |
 | CPM1, CPM2 | none: words are cut before pieces are |
 
 ``tokenizer_config.json`` names class and control tokens in the first two cases.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import tokenizers
 
 from megatron import files
@@ -99,11 +100,20 @@ def write(folder: Path, vocabulary: Vocabulary) -> str | None:
         return f"{SPIECE} is there, but no class of Hugging Face reads it as a GPT-2's: use the sentencepiece library"
     if t5.modes:
         return f"{SPIECE} is there, but T5Tokenizer has no mode tokens of several --denoisers"
+    if not _cuts_as_t5(tokenizer.paths[0]):
+        return f"{SPIECE} is there, but T5Tokenizer would cut text into other pieces: use the sentencepiece library"
     names = [f"<extra_id_{number}>" for number in range(len(t5.sentinels))]
     added = sum(SentencePieceTokenizer.token_to_id(tokenizer, name) is None for name in names)  # type: ignore[arg-type]
     settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": added}
     write_json(folder / SETTINGS, {**settings, **_names(vocabulary)})
     return None
+
+
+def _cuts_as_t5(model: Path) -> bool:
+    """Return whether a word gets a blank before it, several blanks are one, and no bytes stand for characters."""
+    library = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    has_bytes = any(library.is_byte(token) for token in range(library.get_piece_size()))
+    return not has_bytes and "".join(library.encode("a  a", out_type=str)) == "\u2581a\u2581a"
 
 
 def _write_library(folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabulary) -> str | None:

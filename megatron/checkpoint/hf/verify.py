@@ -86,7 +86,12 @@ def _their_logits(folder: Path, config: Config, batch: Any) -> torch.Tensor:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     kind = transformers.AutoModelForSeq2SeqLM if config.is_t5 else transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval()
+    loaded: Any = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True, output_loading_info=True)
+    model, told = loaded
+    odd = {what: sorted(told[what]) for what in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[what]}
+    if odd:
+        raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {odd}")
+    model.eval()
     tokens, decoded = batch
     if config.is_t5:
         return model(input_ids=tokens, decoder_input_ids=decoded).logits
