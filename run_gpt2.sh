@@ -22,7 +22,8 @@ GAS=${GAS:-}                                      # 4; micro-batches of a step; 
                                                   #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
 TRAIN_ITERS=${TRAIN_ITERS:-}                      # 100; steps
 
-DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx
+DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,
+                                                  #    or several with weights: "0.7 data/a 0.3 data/b"
 TOKENIZER=${TOKENIZER:-}                          # the sample data's; tokenizer file
 config_json=${config_json:-}                      # ds_config_gpt2.json; DeepSpeed's JSON
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/gpt2-<time>; run folder

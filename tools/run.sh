@@ -33,6 +33,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" run
 program=$root/pretrain_$model.py
 is_dry=
 has_data=$DATA_PATH
+if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--((train|valid|test)-)?data-path[[:space:]=] ]]; then has_data=1; fi
 for flag in "$@"; do
   case $flag in
     -h | --help) exec "$PYTHON" "$program" --help ;;

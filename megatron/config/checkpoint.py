@@ -19,7 +19,9 @@ class CheckpointConfig:
     no_load_optim: bool = option(False, "leave the optimizer's state of the checkpoint out")
     no_load_rng: bool = option(False, "leave the random states of the checkpoint out")
     allow_data_change: bool = option(
-        False, "go on although the data are not those of the checkpoint; a corpus that is starts where it was left"
+        False,
+        "go on although the data are not those of the checkpoint: a corpus that agrees goes on where it was, others "
+        "start at their first sample",
     )
     finetune: bool = option(False, "load the weights only and count steps and samples from 0")
     no_save_optim: bool = option(False, "save no optimizer state; such a checkpoint cannot be resumed exactly")

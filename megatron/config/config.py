@@ -86,7 +86,9 @@ class Config:
     def __post_init__(self) -> None:
         require_family(self.family)
         if self.is_t5:
-            t5 = self.t5.resolved(self.model.num_layers, has_fixed_spans=self.data.reads_pairs)
+            t5 = self.t5.resolved(
+                self.model.num_layers, has_sets=bool(self.data.flag_of_set), cuts_spans=self.data.cuts_spans
+            )
             object.__setattr__(self, "t5", t5)
         has_positions = not (self.is_t5 and self.t5.has_relative_positions)
         if has_positions and not self.model.max_position_embeddings:

@@ -128,13 +128,18 @@ class DataConfig:
                 named = mixtures.parse_paths(text, flag) if text is not None else ()
             except ValueError:  # told by problems()
                 continue
-            found = {prefix: flag for _, prefix in named} | found
+            found |= {prefix: flag for _, prefix in named if prefix not in found}
         return found
 
     @property
-    def reads_pairs(self) -> bool:
-        """Whether CPM's three files are there and no token file: then T5 masks nothing itself."""
-        return any(spans.is_set(prefix) for prefix in self.flag_of_prefix)
+    def flag_of_set(self) -> dict[str, str]:
+        """Return each corpus that is a set of CPM's three files, whose spans are fixed, and the flag that names it."""
+        return {prefix: flag for prefix, flag in self.flag_of_prefix.items() if spans.is_set(prefix)}
+
+    @property
+    def cuts_spans(self) -> bool:
+        """Whether T5 masks texts itself: not all corpora are sets of three files."""
+        return not self.flag_of_prefix or len(self.flag_of_set) < len(self.flag_of_prefix)
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be: a bad split, weights that are none, a file that is not there."""
@@ -160,8 +165,10 @@ class DataConfig:
 
     def _path_problems(self) -> Iterator[str]:
         for name, flag in PATHS.items():
-            if getattr(self, name) is not None:
-                yield from _problem_of(partial(mixtures.parse_paths, getattr(self, name), flag))
+            text = getattr(self, name)
+            if text is not None:
+                yield from _problem_of(partial(mixtures.parse_paths, text, flag))
+                yield from _space_problems(text, flag)
         each = [PATHS[name] for name in EACH if getattr(self, name) is not None]
         if each and self.data_path is not None:
             yield (
@@ -199,6 +206,16 @@ class DataConfig:
                     f"{' and '.join(missing)} (looked in {Path.cwd()}). Correct the path, or make them with "
                     "tools/preprocess_data.py"
                 )
+
+
+def _space_problems(text: str, flag: str) -> Iterator[str]:
+    """Yield that a path with a space in it, whose first word is a number, is read as a weight and a path."""
+    if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or spans.is_set(text)):
+        weight, path = text.split()
+        yield (
+            f"{flag} {text} is read as the weight {weight} and the path {path}, yet token files {text} are there. For "
+            f"these give {flag} \"1 '{text}'\"; for {path} leave the weight out"
+        )
 
 
 def _missing(prefix: str, family: str) -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.config import data_effects
 from megatron.config.config import Config
-from megatron.config.data import EACH
 from megatron.config.deepspeed_keys import FP16, NOT_READ
 from megatron.config.parallel import ParallelConfig
 
@@ -25,6 +25,8 @@ PIPELINE = {
     "pipeline_trace": "--pipeline-trace",
 }
 """Fields that act on a pipeline only, and their flags."""
+IN_TRAINING = ("save_interval", "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule")
+"""Fields that act in training only; what reads ahead is not started for an evaluation."""
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 
@@ -46,7 +48,7 @@ def problems(config: Config) -> Iterator[str]:
         if named:
             got = f"got --optimizer {optimizer.optimizer}"
             yield f"{', '.join(named)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
-    yield from _data_problems(config)
+    yield from data_effects.problems(config)
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
         yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
     named = [flag for name, flag in PIPELINE.items() if name in given]
@@ -60,21 +62,9 @@ def problems(config: Config) -> Iterator[str]:
         yield "pipeline.trace_steps in the JSON acts with a trace only. Add --pipeline-trace FOLDER"
     if config.checkpoint.eval_only and "pipeline_trace" in given:
         yield "--pipeline-trace shows training steps, got --eval-only. Leave one out"
-    if config.checkpoint.eval_only and "save_interval" in given:
-        yield "--save-interval acts in training only, got --eval-only. Leave one out"
-
-
-def _data_problems(config: Config) -> Iterator[str]:
-    given, data = config.given, config.data
-    named = _flags(config, ("split", "split_by"))
-    if named and data.data_path is None and any(getattr(data, name) is not None for name in EACH):
-        yield (
-            f"{', '.join(named)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
-        )
-    if "prefetch_factor" in given and not data.num_workers:
-        yield "--prefetch-factor acts with --num-workers 1 or more, got 0. Leave it out, or add --num-workers"
-    if "fim_spm_rate" in given and not data.fim_rate:
-        yield "--fim-spm-rate acts with --fim-rate above 0 only. Leave it out, or add --fim-rate"
+    named = _flags(config, IN_TRAINING) if config.checkpoint.eval_only else []
+    if named:
+        yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
 
 
 def scaling_problems(config: Config) -> Iterator[str]:
@@ -85,9 +75,10 @@ def scaling_problems(config: Config) -> Iterator[str]:
         yield f"{', '.join(named)} acts on fp16 only, got {got}. Leave it out, or use --fp16"
 
 
-def notes(config: Config) -> Iterator[str]:
+def notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what was given, cannot act, and does no harm."""
     yield from scaling_notes(config)
+    yield from data_effects.notes(config, world_size)
     parallel, optimizer, json = config.parallel, config.optimizer, config.deepspeed
     if "partition_method" in config.given and not parallel.has_pipeline:
         yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"

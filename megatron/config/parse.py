@@ -83,7 +83,7 @@ def parse(
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
     raise_all(outside.with_variables(problems, env))
-    return _with_notes(config, found.notes)
+    return _with_notes(config, found.notes, world_size)
 
 
 def help_text(
@@ -158,6 +158,6 @@ def _add_local_rank(values: dict[str, Any], env: Mapping[str, str], found: Scan)
     values["local_rank"] = int(launched)
 
 
-def _with_notes(config: Config, said: list[str]) -> Config:
+def _with_notes(config: Config, said: list[str], world_size: int) -> Config:
     repeated = [f"{flag} was given more than once; the last value holds" for flag in config.repeated]
-    return replace(config, notes=tuple(said + repeated + notes_of(config)))
+    return replace(config, notes=tuple(said + repeated + notes_of(config, world_size)))

@@ -96,16 +96,19 @@ class T5Config:
         """
         return reset_attention_mask or spans.has_modes(self.kinds)
 
-    def resolved(self, num_layers: int, *, has_fixed_spans: bool = False) -> T5Config:
+    def resolved(self, num_layers: int, *, has_sets: bool = False, cuts_spans: bool = True) -> T5Config:
         """Return this section with the numbers that follow from others; what cannot be computed stays 0.
 
         Args:
-            has_fixed_spans: the spans are those of a set in three files, whose targets have no longest one.
+            has_sets: a corpus is a set in three files, whose targets have no longest one.
+            cuts_spans: a corpus is none.
         """
-        try:
-            longest = self.dec_seq_length or (self.enc_seq_length if has_fixed_spans else self.longest_target)
-        except ValueError:  # told by t5_checks
-            longest = 0
+        longest = self.dec_seq_length
+        if not longest:
+            try:
+                longest = max(self.enc_seq_length * has_sets, self.longest_target if cuts_spans else 0)
+            except ValueError:  # told by t5_checks
+                longest = 0
         return replace(
             self,
             enc_layers=self.enc_layers or num_layers,

@@ -17,7 +17,10 @@ SPANS = (*SHORT_SPANS, "denoisers")
 def problems(config: Config) -> Iterator[str]:
     """Yield what cannot be, and what was given and cannot act."""
     yield from _layer_problems(config)
-    yield from _fixed_span_problems(config) if config.data.reads_pairs else _span_problems(config)
+    if config.data.cuts_spans:
+        yield from _span_problems(config)
+    for prefix, flag in list(config.data.flag_of_set.items())[:1]:
+        yield from _fixed_span_problems(config, f"{flag} {prefix}, a set in three files whose spans are fixed")
     if config.t5.has_relative_positions:
         yield from _relative_problems(config)
     else:
@@ -70,24 +73,24 @@ def _span_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _fixed_span_problems(config: Config) -> Iterator[str]:
-    """Yield what a set in three files cannot have: its spans are cut, and no target is too long to be read."""
-    t5, path, named = config.t5, config.data.training_path, _flags(config, SPANS)
-    if named:
+def _fixed_span_problems(config: Config, fixed: str) -> Iterator[str]:
+    """Yield what ``fixed``, a set in three files, cannot have: its spans are cut, and no target is too long for it."""
+    t5, named = config.t5, _flags(config, SPANS)
+    if named and not config.data.cuts_spans:
         yield (
-            f"{named} acts where spans are cut out when a text is read, got --data-path {path}, a set in three files "
-            "whose spans are fixed. Leave it out, or give ordinary token files"
+            f"{named} acts where spans are cut out when a text is read, got {fixed}. Leave it out, or give ordinary "
+            "token files"
         )
     try:
         has_several = len(t5.kinds) > 1
     except ValueError as error:
         yield str(error).removesuffix(".")
     else:
-        if has_several and not named:
-            yield (
-                f"--denoisers must be one kind for --data-path {path}, a set in three files whose spans are fixed, got "
-                f"{t5.denoisers} in the defaults. Take it out of them, or give ordinary token files"
-            )
+        if has_several and ("denoisers" not in config.given or config.data.cuts_spans):
+            got, cure = f"{t5.denoisers} in the defaults", "Take it out of them"
+            if "denoisers" in config.given:
+                got, cure = t5.denoisers, "Leave it out"
+            yield f"--denoisers must be one kind for {fixed}, got {got}. {cure}, or give ordinary token files"
     if t5.enc_seq_length < 2:
         yield f"--enc-seq-length must be at least 2, a token and the end, got {t5.enc_seq_length}. Raise it"
 

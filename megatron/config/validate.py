@@ -203,8 +203,8 @@ def expected_bubble(config: Config, num_micro_batches: int | None = None) -> flo
     return min(bubble(parallel.num_stages, m, name, parallel.chunks) for name in names)
 
 
-def notes_of(config: Config) -> list[str]:
-    """Return what a user should know about a configuration that works."""
+def notes_of(config: Config, world_size: int) -> list[str]:
+    """Return what a user should know about a configuration that works on so many ranks."""
     notes = []
     p, m = config.parallel.num_stages, config.batch.gas
     if config.parallel.has_pipeline and m < p:
@@ -215,4 +215,4 @@ def notes_of(config: Config) -> list[str]:
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
-    return [*notes, *(t5_checks.notes(config) if config.is_t5 else ()), *effects.notes(config)]
+    return [*notes, *(t5_checks.notes(config) if config.is_t5 else ()), *effects.notes(config, world_size)]

@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron import cost, data
 from megatron.config import Config, T5Config
-from megatron.config.data import EACH
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Topology
 from megatron.stages import AUTO, bubble, by_default, candidates, in_flight, pieces_on, t5_units
 from megatron.tokenizer import build as build_tokenizer
+from megatron.training.plan_data import data_text, sample_rows
 from megatron.training.screen import Screen, human_bytes, human_count
 from megatron.training.stand_in import StandInTokenizer
 
@@ -67,7 +67,7 @@ def dry_run(config: Config, world_size: int) -> None:
         config = _with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
-    if config.is_t5 and tokenizer is not None and not config.data.reads_pairs:
+    if config.is_t5 and tokenizer is not None and config.data.cuts_spans:
         asked_by = f"--enc-seq-length {config.t5.enc_seq_length}"
         _t5_tokens(tokenizer, config).require_sentinels(config.t5.most_spans, asked_by)
     parallel = config.parallel
@@ -117,8 +117,7 @@ def plan_rows(
     if batch.rampup_batch_size is not None:
         sizes = batch.sizes(d)
         yield "batch ramp-up", f"from {sizes.start} samples a step by {sizes.increment} over {sizes.samples:,} samples"
-    if config.is_t5 and not config.data.reads_pairs:
-        yield "spans", spans_text(config)
+    yield from sample_rows(config)
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
@@ -147,29 +146,6 @@ def model_text(config: Config) -> str:
         f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
         f"{positions}"
     )
-
-
-def data_text(config: Config) -> str:
-    """Return which token files the splits are read from."""
-    data = config.data
-    if data.data_path is not None:
-        by = " by hash" if data.split_by == "hash" else ""
-        paths = f"{data.data_path}, split {data.split}{by}"
-    else:
-        named = [f"{name.split('_')[0]} {getattr(data, name)}" for name in EACH if getattr(data, name) is not None]
-        paths = ", ".join(named) or "the script's own"
-    return paths + (f", weights from tokens on: {data.mixture_schedule}" if data.mixture_schedule else "")
-
-
-def spans_text(config: Config) -> str:
-    """Return how a text becomes a sample of T5."""
-    t5 = config.t5
-    kind = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
-    if t5.denoisers != "R":
-        kind = f"denoisers {t5.denoisers}"
-    most = "up to " if len(t5.kinds) > 1 else ""
-    text = f"{t5.raw_length} tokens of text become {most}{t5.enc_seq_length} of inputs"
-    return f"{text} and {most}{t5.longest_target} of targets; {kind}"
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:

@@ -54,7 +54,7 @@ def test_many_words_and_one_quoted_word_are_the_same_text(corpora: list[str]) ->
 def test_a_path_for_each_split_takes_the_place_of_the_recipes(corpora: list[str]) -> None:
     a, b = corpora
     recipe = f"--data-path '{b}' --split 900,50,50"
-    config = read("--train-data-path", a, "--valid-data-path", b, defaults=recipe)
+    config = read("--train-data-path", a, "--valid-data-path", b, "--test-data-path", b, defaults=recipe)
     assert (config.data.data_path, config.data.train_data_path, config.data.training_path) == (None, a, a)
     assert config.data.split == "949,50,1"
     back = read("--data-path", a, defaults=f"--train-data-path {a} --valid-data-path '{b}'").data
@@ -86,6 +86,8 @@ def test_all_that_is_wrong_with_corpora_is_told_at_once(corpora: list[str], tmp_
         ("--fim-spm-rate 1", "--fim-spm-rate acts with --fim-rate"),
         ("--prefetch-factor 3", "--prefetch-factor acts with --num-workers"),
         ("--allow-data-change", "--allow-data-change needs a checkpoint"),
+        ("--load x --allow-data-change --finetune", "--allow-data-change acts where the samples of a checkpoint go on"),
+        ("--load x --allow-data-change --eval-only", "got --eval-only, which reads none of them"),
         ("--data-path", "--data-path needs a value"),
     ],
 )
@@ -95,6 +97,76 @@ def test_what_cannot_be_or_act_is_told(words: str, said: str, corpora: list[str]
 
 def test_a_split_that_nothing_reads_is_told(corpora: list[str]) -> None:
     assert "--split acts on --data-path only" in error_of("--train-data-path", corpora[0], "--split", "1,1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--train-data-path {a}",
+            "got --train-data-path without --valid-data-path and --test-data-path. Give them too",
+        ),
+        ("--train-data-path {a} --eval-interval 0", "without --test-data-path. Give it too, or turn off what reads it"),
+        ("--valid-data-path {a} --eval-iters 0", "without --train-data-path. Give it too, or give --data-path"),
+        ("--train-data-path {a} --eval-only --load x", "without --test-data-path. Give it too"),
+    ],
+)
+def test_paths_that_are_missing_beside_others_are_told_at_once(words: str, said: str, corpora: list[str]) -> None:
+    assert said in error_of(*words.format(a=corpora[0]).split())
+
+
+def test_paths_of_splits_that_are_not_read_are_noted(corpora: list[str]) -> None:
+    each = [word for name in ("train", "valid", "test") for word in (f"--{name}-data-path", corpora[0])]
+    for words, unread in (
+        ((), ()),
+        (("--eval-interval", "0"), ("valid",)),
+        (("--eval-iters", "0"), ("valid", "test")),
+        (("--train-iters", "0"), ("train",)),
+        (("--eval-only", "--load", "x"), ("train", "valid")),
+    ):
+        told = ", ".join(f"--{name}-data-path" for name in unread) + " has no effect: this run reads no such split"
+        assert [note for note in read(*each, *words).notes if "-data-path" in note] == ([told] if unread else [])
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--split 1",
+        "--split-by hash",
+        "--data-impl pread",
+        "--data-cache-path x",
+        "--packing best-fit",
+        "--fim-rate 0.5",
+    ],
+)
+def test_flags_of_token_files_cannot_act_on_data_of_ones_own(flag: str) -> None:
+    assert f"{flag.split()[0]} acts on token files only, got --data-path none" in error_of(
+        "--data-path", "none", *flag.split()
+    )
+    assert read("--data-path", "none", defaults=flag).data.is_own, "a recipe may say so"
+
+
+def test_a_schedule_needs_corpora_and_tokens_that_are_reached(corpora: list[str]) -> None:
+    a, b = corpora
+    assert "got no --data-path" in error_of("--mixture-schedule", "5: 1 1")
+    mixture = ("--data-path", "1", a, "1", b, "--seq-length", "10", "--train-iters", "5", "--batch-size", "2")
+    for schedule, late in (("381: 1 2; 390: 1 1", ""), ("5: 1 0; 391: 0 1; 4e2: 1 1", "391, 400")):
+        notes = read(*mixture, "--gas", "2", "--mixture-schedule", schedule, world_size=2).notes
+        told = f"the run ends after 400 tokens, so the weights from {late} on have no effect"
+        assert [told in note for note in notes if "schedule" in note] == ([True] if late else []), notes
+
+
+def test_a_path_with_a_space_that_reads_as_a_weight_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("2 files", "files"):
+        for suffix in (".idx", ".bin"):
+            Path(name + suffix).touch()
+    said = "--data-path 2 files is read as the weight 2 and the path files, yet token files 2 files are there."
+    assert said in error_of("--data-path", "2 files")
+    assert """these give --data-path "1 '2 files'"; for files leave""" in error_of("--data-path", "2", "files")
+    assert list(read("--data-path", "1 '2 files'").data.flag_of_prefix) == ["2 files"]
+    Path("2 files.idx").unlink()
+    assert list(read("--data-path", "2 files").data.flag_of_prefix) == ["files"]
 
 
 def test_flags_of_gpt2_alone_are_refused_by_t5() -> None:

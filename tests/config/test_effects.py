@@ -26,6 +26,11 @@ def read(line: str, folder=None, content: object = None, world_size: int = 1) ->
         ("--fp32 --initial-scale-power 8", ["--initial-scale-power acts on fp16 only, got --fp32"]),
         ("--eval-only --load x --eval-iters 0", ["--eval-only needs steps", "--eval-iters 0"]),
         ("--eval-only --load x --save-interval 5", ["--save-interval acts in training only"]),
+        (
+            "--eval-only --load x --rampup-batch-size 1 1 9 --num-workers 1 --prefetch-factor 3",
+            ["--rampup-batch-size, --num-workers, --prefetch-factor acts in training only, got --eval-only"],
+        ),
+        ("--eval-only --load x --mixture-schedule 5:1", ["--mixture-schedule acts in training only, got --eval-only"]),
         ("--pipeline-chunks 2", ["--pipeline-chunks acts on a pipeline only", "--pipe-parallel-size 2 or more"]),
         ("--pipeline-schedule zb-h1 --pipeline-trace x", ["--pipeline-schedule, --pipeline-trace acts on a pipeline"]),
         ("--num-layers-per-virtual-pipeline-stage 2", ["--num-layers-per-virtual-pipeline-stage acts on a pipeline"]),

@@ -44,7 +44,10 @@ NEEDS = {
     "--prefetch-factor": ["--num-workers", "1"],
     "--fim-spm-rate": ["--fim-rate", "0.5"],
     "--rampup-batch-size": ["--batch-size", "1", "--gas", "8"],
-    **{flag: ["--dry-run"] for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")},
+    **{
+        flag: ["--train-iters", "0", "--eval-iters", "0", "--dry-run"]
+        for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")
+    },
 }
 NEEDS_IN = {
     "gpt2": {"--max-position-embeddings": ["--seq-length", "5"]},

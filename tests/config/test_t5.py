@@ -274,13 +274,39 @@ def test_a_set_in_three_files_refuses_denoisers_of_the_defaults_that_it_cannot_h
     assert f"--denoisers {told}" in error_of(f"--data-path {make_set(tmp_path / 'corpus')}", env=env)
 
 
+def make_corpus(prefix: Path) -> Path:
+    return make_set(prefix, "")
+
+
+def test_a_set_in_three_files_among_others_leaves_them_their_flags(tmp_path: Path):
+    line = f"--data-path 0.7 {make_corpus(tmp_path / 'corpus')} 0.3 {make_set(tmp_path / 'fixed')} --enc-seq-length 128"
+    config = read(f"{line} --noise-density 0.2 --mean-span-length 4 --denoisers R")
+    assert config.data.cuts_spans and list(config.data.flag_of_set) == [str(tmp_path / "fixed")]
+    assert config.t5.dec_seq_length == 128, "long enough for the set as well"
+    most = read(f"{line} --noise-density 0.6 --mean-span-length 8").t5
+    assert most.dec_seq_length == most.longest_target > 128
+    assert "--dec-seq-length must be at least 29" in error_of(f"{line} --dec-seq-length 20")
+    told = f"--denoisers must be one kind for --data-path {tmp_path / 'fixed'}, a set in three files whose spans are "
+    assert error_of(f"{line} --denoisers R,X").startswith(f"{told}fixed, got R,X. Leave it out")
+    assert "R,X in the defaults. Take it out" in error_of(line, env={"MEGATRON_DEFAULTS": "--denoisers R,X"})
+
+
+def test_the_set_that_refuses_a_flag_is_named_by_its_own_flag(tmp_path: Path):
+    fixed = [make_set(tmp_path / name) for name in ("a", "b", "c")]
+    line = f"--train-data-path {fixed[0]} --valid-data-path {fixed[1]} --test-data-path {fixed[2]}"
+    assert f"got --train-data-path {fixed[0]}, a set in three files" in error_of(f"{line} --noise-density 0.2")
+    mixed = line.replace(str(fixed[0]), str(make_corpus(tmp_path / "d")))
+    assert read(f"{mixed} --noise-density 0.2").data.cuts_spans
+    assert f"one kind for --valid-data-path {fixed[1]}, a set" in error_of(f"{mixed} --denoisers R,S")
+
+
 def test_files_of_pairs_are_looked_for_where_one_of_them_is(tmp_path: Path):
     prefix = tmp_path / "corpus"
     assert f"without {prefix}.idx and {prefix}.bin" in error_of(f"--data-path {prefix}")
     make_set(prefix, "_context", "_target")
     assert f"without {prefix}_target_offset.idx and {prefix}_target_offset.bin" in error_of(f"--data-path {prefix}")
     make_set(prefix)
-    assert read(f"--data-path {prefix}").data.reads_pairs
+    assert not read(f"--data-path {prefix}").data.cuts_spans
     with pytest.raises(ConfigError, match=r"without .*corpus\.idx"):
         parse(["--data-path", str(prefix)], world_size=1, env={})
 

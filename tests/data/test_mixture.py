@@ -59,7 +59,8 @@ def test_no_sample_is_missed_or_read_twice_whatever_changes(data: Any) -> None:
         assert {name: count for name, count in order.cursors(at).items() if count} == read
         more = data.draw(st.sampled_from(["", NAMES[len(names) : len(names) + 1]]))
         names = "".join(data.draw(st.permutations(names + more)))
-        order, _ = order_of(names, *data.draw(schedules(len(names)))).resumed(reloaded(order, at), at)
+        now = order_of(names, *data.draw(schedules(len(names))))
+        order, _ = resumed_order(now, reloaded(order, at), at)
     assert sum(read.values()) == at
 
 

@@ -189,6 +189,14 @@ def test_a_data_path_given_as_a_flag_needs_no_sample(fake_python, flag):
     assert "sample" not in Path(f"{fake_python}.defaults").read_text()
 
 
+@pytest.mark.parametrize("given", ["--lr 1 --data-path=x", "--train-data-path x\n--valid-data-path x"])
+def test_a_data_path_in_the_defaults_of_the_environment_needs_no_sample(fake_python, given):
+    done = run(fake_python, MEGATRON_DEFAULTS=given)
+    assert "made sample data" not in done.stdout and "said" in done.stdout
+    assert "sample" not in Path(f"{fake_python}.defaults").read_text()
+    assert "made sample data" in run(fake_python, MEGATRON_DEFAULTS="--save my/--data-path-run").stdout
+
+
 @every_model
 def test_a_dry_run_before_the_sample_is_made_counts_with_its_vocabulary(tmp_path, model):
     """In a tree without data, whose path needs quotes."""

@@ -120,6 +120,13 @@ def test_the_rows_of_t5_tell_its_sizes_tokens_and_spans() -> None:
     assert "spans" not in rows("")
 
 
+def test_packing_and_fill_in_the_middle_are_told() -> None:
+    assert not {"packing", "fill in the middle"} & set(rows(""))
+    shown = rows("--packing best-fit --fim-rate 0.4 --fim-spm-rate 0.25")
+    assert shown["packing"].startswith("best-fit: whole documents, kept apart")
+    assert shown["fill in the middle"] == "40 % of the documents, of these 25 % with the suffix first"
+
+
 def test_the_bubble_of_t5_is_that_of_its_own_costs() -> None:
     config = config_of("", 2, "t5")
     uneven = rows("", family="t5", bounds=[0, 2, 13], counted=[cost.of(config).num_parameters, 0, 0])["pipeline bubble"]
