@@ -120,7 +120,10 @@ def _write_library(folder: Path, tokenizer: LibraryTokenizer, vocabulary: Vocabu
     library = tokenizers.Tokenizer.from_str(tokenizer.description)
     added = {} if vocabulary.t5 is None else _appended(tokenizer, vocabulary.t5)
     library.add_special_tokens(list(added))
-    files.write_bytes(folder / JSON, library.to_str(pretty=True).encode())
+    if not added and [path.suffix for path in tokenizer.paths] == [".json"]:
+        _copy(tokenizer.paths[0], folder / JSON)  # byte for byte: token files know their tokenizer by its bytes
+    else:
+        files.write_bytes(folder / JSON, library.to_str(pretty=True).encode())
     if [path.suffix for path in tokenizer.paths] == [".json", ".txt"]:
         for path, name in zip(tokenizer.paths, (VOCAB, MERGES), strict=True):
             _copy(path, folder / name)
