@@ -127,6 +127,18 @@ def test_packing_and_fill_in_the_middle_are_told() -> None:
     assert shown["fill in the middle"] == "40 % of the documents, of these 25 % with the suffix first"
 
 
+def test_spans_are_told_and_sentinels_checked_unless_every_corpus_is_a_set(tmp_path: Path) -> None:
+    for name in ("a_context", "a_target", "a_target_offset", "b"):
+        for suffix in (".idx", ".bin"):
+            (tmp_path / (name + suffix)).touch()
+    fixed, mixed = f"--data-path {tmp_path}/a", f"--data-path 1 {tmp_path}/a 1 {tmp_path}/b"
+    assert "spans" not in rows(fixed, family="t5") and "spans" in rows(mixed, family="t5")
+    line = f"{T5_SIZES.replace('--vocab-size 101', '')} --vocab-extra-ids 1 --tokenizer-path {TOKENIZER} --dry-run"
+    dry_run(parse([*line.split(), *fixed.split()], world_size=1, env={}, family="t5"), 1)
+    with pytest.raises(DataError, match="--vocab-extra-ids"):
+        dry_run(parse([*line.split(), *mixed.split()], world_size=1, env={}, family="t5"), 1)
+
+
 def test_the_bubble_of_t5_is_that_of_its_own_costs() -> None:
     config = config_of("", 2, "t5")
     uneven = rows("", family="t5", bounds=[0, 2, 13], counted=[cost.of(config).num_parameters, 0, 0])["pipeline bubble"]
