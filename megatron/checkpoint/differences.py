@@ -36,7 +36,7 @@ class Difference:
 
 def tensor_differences(first: Checkpoint, second: Checkpoint, *, weights_only: bool = False) -> list[Difference]:
     """Return the tensors that differ, in the order of ``first``, then those of ``second`` alone; none: bit-equal."""
-    names = [*first.names(), *(name for name in second.names() if name not in set(first.names()))]
+    names = dict.fromkeys([*first.names(), *second.names()])
     kept = [name for name in names if name.startswith(WEIGHTS) or not weights_only]
     found = (_difference(name, first, second) for name in kept)
     return [difference for difference in found if difference is not None]

@@ -76,10 +76,10 @@ CONVERT = (
         (f"{_TOOL}::test_a_tokenizer_travels_both_ways",),
     ),
     Mutant(
-        "a folder gets its name before it is whole",
+        "what a failure leaves is not removed",
         "megatron/checkpoint/hf/folder.py",
-        "        files.make_folder(temporary)\n        yield temporary\n",
-        "        files.make_folder(folder)\n        yield folder\n",
+        "            files.remove_tree(temporary)\n",
+        "            pass\n",
         (f"{_FOLDER}::test_a_failure_at_any_moment_leaves_no_folder_of_that_name[export]",),
     ),
     Mutant(
@@ -87,7 +87,7 @@ CONVERT = (
         "megatron/checkpoint/hf/folder.py",
         "        size += _bytes(tensor)\n",
         "        size = _bytes(tensor)\n",
-        (f"{_FOLDER}::test_tensors_come_back_from_any_number_of_files[40-2]",),
+        (f"{_FOLDER}::test_tensors_come_back_from_any_number_of_files[35-3]",),
     ),
     Mutant(
         "verification is content with any difference",
@@ -106,7 +106,7 @@ CONVERT = (
     Mutant(
         "tensors of the second checkpoint alone are passed over",
         "megatron/checkpoint/differences.py",
-        "names = [*first.names(), *(name for name in second.names() if name not in set(first.names()))]",
+        "names = dict.fromkeys([*first.names(), *second.names()])",
         "names = first.names()",
         (f"{_INSPECT}::test_each_kind_of_difference_is_told",),
     ),
