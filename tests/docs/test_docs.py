@@ -25,6 +25,8 @@ PAIRS = [
     ("README.md", "docs/zh/README.md"),
     ("docs/own_model.md", "docs/zh/own_model.md"),
     ("docs/t5.md", "docs/zh/t5.md"),
+    ("docs/preprocessing.md", "docs/zh/preprocessing.md"),
+    ("docs/data.md", "docs/zh/data.md"),
 ]
 SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
 

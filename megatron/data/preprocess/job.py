@@ -134,7 +134,7 @@ def _explained(parts: Parts, tally: Tally) -> Iterator[None]:
             text = space.in_words(error, parts.folder, tally.counts, tally.total_bytes, parts.dtype.itemsize)
             raise DataError(f"{text}. Make room; {kept}") from error
         if isinstance(error, DataError):
-            raise DataError(f"{error} {kept[0].upper()}{kept[1:]}") from error.__cause__
+            raise DataError(f"{str(error).rstrip('.')}. {kept[0].upper()}{kept[1:]}") from error.__cause__
         raise
 
 
