@@ -64,10 +64,14 @@ class DataConfig:
     vocab_file: str | None = option(None, "vocabulary of the tokenizer")
     merge_file: str | None = option(None, "merges of a GPT-2 BPE tokenizer")
     tokenizer_path: str | None = option(
-        None, "a tokenizers JSON file or a SentencePiece .model", aliases=("--tokenizer-model",)
+        None,
+        "file or folder of the vocabulary: JSON of `tokenizers`, SentencePiece .model, vocab.txt",
+        aliases=("--tokenizer-model",),
     )
     num_workers: int = option(
-        0, "processes that read ahead on each replica; 0: read in the training process", minimum=0
+        0,
+        "processes that read ahead for each rank that reads (two ranks of a pipeline); 0: the rank reads itself",
+        minimum=0,
     )
     prefetch_factor: int = option(2, "micro-batches that each of these processes reads ahead", minimum=1)
     packing: str = _gpt2(
