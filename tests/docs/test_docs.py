@@ -33,6 +33,7 @@ SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
 MADE = ("data/", "runs/", ".venv", "rank-0000", "step-0000")
 MADE_FILES = {
     "config.json",
+    "generation_config.json",
     "versions.json",
     "manifest.json",
     "vocab.json",

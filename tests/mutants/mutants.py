@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.convert import CONVERT
 from tests.mutants.data import DATA
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.gradients import GRADIENTS
@@ -22,7 +23,7 @@ from tests.mutants.tokenizers import TOKENIZERS
 from tests.mutants.tools import TOOLS
 from tests.mutants.train import TRAIN
 
-IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *SHARING)
+IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *SHARING, *CONVERT)
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)

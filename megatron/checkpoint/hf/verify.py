@@ -31,7 +31,7 @@ def require_transformers() -> None:
         ConfigError: it is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError('--verify needs the transformers library. Run: pip install "transformers>=5,<6"')
+        raise ConfigError('--verify needs the transformers library. Run: pip install -e ".[hf]"')
 
 
 def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, seed: int = 0) -> float:
