@@ -9,34 +9,67 @@
 | StopRequest | asked to stop; everything is saved, the run can go on | 75 |
 | anything else | a defect | 1 |
 
-A message says what must hold, what was got, and what to do.
+A message says what must hold, what was got, and what to do. Where all ranks raise the same one, rank 0 alone says it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-class ConfigError(ValueError):
+
+class JobError(Exception):
+    """An error of the table above but its last row.
+
+    ``is_of_this_rank``: no other rank need know of it, so the rank that raises it must say it. The classes say what is
+    usual; a single error may differ.
+    """
+
+    is_of_this_rank = True
+
+
+class ConfigError(JobError, ValueError):
     """A flag, environment variable or JSON value that cannot be used."""
 
+    is_of_this_rank = False
 
-class DataError(ValueError):
+
+class DataError(JobError, ValueError):
     """A corpus, token file or tokenizer that cannot be used."""
 
+    is_of_this_rank = False
 
-class CheckpointError(RuntimeError):
+
+class SampleError(DataError):
+    """A sample that cannot be read, or samples that cannot be put together; the text names them and their place."""
+
+
+class CheckpointError(JobError, RuntimeError):
     """A checkpoint that does not fit or does not verify."""
 
 
-class PeerError(RuntimeError):
+class PeerError(JobError, RuntimeError):
     """Another rank died or timed out."""
 
 
-class NumericsError(ArithmeticError):
+class NumericsError(JobError, ArithmeticError):
     """A loss or gradient that is not finite."""
 
 
-class StopRequest(Exception):
+class StopRequest(JobError):
     """The run was asked to stop and has saved what it needs to go on."""
+
+    is_of_this_rank = False
+
+
+@contextmanager
+def marked(*, is_of_this_rank: bool) -> Iterator[None]:
+    """Mark a JobError that is raised within as one of this rank, or as one that all ranks raise alike."""
+    try:
+        yield
+    except JobError as error:
+        error.is_of_this_rank = is_of_this_rank
+        raise
 
 
 EXIT_CODES: dict[type[BaseException], int] = {

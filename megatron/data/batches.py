@@ -28,15 +28,14 @@ class ReplicaBatches:
     Args:
         num_micro_batches: of every step; with ``sizes`` of a whole one.
         samples_consumed: samples of all replicas that earlier steps have read.
-        limit: samples, counted from the very first one; only global batches wholly before it are given. None: for ever.
         sizes: samples of a step over all replicas where they change; each a multiple of b d.
         num_workers: processes that read ahead; 0 reads in this process.
         prefetch_factor: micro-batches that each of them reads ahead.
         pin_memory: give tensors in pinned memory.
 
     Raises:
-        DataError: a sample cannot be read (names sample, document and place in the file), the data set is empty, or
-            the samples of a micro-batch cannot be stacked.
+        DataError: the data set is empty.
+        SampleError: a sample cannot be read, or those of a micro-batch cannot be stacked; with ``num_workers`` or not.
         RuntimeError: a reading process died.
         ValueError: a size of ``sizes`` cannot be shared among the replicas.
     """
@@ -50,13 +49,12 @@ class ReplicaBatches:
         data_rank: int,
         data_size: int,
         samples_consumed: int = 0,
-        limit: int | None = None,
         sizes: BatchSizes | None = None,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        self.dataset, self.num_workers, self.limit = dataset, num_workers, limit
+        self.dataset, self.num_workers = dataset, num_workers
         self.prefetch_factor, self.pin_memory = prefetch_factor, pin_memory
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
         self.samples_consumed = samples_consumed
@@ -70,13 +68,11 @@ class ReplicaBatches:
         return size // share
 
     def indices(self) -> Iterator[list[int]]:
-        """Yield the sample indices of each micro-batch of this replica."""
+        """Yield the sample indices of each micro-batch of this replica, without an end."""
         start = self.samples_consumed
         while True:
             number = self.num_micro_batches_at(start)
             stop = start + self.sizes.at(start)
-            if self.limit is not None and stop > self.limit:
-                return
             own = start + self.data_rank * self.micro_batch_size * number
             for micro_batch in range(number):
                 first = own + micro_batch * self.micro_batch_size

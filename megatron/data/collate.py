@@ -1,16 +1,17 @@
-"""One micro-batch out of its samples, and what is said when a sample cannot be read."""
+"""One micro-batch out of its samples, and what is said when that fails."""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from megatron.errors import DataError
+from megatron.data.ordered import as_ordered
+from megatron.errors import DataError, SampleError
 
 
 class Samples(Protocol):
@@ -25,7 +26,8 @@ class Collate:
     A data set that has a length starts anew at its end: sample i of the run is its item i % len.
 
     Raises:
-        DataError: the data set is empty, or the samples cannot be stacked.
+        DataError: the data set is empty.
+        SampleError: a sample cannot be read, whatever the data set raised, or the samples cannot be stacked.
     """
 
     def __init__(self, dataset: Samples) -> None:
@@ -35,10 +37,29 @@ class Collate:
             raise DataError(f"a data set must hold at least one sample, {type(dataset).__name__} has none")
 
     def __call__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        samples = [self.dataset[index if self.length is None else index % self.length] for index in indices]
-        if not isinstance(samples[0], Mapping):
-            return {"text": torch.from_numpy(np.stack(samples))}
-        return {key: _stack(key, [sample.get(key) for sample in samples], indices) for key in samples[0]}
+        samples = [self._read(index) for index in indices]
+        if all(isinstance(sample, Mapping) for sample in samples):
+            return {key: _joined(key, [s.get(key) for s in samples], indices, _of_any) for key in samples[0]}
+        return {"text": _joined("text", samples, indices, _of_arrays)}
+
+    def _read(self, index: int) -> Any:
+        item = index if self.length is None else index % self.length
+        try:
+            return self.dataset[item]
+        except SampleError:
+            raise
+        except Exception as error:
+            known = isinstance(error, DataError)  # written for a person: neither its class nor a line of code helps
+            text = str(error) if known else f"{type(error).__name__}: {error}{_place_in_code(error)}"
+            raise SampleError(f"sample {index}{self._origin(index, item)} cannot be read: {text}") from error
+
+    def _origin(self, index: int, item: int) -> str:
+        """Say which sample of which corpus this is where the data set knows, or which item of one that starts anew."""
+        ordered = as_ordered(self.dataset)
+        if ordered is not None:
+            corpus, own = ordered.order.locate(item)
+            return f" (sample {own} of corpus {list(ordered.parts)[corpus]})"
+        return "" if item == index else f" (item {item} of {type(self.dataset).__name__})"
 
 
 class GuardedCollate(Collate):
@@ -47,19 +68,8 @@ class GuardedCollate(Collate):
     def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor] | str:
         try:
             return self(indices)
-        except DataError as error:
-            text = str(error)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}{_place_in_code(error)}"
-        return text if "sample" in text else f"samples {indices}{self._origin(indices)} cannot be read: {text}"
-
-    def _origin(self, indices: list[int]) -> str:
-        """Say which samples of which corpora these are, where the data set is a mixture."""
-        order, parts = getattr(self.dataset, "order", None), list(getattr(self.dataset, "parts", ()))
-        if order is None or not parts:
-            return ""
-        located = [order.locate(index) for index in indices]
-        return " (" + ", ".join(f"sample {own} of {parts[corpus]}" for corpus, own in located) + ")"
+        except SampleError as error:
+            return str(error)
 
 
 def _place_in_code(error: Exception) -> str:
@@ -67,13 +77,23 @@ def _place_in_code(error: Exception) -> str:
     return f" (in {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
 
-def _stack(key: str, values: list[Any], indices: list[int]) -> torch.Tensor:
+def _of_arrays(values: Sequence[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(values))
+
+
+def _of_any(values: Sequence[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(value) for value in values])
+
+
+def _joined(
+    key: str, values: Sequence[Any], indices: list[int], join: Callable[[Sequence[Any]], torch.Tensor]
+) -> torch.Tensor:
     """Return one tensor [b, ...] of what the samples hold under ``key``."""
     try:
-        return torch.stack([torch.as_tensor(value) for value in values])
+        return join(values)
     except (RuntimeError, TypeError, ValueError) as error:
         held = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
-        raise DataError(
+        raise SampleError(
             f"{key!r} must be an array of one shape in all samples of a micro-batch, got {held} in samples {indices}. "
             "Pad them in the data set."
         ) from error

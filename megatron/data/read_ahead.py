@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron.data.collate import GuardedCollate, Samples
-from megatron.errors import DataError
+from megatron.errors import SampleError
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -32,7 +32,8 @@ class ReadAhead:
         pin_memory: give tensors in pinned memory, which a GPU copies from while it computes.
 
     Raises:
-        DataError: a sample cannot be read.
+        DataError: the data set is empty.
+        SampleError: as ``Collate``.
         RuntimeError: a reading process died.
     """
 
@@ -69,7 +70,7 @@ class ReadAhead:
         except RuntimeError as error:
             raise self.explained(error) from error
         if isinstance(batch, str):
-            raise DataError(batch)
+            raise SampleError(batch)
         return batch
 
     def explained(self, error: RuntimeError) -> RuntimeError:

@@ -18,7 +18,7 @@ from megatron.data.documents import Documents, count_of, num_tokens_of
 from megatron.data.permutation import Permutation
 from megatron.data.token_file import TokenFile
 from megatron.data.token_source import Piece, TokenSource
-from megatron.errors import DataError
+from megatron.errors import DataError, SampleError
 
 __all__ = ["Piece", "TokenSource", "Windows", "read_pieces"]
 
@@ -97,7 +97,7 @@ def read_pieces(source: TokenSource, index: int, pieces: Sequence[Piece]) -> np.
     """Return the tokens of ``pieces`` one after another as int64.
 
     Raises:
-        DataError: they cannot be read; names the sample ``index``, the document and the place in the file.
+        SampleError: they cannot be read; names the sample ``index``, the document and the place in the file.
     """
     tokens = np.empty(sum(piece.length for piece in pieces), np.int64)
     filled = 0
@@ -105,7 +105,7 @@ def read_pieces(source: TokenSource, index: int, pieces: Sequence[Piece]) -> np.
         try:
             tokens[filled : filled + length] = source.read(document, offset, length)
         except Exception as error:
-            raise DataError(
+            raise SampleError(
                 f"sample {index} cannot be read: document {document}, tokens {offset}:{offset + length}, "
                 f"{_place(source, document, offset)}: {type(error).__name__}: {error}"
             ) from error

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data import ReplicaBatches
+from megatron.data import ReplicaBatches, SampleOrder
+from megatron.data.collate import Samples
+from megatron.data.ordered import as_ordered
 from megatron.errors import DataError
 from megatron.mpu.groups import Group
+from megatron.training.data_agreement import KINDS, Told, disagreement
 from megatron.training.timed_batches import TimedBatches
 from megatron.training.world import World
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
-KINDS = ("train", "valid", "test")
 
 
 @dataclass
@@ -26,12 +28,14 @@ class RunData:
     Args:
         order: which corpus each sample of the training comes from, where the data set says so.
         corpora: kind -> name and weight of each corpus, where there are several.
+        has_training: whether the run has training data; one that takes no step needs none.
     """
 
-    datasets: dict[str, Any]
+    datasets: dict[str, Samples]
     fingerprint: str | None
-    order: Any = None
+    order: SampleOrder | None = None
     corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    has_training: bool = True
 
     def batches(
         self, kind: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None
@@ -45,9 +49,10 @@ class RunData:
         if dataset is None:
             return None
         is_training = kind == "train"
+        ordered = as_ordered(dataset)
         return TimedBatches(
             ReplicaBatches(
-                dataset if corpus is None else dataset.parts[corpus],
+                dataset if corpus is None or ordered is None else ordered.parts[corpus],
                 micro_batch_size=config.batch.batch_size,
                 num_micro_batches=config.batch.gas,
                 data_rank=world.grid.data.rank,
@@ -60,11 +65,12 @@ class RunData:
             )
         )
 
-    def use_order(self, order: Any) -> None:
+    def use_order(self, order: SampleOrder) -> None:
         """Let the training go on in ``order``."""
         self.order = order
-        if self.datasets.get("train") is not None:
-            self.datasets["train"].use_order(order)
+        ordered = as_ordered(self.datasets.get("train"))
+        if ordered is not None:
+            ordered.use_order(order)
 
 
 def samples_wanted(config: Config, world: World) -> list[int]:
@@ -84,50 +90,25 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
     """Open the data sets on the ranks that read them. Collective.
 
     Raises:
-        DataError: on all ranks, when any rank could not open its data.
+        DataError: on all ranks, when any rank could not open its data, or ranks have opened different ones.
     """
-    datasets: dict[str, Any] = {}
+    datasets: dict[str, Samples] = {}
     failure: Exception | None = None
     if world.reads_data:
         try:
-            datasets = dict(zip(KINDS, provider(samples_wanted(config, world)), strict=True))
+            opened = dict(zip(KINDS, provider(samples_wanted(config, world)), strict=True))
+            datasets = {kind: dataset for kind, dataset in opened.items() if dataset is not None}
         except DataError as error:
             failure = error
-    told = _tell_all(_Told.of(datasets, failure), world.grid.host)
-    problem = next((one.problem for one in told if one.problem), None)
+    told = _tell_all(Told.of(datasets, world.reads_data, failure), world.grid.host)
+    problem = next((one.problem for one in told if one.problem), None) or disagreement(told)
     if problem:
         raise DataError(problem)
     known = next((one for one in told if one.reads), told[0])
-    return RunData(datasets, known.fingerprint, known.order, known.corpora)
+    return RunData(datasets, known.fingerprint, known.order, known.corpora, "train" in known.prints)
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others of its data."""
-
-    problem: str | None
-    reads: bool
-    fingerprint: str | None = None
-    order: Any = None
-    corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, datasets: Mapping[str, Any], failure: Exception | None) -> _Told:
-        if failure or not datasets:
-            return cls(str(failure) if failure else None, False)
-        train = datasets.get("train")
-        corpora = dict(_several(datasets))
-        return cls(None, True, getattr(train, "fingerprint", None), getattr(train, "order", None), corpora)
-
-
-def _several(datasets: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield kind, and weight by name, of each data set of several corpora."""
-    for kind, dataset in datasets.items():
-        if len(getattr(dataset, "parts", ())) > 1:
-            yield kind, dataset.order.weights(0)
-
-
-def _tell_all(value: _Told, host: Group) -> list[_Told]:
+def _tell_all(value: Told, host: Group) -> list[Told]:
     if host.size == 1:
         return [value]
     everyone: list[Any] = [None] * host.size

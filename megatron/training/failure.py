@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.errors import EXIT_CODES, PeerError, exit_code
+from megatron.errors import JobError, PeerError, exit_code
 
 _PEER_SIGNS = (
     "connection closed by peer",
@@ -55,7 +55,7 @@ def leave(error: BaseException, who: str) -> NoReturn:
         print_line(f"{who}: leaving, {failure}")
     else:
         print_line(f"{who} failed: {type(error).__name__}: {error}")
-        if type(failure) not in EXIT_CODES and is_first_to_tell():
+        if not isinstance(failure, JobError) and is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -64,7 +64,7 @@ def leave(error: BaseException, who: str) -> NoReturn:
 
 def is_same_everywhere(error: BaseException) -> bool:
     """Return whether every rank raises this error alike, so that one of them is enough to say it."""
-    return exit_code(error) in (2, 75) and not getattr(error, "is_of_this_rank", False)
+    return isinstance(error, JobError) and not error.is_of_this_rank
 
 
 def as_peer_error(error: BaseException) -> BaseException:

@@ -18,7 +18,7 @@ from megatron.errors import StopRequest
 from megatron.mpu.mappings import all_reduce
 from megatron.optim import LearningRate
 from megatron.training.data import RunData
-from megatron.training.data_order import epochs_text, epochs_values, numbers_text
+from megatron.training.data_order import Saved, epochs_text, epochs_values, numbers_text, to_save
 from megatron.training.engines import StepEngine, StepResult
 from megatron.training.metrics import MetricsWriter
 from megatron.training.report import Rates, progress_line, set_learning_rate
@@ -50,6 +50,7 @@ class Run:
     rates: Rates | None = None
     pause_s: float = 0.0
     batches: TimedBatches | None = None
+    data_loaded: Saved = Saved()
 
 
 def train(run: Run) -> None:
@@ -141,6 +142,7 @@ def save(run: Run) -> None:
     """Write a checkpoint of now, unless this step has one. Collective."""
     if run.saved_step == run.progress.step:
         return
+    told = to_save(run.data, run.progress.samples_consumed, run.data_loaded)
     run.saved = save_state(
         run.folder,
         run.progress,
@@ -148,8 +150,8 @@ def save(run: Run) -> None:
         module=run.engine.module,
         optimizer=run.engine.optimizer,
         world=run.world,
-        fingerprint=run.data.fingerprint,
-        order=None if run.data.order is None else run.data.order.state(run.progress.samples_consumed),
+        fingerprint=told.fingerprint,
+        order=told.order,
         loaded=run.loaded,
     )
     run.saved_step = run.progress.step

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron import device, log
 from megatron.config import Config, resolve_dtype
-from megatron.errors import StopRequest
+from megatron.errors import StopRequest, marked
 from megatron.mpu.random import DropoutStreams
 from megatron.training import arguments, data_order, report, run_folder, timeline, world
 from megatron.training.assembly import build_engine, make_learning_rate
@@ -124,7 +124,12 @@ def _load(this: Run, source: Path) -> None:
     flags = this.config.checkpoint
     checkpoint = open_for(source, this.world)
     is_whole = not flags.finetune and not flags.eval_only
-    order = data_order.resumed(this.data, checkpoint.state, allow_change=flags.allow_data_change) if is_whole else None
+    order = None
+    if is_whole:
+        state = checkpoint.state
+        this.data_loaded = data_order.Saved(state.get("data_fingerprint"), state.get("data_order"))
+        with marked(is_of_this_rank=False):
+            order = data_order.resumed(this.data, state, allow_change=flags.allow_data_change)
     this.progress = restore(
         checkpoint,
         config=this.config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megatron.checkpoint import (
     save,
 )
 from megatron.config import Config
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, marked
 from megatron.mpu.grads import counts_here
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
@@ -51,7 +51,7 @@ def save_state(
     optimizer: MixedPrecisionOptimizer,
     world: World,
     fingerprint: str | None,
-    order: dict[str, Any] | None = None,
+    order: Mapping[str, Any] | None = None,
     loaded: Path | None = None,
 ) -> Path:
     """Write a checkpoint into ``folder / checkpoints`` and return its path. Collective.
@@ -112,17 +112,18 @@ def restore(
         CheckpointError: it is of another model or other data; nothing has been changed then.
     """
     flags = config.checkpoint
-    compare_model_config(checkpoint.state["model"], config.identity())
     is_whole = not flags.finetune and not flags.eval_only
-    if is_whole:
-        _check_data(checkpoint, fingerprint, flags.allow_data_change)
     wants_optimizer = is_whole and not flags.no_load_optim
+    with marked(is_of_this_rank=False):
+        compare_model_config(checkpoint.state["model"], config.identity())
+        if is_whole:
+            _check_data(checkpoint, fingerprint, flags.allow_data_change)
+        if wants_optimizer:
+            _check_moments(checkpoint, config)
     records = list(_weight_records(module, optimizer, world))
-    if wants_optimizer:
-        _check_moments(checkpoint, config)
-        if checkpoint.state["optimizer_steps"]:  # none: fp16 has skipped every step so far, and there are no moments
-            _make_moments(optimizer)
-            records += _optimizer_records(module, optimizer, world)
+    if wants_optimizer and checkpoint.state["optimizer_steps"]:  # else fp16 has skipped every step: no moments
+        _make_moments(optimizer)
+        records += _optimizer_records(module, optimizer, world)
     checkpoint.load(records)
     optimizer.copy_masters_to_parameters()
     if wants_optimizer:

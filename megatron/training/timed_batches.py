@@ -7,17 +7,23 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+from megatron.errors import SampleError, marked
+
 
 class TimedBatches:
     """Gives what ``source`` gives; as a context it ends the processes that read ahead when the training has ended.
 
     When the training dies they end with this process instead: nothing must keep it from leaving.
+
+    Raises:
+        DataError: as ``source``; it is of this rank, since other replicas read other samples.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
         self.source = source
-        self._batches = iter(source)
         self._waited_s = 0.0
+        with marked(is_of_this_rank=True):
+            self._batches = iter(source)
 
     def __iter__(self) -> TimedBatches:
         return self
@@ -25,7 +31,8 @@ class TimedBatches:
     def __next__(self) -> Any:
         start = time.perf_counter()
         try:
-            return next(self._batches)
+            with marked(is_of_this_rank=True):
+                return next(self._batches)
         finally:
             self._waited_s += time.perf_counter() - start
 
@@ -42,7 +49,9 @@ class TimedBatches:
     ) -> None:
         if error is None and hasattr(self._batches, "close"):
             self._batches.close()
-        elif isinstance(error, RuntimeError) and hasattr(self._batches, "explained"):
-            explained = self._batches.explained(error)
-            if explained is not error:
+            return
+        raised = error.__cause__ if isinstance(error, SampleError) else error  # torch tells of a death wherever we are
+        if isinstance(raised, RuntimeError) and hasattr(self._batches, "explained"):
+            explained = self._batches.explained(raised)
+            if explained is not raised:
                 raise explained from error

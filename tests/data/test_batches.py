@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from megatron.data import GPT2Samples, ReplicaBatches
-from megatron.errors import DataError
+from megatron.data.read_ahead import ReadAhead
+from megatron.errors import DataError, SampleError
 from megatron.rampup import BatchSizes
 from tests.data.token_data import write
 
@@ -23,7 +25,7 @@ class Numbered:
         return np.full(2, index, np.int64)
 
 
-def read(d: int, m: int, b: int, *, consumed: int = 0, limit: int | None = None, steps: int = 3) -> list[list[int]]:
+def read(d: int, m: int, b: int, *, consumed: int = 0, steps: int = 3) -> list[list[int]]:
     """Return the samples of each global batch, all replicas together in their order."""
     replicas = [
         ReplicaBatches(
@@ -33,7 +35,6 @@ def read(d: int, m: int, b: int, *, consumed: int = 0, limit: int | None = None,
             data_rank=rank,
             data_size=d,
             samples_consumed=consumed,
-            limit=limit,
         )
         for rank in range(d)
     ]
@@ -57,23 +58,15 @@ def test_resume_goes_on_where_it_stopped_in_any_layout(d: int, m: int, b: int) -
     assert before + after == list(range(len(before) + len(after)))
 
 
-def test_limit_gives_whole_global_batches_only() -> None:
-    batches = ReplicaBatches(
-        Numbered(), micro_batch_size=2, num_micro_batches=2, data_rank=1, data_size=2, samples_consumed=8, limit=31
-    )
-    assert list(batches.indices()) == [[12, 13], [14, 15], [20, 21], [22, 23]]
-    assert len(list(batches)) == 4
-
-
 def test_reading_ahead_gives_the_same(tmp_path: Path) -> None:
     samples = GPT2Samples(write(tmp_path / "a", [40, 50]), documents=(0, 2), seq_length=8, seed=1)
     here, ahead = (
-        ReplicaBatches(
-            samples, micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=1, limit=16, num_workers=n
-        )
+        ReplicaBatches(samples, micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=1, num_workers=n)
         for n in (0, 2)
     )
-    pairs = list(itertools.zip_longest(here, ahead))
+    reading = iter(ahead)
+    pairs = list(itertools.islice(zip(here, reading, strict=True), 8))
+    reading.close()  # type: ignore[attr-defined]
     assert len(pairs) == 8 and all(a["text"].equal(b["text"]) for a, b in pairs)
     assert pairs[0][0]["text"].shape == (2, 9)
 
@@ -97,7 +90,6 @@ def test_the_batch_grows_with_the_samples_in_every_layout_and_from_any_step() ->
                 data_size=d,
                 samples_consumed=consumed[first],
                 sizes=sizes,
-                limit=consumed[-1],
             )
             for rank in range(d)
         ]
@@ -106,7 +98,6 @@ def test_the_batch_grows_with_the_samples_in_every_layout_and_from_any_step() ->
             number = replicas[0].num_micro_batches_at(consumed[step])
             assert number == len(wanted[step]) // (b * d)
             assert [i for it in iterators for _ in range(number) for i in next(it)] == wanted[step]
-        assert [list(it) for it in iterators] == [[]] * d
 
 
 def test_a_step_that_replicas_cannot_share_is_refused() -> None:
@@ -118,34 +109,78 @@ def test_a_step_that_replicas_cannot_share_is_refused() -> None:
 
 
 class Failing(Numbered):
+    """Sample 3 fails as asked for, sample 9 ends the process that reads it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error or SampleError("sample 3 cannot be read: document 7, byte 12 of a.bin")
+
     def __getitem__(self, index: int) -> np.ndarray:
         if index == 3:
-            raise DataError("sample 3 cannot be read: document 7, byte 12 of a.bin")
+            raise self.error
         if index == 9:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize(
-    "consumed, error, text",
-    [(0, DataError, "^sample 3 .* document 7"), (8, RuntimeError, "reads data died.*--num-workers 0")],
-)
-def test_a_reading_process_that_fails_or_dies_ends_the_reading_at_once(
-    consumed: int, error: type[Exception], text: str
-) -> None:
+def first_error(dataset: object, num_workers: int, consumed: int = 0, micro_batch_size: int = 1) -> Exception:
+    """Return what reading ``dataset`` ends with."""
     batches = ReplicaBatches(
-        Failing(),
-        micro_batch_size=1,
+        dataset,  # type: ignore[arg-type]
+        micro_batch_size=micro_batch_size,
         num_micro_batches=1,
         data_rank=0,
         data_size=1,
         samples_consumed=consumed,
-        num_workers=1,
+        num_workers=num_workers,
     )
+    reading = iter(batches)
+    try:
+        while True:
+            next(reading)
+    except Exception as error:
+        return error.with_traceback(None)  # which would keep the reading processes
+    finally:
+        if isinstance(reading, ReadAhead):
+            reading.close()
+
+
+def test_a_reading_process_that_dies_ends_the_reading_at_once() -> None:
     started = time.monotonic()
-    with pytest.raises(error, match=text):
-        list(batches)
+    error = first_error(Failing(), 1, consumed=8)
+    assert type(error) is RuntimeError and re.search("reads data died.*--num-workers 0", str(error))
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SampleError("sample 3 of a.bin"), "^sample 3 of a.bin$"),
+        (DataError("no such sample"), "^sample 3 cannot be read: no such sample$"),
+        (
+            KeyError("/data/sample/x"),
+            r"^sample 3 cannot be read: KeyError: '/data/sample/x' \(in test_batches.py, line \d+\)$",
+        ),
+        (StopIteration(), r"^sample 3 cannot be read: StopIteration: "),
+    ],
+    ids=["told", "data", "own", "stop"],
+)
+def test_a_sample_that_cannot_be_read_is_named_once_with_and_without_workers(
+    error: Exception, text: str, num_workers: int
+) -> None:
+    found = first_error(Failing(error), num_workers)
+    assert type(found) is SampleError and re.search(text, str(found)), found
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_arrays_of_unequal_shape_are_told_with_their_samples(num_workers: int) -> None:
+    class Ragged(Numbered):
+        def __getitem__(self, index: int) -> np.ndarray:
+            return np.zeros(index + 1, np.int64)
+
+    found = first_error(Ragged(), num_workers, consumed=2, micro_batch_size=2)
+    assert type(found) is SampleError
+    assert re.search(r"'text' must be .* one shape .*\(3,\), \(4,\).* samples \[2, 3\]", str(found))
 
 
 class Finite:
@@ -175,14 +210,13 @@ def batches_of(dataset: object, num_workers: int = 0) -> ReplicaBatches:
         data_rank=0,
         data_size=1,
         samples_consumed=2,
-        limit=8,
         num_workers=num_workers,
     )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_dictionaries_are_stacked_key_by_key_and_a_finite_data_set_starts_anew(num_workers: int) -> None:
-    batches = list(batches_of(Finite(), num_workers))
+    batches = list(itertools.islice(batches_of(Finite(), num_workers), 3))
     assert [batch["tokens"].tolist() for batch in batches] == [[[i] * 3, [j] * 3] for i, j in ((2, 3), (4, 0), (1, 2))]
     assert batches[0]["is_pad"].dtype == torch.bool and batches[0]["is_pad"].tolist() == [[False, False], [True, False]]
     assert batches[1]["weight"].tolist() == [2.0, 0.0]
@@ -197,6 +231,15 @@ def test_samples_that_cannot_be_used_are_told() -> None:
         next(iter(batches_of(Ragged())))
     with pytest.raises(DataError, match="at least one sample"):
         iter(batches_of(Finite(0)))
+
+    class Short(Finite):
+        def __getitem__(self, index: int) -> dict[str, object]:
+            raise OSError("gone")
+
+    with pytest.raises(SampleError, match=r"^sample 2 cannot be read: OSError: gone"):
+        next(iter(batches_of(Short())))
+    with pytest.raises(SampleError, match=r"^sample 2 \(item 0 of Short\) cannot be read: OSError: gone"):
+        next(iter(batches_of(Short(2))))
 
 
 def test_gpt2_samples_have_no_end() -> None:

@@ -7,20 +7,21 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.data import ReplicaBatches
+from megatron.data import MixedSamples, ReplicaBatches, SampleOrder
+from megatron.data.mixture import Corpus
+from megatron.data.ordered import as_ordered
 from megatron.data.read_ahead import ReadAhead
-from megatron.errors import DataError
+from megatron.errors import SampleError
 from tests.data.test_batches import Numbered
 
 
-def ahead(dataset: object, num_workers: int = 2) -> ReadAhead:
-    batches = ReplicaBatches(
+def batches_of(dataset: object, num_workers: int) -> ReplicaBatches:
+    return ReplicaBatches(
         dataset,  # type: ignore[arg-type]
         micro_batch_size=1,
         num_micro_batches=1,
@@ -29,7 +30,10 @@ def ahead(dataset: object, num_workers: int = 2) -> ReadAhead:
         num_workers=num_workers,
         prefetch_factor=3,
     )
-    found = iter(batches)
+
+
+def ahead(dataset: object, num_workers: int = 2) -> ReadAhead:
+    found = iter(batches_of(dataset, num_workers))
     assert isinstance(found, ReadAhead)
     return found
 
@@ -46,26 +50,43 @@ def test_a_dead_reader_is_told_by_number_and_process_wherever_the_death_is_notic
     assert list(readers) == []
 
 
-class Mixed(Numbered):
-    """As a mixture names its parts; sample 2 cannot be read."""
+class Failing(Numbered):
+    """The samples of a corpus; its sample 1 cannot be read."""
 
-    parts = {"a": None, "b": None}
-    order = SimpleNamespace(locate=lambda index: (index % 2, index // 2))
+    fingerprint, samples_per_epoch = "x", 9
 
     def __getitem__(self, index: int) -> np.ndarray:
-        if index == 2:
+        if index == 1:
             raise ArithmeticError("planted")
         return super().__getitem__(index)
 
 
-def test_an_error_of_ones_own_code_comes_back_with_its_sample_corpus_and_line() -> None:
-    readers = ahead(Mixed(), num_workers=1)
-    with pytest.raises(
-        DataError,
-        match=r"^samples \[2\] \(sample 1 of a\) cannot be read: ArithmeticError: planted \(in test_read_ahead",
-    ):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_ones_own_code_comes_back_with_its_sample_corpus_and_line(num_workers: int) -> None:
+    order = SampleOrder([Corpus("a", "x", 9), Corpus("b", "y", 9)], [(0, (1.0, 1.0))])
+    mixed = MixedSamples({"a": Failing(), "b": Numbered()}, order)  # type: ignore[dict-item]
+    place = next(index for index in range(9) if order.locate(index) == (0, 1))
+    text = rf"^sample {place} \(sample 1 of corpus a\) cannot be read: ArithmeticError: planted \(in test_read_ahead"
+    readers = iter(batches_of(mixed, num_workers))
+    with pytest.raises(SampleError, match=text):
         list(readers)
-    readers.close()
+    if isinstance(readers, ReadAhead):
+        readers.close()
+
+
+class Alike(Numbered):
+    """A data set of a user's own, with attributes that are called as those of ours and mean something else."""
+
+    order, parts = np.arange(9)[::-1], ["a", "b"]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        raise OSError("gone")
+
+
+def test_attributes_of_ones_own_that_are_called_as_ours_are_left_alone() -> None:
+    assert as_ordered(Alike()) is None
+    with pytest.raises(SampleError, match="^sample 0 cannot be read: OSError: gone"):
+        next(iter(batches_of(Alike(), 0)))
 
 
 class Telling(Numbered):

@@ -154,7 +154,6 @@ def test_batches_are_the_same_in_every_layout_and_with_workers(
                 data_rank=rank,
                 data_size=d,
                 samples_consumed=8,
-                limit=8 + steps * size,
                 num_workers=num_workers,
             )
         )

@@ -57,7 +57,7 @@ TRAIN = (
     Mutant(
         "the losses of corpora are all those of the mixture",
         "megatron/training/data.py",
-        "dataset if corpus is None else dataset.parts[corpus]",
+        "dataset if corpus is None or ordered is None else ordered.parts[corpus]",
         "dataset",
         (MIXED,),
     ),
@@ -71,7 +71,7 @@ TRAIN = (
     Mutant(
         "the data set goes on in its own order after a resume",
         "megatron/training/data.py",
-        '            self.datasets["train"].use_order(order)\n',
+        "            ordered.use_order(order)\n",
         "            pass\n",
         (f"{ORDER}::test_after_a_change_of_weights_no_corpus_repeats_what_it_gave",),
     ),
@@ -84,9 +84,9 @@ TRAIN = (
     ),
     Mutant(
         "a checkpoint holds the cursors of the start",
-        "megatron/training/loop.py",
-        "run.data.order.state(run.progress.samples_consumed)",
-        "run.data.order.state(0)",
+        "megatron/training/data_order.py",
+        "data.order.state(samples_consumed)",
+        "data.order.state(0)",
         (MIXED,),
     ),
     Mutant(

@@ -175,8 +175,10 @@ def test_a_killed_reader_ends_the_run_and_is_named(corpus: Path, tmp_path: Path)
     assert time.monotonic() - start < 40
 
 
-@pytest.mark.slow
-def test_a_sample_that_a_reader_cannot_read_is_told_with_its_place(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_sample_that_one_rank_cannot_read_is_told_by_it_with_its_place(
+    num_workers: int, corpus: Path, tmp_path: Path
+) -> None:
     """Row A23."""
     log = tmp_path / "log"
 
@@ -184,18 +186,18 @@ def test_a_sample_that_a_reader_cannot_read_is_told_with_its_place(corpus: Path,
         read = TokenFile.read
 
         def read_or_fail(self: TokenFile, document: int, *place: int) -> object:
-            if os.getpid() != trainer and document % 5 == 3:
+            if rank == 1 and document % 5 == 3:
                 raise OSError(5, "Input/output error")
             return read(self, document, *place)
 
-        trainer = os.getpid()
         TokenFile.read = read_or_fail  # type: ignore[method-assign, assignment]
 
-    codes = start_script(1, flags(corpus, tmp_path / "run", "--num-workers 2"), log, plant)
-    assert codes == [2]
-    assert re.search(
-        r"sample \d+ cannot be read: document \d+, tokens \d+:\d+, byte \d+ of .*texts\.bin", log.read_text()
-    )
+    codes = start_script(2, flags(corpus, tmp_path / "run", f"--num-workers {num_workers}"), log, plant)
+    assert codes == [4, 2]
+    text = log.read_text()
+    place = r"sample \d+ cannot be read: document \d+, tokens \d+:\d+, byte \d+ of .*texts\.bin"
+    assert len(re.findall(rf"rank 1 \(stage 0, tensor 0, data 1\) failed: SampleError: {place}", text)) == 1
+    assert "Traceback" not in text
 
 
 def test_missing_checkpoint_ends_every_rank_with_3(corpus: Path, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ class NotingData:
     """Tells from which sample an iterator was asked to start."""
 
     fingerprint = order = None
+    has_training = True
     corpora: dict[str, dict[str, float]] = {}
 
     def batches(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from megatron.errors import CheckpointError, DataError, PeerError, SampleError, StopRequest, marked
+from megatron.training.failure import is_same_everywhere
 from megatron.training.timed_batches import TimedBatches
 
 
@@ -57,3 +61,21 @@ def test_the_death_of_a_reader_is_explained_and_other_errors_stay() -> None:
         raise RuntimeError("DataLoader worker is killed")
     with pytest.raises(RuntimeError, match="^planted$"), TimedBatches(Readers()):
         raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match=r"^reader 1 died$"), TimedBatches(Readers()):
+        raise SampleError("sample 3 cannot be read") from RuntimeError("DataLoader worker is killed")
+
+
+def test_what_a_sample_cannot_be_read_for_is_said_by_the_rank_that_read_it() -> None:
+    def failing() -> Iterator[int]:
+        raise SampleError("sample 3")
+        yield 1
+
+    with pytest.raises(SampleError) as told:
+        next(TimedBatches(failing()))
+    assert not is_same_everywhere(told.value)
+    assert is_same_everywhere(DataError()) and is_same_everywhere(StopRequest())
+    assert not any(map(is_same_everywhere, (CheckpointError(), PeerError(), KeyError())))
+    with pytest.raises(CheckpointError) as alike, marked(is_of_this_rank=False):
+        raise CheckpointError
+    assert is_same_everywhere(alike.value) and not is_same_everywhere(CheckpointError())
