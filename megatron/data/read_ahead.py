@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.data.collate import GuardedCollate, Samples
 from megatron.errors import SampleError
 
 _PR_SET_PDEATHSIG = 1
+_DEATH_SEEN_AFTER_S = 2.0
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -69,6 +71,8 @@ class ReadAhead:
             batch = next(self._batches)
         except RuntimeError as error:
             raise self.explained(error) from error
+        except (EOFError, OSError) as error:  # the pipe to a reader broke before torch saw it dead
+            raise self._broken(error) from error
         if isinstance(batch, str):
             raise SampleError(batch)
         return batch
@@ -84,16 +88,27 @@ class ReadAhead:
             return error
         dead = [int(pid) for pid in match.group(1).split(",")]
         known = [f"reader {self._pids.index(pid)} (pid {pid})" for pid in dead if pid in self._pids]
-        who = ", ".join(known or [f"pid {pid}" for pid in dead])
-        return RuntimeError(
-            f"a process that reads data died: {who} {match.group(2).rstrip('. ')}. "
-            "Free memory, or read in the training process with --num-workers 0."
-        )
+        return _death(", ".join(known or [f"pid {pid}" for pid in dead]), match.group(2).rstrip(". "))
+
+    def _broken(self, error: Exception) -> Exception:
+        """Return what to say of a broken pipe: which reader has died, or ``error`` itself if all live."""
+        workers = getattr(self._batches, "_workers", ())
+        wait([worker.sentinel for worker in workers], timeout=_DEATH_SEEN_AFTER_S)
+        dead = [f"reader {number} (pid {w.pid})" for number, w in enumerate(workers) if not w.is_alive()]
+        codes = [str(worker.exitcode) for worker in workers if not worker.is_alive()]
+        return _death(", ".join(dead), f"ended with exit code {', '.join(codes)}") if dead else error
 
     def close(self) -> None:
         """End the processes."""
         batches, self._batches = self._batches, None
         del batches  # ends them, and waits until they have
+
+
+def _death(who: str, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"a process that reads data died: {who} {how}. "
+        "Free memory, or read in the training process with --num-workers 0."
+    )
 
 
 def _become_reader(parent: int, number: int) -> None:

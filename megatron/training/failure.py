@@ -7,7 +7,9 @@ that means leave, not save.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +48,10 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
 
 def leave(error: BaseException, who: str) -> NoReturn:
     """Say what happened and end this process at once, without waiting for peers that may never answer."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # torch's handler raises of a dead reader in the midst of the line
     failure = as_peer_error(error)
     code = exit_code(failure)
     if is_same_everywhere(failure):

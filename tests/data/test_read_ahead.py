@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -48,6 +50,36 @@ def test_a_dead_reader_is_told_by_number_and_process_wherever_the_death_is_notic
     assert readers.explained(other) is other
     readers.close()
     assert list(readers) == []
+
+
+def _ended() -> int:
+    """Return a descriptor that is ready, as that of a process that has ended."""
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+@pytest.mark.parametrize("broken", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
+def test_a_pipe_that_breaks_before_torch_sees_the_death_names_the_reader_too(broken: Exception) -> None:
+    class Batches:
+        _workers: ClassVar = [
+            SimpleNamespace(pid=7, sentinel=_ended(), exitcode=None, is_alive=lambda: True),
+            SimpleNamespace(pid=8, sentinel=_ended(), exitcode=-9, is_alive=lambda: False),
+        ]
+
+        def __next__(self) -> None:
+            raise broken
+
+    readers = ahead(Numbered())
+    readers.close()
+    readers._batches = Batches()  # type: ignore[assignment]
+    with pytest.raises(
+        RuntimeError, match=r"^a process that reads data died: reader 1 \(pid 8\) ended with exit code -9"
+    ):
+        next(readers)
+    Batches._workers.pop()
+    with pytest.raises(type(broken)):
+        next(readers)
 
 
 class Failing(Numbered):
