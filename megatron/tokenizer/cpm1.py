@@ -7,7 +7,7 @@ back as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.errors import DataError
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
-from megatron.tokenizer.tokenizer import Arrays
+from megatron.tokenizer.tokenizer import Arrays, Tokenizer
 from megatron.tokenizer.vocabulary import read_vocabulary
 from megatron.tokenizer.word_cut import MARK, mark_words, to_pieces, to_text
 
@@ -51,6 +51,12 @@ class CPM1Tokenizer(SentencePieceTokenizer):
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         tokens, sizes = super()._encode_arrays([to_pieces(words).replace(MARK, " ") for words in mark_words(texts)])
         return (tokens if self._id_of_piece is None else self._id_of_piece[tokens]), sizes
+
+    def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
+        return Tokenizer.encode_pieces(self, pieces)
+
+    def _encode_continued(self, texts: list[str]) -> Arrays:
+        return self._encode_arrays(texts)  # each word has a space in front, and no text comes back with it
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._own_ids is not None:

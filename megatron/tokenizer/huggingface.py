@@ -7,11 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.errors import DataError
-from megatron.tokenizer.continued import behind_first_word, splits_words, without_prefix
+from megatron.tokenizer.continued import (
+    behind_first_word,
+    splits_words,
+    strips_end,
+    with_blanks_in_front,
+    without_prefix,
+)
 from megatron.tokenizer.known_words import KnownWords, are_independent
 from megatron.tokenizer.names import EOD_NAMES
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays, as_lists
@@ -30,6 +37,7 @@ class LibraryTokenizer(Tokenizer):
         self._library = load(description)
         self._words = KnownWords(partial(ids_of, self._library)) if are_independent(description) else None
         self._continued: tokenizers.Tokenizer | None = None
+        self._drops_blanks = strips_end(description) or splits_words(description)
         self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         super().__init__(paths, settings)
 
@@ -52,13 +60,17 @@ class LibraryTokenizer(Tokenizer):
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return ids_of(self._library, texts) if self._words is None else self._words.encode_arrays(texts)
 
+    def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
+        return super().encode_pieces(with_blanks_in_front(pieces) if self._drops_blanks else pieces)
+
     def _encode_continued(self, texts: list[str]) -> Arrays:
         if self._continued is None:
             self._continued = load(without_prefix(self.description))
         if not splits_words(self.description):
             return ids_of(self._continued, texts)
-        first, others = zip(*(behind_first_word(text) for text in texts), strict=True)
-        words, rests = as_lists(ids_of(self._continued, list(first))), as_lists(ids_of(self._library, list(others)))
+        cut = [behind_first_word(text) for text in texts]
+        words = as_lists(ids_of(self._continued, [word for word, _ in cut]))
+        rests = as_lists(ids_of(self._library, [rest for _, rest in cut]))
         return as_arrays([word + rest for word, rest in zip(words, rests, strict=True)])
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
 
 from megatron.errors import DataError
 from megatron.tokenizer.names import all_names
+from megatron.tokenizer.sentence_piece_continued import Continued
 from megatron.tokenizer.sentence_piece_file import with_control_pieces
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 
@@ -29,7 +32,9 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"{path} must be a SentencePiece .model file; reading it failed: {error}") from error
         changed = self._spelled_names()
         if changed:
-            self._library = sentencepiece.SentencePieceProcessor(model_proto=with_control_pieces(model, changed))
+            model = with_control_pieces(model, changed)
+            self._library = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._model = model
         beyond_eod = sorted(changed - {self.eod_name})
         super().__init__([path, *paths], "\n".join(filter(None, [settings, *beyond_eod])))
 
@@ -58,5 +63,15 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids))
 
+    @cached_property
+    def _continued(self) -> Continued:
+        return Continued(self._model)
+
+    def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
+        return super().encode_pieces(self._continued.blanks_in_front(pieces))
+
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return as_arrays(self._library.encode(texts))
+
+    def _encode_continued(self, texts: list[str]) -> Arrays:
+        return as_arrays(list(self._continued.encode(texts)))

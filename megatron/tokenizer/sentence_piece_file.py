@@ -1,7 +1,7 @@
 """The few fields of a SentencePiece ``.model`` file that must be read or changed: a protocol buffer, walked by hand.
 
 The file is a list of fields. Field 1, once per piece, is a message with the piece's text in field 1 and its type in
-field 3.
+field 3. Field 3 is a message that says what is done to a text first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 _PIECE, _TEXT, _TYPE = 1, 1, 3
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 _CONTROL = 3
+_NORMALIZER, _DUMMY_PREFIX = 3, 3
 
 
 def with_control_pieces(model: bytes, names: Collection[str]) -> bytes:
@@ -25,6 +26,14 @@ def with_control_pieces(model: bytes, names: Collection[str]) -> bytes:
         if model[first:last] in wanted and _TYPE in parts:
             changed[parts[_TYPE][0]] = _CONTROL
     return bytes(changed)
+
+
+def with_dummy_prefix(model: bytes, is_added: bool) -> bytes:
+    """Return the model with a space put in front of each text, or none.
+
+    A message that comes twice is merged, the later value holds: so field 3 of field 3 is appended.
+    """
+    return model + bytes([_NORMALIZER << 3 | _BYTES, 2, _DUMMY_PREFIX << 3 | _VARINT, is_added])
 
 
 def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -80,6 +80,22 @@ class Tokenizer(ABC):
         sizes[spelled] += added
         return np.insert(tokens, np.repeat(behind, added), more), sizes
 
+    def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
+        """Return the int32 tokens of one text that is given in consecutive pieces.
+
+        Only the first piece gets the space that a kind puts in front of a text. Text that spells a control token is
+        escaped in each piece; where a cut parts it, nothing spells it. Memory is that of a piece and of the tokens.
+        """
+        found = [np.zeros(0, np.int32)]
+        encode = self._encode_arrays
+        for piece in filter(None, pieces):
+            first, *others = self._spellings.cut(piece)
+            found.append(encode([first])[0])
+            if others:
+                found.append(self._encode_continued(others)[0])
+            encode = self._encode_continued
+        return np.concatenate(found)
+
     def _found_in_text(self) -> list[str]:
         """Return the names of the control tokens whose ids the kind would give to text that spells them."""
         names = [name for name in self.control_tokens if len(name) > 1]
