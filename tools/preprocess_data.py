@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-append-eod", action="store_true", help="no end-of-document token after each document")
     add("--max-document-chars", type=at_least(1), default=0, help="longer documents are bad (default: no limit)")
     add("--max-bad-lines", type=at_least(0), help="bad lines to leave out before giving up (default: 0)")
-    add("--max-bad-fraction", type=fraction, help="the same as a share of all lines, from 1,000 lines on")
+    add("--max-bad-fraction", type=fraction, help="the same as a share of all lines")
     add("--resume", action="store_true", help="go on with what a job that was cut off has finished")
     add(
         "--unit-bytes",

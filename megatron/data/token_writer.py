@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,6 +16,16 @@ from megatron.data.index_writer import index_chunks
 from megatron.data.sidecar import Sidecar
 from megatron.data.streamed_file import StreamedFile, read_sizes
 from megatron.errors import DataError
+
+
+def check_prefix(prefix: str) -> None:
+    """Check that a prefix of files to be written ends with a name: "data/" would give the hidden file "data/.bin".
+
+    Raises:
+        DataError: it does not.
+    """
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise DataError(f"--output-prefix must end with a name for the files, such as data/corpus, got {prefix!r}")
 
 
 class TokenFileWriter:
@@ -40,6 +51,7 @@ class TokenFileWriter:
         if dtype is None and vocab_size is None:
             raise ValueError("without vocab_size the dtype must be given")
         self.prefix = str(prefix)
+        check_prefix(self.prefix)
         self.dtype = np.dtype(dtype) if dtype is not None else index_format.token_type(vocab_size or 0)
         self.num_tokens = self.num_documents = 0
         self._vocab_size, self._tokenizer, self._eod_id = vocab_size, tokenizer, eod_id

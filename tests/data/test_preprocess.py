@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron import tokenizer
+from megatron import files, tokenizer
 from megatron.data import TokenFile, preprocess
 from megatron.data.preprocess import encode
 from megatron.errors import DataError
@@ -85,7 +85,7 @@ def test_too_many_bad_lines_are_named_and_nothing_is_written(corpus: Corpus, bad
         corpus.run(content + bad, max_bad_lines=1)
 
 
-def test_a_share_of_bad_lines_is_a_limit_from_1000_lines_on_and_at_the_end(corpus: Corpus) -> None:
+def test_a_share_of_bad_lines_is_one_of_all_lines(corpus: Corpus) -> None:
     some, many = lines("a") * 9 + b"x\n", lines("a") * 1000
     corpus.run(some, max_bad_fraction=0.1)
     with pytest.raises(DataError, match=r"at most 0.09 of all lines .*max-bad-fraction.*, got 1 of 10"):
@@ -95,6 +95,20 @@ def test_a_share_of_bad_lines_is_a_limit_from_1000_lines_on_and_at_the_end(corpu
     assert corpus.run(b"x\n" * 8 + many, max_bad_fraction=0.01).num_bad == 8
     with pytest.raises(DataError, match="0.001 of all lines .* got 8 of 1008"):
         corpus.run(many + b"x\n" * 8, max_bad_fraction=0.001)
+    assert corpus.run(b"x\n" * 1100 + many * 2, max_bad_fraction=0.4, unit_bytes=2200).num_bad == 1100
+
+
+def test_a_share_that_cannot_be_kept_any_more_ends_the_job_early(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(operation: str, path: Path) -> None:
+        assert not path.name.startswith("unit-000003"), "the rest is not read"
+
+    monkeypatch.setattr(files, "before_operation", fail)
+    with pytest.raises(DataError, match="0.1 of all lines .* got [0-9]+ of [0-9]+ so far"):
+        corpus.run(b"x\n" * 1000, max_bad_fraction=0.1, unit_bytes=500)
+    with pytest.raises(DataError, match="--max-bad-fraction.* got 2 of 3"):
+        corpus.run(b"".join((lines("a"), b"x\n" * 2)), max_bad_fraction=0.5, unit_bytes=16)
 
 
 def test_a_document_is_too_long_only_where_a_limit_is_given(corpus: Corpus) -> None:

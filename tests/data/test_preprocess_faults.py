@@ -91,6 +91,21 @@ def test_the_second_job_on_a_prefix_is_refused(corpus: Corpus, monkeypatch: pyte
     corpus.run()
 
 
+def test_a_disk_without_room_for_the_number_of_the_process_is_locked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        signal.alarm(20) if not tried else pytest.fail("tried again")
+        tried.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tried: list[int] = []
+    monkeypatch.setattr(os, "pwrite", full)
+    with lock.locked(tmp_path / "out.parts"):
+        assert tried
+    signal.alarm(0)
+
+
 @pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_that_fills_at_any_operation_leaves_the_old_pair_or_the_new_one(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, step: int

@@ -122,6 +122,44 @@ def test_a_job_that_differs_is_refused_and_the_difference_named(corpus: Corpus) 
     assert (corpus.folder / "out.parts" / "unit-000000.json").exists()
 
 
+def test_an_input_that_is_read_once_more_is_another_job(corpus: Corpus) -> None:
+    one, two = corpus.folder / "c.jsonl", corpus.write(lines("x"), "d.jsonl")
+    cut_off(corpus, inputs=[one, two])
+    for inputs, text in (
+        ([one, two, one], "c.jsonl was read 1 times, now 2"),
+        ([one, one], "d.jsonl is no longer read; .*c.jsonl was read 1 times, now 2"),
+        ([two, one], "the order of --input has changed"),
+    ):
+        with pytest.raises(DataError, match=f"the job that was cut off; .*{text}. Give"):
+            corpus.run(resume=True, inputs=inputs)
+    with pytest.raises(DataError, match="--json-key was text, now 'text b'"):
+        corpus.run(resume=True, inputs=[one, two], json_keys=["text b"])
+    assert corpus.run(resume=True, inputs=[one, two]).num_resumed == 1
+
+
+def test_parts_cut_in_another_way_or_of_another_version_are_refused(corpus: Corpus) -> None:
+    for old, new, text in (
+        ('"units": "', '"units": "0', "the input is cut into other units"),
+        ('"format": 2', '"format": 1', "another version of this tool"),
+    ):
+        corpus.run()
+        cut_off(corpus)
+        path = corpus.folder / "out.parts" / parts.PLAN
+        path.write_text(path.read_text().replace(old, new))
+        with pytest.raises(DataError, match=text):
+            corpus.run(resume=True)
+
+
+def test_finished_files_that_are_gone_are_made_again(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Parts, "remove", lambda _: None)  # as by a kill behind the commit
+        corpus.run(unit_bytes=UNIT_BYTES)
+    output = corpus.output()
+    corpus.prefix.with_suffix(".bin").unlink()
+    assert corpus.run(resume=True).num_resumed == 3
+    assert corpus.output() == output and corpus.names() == []
+
+
 def test_without_resume_earlier_parts_go_with_a_line(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
     cut_off(corpus)
     assert corpus.run().num_resumed == 0
@@ -182,8 +220,10 @@ def test_input_that_changes_while_it_is_read_is_refused(corpus: Corpus, monkeypa
             os.utime(corpus.folder / "c.jsonl", ns=(1, 1))
 
     monkeypatch.setattr(files, "before_operation", change)
-    with pytest.raises(DataError, match="must stay as it is while it is read; .*c.jsonl was written again"):
+    text = "must stay as it is while it is read; .*c.jsonl was written again .*. Run again once it does. Nothing is kept."
+    with pytest.raises(DataError, match=text):
         corpus.run(unit_bytes=UNIT_BYTES)
+    assert corpus.names() == []
 
 
 def test_parts_without_a_plan_are_none(corpus: Corpus) -> None:

@@ -67,7 +67,7 @@ PREPROCESS = (
     Mutant(
         "limits are looked at when all is done",
         f"{PLACE}/job.py",
-        "                limits.check(counts)\n",
+        "                limits.check(counts, tally.most_records(running, counts))\n",
         "                counts = counts\n",
         (f"{FAULTS}::test_bad_lines_end_the_job_before_all_is_read",),
         refuses=True,

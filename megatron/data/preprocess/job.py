@@ -27,7 +27,7 @@ from megatron.data.preprocess.settings import Job, Summary
 from megatron.data.preprocess.supervise import UnitError, Workers
 from megatron.data.preprocess.tally import Tally
 from megatron.data.preprocess.worker import Work
-from megatron.data.token_writer import TokenFileWriter
+from megatron.data.token_writer import TokenFileWriter, check_prefix
 from megatron.errors import DataError, StopRequest
 from megatron.tokenizer import Tokenizer
 
@@ -42,6 +42,7 @@ def run(job: Job) -> Summary:
         StopRequest: stopped by Ctrl-C or by a StopRequest; finished units are kept for ``resume``.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library do not live on in a forked process
+    check_prefix(job.output_prefix)
     paths = find_inputs(job.inputs)
     prepare.check_resumable(job, paths)
     tokenizer = job.make_tokenizer()
@@ -82,12 +83,12 @@ def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
 
             def on_report(running: Mapping[int, Counts]) -> None:
                 counts = total((tally.counts, *running.values()))
-                limits.check(counts)
+                limits.check(counts, tally.most_records(running, counts))
                 show(tally.done(running), tally.in_words(counts))
 
             tally.begin()
             workers.encode(range(len(units)), on_report, tally.add)
-        limits.check(tally.counts, at_end=True)
+        limits.check(tally.counts, tally.counts.num_records)
     except TooManyBad as error:
         shown = bad.gather(job.output_prefix, parts, units)
         raise DataError(
@@ -98,7 +99,9 @@ def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
 
 def _finish(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally, begun: Plan) -> Plan:
     """Put the output in place; return the plan with what it came to."""
-    plan.check_unchanged(begun, tally.units)
+    if changed := plan.changes(begun, tally.units):
+        parts.remove()  # they are those of an input that is no more
+        raise DataError(f"the input must stay as it is while it is read; {changed}. Run again once it does.")
     shown = bad.gather(job.output_prefix, parts, tally.units)
     if not tally.counts.num_documents:
         names = ", ".join(map(str, job.inputs))

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron.data.preprocess.counts import Counts
 
-_TOO_FEW_FOR_A_FRACTION = 1000
-
 
 class TooManyBad(Exception):
     """A limit is passed; the message says which."""
@@ -19,14 +17,18 @@ class Limits:
 
     Args:
         max_lines: how many records may be bad.
-        max_fraction: how many of all that were read; looked at once 1,000 were, and at the end.
+        max_fraction: how many of all records. Before the end it is passed only where it would be if all that is still to
+            be read were good, so that the verdict does not depend on which unit comes first.
     """
 
     max_lines: int | None = None
     max_fraction: float | None = None
 
-    def check(self, counts: Counts, *, at_end: bool = False) -> None:
+    def check(self, counts: Counts, most_records: float) -> None:
         """Check what was read so far.
+
+        Args:
+            most_records: there cannot be more in the whole input; at the end those that there were.
 
         Raises:
             TooManyBad: a limit is passed.
@@ -36,9 +38,7 @@ class Limits:
             raise TooManyBad(
                 f"at most {max_lines} bad lines are allowed (--max-bad-lines), got {counts.num_bad} so far"
             )
-        if self.max_fraction is None or (counts.num_records < _TOO_FEW_FOR_A_FRACTION and not at_end):
-            return
-        if counts.num_bad > self.max_fraction * counts.num_records:
+        if self.max_fraction is not None and counts.num_bad > self.max_fraction * most_records:
             raise TooManyBad(
                 f"at most {self.max_fraction:g} of all lines may be bad (--max-bad-fraction), got {counts.num_bad} of "
                 f"{counts.num_records} so far"

@@ -42,12 +42,18 @@ def _lock(folder: Path) -> int:
         except FileNotFoundError:  # another job has just ended and removed the folder
             continue
         _flock(descriptor, folder)
-        with suppress(OSError):
+        with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                _tell_holder(descriptor)
                 return descriptor
         os.close(descriptor)  # what was locked has been removed meanwhile
+
+
+def _tell_holder(descriptor: int) -> None:
+    """Write the number of this process, for the message of another job only: a full disk may refuse it."""
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
 def _flock(descriptor: int, folder: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
+import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from megatron.data.preprocess.parts import PLAN
 from megatron.data.preprocess.records import STDIN, Unit
 from megatron.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 _NAMED = 5
 
 
@@ -23,13 +26,15 @@ class Plan:
     """All that the tokens depend on.
 
     Args:
-        inputs: absolute path of each file: (bytes, time of the last change in ns).
+        inputs: (absolute path, bytes, time of the last change in ns) of each file in order, as often as it is read.
+        units: a digest of what each unit reads.
         options: value of each option of the tool that changes tokens or units.
         tokenizer: what is told apart of it, by name.
         committed: the output is in place, and this is what it came to; the parts only wait to be deleted.
     """
 
-    inputs: Mapping[str, tuple[int, int]]
+    inputs: Sequence[tuple[str, int, int]]
+    units: str
     options: Mapping[str, Any]
     tokenizer: Mapping[str, Any]
     committed: Mapping[str, Any] | None = None
@@ -41,52 +46,44 @@ class Plan:
 
     def differences(self, earlier: Plan) -> list[str]:
         """Return what is not as it was in ``earlier``, each in words."""
-        found = [] if self.format == earlier.format else ["the parts are those of another version of this tool"]
-        found += _changed("", earlier.options, self.options)
+        if self.format != earlier.format:
+            return ["the parts are those of another version of this tool"]
+        found = _changed("", earlier.options, self.options)
         found += _changed("the tokenizer's ", earlier.tokenizer, self.tokenizer)
-        if list(earlier.inputs) != list(self.inputs) and set(earlier.inputs) == set(self.inputs):
-            found.append("the order of --input has changed")
-        found += [f"{path} is no longer read" for path in earlier.inputs if path not in self.inputs]
-        found += [f"{path} is new" for path in self.inputs if path not in earlier.inputs]
-        common = [path for path in self.inputs if path in earlier.inputs]
-        return found + [
-            _difference(path, *earlier.inputs[path], *self.inputs[path])
-            for path in common
-            if earlier.inputs[path] != self.inputs[path]
-        ]
+        found += _changed_inputs(earlier.inputs, self.inputs)
+        return found if found or self.units == earlier.units else ["the input is cut into other units"]
 
 
-def facts_of(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
-    """Return (bytes, time of the last change in ns) of all files of ``units``, in their order; none for a stream."""
-    paths = dict.fromkeys(path for unit in units for path in unit.paths if path != STDIN)
-    found = {}
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            raise DataError(f"--input {path} cannot be read any more: {error.strerror}") from error
-        found[os.path.abspath(path)] = (status.st_size, status.st_mtime_ns)
-    return found
-
-
-def check_unchanged(plan: Plan, units: Sequence[Unit]) -> None:
-    """Check that the files are still what they were when the job began.
+def inputs_of(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
+    """Return ``Plan.inputs`` of ``units``: a file once for all of its units, a stream not at all.
 
     Raises:
-        DataError: names what changed.
+        DataError: a file is no longer there.
     """
-    changed = dataclasses.replace(plan, inputs=facts_of(units)).differences(plan)
-    if changed:
-        raise DataError(
-            f"the input must stay as it is while it is read; {_named(changed)}. Run again without --resume."
-        )
+    return [_facts_of(path) for unit in units if not unit.start for path in unit.paths if path != STDIN]
+
+
+def digest_of(units: Sequence[Unit]) -> str:
+    """Return ``Plan.units``: another text for other units, wherever the job is started."""
+    digest = hashlib.sha256()
+    for unit in units:
+        paths = [path if path == STDIN else os.path.abspath(path) for path in unit.paths]
+        digest.update(json.dumps([unit.format, unit.start, unit.stop, *paths]).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def changes(plan: Plan, units: Sequence[Unit]) -> str:
+    """Return in what the files are no longer what they were when the job began, "" where they are."""
+    return _named(_changed_inputs(plan.inputs, inputs_of(units)))
 
 
 def read(folder: Path) -> Plan | None:
     """Return the plan of the parts in ``folder``, None where there is none that can be read."""
     try:
         fields = json.loads((folder / PLAN).read_bytes())
-        fields["inputs"] = {path: (int(size), int(time)) for path, (size, time) in fields["inputs"].items()}
+        if fields["format"] != FORMAT:
+            return Plan(inputs=(), units="", options={}, tokenizer={}, format=fields["format"])
+        fields["inputs"] = [(str(path), int(size), int(time)) for path, size, time in fields["inputs"]]
         return Plan(**fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -111,7 +108,39 @@ def _named(found: Sequence[str]) -> str:
 
 def _changed(of: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = [name for name in {**earlier, **now} if earlier.get(name) != now.get(name)]
-    return [f"{of}{name} was {earlier.get(name)}, now {now.get(name)}" for name in names]
+    return [f"{of}{name} was {_told(earlier.get(name))}, now {_told(now.get(name))}" for name in names]
+
+
+def _told(value: object) -> str:
+    return shlex.join(value) if isinstance(value, list) else str(value)
+
+
+def _facts_of(path: str) -> tuple[str, int, int]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(f"--input {path} cannot be read any more: {error.strerror}") from error
+    return os.path.abspath(path), status.st_size, status.st_mtime_ns
+
+
+def _changed_inputs(earlier: Sequence[tuple[str, int, int]], now: Sequence[tuple[str, int, int]]) -> list[str]:
+    before, after = ([path for path, *_ in inputs] for inputs in (earlier, now))
+    times_before, times_after = Counter(before), Counter(after)
+    found = ["the order of --input has changed"] if before != after and times_before == times_after else []
+    found += [f"{path} is no longer read" for path in times_before if path not in times_after]
+    found += [f"{path} is new" for path in times_after if path not in times_before]
+    common = [path for path in times_after if path in times_before]
+    found += [
+        f"{path} was read {times_before[path]} times, now {times_after[path]}"
+        for path in common
+        if times_before[path] != times_after[path]
+    ]
+    facts_before, facts_after = ({path: facts for path, *facts in inputs} for inputs in (earlier, now))
+    return found + [
+        _difference(path, *facts_before[path], *facts_after[path])
+        for path in common
+        if facts_before[path] != facts_after[path]
+    ]
 
 
 def _difference(path: str, size: int, time: int, new_size: int, new_time: int) -> str:

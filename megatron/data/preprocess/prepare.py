@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron import log
 from megatron.data import index_format
@@ -13,6 +14,7 @@ from megatron.data.preprocess.plan import Plan
 from megatron.data.preprocess.records import STDIN, Unit
 from megatron.data.preprocess.settings import Job
 from megatron.data.preprocess.units import UNIT_BYTES, plan_units
+from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
@@ -42,10 +44,18 @@ def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[P
     goes_on = job.resume and earlier is not None
     unit_bytes = job.unit_bytes or _unit_bytes(job, paths, earlier if goes_on else None)
     units = plan_units(paths, job.format, unit_bytes)
-    asked = Plan(inputs=plan.facts_of(units), options=_options(job, unit_bytes), tokenizer=_facts_of(tokenizer))
+    asked = Plan(
+        inputs=plan.inputs_of(units),
+        units=plan.digest_of(units),
+        options=_options(job, unit_bytes),
+        tokenizer=_facts_of(tokenizer),
+    )
     if goes_on and earlier is not None:
         plan.check_same(asked, earlier, parts.folder)
-        return earlier, units, parts
+        if earlier.committed is None or _is_in_place(job.output_prefix, earlier.committed):
+            return earlier, units, parts
+        asked.write(parts.folder)
+        return asked, units, parts
     _remove_earlier(job, parts, earlier)
     asked.write(parts.folder)
     return asked, units, parts
@@ -61,12 +71,25 @@ def _unit_bytes(job: Job, paths: Sequence[Path], earlier: Plan | None) -> int:
 def _options(job: Job, unit_bytes: int) -> dict[str, object]:
     return {
         "--format": job.format,
-        "--json-key": " ".join(job.json_keys),
+        "--json-key": list(job.json_keys),
         "--no-append-eod": not job.append_eod,
         "--max-document-chars": job.max_document_chars,
         "--gigatoken": job.use_gigatoken,
         "--unit-bytes": unit_bytes,
     }
+
+
+def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
+    """Return whether the files of a finished job are still there, and say where they are not."""
+    try:
+        file = TokenFile(prefix)
+        told = file.sidecar is not None and file.num_tokens == committed["num_tokens"]
+        reason = "" if told else "they are those of another job, or without .meta.json"
+    except (DataError, KeyError) as error:
+        reason = str(error)
+    if reason:
+        log.info(f"the files of {prefix} were finished, but are no longer in place ({reason}): they are made again")
+    return not reason
 
 
 def _facts_of(tokenizer: Tokenizer) -> dict[str, object]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
 from megatron.data.preprocess.counts import Counts, total
 from megatron.data.preprocess.parts import Part
-from megatron.data.preprocess.records import Unit
+from megatron.data.preprocess.records import Unit, is_whole
 from megatron.data.preprocess.settings import Summary
 
 
@@ -18,6 +19,7 @@ class Tally:
         self.units = units
         self.counts = Counts()
         self.total_bytes = sum(unit.size for unit in units)
+        self._has_bound = all(unit.format in ("jsonl", "text-block") and not is_whole(unit.path, unit.format) for unit in units)
         self._finished: dict[int, Part] = {}
         self._started = self._encoding_since = time.monotonic()
         self._done = self._encoded_before = self._num_resumed = 0
@@ -45,6 +47,15 @@ class Tally:
         A compressed unit gives more text than it has bytes; it counts for those at most.
         """
         return self._done + sum(min(counts.num_bytes, self.units[unit].size) for unit, counts in running.items())
+
+    def most_records(self, running: Mapping[int, Counts], counts: Counts) -> float:
+        """Return how many records there can be at most, ``counts`` being those so far: each takes a byte at least.
+
+        Infinite where bytes on the disk say nothing about that.
+        """
+        if not self._has_bound:
+            return math.inf
+        return counts.num_records + self.total_bytes - self.done(running)
 
     def in_words(self, counts: Counts) -> str:
         """Return the speed of this run, and ``counts``."""
