@@ -37,14 +37,14 @@ class GigatokenTokenizer(LibraryTokenizer):
         return type(self), (self.description, self.paths, self.settings, self.identity)
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        return self._fast.encode(texts)
+        return self._without_hidden(self._library, texts, self._fast.encode(texts))
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
         if splits_words(self.description):
             return super()._encode_continued(texts)
         if self._fast_continued is None:
             self._fast_continued = _Bounded(without_prefix(self.description))
-        return self._fast_continued.encode(texts)
+        return self._without_hidden(self._library, texts, self._fast_continued.encode(texts))
 
 
 def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:

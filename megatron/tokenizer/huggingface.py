@@ -19,6 +19,7 @@ from megatron.tokenizer.continued import (
     with_blanks_in_front,
     without_prefix,
 )
+from megatron.tokenizer.hidden_spellings import HiddenSpellings
 from megatron.tokenizer.known_words import KnownWords, are_independent
 from megatron.tokenizer.names import EOD_NAMES
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays, as_lists
@@ -39,7 +40,9 @@ class LibraryTokenizer(Tokenizer):
         self._continued: tokenizers.Tokenizer | None = None
         self._drops_blanks = strips_end(description) or splits_words(description)
         self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._hidden = HiddenSpellings(description, {})
         super().__init__(paths, settings)
+        self._hidden = HiddenSpellings(description, self.control_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.description, self.paths, self.settings)
@@ -58,7 +61,7 @@ class LibraryTokenizer(Tokenizer):
         return (token.content for token in self._library.get_added_tokens_decoder().values() if token.special)
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        return ids_of(self._library, texts) if self._words is None else self._words.encode_arrays(texts)
+        return self._ids_of(self._library, texts) if self._words is None else self._words.encode_arrays(texts)
 
     def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
         return super().encode_pieces(with_blanks_in_front(pieces) if self._drops_blanks else pieces)
@@ -67,11 +70,27 @@ class LibraryTokenizer(Tokenizer):
         if self._continued is None:
             self._continued = load(without_prefix(self.description))
         if not splits_words(self.description):
-            return ids_of(self._continued, texts)
+            return self._ids_of(self._continued, texts)
         cut = [behind_first_word(text) for text in texts]
-        words = as_lists(ids_of(self._continued, [word for word, _ in cut]))
-        rests = as_lists(ids_of(self._library, [rest for _, rest in cut]))
+        words = as_lists(self._ids_of(self._continued, [word for word, _ in cut]))
+        rests = as_lists(self._ids_of(self._library, [rest for _, rest in cut]))
         return as_arrays([word + rest for word, rest in zip(words, rests, strict=True)])
+
+    def _ids_of(self, library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:
+        return self._without_hidden(library, texts, ids_of(library, texts))
+
+    def _without_hidden(self, library: tokenizers.Tokenizer, texts: list[str], arrays: Arrays) -> Arrays:
+        """Return ``arrays``, the tokens of ``texts``, without control tokens that the library's normaliser made."""
+        places = self._hidden.texts_with(*arrays)
+        if not places:
+            return arrays
+        lists = as_lists(arrays)
+        for place in places:
+            first, *others = self._hidden.cut(texts[place], library.encode(texts[place], add_special_tokens=False))
+            if others:  # else a single character became the control token, which cannot be cut
+                parts = self._ids_of(library, [first])[0], self._encode_continued(others)[0]
+                lists[place] = np.concatenate(parts).tolist()
+        return as_arrays(lists)
 
 
 def load(description: str) -> tokenizers.Tokenizer:
@@ -92,11 +111,13 @@ def from_json_files(path: Path) -> LibraryTokenizer:
     """Return the tokenizer in a ``tokenizers`` JSON file, or in a folder's tokenizer.json."""
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        return LibraryTokenizer(path.read_text(encoding="utf-8"), [path])
+        description = path.read_text(encoding="utf-8")
+        load(description)
     except OSError as error:
         raise DataError(f"--tokenizer-path {path} cannot be read: {error}") from error
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{path} must be a JSON file of the `tokenizers` library; it says: {error}") from error
+    return LibraryTokenizer(description, [path])
 
 
 def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:

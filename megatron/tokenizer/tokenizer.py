@@ -99,6 +99,8 @@ class Tokenizer(ABC):
     def _found_in_text(self) -> list[str]:
         """Return the names of the control tokens whose ids the kind would give to text that spells them."""
         names = [name for name in self.control_tokens if len(name) > 1]
+        if not names:
+            return []
         alone = as_lists(self._encode_arrays(names))
         within = as_lists(self._encode_arrays([f"a{name}a" for name in names]))
         start = as_lists(self._encode_arrays([name[:1] for name in names]))

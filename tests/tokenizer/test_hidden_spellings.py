@@ -1,0 +1,86 @@
+"""Text that a normaliser makes into the spelling of a control token is text: of every kind that normalises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers, trainers
+
+from megatron import tokenizer
+from megatron.tokenizer import Tokenizer, with_gigatoken
+from tests.tokenizer.test_pieces import sentence_piece, unigram, with_parts
+
+NAMES = ["<pad>", "</s>", "<mask>"]
+TEXTS = [
+    "a＜/s＞b",
+    "＜/s＞",
+    "</S>",
+    "x ＜pad＞＜pad＞ y",
+    "＜/s>",
+    "灯＜mask> ＜PAD＞ end </s>",
+    "＜|endoftext|＞",
+    "ａ",
+]
+
+
+def json_unigram(folder: Path, corpus: list[str], before: object) -> Path:
+    path = unigram(folder, corpus, normalizer=normalizers.NFKC(), pre_tokenizer=before)
+    library = tokenizers.Tokenizer.from_file(str(path))
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", *NAMES],
+        unk_token="<unk>",
+        initial_alphabet=list("</>"),
+        show_progress=False,
+    )
+    library.train_from_iterator(corpus[9:], trainer)
+    library.decoder = decoders.Metaspace()
+    library.save(str(path))
+    return path
+
+
+def byte_bpe(folder: Path, bpe: Path) -> Path:
+    library = tokenizers.Tokenizer.from_file(str(bpe))
+    library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    library.add_tokens([tokenizers.AddedToken(name, normalized=True) for name in NAMES])
+    library.save(str(folder / "t.json"))
+    return folder / "t.json"
+
+
+KINDS: dict[str, Callable[[Path, Path, list[str]], Tokenizer]] = {
+    "unigram": lambda folder, bpe, corpus: tokenizer.build(
+        tokenizer_path=json_unigram(folder, corpus, pre_tokenizers.Metaspace())
+    ),
+    "words": lambda folder, bpe, corpus: tokenizer.build(
+        tokenizer_path=json_unigram(
+            folder, corpus, pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+        )
+    ),
+    "bpe": lambda folder, bpe, corpus: tokenizer.build(tokenizer_path=byte_bpe(folder, bpe)),
+    "gigatoken": lambda folder, bpe, corpus: with_gigatoken(
+        tokenizer.build(tokenizer_path=with_parts(bpe, folder, normalizer=normalizers.NFC())), []
+    ),
+    "sentencepiece": lambda folder, bpe, corpus: tokenizer.build(
+        tokenizer_path=sentence_piece(folder, corpus, user_defined_symbols=["<pad>", "<mask>"])
+    ),
+    "cpm1": lambda folder, bpe, corpus: tokenizer.build(
+        "CPM1", tokenizer_path=sentence_piece(folder, corpus, user_defined_symbols=["<pad>", "<mask>"])
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_normalised_text_becomes_a_control_token(
+    kind: str, tmp_path: Path, bpe_path: Path, corpus: list[str]
+) -> None:
+    built = KINDS[kind](tmp_path, bpe_path, corpus)
+    never = set(built.control_tokens.values()) - {built.unk_id}
+    encoded = built.encode_batch(TEXTS)
+    assert not never & {token for ids in encoded for token in ids} and all(encoded)
+    assert encoded == [built.encode(text) for text in TEXTS]
+    assert not never & set(built.encode_pieces(TEXTS).tolist())
+    if kind in ("unigram", "bpe"):
+        assert built.decode(encoded[0]).casefold() == "a</s>b" and built.decode(encoded[-1]) == "a"
