@@ -18,7 +18,7 @@ from megatron.errors import DataError
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer
 from megatron.tokenizer.vocabulary import read_vocabulary
-from megatron.tokenizer.word_cut import MARK, mark_words, to_pieces, to_text
+from megatron.tokenizer.word_cut import MARK, NO_PIECE, mark_words, to_pieces, to_text
 
 MODEL, NUMBERS = "chinese_vocab.model", "vocab.json"
 
@@ -41,6 +41,12 @@ class CPM1Tokenizer(SentencePieceTokenizer):
         pieces = map(self._library.id_to_piece, range(self._library.get_piece_size()))
         return np.array([self._own_ids.get(piece, 0) for piece in pieces], np.int32)
 
+    @cached_property
+    def _piece_of_id(self) -> dict[int, str]:
+        if self._own_ids is None:
+            return dict(enumerate(map(self._library.id_to_piece, range(self._library.get_piece_size()))))
+        return {token: piece for piece, token in self._own_ids.items()}
+
     @property
     def vocab_size(self) -> int:
         return super().vocab_size if self._own_ids is None else max(self._own_ids.values()) + 1
@@ -59,10 +65,8 @@ class CPM1Tokenizer(SentencePieceTokenizer):
         return self._encode_arrays(texts)  # each word has a space in front, and no text comes back with it
 
     def decode(self, ids: Sequence[int]) -> str:
-        if self._own_ids is not None:
-            pieces = {token: piece for piece, token in self._own_ids.items()}
-            return to_text(self._library.decode([pieces[token] for token in ids]).replace(" ", ""))
-        return to_text(super().decode(ids).replace(" ", ""))
+        pieces = (self._piece_of_id.get(token, NO_PIECE) for token in ids)
+        return to_text(self._library.decode_pieces(list(pieces)).replace(" ", ""))
 
 
 def from_cpm1_files(path: Path) -> CPM1Tokenizer:

@@ -11,27 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DataError
+from megatron.tokenizer.known_words import ENTRY_CHARACTERS
 from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 from megatron.tokenizer.vocabulary import read_vocabulary
-from megatron.tokenizer.word_cut import MARK, mark_words, to_pieces, to_text
+from megatron.tokenizer.word_cut import MARK, NO_PIECE, mark_words, to_pieces, to_text
 
 _UNK = "<unk>"
 _LONGEST_WORD = 200
-_MOST_KNOWN = 1 << 20
+_MOST_CHARACTERS = 1 << 21
 
 
 class _Words(dict[str, tuple[int, ...]]):
-    """The ids of each word met so far."""
+    """The ids of each word met lately."""
 
     def __init__(self, vocabulary: dict[str, int]) -> None:
         super().__init__()
         self._ids = vocabulary
         self._longest = max(map(len, vocabulary))
+        self._num_characters = 0
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         ids = (self._ids[_UNK],) if len(word) > _LONGEST_WORD else tuple(self._longest_matches(word))
-        if len(self) < _MOST_KNOWN:
-            self[word] = ids
+        self._num_characters += len(word) + ENTRY_CHARACTERS
+        if self._num_characters > _MOST_CHARACTERS:
+            self.clear()
+            self._num_characters = len(word) + ENTRY_CHARACTERS
+        self[word] = ids
         return ids
 
     def _longest_matches(self, word: str) -> list[int]:
@@ -71,7 +76,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._ids.get(token)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return to_text("".join(self._pieces[token] for token in ids))
+        return to_text("".join(self._pieces.get(token, NO_PIECE) for token in ids))
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return as_arrays([self._ids_of(words) for words in mark_words(texts)])

@@ -38,8 +38,8 @@ class LibraryTokenizer(Tokenizer):
         self._library = load(description)
         self._words = KnownWords(partial(ids_of, self._library)) if are_independent(description) else None
         self._continued: tokenizers.Tokenizer | None = None
-        self._drops_blanks = strips_end(description) or splits_words(description)
         self._vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._drops_blanks = strips_end(description) or splits_words(description)
         self._hidden = HiddenSpellings(description, {})
         super().__init__(paths, settings)
         self._hidden = HiddenSpellings(description, self.control_tokens)
@@ -93,9 +93,16 @@ class LibraryTokenizer(Tokenizer):
         return as_arrays(lists)
 
 
+class _LoadError(Exception):
+    """The library cannot read a JSON text."""
+
+
 def load(description: str) -> tokenizers.Tokenizer:
     """Return the library's tokenizer of a JSON text, with nothing that would add, cut or recognise control tokens."""
-    library = tokenizers.Tokenizer.from_str(description)
+    try:
+        library = tokenizers.Tokenizer.from_str(description)
+    except Exception as error:  # the library raises plain Exception
+        raise _LoadError(str(error)) from error
     library.no_padding()
     library.no_truncation()
     library.encode_special_tokens = True  # the spelling of a control token is text
@@ -112,12 +119,11 @@ def from_json_files(path: Path) -> LibraryTokenizer:
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
         description = path.read_text(encoding="utf-8")
-        load(description)
+        return LibraryTokenizer(description, [path])
     except OSError as error:
         raise DataError(f"--tokenizer-path {path} cannot be read: {error}") from error
-    except Exception as error:  # the library raises plain Exception
+    except (UnicodeDecodeError, _LoadError) as error:
         raise DataError(f"{path} must be a JSON file of the `tokenizers` library; it says: {error}") from error
-    return LibraryTokenizer(description, [path])
 
 
 def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:

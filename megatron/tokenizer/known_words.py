@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
 import numpy as np
@@ -20,6 +20,8 @@ _SPACE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\
 _WORD = re.compile(f" ?[^{_SPACE}]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+")
 _LONGEST_MEAN = 12
 _MOST_CHARACTERS = 1 << 22
+ENTRY_CHARACTERS = 16
+"""What an entry of a memory of words counts besides its own characters: some 200 bytes are spent on each."""
 
 
 def are_independent(description: str) -> bool:
@@ -65,15 +67,19 @@ class KnownWords:
         data = tokens.tobytes()
         for word, start, stop in zip(words, [0, *stops.tolist()], stops.tolist(), strict=False):
             self._tokens[word] = data[start:stop]
-        self._num_characters += sum(map(len, words))
+        self._num_characters += _size(words)
 
     def _forget(self, whole_texts: set[str]) -> None:
         for text in whole_texts:
             del self._tokens[text]
-        self._num_characters -= sum(map(len, whole_texts))
+        self._num_characters -= _size(whole_texts)
         if self._num_characters > _MOST_CHARACTERS:
             self._tokens.clear()
             self._num_characters = 0
+
+
+def _size(words: Collection[str]) -> int:
+    return sum(map(len, words)) + ENTRY_CHARACTERS * len(words)
 
 
 def _has_words(text: str) -> bool:

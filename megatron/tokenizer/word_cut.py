@@ -21,6 +21,9 @@ from megatron.tokenizer.viterbi import mark_chinese_words
 MARK = "\ud800"
 """Stands between words: a lone surrogate, which no text that can be encoded has."""
 
+NO_PIECE = "\ufffd"
+"""Stands in a text for an id that the vocabulary does not have."""
+
 _TEXT_END = "\ud801"
 _HAN = "\u4e00-\u9fd5"
 _UNIT = f"(?:[{_HAN}]|[a-zA-Z0-9]+|[-+#&._%])"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron import tokenizer
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer import cpm2 as cpm2_module
 from tests.tokenizer.conftest import CPM_CONTROL, CPM_MARKS
 from tests.tokenizer.test_word_cut import ALPHABET, HARD
 
@@ -134,3 +135,26 @@ def test_a_file_that_is_no_vocabulary_of_cpm_is_refused(tmp_path: Path, content:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         tokenizer.build("CPM2", tokenizer_path=path)
+
+
+def test_ids_without_a_piece_are_told_apart_in_the_text(
+    cpm1: Tokenizer, cpm2: Tokenizer, cpm_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "chinese_vocab.model").write_bytes((cpm_folder / "chinese_vocab.model").read_bytes())
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "chinese_vocab.model"))
+    ids = {pieces.id_to_piece(number): number + 5 for number in range(cpm1.vocab_size)}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    for built in (cpm1, cpm2, tokenizer.build("CPM1", tokenizer_path=tmp_path)):
+        lamp = built.encode("灯")
+        assert built.decode([*lamp, built.vocab_size + 7, *lamp]) == "灯\ufffd灯" and built.decode([]) == ""
+
+
+def test_the_words_that_cpm2_remembers_are_bounded(
+    cpm2_path: Path, cpm2_ids: dict[str, int], cut: Cut, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpm2_module, "_MOST_CHARACTERS", 400)
+    built = tokenizer.build("CPM2", tokenizer_path=cpm2_path)
+    assert isinstance(built, cpm2_module.CPM2Tokenizer)
+    for text in corpus[:2]:
+        assert built.encode(text[:500]) == reference_cpm2(cut, cpm2_ids, text[:500])
+        assert 0 < len(built._words) <= 400 // 17

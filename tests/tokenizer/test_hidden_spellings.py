@@ -20,7 +20,7 @@ TEXTS = [
     "</S>",
     "x ＜pad＞＜pad＞ y",
     "＜/s>",
-    "灯＜mask> ＜PAD＞ end </s>",
+    "灯＜mask> ＜PAD＞ </s>",
     "＜|endoftext|＞",
     "ａ",
 ]

@@ -54,7 +54,8 @@ def test_what_is_remembered_is_bounded_and_texts_without_spaces_are_not(
     check(built, words, [corpus[0].replace(" ", ""), "", "alone"])
     assert not words._tokens and words._num_characters == 0
     check(built, words, corpus[-3:])
-    assert len(words._tokens) > 100 and words._num_characters == sum(map(len, words._tokens))
+    assert len(words._tokens) > 100
+    assert words._num_characters == sum(len(word) + known_words.ENTRY_CHARACTERS for word in words._tokens)
     monkeypatch.setattr(known_words, "_MOST_CHARACTERS", 10)
     check(built, words, corpus[-3:])
     assert not words._tokens

@@ -112,4 +112,5 @@ def test_a_vocabulary_of_words_without_control_tokens_opens(tmp_path: Path) -> N
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.save(str(tmp_path / "t.json"))
     built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
-    assert built.encode("b a b") == [1, 0, 1] and json.loads((tmp_path / "t.json").read_text())["added_tokens"] == []
+    assert built.encode("b a b") == [1, 0, 1] and built.encode_pieces(["b a", " b"]).tolist() == [1, 0, 1]
+    assert json.loads((tmp_path / "t.json").read_text())["added_tokens"] == []
