@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,10 +25,12 @@ from megatron import files, log, tokenizer  # noqa: E402
 from megatron.data import preprocess  # noqa: E402
 from megatron.data.preprocess.sample import sample  # noqa: E402
 from megatron.data.preprocess.training_text import TrainingText  # noqa: E402
-from megatron.errors import exit_code  # noqa: E402
+from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.tokenizer import fertility, train  # noqa: E402
 
 MOST_INPUTS_SHOWN = 20
+STOPPED = 130
+"""Exit code behind Ctrl-C, as shells have it."""
 WITHOUT_BLANKS = ("Han", "Kana")
 
 
@@ -116,13 +119,26 @@ def report(rows: Sequence[fertility.Fertility]) -> None:
     Console(width=110).print(table)
 
 
+def check_output(output: Path, model: str) -> None:
+    """Raise DataError if the trained file could not be written or not be opened again, before hours are spent."""
+    ending = ".model" if model == "unigram" else ".json"
+    if output.suffix != ending or output.is_dir():
+        raise DataError(f"--output must be a file that ends in {ending} with --model {model}, got {output}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise DataError(f"--output {output} must be in a folder that can be written to: {error}") from error
+
+
 def run(args: argparse.Namespace) -> None:
     """Train, write the file, and report."""
     started = time.monotonic()
+    check_output(args.output, args.model)
     special = train.special_names(args.special_tokens, args.num_sentinels)
     text = training_text(args)
     trained = train.MODELS[args.model](text, args.vocab_size, special)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     files.replace_bytes(args.output, trained)
     built = tokenizer.build(tokenizer_path=args.output)
     seconds = time.monotonic() - started
@@ -142,6 +158,9 @@ def main() -> int:
     """Return the exit code."""
     try:
         run(parse_args())
+    except KeyboardInterrupt:
+        log.error("stopped by Ctrl-C")
+        return STOPPED
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)

@@ -97,7 +97,7 @@ def train_unigram(texts: Iterable[str], vocab_size: int, special: Sequence[str] 
         DataError: the text is too little, or ``vocab_size`` too small.
     """
     model = io.BytesIO()
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_sentences(_kept(texts, errors)),
@@ -141,11 +141,11 @@ def _to_bytes(library: tokenizers.Tokenizer) -> bytes:
     return library.to_str(pretty=True).encode() + b"\n"
 
 
-def _kept(texts: Iterable[str], errors: list[Exception]) -> Iterator[str]:
+def _kept(texts: Iterable[str], errors: list[BaseException]) -> Iterator[str]:
     """Yield ``texts``, and put the error that ends them into ``errors``."""
     try:
         yield from texts
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         errors.append(error)
         raise
 

@@ -102,8 +102,46 @@ def test_unigram_and_wordpiece_are_trained_and_open_again(train: Callable[..., t
 def test_what_cannot_be_trained_ends_with_code_2(
     train: Callable[..., tuple], corpus: Path, arguments: list[object], text: str
 ) -> None:
-    code, path, said = train("--input", corpus, *arguments)
+    name = "t.model" if "unigram" in arguments else "t.json"
+    code, path, said = train("--input", corpus, *arguments, name=name)
     assert code == 2 and text in said and not path.exists(), said
+
+
+@pytest.mark.parametrize(
+    "model, name, text",
+    [
+        ("bpe", "t.model", "must be a file that ends in .json with --model bpe"),
+        ("wordpiece", "t", "must be a file that ends in .json with --model wordpiece"),
+        ("unigram", "t.json", "must be a file that ends in .model with --model unigram"),
+        ("bpe", "file/t.json", "must be in a folder that can be written to"),
+    ],
+)
+def test_an_output_that_cannot_be_used_is_refused_before_training(
+    train: Callable[..., tuple],
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    name: str,
+    text: str,
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(train_tokenizer.train, "MODELS", dict.fromkeys(train_tokenizer.train.MODELS))
+    code, _, said = train("--input", corpus, "--vocab-size", 400, "--model", model, name=name)
+    assert code == 2 and text in " ".join(said.split()), said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_ctrl_c_ends_training_in_one_line(
+    train: Callable[..., tuple], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_tokenizer.train, "MODELS", {"bpe": interrupted})
+    code, path, said = train("--input", corpus, "--vocab-size", 400)
+    assert code == 130 and "stopped by Ctrl-C" in said and not path.exists()
+    assert len(said.splitlines()) == 1
 
 
 def test_bad_lines_within_the_limit_are_left_out(train: Callable[..., tuple], tmp_path: Path) -> None:
@@ -164,7 +202,9 @@ def test_the_big_corpus_has_its_size_and_follows_from_the_seed(tmp_path: Path) -
 
 
 def test_the_tool_is_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", "--input", "gone", "--vocab-size", "1e3", "--output", "t"])
+    monkeypatch.setattr(
+        sys, "argv", ["train_tokenizer.py", "--input", "gone", "--vocab-size", "1e3", "--output", "t.json"]
+    )
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(train_tokenizer.__file__, run_name="__main__")
     assert "--input gone does not exist" in capsys.readouterr().err
