@@ -28,6 +28,8 @@ from megatron.data.token_file import TokenFile  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.mixtures import parse_paths  # noqa: E402
 
+INTERRUPTED = 130
+
 
 @dataclass(frozen=True)
 class Count:
@@ -59,9 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--data-path", nargs="+", metavar="WEIGHT PREFIX", help="weights and prefixes in turn, as in the training"
     )
     parser.add_argument("--split", help="count each split too, such as 949,50,1")
-    parser.add_argument(
-        "--split-by", choices=("range", "hash"), default="range", help="as in the training (default: range)"
-    )
+    parser.add_argument("--split-by", choices=("range", "hash"), help="as in the training (default: range)")
     parser.add_argument("--seq-length", type=int, metavar="L", help="count samples of so many tokens")
     parser.add_argument("--train-tokens", type=tokens, metavar="N", help="tokens of a run, such as 2e9")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
@@ -70,6 +70,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("give prefixes, or --data-path with weights; one of them")
     if len(set(args.prefix)) < len(args.prefix):
         parser.error(f"each prefix is counted once, got one more often: {' '.join(args.prefix)}")
+    if args.split_by and not args.split:
+        parser.error("--split-by says how --split is made, so it needs --split")
     if args.seq_length is not None and args.seq_length < 1:
         parser.error(f"--seq-length must be at least 1, got {args.seq_length}")
     return args
@@ -103,7 +105,7 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
     return {"corpora": rows, "total": total}
 
 
-def splits_of(file: TokenFile, split: str | None, split_by: str) -> dict[str, Documents]:
+def splits_of(file: TokenFile, split: str | None, split_by: str | None) -> dict[str, Documents]:
     """Return the documents of train, valid and test, or nothing without ``split``."""
     if not split:
         return {}
@@ -171,6 +173,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         result = count(args)
+    except KeyboardInterrupt:
+        log.error("stopped")
+        return INTERRUPTED
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)

@@ -24,6 +24,7 @@ from megatron.data.token_writer import TokenFileWriter  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 
 BLOCK = 1 << 20
+INTERRUPTED = 130
 UNNAMED = "not named"
 
 
@@ -69,9 +70,10 @@ def merge(inputs: Sequence[str], output_prefix: str) -> TokenFileWriter:
 
 
 def check_output(parts: Sequence[TokenFile], output_prefix: str) -> None:
-    """Raise DataError if the output is one of the inputs."""
+    """Raise DataError if the output is one of the inputs, or a file of it is, by whatever name."""
     for part in parts:
-        if Path(part.prefix).resolve() == Path(output_prefix).resolve():
+        pairs = [(part.token_path, Path(output_prefix + ".bin")), (part.index_path, Path(output_prefix + ".idx"))]
+        if any(there.exists() and there.samefile(path) for path, there in pairs):
             raise DataError(f"--output-prefix must not be an input, got {output_prefix} as both. Give another name.")
 
 
@@ -130,6 +132,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         writer = merge(args.input, args.output_prefix)
+    except KeyboardInterrupt:
+        log.error("stopped")
+        return INTERRUPTED
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -58,7 +59,9 @@ def roll_forward(prefix: str) -> None:
                     files.rename(journal.with_name(source), journal.with_name(target))
         files.before_operation("unlink", journal)
         journal.unlink(missing_ok=True)
-    except PermissionError as error:
+    except OSError as error:
+        if not isinstance(error, PermissionError) and error.errno != errno.EROFS:
+            raise
         raise DataError(
             f"{journal}: a cut-off replacement of {prefix} must be finished; no permission: {error}"
         ) from error

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import DataError
 
 FORMAT = 1
+_CHECKSUM = "crc32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,17 +32,20 @@ class Sidecar:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        return (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode()
+        """Return the content of the file: the fields, and their crc32 as one more."""
+        fields = dataclasses.asdict(self)
+        return (json.dumps(fields | {_CHECKSUM: _crc32(fields)}, indent=2) + "\n").encode()
 
 
 def read(path: Path) -> Sidecar | None:
     """Return the sidecar at ``path``, or None where there is none.
 
     Raises:
-        DataError: unreadable, or of another format.
+        DataError: unreadable, of another format, or not what was written (older files do not tell their crc32).
     """
     try:
-        fields = json.loads(path.read_bytes())
+        fields = dict(json.loads(path.read_bytes()))
+        crc32 = fields.pop(_CHECKSUM, None)
         sidecar = Sidecar(**fields)
     except FileNotFoundError:
         return None
@@ -46,6 +53,11 @@ def read(path: Path) -> Sidecar | None:
         raise DataError(f"{path}: cannot be read ({error}). Delete it, or build the data again.") from error
     if sidecar.format != FORMAT:
         raise DataError(f"{path}: format must be {FORMAT}, got {sidecar.format}. Build the data again, or delete it.")
+    if crc32 is not None and crc32 != _crc32(fields):
+        raise DataError(
+            f"{path}: its fields have the crc32 {_crc32(fields)}, it says {crc32}: it was damaged or edited. "
+            "Build the data again, or delete it."
+        )
     return sidecar
 
 
@@ -64,3 +76,7 @@ def check_belongs(sidecar: Sidecar, path: Path, *, num_documents: int, num_token
             f"{path}: describes another .idx ({told}) than the one beside it ({found}). Delete it if the .bin and .idx "
             "are right, else build all three again."
         )
+
+
+def _crc32(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

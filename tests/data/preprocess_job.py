@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron import tokenizer
 from megatron.data import TokenFile, preprocess
+from megatron.data.preprocess import units
 from megatron.tokenizer import Tokenizer, train
 
 GOOD = [f"document {number}\nsecond line 第{number}行" for number in range(60)]
@@ -36,6 +39,14 @@ def small_tokenizer() -> Tokenizer:
 def lines(*texts: str) -> bytes:
     """Return JSON lines."""
     return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def texts(
+    paths: Sequence[Path | str], format: str | None = None, keys: Sequence[str] = ("text",)
+) -> list[str | preprocess.BadRecord]:
+    """Return the documents of a corpus in order, and what is bad."""
+    planned = preprocess.plan_units(paths, format, unit_bytes=sys.maxsize)
+    return [text for unit in planned for _, text in units.unit_documents(unit, keys)]
 
 
 @dataclasses.dataclass

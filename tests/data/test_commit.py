@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from megatron import files
 from megatron.data import TokenFile
+from megatron.errors import DataError
 from tests.data.token_data import write
 
 
@@ -55,3 +57,15 @@ def test_a_failing_rename_after_the_commit_is_finished_by_the_next_reader(
         write(tmp_path / "a", [5])
     monkeypatch.undo()
     assert TokenFile(tmp_path / "a").num_tokens == 5
+
+
+def test_a_read_only_disk_is_told_as_missing_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a", [3, 4])
+    (tmp_path / "a.commit").write_text('[["x", "a.bin"]]')
+
+    def refuse(operation: str, path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(files, "before_operation", refuse)
+    with pytest.raises(DataError, match="a cut-off replacement of .* must be finished; no permission"):
+        TokenFile(tmp_path / "a")

@@ -145,6 +145,22 @@ def test_a_long_document_has_the_ids_that_it_has_uncut(tmp_path: Path, monkeypat
         assert encoded.tokens.tolist() == built.encode(text)
 
 
+def test_a_cut_puts_no_space_into_a_long_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = pytest.importorskip("tokenizers")
+    letters = [(letter, -2.0) for letter in "▁abc\n"]
+    made = hf.Tokenizer(hf.models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *letters], 0, False))
+    made.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme="always")
+    made.decoder = hf.decoders.Metaspace(prepend_scheme="always")
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "t.json"))
+    built = tokenizer.build(tokenizer_path=tmp_path / "t.json")
+    encoder, text = encode.Encoder(built, ("text",), append_eod=False), "abc" * 20 + "\n" + "cab" * 9
+    whole = encoder.encode([preprocess.Record("c", 1, 0, text.encode())], "text-file").tokens.tolist()
+    monkeypatch.setattr(encode, "MAX_PIECE", 25)
+    cut = encoder.encode([preprocess.Record("c", 1, 0, text.encode())], "text-file").tokens.tolist()
+    assert cut == whole and built.decode(cut) == text
+
+
 def test_gigatoken_looks_at_a_sample_from_all_over_the_corpus(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 

@@ -106,6 +106,13 @@ def test_a_disk_without_room_for_the_number_of_the_process_is_locked_all_the_sam
     signal.alarm(0)
 
 
+@pytest.mark.parametrize("name", ["k/", "k/.", ""])
+def test_a_prefix_without_a_name_is_refused(corpus: Corpus, name: str) -> None:
+    with pytest.raises(DataError, match="--output-prefix must end with a name"):
+        corpus.run(output_prefix=name and f"{corpus.folder}/{name}")
+    assert corpus.names() == []
+
+
 @pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_that_fills_at_any_operation_leaves_the_old_pair_or_the_new_one(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, step: int

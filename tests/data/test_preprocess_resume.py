@@ -220,7 +220,9 @@ def test_input_that_changes_while_it_is_read_is_refused(corpus: Corpus, monkeypa
             os.utime(corpus.folder / "c.jsonl", ns=(1, 1))
 
     monkeypatch.setattr(files, "before_operation", change)
-    text = "must stay as it is while it is read; .*c.jsonl was written again .*. Run again once it does. Nothing is kept."
+    text = (
+        "must stay as it is while it is read; .*c.jsonl was written again .*. Run again once it does. Nothing is kept."
+    )
     with pytest.raises(DataError, match=text):
         corpus.run(unit_bytes=UNIT_BYTES)
     assert corpus.names() == []

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron.data import preprocess
+from megatron.data import preprocess, sidecar
 from megatron.errors import DataError
 from tests.data.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
 from tests.data.token_data import write, write_megatron
@@ -51,11 +53,36 @@ def test_another_tokenizer_and_ids_beyond_it_are_refused(tmp_path: Path) -> None
         preprocess.verify(str(tmp_path / "a"), small_tokenizer())
 
 
+def test_a_flipped_bit_of_the_sidecar_is_found_and_an_older_one_without_a_checksum_is_read(corpus: Corpus) -> None:
+    path = corpus.folder / "out.meta.json"
+    whole = path.read_bytes()
+    fields = json.loads(whole)
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert json.loads(path.read_bytes()) == fields, place
+        except (ValueError, AssertionError):
+            with pytest.raises(DataError, match="out.meta.json"):
+                preprocess.verify(str(corpus.prefix), None)
+    del fields["crc32"]
+    path.write_text(json.dumps(fields))
+    assert preprocess.verify(str(corpus.prefix), small_tokenizer()).num_documents == 60
+    path.write_text(json.dumps(fields | {"vocab_size": 301}))
+    with pytest.raises(DataError, match="size of the tokenizer's vocabulary, 300, it says 301"):
+        preprocess.verify(str(corpus.prefix), small_tokenizer())
+
+
+def test_files_that_are_not_there_are_named_by_their_option(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--output-prefix .*/a must name files to verify"):
+        preprocess.verify(str(tmp_path / "a"), None)
+
+
 def test_a_document_that_does_not_end_is_found(tmp_path: Path) -> None:
     write(tmp_path / "a", [3, 4, 5], eod_id=7)
     assert preprocess.verify(str(tmp_path / "a"), None).num_tokens == 12
-    sidecar = (tmp_path / "a.meta.json").read_text()
-    (tmp_path / "a.meta.json").write_text(sidecar.replace('"eod_id": 7', '"eod_id": 8'))
+    told = sidecar.read(tmp_path / "a.meta.json")
+    assert told is not None
+    (tmp_path / "a.meta.json").write_bytes(replace(told, eod_id=8).to_json())
     with pytest.raises(DataError, match="each document must end with the id 8, document 0 ends with 7"):
         preprocess.verify(str(tmp_path / "a"), None)
 

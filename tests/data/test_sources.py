@@ -10,9 +10,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.preprocess import Unit, plan_units, read_unit, texts
+from megatron.data.preprocess import Unit, plan_units, read_unit
 from megatron.data.preprocess import lines as lines_module
 from megatron.errors import DataError
+from tests.data.preprocess_job import texts
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 PIECES = [b"a", b"\n", b"\n", b"\r\n", b" ", b"\n\n", b"\r", "窗".encode(), b"\xff", b"\xe2\x80\xa8", b"\x00"]
@@ -95,7 +96,7 @@ def test_units_are_byte_ranges_compressed_files_and_groups_of_small_files(tmp_pa
     ]
     assert [unit.number for unit in units] == [0, 1, 2, 3] and [unit.size for unit in units[:2]] == [100, 40]
     assert [len(unit.paths) for unit in plan_units([tmp_path], "text-file", 20)] == [1, 1, 2, 2, 1]
-    assert list(texts([tmp_path])) == ["x"] * 10 + ["y"] + [f"text of {name}" for name in "cdefg"]
+    assert texts([tmp_path]) == ["x"] * 10 + ["y"] + [f"text of {name}" for name in "cdefg"]
 
 
 def test_folders_are_walked_in_order_without_hidden_files(tmp_path: Path) -> None:
@@ -103,8 +104,8 @@ def test_folders_are_walked_in_order_without_hidden_files(tmp_path: Path) -> Non
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "b" / "loop").symlink_to(tmp_path)
-    assert list(texts([tmp_path])) == ["a.txt", "b/10.txt", "b/2.txt", "b-c/1.txt"]
-    assert list(texts([tmp_path / "b/2.txt", tmp_path / "a.txt", tmp_path / "a.txt"])) == ["b/2.txt", "a.txt", "a.txt"]
+    assert texts([tmp_path]) == ["a.txt", "b/10.txt", "b/2.txt", "b-c/1.txt"]
+    assert texts([tmp_path / "b/2.txt", tmp_path / "a.txt", tmp_path / "a.txt"]) == ["b/2.txt", "a.txt", "a.txt"]
 
 
 def test_inputs_that_are_not_there_are_named(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_giant_line_is_one_record_and_one_beyond_all_measure_is_named(
     assert found == [[13, len(giant)], [], [], [], [], [], [13]]
     monkeypatch.setattr(lines_module, "_LONGEST_LINE", 1_000_000)
     with pytest.raises(DataError, match="c.jsonl must have lines of at most 1000000 bytes.*jq -c"):
-        list(texts([path]))
+        texts([path])
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

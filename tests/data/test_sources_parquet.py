@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.data.preprocess import BadRecord, plan_units, texts
+from megatron.data.preprocess import BadRecord, parquet, plan_units
 from megatron.errors import DataError
+from tests.data.preprocess_job import texts
 
 
 def test_parquet_needs_pyarrow_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,8 +19,7 @@ def test_parquet_needs_pyarrow_and_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 def parquet_file(path: Path, table: object, rows: int = 3) -> Path:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(table, path, row_group_size=rows)
+    pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=rows)
     return path
 
 
@@ -30,7 +31,7 @@ def test_parquet_row_groups_are_units_and_places_are_rows(tmp_path: Path) -> Non
     path = parquet_file(tmp_path / "c.parquet", table)
     units = plan_units([path], None)
     assert [unit.name() for unit in units] == [f"{path} row group {number}" for number in range(3)]
-    found = list(texts([path]))
+    found = texts([path])
     assert [text for text in found if isinstance(text, str)] == ["a", "b\n", "c"]
     bad = [result for result in found if isinstance(result, BadRecord)]
     assert [result.to_json()["row"] for result in bad] == [4, 5, 6]
@@ -46,7 +47,41 @@ def test_parquet_row_groups_are_units_and_places_are_rows(tmp_path: Path) -> Non
     ]
     for key, text in (("txt", "must have a column 'txt' .* it has only text, n, meta"), ("n", "must hold strings, it")):
         with pytest.raises(DataError, match=text):
-            list(texts([path], None, [key]))
+            texts([path], None, [key])
+
+
+def test_a_name_with_a_dot_is_a_column_first_and_two_of_a_name_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    both = arrow.table({"a.b": ["column"], "a": [{"b": "field"}]})
+    assert texts([parquet_file(tmp_path / "c.parquet", both)], None, ["a.b"]) == ["column"]
+    alone = arrow.table({"a.b": ["column"], "n": [1]})
+    assert texts([parquet_file(tmp_path / "c.parquet", alone)], None, ["a.b"]) == ["column"]
+    twice = arrow.Table.from_arrays([arrow.array(["x"]), arrow.array(["y"])], names=["text", "text"])
+    with pytest.raises(DataError, match="must have one column 'text' .--json-key., it has 2 of that name"):
+        texts([parquet_file(tmp_path / "c.parquet", twice)])
+
+
+def test_large_rows_are_taken_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(parquet, "_BYTES_AT_ONCE", 1000)
+    read, converted = [], []
+
+    def note(batch: Any) -> Any:
+        read.append(batch.num_rows)
+        converted.extend(part.num_rows for part in slices(batch))
+        return slices(batch)
+
+    slices = parquet._slices
+    monkeypatch.setattr(parquet, "_slices", note)
+    for rows in ([f"{number:02d}" * 150 for number in range(40)], ["x" * 300] * 40):  # the second is 300 bytes on disk
+        read.clear()
+        converted.clear()
+        assert texts([parquet_file(tmp_path / "c.parquet", arrow.table({"text": rows}), 40)]) == rows
+        assert sum(read) == sum(converted) == 40 and max(converted) <= 3
+        assert max(read) <= 3 or rows[0] == rows[1]
+    raw = arrow.array([b"a" * 400, b"b" * 400, b"c" * 400, b"\xff" * 400], arrow.binary())
+    batch = arrow.record_batch({"text": arrow.Array.from_buffers(arrow.string(), 4, raw.buffers())})
+    assert len(list(parquet._as_json(batch))) == 4, "a row that is no UTF-8 does not bring earlier ones again"
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
@@ -55,8 +90,8 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     path.write_bytes(content[:-9])
     with pytest.raises(DataError, match="c.parquet must be a whole parquet file"):
-        list(texts([path]))
+        texts([path])
     content[8:60] = bytes(52)
     path.write_bytes(content)
     with pytest.raises(DataError, match="c.parquet must be a whole parquet file; row group 0 is damaged at row 0"):
-        list(texts([path]))
+        texts([path])

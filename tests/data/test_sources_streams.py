@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron.data.preprocess import plan_units, read_unit, texts
+from megatron.data.preprocess import plan_units, read_unit
 from megatron.errors import DataError
+from tests.data.preprocess_job import texts
 
 PACK = {".gz": gzip.compress, ".zst": zstandard.compress}
 
@@ -37,7 +38,7 @@ PACK = {".gz": gzip.compress, ".zst": zstandard.compress}
 def test_what_is_no_text_is_named_with_its_cure(tmp_path: Path, name: str, content: bytes, text: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
-        list(texts([tmp_path / name]))
+        texts([tmp_path / name])
     assert str(tmp_path / name) in str(caught.value)
     assert all(part in str(caught.value) for part in text.split(".*"))
 
@@ -50,16 +51,16 @@ def test_a_damaged_or_cut_off_stream_is_an_error_with_its_place(tmp_path: Path, 
     for stop in (len(packed) - 1, len(packed) // 2, 5):
         path.write_bytes(packed[:stop])
         with pytest.raises(DataError, match=rf"whole {suffix} file; it is cut off: it ends at byte {stop}, .*-t"):
-            list(texts([path]))
+            texts([path])
     packed[len(packed) // 2] ^= 255
     path.write_bytes(packed)
     if suffix == ".gz":  # the frames of zstandard.compress have no checksum
         with pytest.raises(DataError, match="damaged before byte [0-9]+ .* bytes of text"):
-            list(texts([path]))
+            texts([path])
     path.write_bytes(PACK[suffix](b'{"text": "1"}\n') * 2 + (bytes(600) if suffix == ".gz" else b""))
-    assert list(texts([path])) == ["1", "1"]
+    assert texts([path]) == ["1", "1"]
     path.write_bytes(b"")
-    assert list(texts([path])) == []
+    assert texts([path]) == []
 
 
 def test_zstandard_checksums_large_windows_and_frames_without_text_are_read(tmp_path: Path) -> None:
@@ -69,14 +70,14 @@ def test_zstandard_checksums_large_windows_and_frames_without_text_are_read(tmp_
     packed = bytearray(compressor.compress(content) + compressor.flush())
     path = tmp_path / "c.jsonl.zst"
     path.write_bytes(packed)
-    assert len(list(texts([path]))) == 2000
+    assert len(texts([path])) == 2000
     skippable = b"\x50\x2a\x4d\x18\x02\x00\x00\x00ab"  # pzstd and seekable files have frames without text
     path.write_bytes(skippable + packed + skippable + packed)
-    assert len(list(texts([path]))) == 4000
+    assert len(texts([path])) == 4000
     packed[-1] ^= 1
     path.write_bytes(packed)
     with pytest.raises(DataError, match="damaged before byte"):
-        list(texts([path]))
+        texts([path])
 
 
 @pytest.fixture

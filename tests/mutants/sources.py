@@ -78,7 +78,7 @@ SOURCES = (
     Mutant(
         "rows of later row groups are counted from the group's beginning",
         "megatron/data/preprocess/parquet.py",
-        "        number = sum(groups[: unit.start])\n",
+        "        number = sum(group.num_rows for group in groups[: unit.start])\n",
         "        number = 0\n",
         ("tests/data/test_sources_parquet.py::test_parquet_row_groups_are_units_and_places_are_rows",),
     ),

@@ -70,6 +70,7 @@ def test_the_table_shows_what_was_counted_and_no_empty_column(folder: Path, caps
         ("--data-path 0.5 DIR/a DIR/b", "weights and paths in turn"),
         ("DIR/a --train-tokens 0", "at least 1"),
         ("DIR/a --seq-length 0", "at least 1"),
+        ("DIR/a --split-by hash", "needs --split"),
         ("DIR/b --seq-length 30 --train-tokens 10", "something to train on"),
     ],
 )
@@ -79,3 +80,12 @@ def test_what_cannot_be_counted_ends_with_code_2(folder: Path, capsys, line: str
     except SystemExit as error:
         code = int(error.code or 0)
     assert code == 2 and expected in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_one_line(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(count_tokens, "TokenFile", interrupt)
+    assert count_tokens.main([f"{folder}/a"]) == 130
+    assert capsys.readouterr().err.count("\n") == 1

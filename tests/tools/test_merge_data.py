@@ -82,3 +82,20 @@ def test_what_cannot_be_merged_ends_with_code_2(
     assert merged(tmp_path / "a", tmp_path / other, out=tmp_path / ("a" if other == "a" else "c")) == 2
     assert (tmp_path / "a.bin").read_bytes() == before
     assert re.search(expected, capfd.readouterr().err)
+
+
+def test_an_output_that_is_an_input_by_another_name_or_has_none_is_refused(tmp_path: Path, capfd, monkeypatch) -> None:
+    write(tmp_path / "a", [3])
+    write(tmp_path / "b", [4])
+    (tmp_path / "c.bin").symlink_to(tmp_path / "b.bin")
+    assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 2
+    assert "must not be an input" in capfd.readouterr().err and (tmp_path / "c.bin").is_symlink()
+    assert merge_data.main(["--input", f"{tmp_path}/a", "--output-prefix", f"{tmp_path}/k/"]) == 2
+    assert "must end with a name" in capfd.readouterr().err and not (tmp_path / "k").exists()
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(merge_data, "TokenFileWriter", interrupt)
+    assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "d") == 130
+    assert capfd.readouterr().err.count("\n") == 1

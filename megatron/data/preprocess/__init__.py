@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.data.preprocess.job import run
     from megatron.data.preprocess.records import FORMATS, STDIN, BadRecord, Record, Unit
     from megatron.data.preprocess.settings import Job, Summary
-    from megatron.data.preprocess.units import UNIT_BYTES, plan_units, read_unit, texts
+    from megatron.data.preprocess.units import UNIT_BYTES, plan_units, read_unit
     from megatron.data.preprocess.verification import Verified, verify
 
 _MODULES = {
@@ -33,7 +33,6 @@ _MODULES = {
     "plan_units": "units",
     "read_unit": "units",
     "run": "job",
-    "texts": "units",
     "verify": "verification",
 }
 
@@ -53,7 +52,6 @@ __all__ = [
     "plan_units",
     "read_unit",
     "run",
-    "texts",
     "verify",
 ]
 

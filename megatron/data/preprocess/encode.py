@@ -71,16 +71,13 @@ class Encoder:
         if max(map(len, texts), default=0) <= MAX_PIECE:
             tokens, sizes = self.tokenizer.encode_arrays(texts)
         else:
-            encoded = [self._encode_long(text) for text in texts]
+            encoded = [self.tokenizer.encode_pieces(pieces(text)) for text in texts]
             tokens, sizes = np.concatenate(encoded), np.array([len(ids) for ids in encoded], np.int64)
         sizes = sizes[sizes > 0]  # a text that gives no token is no document
         if self.append_eod:
             tokens = np.insert(tokens, np.cumsum(sizes), self.tokenizer.eod_id)
             sizes = sizes + 1
         return tokens, sizes
-
-    def _encode_long(self, text: str) -> np.ndarray:
-        return np.concatenate([self.tokenizer.encode_arrays([piece])[0] for piece in pieces(text)])
 
 
 def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -100,8 +97,9 @@ def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
 def pieces(text: str) -> Iterator[str]:
     """Cut ``text`` into parts of at most MAX_PIECE characters.
 
-    The cut is after the last line end that stands alone between two letters, for a tokenizer of any kind gives the
-    same ids with and without it; else after the last line end, else before the last space, else anywhere.
+    The cut is after the last line end that stands alone between two letters: BPE of bytes and whatever else parts words
+    at blanks gives the same ids with and without it. Else it is after the last line end, else before the last space,
+    else anywhere; a token that would span the cut then comes as two.
     """
     start = 0
     while len(text) - start > MAX_PIECE:

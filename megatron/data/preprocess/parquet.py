@@ -11,6 +11,7 @@ from megatron.data.preprocess.records import ROWS, Record, Unit
 from megatron.errors import DataError
 
 _ROWS_AT_ONCE = 256
+_BYTES_AT_ONCE = 4 << 20
 
 
 def row_groups(path: str) -> list[int]:
@@ -34,16 +35,19 @@ def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
 def rows(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
     """Yield the rows of the unit's row groups, each as a JSON object of the columns ``keys`` ("a.b" for fields of one).
 
+    Memory is that of 256 rows, or of 4 MB of rows by their mean size where that is less, and pyarrow's own.
+
     Raises:
         DataError: a column is missing or holds no strings, or the file is damaged.
     """
     with _opened(unit.path) as file:
         _check_columns(file, unit.path, keys)
-        groups = [file.metadata.row_group(number).num_rows for number in range(unit.stop)]
-        number = sum(groups[: unit.start])
+        groups = [file.metadata.row_group(number) for number in range(unit.stop)]
+        number = sum(group.num_rows for group in groups[: unit.start])
+        rows_at_once = _rows_at_once(groups[unit.start :])
         try:
             for batch in file.iter_batches(
-                _ROWS_AT_ONCE, list(range(unit.start, unit.stop)), columns=list(keys), use_threads=False
+                rows_at_once, list(range(unit.start, unit.stop)), columns=list(keys), use_threads=False
             ):
                 for data in _as_json(batch):
                     yield Record(unit.path, ROWS, number, data)
@@ -55,12 +59,28 @@ def rows(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
             ) from error
 
 
+def _rows_at_once(groups: Sequence[Any]) -> int:
+    """Return how many rows of these groups take some 4 MB, by the size that their metadata tell."""
+    mean = sum(group.total_byte_size for group in groups) / max(sum(group.num_rows for group in groups), 1)
+    return max(1, min(_ROWS_AT_ONCE, int(_BYTES_AT_ONCE / max(mean, 1))))
+
+
 def _as_json(batch: Any) -> Iterator[bytes]:
-    try:
-        yield from map(orjson.dumps, batch.to_pylist())
-    except UnicodeDecodeError:  # some text is no UTF-8: pass its bytes on row by row, parsing names the one
-        for number in range(batch.num_rows):
-            yield _row_as_json(batch.slice(number, 1))
+    for part in _slices(batch):
+        try:
+            rows = part.to_pylist()
+        except UnicodeDecodeError:  # some text is no UTF-8: pass its bytes on row by row, parsing names the one
+            for number in range(part.num_rows):
+                yield _row_as_json(part.slice(number, 1))
+        else:
+            yield from map(orjson.dumps, rows)
+
+
+def _slices(batch: Any) -> Iterator[Any]:
+    """Cut a batch by its size in memory: a text that many rows share lies in the file once."""
+    step = max(1, batch.num_rows * _BYTES_AT_ONCE // max(batch.nbytes, 1))
+    for start in range(0, batch.num_rows, step):
+        yield batch.slice(start, step)
 
 
 def _row_as_json(row: Any) -> bytes:
@@ -77,9 +97,13 @@ def _check_columns(file: Any, path: str, keys: Sequence[str]) -> None:
     for key in keys:
         fields: Any = file.schema_arrow
         kind: Any = None
-        for name in key.split("."):
-            is_there = fields is not None and name in {field.name for field in fields}
-            if not is_there:
+        for name in [key] if key in file.schema_arrow.names else key.split("."):
+            times = 0 if fields is None else [field.name for field in fields].count(name)
+            if times > 1:
+                raise DataError(
+                    f"--input {path} must have one column {key!r} (--json-key), it has {times} of that name"
+                )
+            if not times:
                 names = ", ".join(file.schema_arrow.names) or "none"
                 raise DataError(f"--input {path} must have a column {key!r} (--json-key), it has only {names}")
             kind = fields.field(name).type

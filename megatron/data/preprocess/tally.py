@@ -19,7 +19,9 @@ class Tally:
         self.units = units
         self.counts = Counts()
         self.total_bytes = sum(unit.size for unit in units)
-        self._has_bound = all(unit.format in ("jsonl", "text-block") and not is_whole(unit.path, unit.format) for unit in units)
+        self._has_bound = all(
+            unit.format in ("jsonl", "text-block") and not is_whole(unit.path, unit.format) for unit in units
+        )
         self._finished: dict[int, Part] = {}
         self._started = self._encoding_since = time.monotonic()
         self._done = self._encoded_before = self._num_resumed = 0

@@ -1,4 +1,4 @@
-"""Cutting a corpus into units of work, reading one, and reading all of them in order."""
+"""Cutting a corpus into units of work, and reading one."""
 
 from __future__ import annotations
 
@@ -61,21 +61,8 @@ def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Re
     return _READERS[unit.format](unit)
 
 
-def texts(
-    paths: Sequence[Path | str], format: str | None = None, keys: Sequence[str] | None = ("text",)
-) -> Iterator[str | BadRecord]:
-    """Yield the documents of a corpus in order, and what is bad; blank and empty ones are left out."""
-    for unit in plan_units(paths, format, unit_bytes=_TO_THE_END):
-        yield from unit_texts(unit, keys)
-
-
-def unit_texts(unit: Unit, keys: Sequence[str] | None) -> Iterator[str | BadRecord]:
-    """Yield the documents of a unit in order, and what is bad; blank and empty ones are left out."""
-    return (text for _, text in unit_documents(unit, keys))
-
-
 def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Record, str | BadRecord]]:
-    """Yield what ``unit_texts`` does, each with its record."""
+    """Yield the documents of a unit in order, and what is bad, each with its record; empty ones are left out."""
     keys = keys if unit.format in ("jsonl", "parquet") else None
     for record in read_unit(unit, keys):
         result = parse(record, keys)

@@ -6,6 +6,7 @@ import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -46,11 +47,16 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
     Raises:
         DataError: a file is missing or damaged, or the tokens are not those of ``tokenizer``.
     """
-    file = TokenFile(prefix)
+    file = _opened(prefix)
     if tokenizer is not None and file.sidecar is not None and file.sidecar.tokenizer != tokenizer.identity:
         raise DataError(
             f"{file.prefix} was built with another tokenizer ({file.sidecar.tokenizer[:12]}...) than the one given "
             f"({tokenizer.identity[:12]}...). Give that one, or none."
+        )
+    if tokenizer is not None and file.sidecar is not None and file.sidecar.vocab_size != tokenizer.vocab_size:
+        raise DataError(
+            f"{file.prefix}.meta.json must tell the size of the tokenizer's vocabulary, {tokenizer.vocab_size}, "
+            f"it says {file.sidecar.vocab_size}. It is damaged: build the data again, or delete it."
         )
     crc32, lowest, highest = _read_through(file)
     vocab_size = tokenizer.vocab_size if tokenizer else file.sidecar.vocab_size if file.sidecar else highest + 1
@@ -61,6 +67,12 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
     chosen = sorted(random.Random(seed).sample(range(file.num_documents), min(num_samples, file.num_documents)))
     samples = [(document, int(file.sizes[document]), _opening(file, document, tokenizer)) for document in chosen]
     return Verified(file.num_documents, file.num_tokens, file.sidecar is not None, samples)
+
+
+def _opened(prefix: str) -> TokenFile:
+    if not any(Path(prefix + suffix).is_file() for suffix in (".bin", ".idx", ".commit", "")):
+        raise DataError(f"--output-prefix {prefix} must name files to verify; there is no {prefix}.bin and no .idx")
+    return TokenFile(prefix)
 
 
 def _read_through(file: TokenFile) -> tuple[int, int, int]:
