@@ -17,8 +17,8 @@ class Limits:
 
     Args:
         max_lines: how many records may be bad.
-        max_fraction: how many of all records. Before the end it is passed only where it would be if all that is still to
-            be read were good, so that the verdict does not depend on which unit comes first.
+        max_fraction: how many of all records. Before the end it is passed only where it would be if all that is still
+            to be read were good, so that the verdict does not depend on which unit comes first.
     """
 
     max_lines: int | None = None
