@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.tokenizer.continued import splits_words, without_prefix
 from megatron.tokenizer.huggingface import LibraryTokenizer
+from megatron.tokenizer.spellings import Spellings
 from megatron.tokenizer.tokenizer import Arrays
 
 _MOST_BYTES = 32 << 20
@@ -25,16 +26,37 @@ class GigatokenTokenizer(LibraryTokenizer):
 
     Args:
         identity: that of the tokenizer it stands in for.
+        names: the control tokens whose spelling that escapes. gigatoken finds more of them in a text; each text with
+            one is left to the library: they are few, and the library may join across a cut that gigatoken would need.
     """
 
-    def __init__(self, description: str, paths: Sequence[Path], settings: str, identity: str) -> None:
+    def __init__(
+        self, description: str, paths: Sequence[Path], settings: str, identity: str, names: Sequence[str]
+    ) -> None:
+        self._escaped = Spellings(names)
         self._fast = _Bounded(description)
         self._fast_continued: _Bounded | None = None
         super().__init__(description, paths, settings)
         self.identity = identity
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.description, self.paths, self.settings, self.identity)
+        return type(self), (self.description, self.paths, self.settings, self.identity, self._escaped.names)
+
+    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        spelled = {place: text for place, text in enumerate(texts) if self._spellings.is_in(text)}
+        tokens, sizes = self._encode_arrays(["" if place in spelled else text for place, text in enumerate(texts)])
+        if not spelled:
+            return tokens, sizes
+        places, more = list(spelled), [self._encode_spelled(text, True) for text in spelled.values()]
+        added = np.array(list(map(len, more)))
+        behind = np.cumsum(sizes)[places]
+        sizes[places] += added
+        return np.insert(tokens, np.repeat(behind, added), np.concatenate(more)), sizes
+
+    def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
+        first, *others = self._escaped.cut(text)
+        encode = super()._encode_arrays if is_first else super()._encode_continued
+        return np.concatenate([encode([first])[0], super()._encode_continued(others)[0]])
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         return self._without_hidden(self._library, texts, self._fast.encode(texts))
@@ -49,7 +71,9 @@ class GigatokenTokenizer(LibraryTokenizer):
 
 def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
     """Return the same tokenizer, encoded by gigatoken."""
-    return GigatokenTokenizer(tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity)
+    return GigatokenTokenizer(
+        tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity, tokenizer.spelled_names
+    )
 
 
 class _Bounded:

@@ -87,14 +87,19 @@ class Tokenizer(ABC):
         escaped in each piece; where a cut parts it, nothing spells it. Memory is that of a piece and of the tokens.
         """
         found = [np.zeros(0, np.int32)]
-        encode = self._encode_arrays
         for piece in filter(None, pieces):
-            first, *others = self._spellings.cut(piece)
-            found.append(encode([first])[0])
-            if others:
-                found.append(self._encode_continued(others)[0])
-            encode = self._encode_continued
+            is_first = len(found) == 1
+            if self._spellings.is_in(piece):
+                found.append(self._encode_spelled(piece, is_first))
+            else:
+                found.append((self._encode_arrays if is_first else self._encode_continued)([piece])[0])
         return np.concatenate(found)
+
+    def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
+        """Return the tokens of a text that spells control tokens, or of a piece that goes on."""
+        first, *others = self._spellings.cut(text)
+        tokens = (self._encode_arrays if is_first else self._encode_continued)([first])[0]
+        return np.concatenate([tokens, self._encode_continued(others)[0]])
 
     def _found_in_text(self) -> list[str]:
         """Return the names of the control tokens whose ids the kind would give to text that spells them."""
@@ -172,6 +177,11 @@ class Tokenizer(ABC):
             if found:
                 return tuple(found)
         return ()
+
+    @property
+    def spelled_names(self) -> tuple[str, ...]:
+        """The names of the control tokens that are escaped where a text spells them."""
+        return self._spellings.names
 
     @cached_property
     def identity(self) -> str:

@@ -14,7 +14,7 @@ import tokenizers
 
 from megatron import log, tokenizer
 from megatron.errors import DataError
-from megatron.tokenizer import fast_bpe, giga, with_gigatoken
+from megatron.tokenizer import fast_bpe, giga, train, with_gigatoken
 from megatron.tokenizer.giga import GigatokenTokenizer
 
 
@@ -115,3 +115,31 @@ def test_the_probes_are_compared_even_without_a_sample(bpe_path: Path, monkeypat
     monkeypatch.setattr(log, "warning", lambda text: None)
     monkeypatch.setattr(giga, "_encode", lambda fast, texts: (np.zeros(0, np.int32), np.zeros(len(texts), np.int64)))
     assert with_gigatoken(slow, []) is slow and len(fast_bpe._PROBES) > 5
+
+
+def test_texts_that_spell_a_control_token_are_left_to_the_library(
+    tmp_path: Path, bpe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tokenizer.build(tokenizer_path=with_control_tokens(tmp_path, bpe_path))
+    right = giga._encode
+
+    def otherwise_where_cut(fast: Any, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        tokens, sizes = right(fast, texts)
+        return tokens + any(text[-1:] == b"<" or text[:4] == b"pad>" for text in texts), sizes
+
+    monkeypatch.setattr(giga, "_encode", otherwise_where_cut)
+    fast = with_gigatoken(slow, ["a <pad> b"], is_required=True)
+    assert isinstance(fast, GigatokenTokenizer)
+    texts = ["", "one", "a<pad>b <pad>", "two", "<pad>", ""]
+    assert fast.encode_batch(texts) == slow.encode_batch(texts)
+    assert fast.encode_pieces(texts).tolist() == slow.encode_pieces(texts).tolist()
+    assert pickle.loads(pickle.dumps(fast)).encode_batch(texts) == slow.encode_batch(texts)
+
+
+def test_merges_across_a_control_token_do_not_keep_gigatoken_out(tmp_path: Path) -> None:
+    trained = train.train_bpe(["a<|endoftext|>b <|endoftext|"] * 50, 280)
+    (tmp_path / "t.json").write_bytes(trained)
+    slow = tokenizer.build(tokenizer_path=tmp_path / "t.json")
+    assert len(slow.encode("<|endoftext|>")) < 8
+    fast = with_gigatoken(slow, ["x <|endoftext|> y"], is_required=True)
+    assert isinstance(fast, GigatokenTokenizer) and fast.encode("x<|endoftext|>") == slow.encode("x<|endoftext|>")
