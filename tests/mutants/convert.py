@@ -30,6 +30,7 @@ CONVERT = (
         '        ours.setdefault("head.weight", theirs[_HEAD].clone())\n',
         "        pass\n",
         (f"{_FOLDER}::test_a_head_that_equals_the_table_need_not_be_there",),
+        refuses=True,
     ),
     Mutant(
         "tensors that no model has are passed over",

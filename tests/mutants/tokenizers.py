@@ -68,13 +68,6 @@ TOKENIZERS = (
         (f"{_CONTROL}::test_no_spelling_becomes_a_control_token_and_each_comes_back[unigram]",),
     ),
     Mutant(
-        "symbols of a SentencePiece model stay within reach of text",
-        "megatron/tokenizer/sentence_piece.py",
-        "        if changed:\n",
-        "        if not changed:\n",
-        (f"{_CONTROL}::test_no_spelling_becomes_a_control_token_and_each_comes_back[sentencepiece]",),
-    ),
-    Mutant(
         "overlapping spellings are cut once",
         "megatron/tokenizer/spellings.py",
         'self._each_start = re.compile(f"(?={any_name})")',
