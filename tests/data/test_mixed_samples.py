@@ -119,10 +119,7 @@ def test_the_stream_is_the_same_in_every_layout_and_after_a_change(
 def read_rows(samples: Any, start: int, d: int, m: int, num_workers: int) -> list[list[int]]:
     size = 8 // (d * m)
     settings = {"micro_batch_size": size, "num_micro_batches": m, "data_size": d, "num_workers": num_workers}
-    replicas = [
-        iter(ReplicaBatches(samples, data_rank=rank, samples_consumed=start, **settings))
-        for rank in range(d)
-    ]
+    replicas = [iter(ReplicaBatches(samples, data_rank=rank, samples_consumed=start, **settings)) for rank in range(d)]
     batches = [next(replica)["text"] for _ in range(2) for replica in replicas for _ in range(m)]
     return [row.tolist() for batch in batches for row in batch]
 
