@@ -34,6 +34,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
         overflow: the last step was skipped because fp16 gradients overflowed.
+        judge: asked with the norm ahead of each update, overflows of fp16 aside; False leaves the weights as they
+            are. It must answer the same on every rank. None: a norm that is not finite raises.
+        was_refused: ``judge`` said False in the last step.
         _global_grad_norm: norm of the last step's gradients before clipping, without loss scale.
     """
 
@@ -55,6 +58,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.model_group, self.tensor_group = model, tensor
         self.gradient_factor = 1.0
         self.overflow = False
+        self.judge: Callable[[float], bool] | None = None
+        self.was_refused = False
         self._global_grad_norm = 0.0
         self._masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
@@ -81,7 +86,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters, or skip when fp16 gradients have overflowed. Collective over the replica.
+        """Update the parameters, or skip when fp16 gradients have overflowed or ``judge`` refuses. Collective.
 
         Raises:
             NumericsError: the norm is not finite, and there is no loss scale to blame or it is at its smallest.
@@ -89,15 +94,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
         norm = self._norm() * factor
         self._global_grad_norm = norm
-        self.overflow = not math.isfinite(norm)
-        if self.overflow:
-            if not self.scaler.is_to_blame:
-                raise NumericsError(self._not_finite(norm))
-        else:
+        self.overflow = not math.isfinite(norm) and self.scaler.is_to_blame
+        self.was_refused = not self.overflow and self._is_refused(norm)
+        if not self.overflow and not self.was_refused:
             self._scale_gradients(clip_coefficient(norm, self.clip_grad) * factor)
             self.inner.step()
             self.copy_masters_to_parameters()
-        self.scaler.update(self.overflow)
+        if not self.was_refused:
+            self.scaler.update(self.overflow)
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -146,6 +150,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         counted = [g for p, g in self.gradients() if counts_here(p, self.tensor_group.rank)]
         device = next(iter(self._masters)).device if self._masters else None
         return global_norm(counted, model=self.model_group, device=device).item()
+
+    def _is_refused(self, norm: float) -> bool:
+        if self.judge is not None:
+            return not self.judge(norm)
+        if not math.isfinite(norm):
+            raise NumericsError(self._not_finite(norm))
+        return False
 
     def _not_finite(self, norm: float) -> str:
         if self.scaler.is_dynamic:

@@ -6,51 +6,18 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.config import Config
 from megatron.errors import StopRequest
 from megatron.mpu.mappings import all_reduce
-from megatron.optim import LearningRate
-from megatron.training.data import RunData
-from megatron.training.data_order import Saved, epochs_text, epochs_values, numbers_text, to_save
-from megatron.training.engines import StepEngine, StepResult
-from megatron.training.metrics import MetricsWriter
-from megatron.training.report import Rates, progress_line, set_learning_rate
-from megatron.training.screen import Screen
-from megatron.training.state import Progress, save_state
-from megatron.training.stop import StopRequests
-from megatron.training.timed_batches import TimedBatches
-from megatron.training.world import World
-
-
-@dataclass
-class Run:
-    """All parts of one run on this rank. ``screen``, ``metrics`` and ``rates`` are on rank 0 only."""
-
-    config: Config
-    world: World
-    engine: StepEngine
-    data: RunData
-    learning_rate: LearningRate
-    folder: Path
-    stop: StopRequests
-    progress: Progress = field(default_factory=Progress)
-    loaded: Path | None = None
-    saved: Path | None = None
-    saved_step: int = -1
-    last_loss: float | None = None
-    screen: Screen | None = None
-    metrics: MetricsWriter | None = None
-    rates: Rates | None = None
-    pause_s: float = 0.0
-    batches: TimedBatches | None = None
-    data_loaded: Saved = Saved()
+from megatron.training.data_order import epochs_text, epochs_values, numbers_text
+from megatron.training.engines import StepResult
+from megatron.training.parts import Run
+from megatron.training.report import progress_line, set_learning_rate
+from megatron.training.saver import save, save_when_due
 
 
 def train(run: Run) -> None:
@@ -69,8 +36,7 @@ def train(run: Run) -> None:
             with _Pause(run):
                 if config.batch.eval_interval and config.batch.eval_iters and step % config.batch.eval_interval == 0:
                     evaluate(run, "valid")
-                if config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0:
-                    save(run)
+                save_when_due(run)
             reason = agree_to_stop(run)
             if reason is not None and step < total:
                 save(run)
@@ -136,27 +102,6 @@ def _mean_loss(run: Run, kind: str, corpus: str | None = None) -> float:
 def weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Return the mean of ``values`` by ``weights``, in which one of weight 0 has no say."""
     return sum(weights[name] * value for name, value in values.items() if weights[name]) / sum(weights.values())
-
-
-def save(run: Run) -> None:
-    """Write a checkpoint of now, unless this step has one. Collective."""
-    if run.saved_step == run.progress.step:
-        return
-    told = to_save(run.data, run.progress.samples_consumed, run.data_loaded)
-    run.saved = save_state(
-        run.folder,
-        run.progress,
-        config=run.config,
-        module=run.engine.module,
-        optimizer=run.engine.optimizer,
-        world=run.world,
-        fingerprint=told.fingerprint,
-        order=told.order,
-        loaded=run.loaded,
-    )
-    run.saved_step = run.progress.step
-    if run.screen is not None:
-        run.screen.line(f"step {run.progress.step} | saved {run.saved}")
 
 
 def perplexity(loss: float) -> float:

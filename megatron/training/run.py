@@ -17,8 +17,9 @@ from megatron.training import arguments, data_order, report, run_folder, timelin
 from megatron.training.assembly import build_engine, make_learning_rate
 from megatron.training.data import DatasetsProvider, open_data
 from megatron.training.engines import ForwardStep
-from megatron.training.loop import Run, evaluate, train
+from megatron.training.loop import evaluate, train
 from megatron.training.metrics import MetricsWriter
+from megatron.training.parts import Run
 from megatron.training.plan import with_tokenizer
 from megatron.training.screen import Screen
 from megatron.training.state import CHECKPOINTS, open_for, restore

@@ -15,8 +15,8 @@ STEPS = (
     Mutant(
         "an overflow is seen on its own rank only",
         "megatron/optim/mixed_precision.py",
-        "        self.overflow = not math.isfinite(norm)\n",
-        "        self.overflow = not all(bool(g.isfinite().all()) for _, g in self.gradients())\n",
+        "        self.overflow = not math.isfinite(norm) and",
+        "        self.overflow = not all(bool(g.isfinite().all()) for _, g in self.gradients()) and",
         (f"{FP16}::test_an_overflow_on_one_rank_is_seen_by_all",),
     ),
     Mutant(

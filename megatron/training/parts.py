@@ -1,0 +1,43 @@
+"""The parts of one run, which the loop and its helpers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.optim import LearningRate
+from megatron.training.data import RunData
+from megatron.training.data_order import Saved
+from megatron.training.engines import StepEngine
+from megatron.training.metrics import MetricsWriter
+from megatron.training.report import Rates
+from megatron.training.screen import Screen
+from megatron.training.state import Progress
+from megatron.training.stop import StopRequests
+from megatron.training.timed_batches import TimedBatches
+from megatron.training.world import World
+
+
+@dataclass
+class Run:
+    """All parts of one run on this rank. ``screen``, ``metrics`` and ``rates`` are on rank 0 only."""
+
+    config: Config
+    world: World
+    engine: StepEngine
+    data: RunData
+    learning_rate: LearningRate
+    folder: Path
+    stop: StopRequests
+    progress: Progress = field(default_factory=Progress)
+    loaded: Path | None = None
+    saved: Path | None = None
+    saved_step: int = -1
+    last_loss: float | None = None
+    screen: Screen | None = None
+    metrics: MetricsWriter | None = None
+    rates: Rates | None = None
+    pause_s: float = 0.0
+    batches: TimedBatches | None = None
+    data_loaded: Saved = Saved()
