@@ -26,6 +26,19 @@ from megatron.errors import StopRequest, exit_code  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
+OF_INPUT = {
+    "--format": "format",
+    "--json-key": "json_key",
+    "--gigatoken": "gigatoken",
+    "--no-append-eod": "no_append_eod",
+    "--max-document-chars": "max_document_chars",
+    "--max-bad-lines": "max_bad_lines",
+    "--max-bad-fraction": "max_bad_fraction",
+    "--resume": "resume",
+    "--unit-bytes": "unit_bytes",
+}
+"""Flag -> its value: those that act on a job and not on a check of what is there."""
+
 
 def at_least(lowest: int) -> Callable[[str], int]:
     """Return a reader of whole numbers that refuses smaller ones."""
@@ -82,6 +95,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.input and not args.verify:
         parser.error("the following arguments are required: --input (or --verify, to check files that are there)")
+    idle = [flag for flag, name in OF_INPUT.items() if getattr(args, name) != parser.get_default(name)]
+    if idle and not args.input:
+        parser.error(f"{', '.join(idle)} say how --input is read, so they need it")
     return args
 
 

@@ -127,7 +127,7 @@ class TokenFile:
         for path in (self.index_path, self.token_path):
             if not path.is_file():
                 raise DataError(
-                    f"{path} does not exist; --data-path {self.prefix} needs {self.index_path.name} and "
+                    f"{path} does not exist; token files {self.prefix} are {self.index_path.name} and "
                     f"{self.token_path.name}. Build them: python tools/preprocess_data.py --input CORPUS.jsonl "
                     f"--tokenizer-path TOKENIZER.json --output-prefix {self.prefix}"
                 )

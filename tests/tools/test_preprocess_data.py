@@ -16,6 +16,7 @@ import pytest
 from megatron.data import TokenFile
 from megatron.tokenizer import train
 from tests.data.preprocess_job import GOOD, lines
+from tools import preprocess_data
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 
@@ -140,3 +141,12 @@ def test_standard_input_and_bad_lines(folder: Path) -> None:
     assert TokenFile(folder / "in/c").num_documents == 2 and not (folder / "in/c.parts").exists()
     refused = start(folder, *given, "--resume")
     assert refused.returncode == 2 and "--resume needs input that can be read again" in refused.stderr
+
+
+def test_flags_of_a_job_are_refused_in_a_mere_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        preprocess_data.parse_args(["--output-prefix", "whole", "--verify", "--resume", "--format", "jsonl"])
+    assert "--format, --resume say how --input is read" in capsys.readouterr().err
+    assert preprocess_data.parse_args(["--output-prefix", "whole", "--verify", "--seed", "3"]).seed == 3
