@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron import device, log
-from megatron.checkpoint import (
-    Checkpoint,
-    TensorRecord,
-    compare_model_config,
-    named_parameters,
-    open_checkpoint,
-    open_latest,
-    save,
-)
+from megatron import log
+from megatron.checkpoint import Checkpoint, compare_model_config, open_checkpoint, open_latest, save
 from megatron.config import Config
 from megatron.errors import CheckpointError, marked
-from megatron.mpu.grads import counts_here
-from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.state_tensors import (
+    make_moments,
+    optimizer_records,
+    optimizer_steps,
+    restore_rng,
+    rng_records,
+    set_optimizer_steps,
+    weight_records,
+)
 from megatron.training.world import World
 
 CHECKPOINTS = "checkpoints"  # folder of checkpoints in a run folder
@@ -59,15 +58,15 @@ def save_state(
     Args:
         order: where each corpus is, of data that say so.
     """
-    records = list(_weight_records(module, optimizer, world))
+    records = list(weight_records(module, optimizer, world))
     if not config.checkpoint.no_save_optim:
-        records += _optimizer_records(module, optimizer, world)
-    records += _rng_records(world)
+        records += optimizer_records(module, optimizer, world)
+    records += rng_records(world)
     state = {
         "progress": asdict(progress),
         "scaler": optimizer.scaler.state(),
         "optimizer": config.optimizer.optimizer,
-        "optimizer_steps": _optimizer_steps(optimizer),
+        "optimizer_steps": optimizer_steps(optimizer),
         "model": config.identity(),
         "config": config.to_dict(),
         "layout": asdict(world.grid.topology),
@@ -120,97 +119,18 @@ def restore(
             _check_data(checkpoint, fingerprint, flags.allow_data_change)
         if wants_optimizer:
             _check_moments(checkpoint, config)
-    records = list(_weight_records(module, optimizer, world))
+    records = list(weight_records(module, optimizer, world))
     if wants_optimizer and checkpoint.state["optimizer_steps"]:  # else fp16 has skipped every step: no moments
-        _make_moments(optimizer)
-        records += _optimizer_records(module, optimizer, world)
+        make_moments(optimizer)
+        records += optimizer_records(module, optimizer, world)
     checkpoint.load(records)
     optimizer.copy_masters_to_parameters()
     if wants_optimizer:
         optimizer.scaler.load(checkpoint.state["scaler"])
-        _set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
+        set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
     if is_whole and not flags.no_load_rng:
         _restore_rng(checkpoint, world)
     return Progress() if flags.finetune else Progress(**checkpoint.state["progress"])
-
-
-def _weight_records(
-    module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, world: World
-) -> Iterator[TensorRecord]:
-    for name, parameter in named_parameters(module):
-        master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
-        yield TensorRecord(f"weights/{name}", master.detach(), shard_of(parameter), _is_owner(parameter, world))
-
-
-def _optimizer_records(
-    module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, world: World
-) -> Iterator[TensorRecord]:
-    for name, parameter in named_parameters(module):
-        if not parameter.requires_grad:
-            continue
-        state = optimizer.inner.state.get(optimizer.master_of(parameter), {})
-        for key, value in sorted(state.items()):
-            if isinstance(value, torch.Tensor) and key != "step":
-                shard = _shard_of_state(key, value, parameter)
-                yield TensorRecord(f"optimizer/{key}/{name}", value, shard, _is_owner(parameter, world))
-
-
-def _shard_of_state(key: str, value: torch.Tensor, parameter: torch.Tensor) -> Shard:
-    """Return where ``value`` lies in its global tensor.
-
-    It has the parameter's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
-    mean over the cut dimension is whole: ``build_optimizer`` lets nobody take one over a part.
-    """
-    shard, local = shard_of(parameter), tuple(parameter.shape)
-    if len(value.shape) != len(local) or any(
-        own not in (1, size) for own, size in zip(value.shape, local, strict=True)
-    ):
-        raise RuntimeError(
-            f"a state of the optimizer must have its parameter's shape, or 1 in some dimensions, got {key} of shape "
-            f"{tuple(value.shape)} for {local}: it cannot be saved"
-        )
-    is_mean = [own != size for own, size in zip(value.shape, local, strict=True)]
-    whole = tuple(1 if mean else size for mean, size in zip(is_mean, shard.global_shape, strict=True))
-    if shard.partition_dim is None or is_mean[shard.partition_dim]:
-        return Shard(whole)
-    return Shard(whole, shard.partition_dim, shard.start, shard.length)
-
-
-def _rng_records(world: World) -> Iterator[TensorRecord]:
-    for kind, state in device.rng_states(world.kind).items():
-        yield TensorRecord(f"rng/{kind}/{world.rank:05d}", state, Shard(tuple(state.shape)), True)
-
-
-def _is_owner(parameter: torch.Tensor, world: World) -> bool:
-    return world.grid.data.rank == 0 and counts_here(parameter, world.grid.tensor.rank)
-
-
-def _optimizer_steps(optimizer: MixedPrecisionOptimizer) -> int:
-    """Return how many updates the inner optimizer has made: Adam's bias correction depends on it."""
-    for state in optimizer.inner.state.values():
-        if "step" in state:
-            return int(state["step"])
-    return 0
-
-
-def _set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
-    for state in optimizer.inner.state.values():
-        if "step" in state:
-            state["step"] = torch.full_like(state["step"], float(steps))
-
-
-def _make_moments(optimizer: MixedPrecisionOptimizer) -> None:
-    """Let the inner optimizer create its state, all zeros, without moving a weight: no rate, no decay, no gradient."""
-    groups = optimizer.param_groups
-    kept = [(group["lr"], group["weight_decay"]) for group in groups]
-    for group in groups:
-        group["lr"], group["weight_decay"] = 0.0, 0.0
-        for master in group["params"]:
-            master.grad = torch.zeros_like(master)
-    optimizer.inner.step()
-    optimizer.zero_grad()
-    for group, (lr, weight_decay) in zip(groups, kept, strict=True):
-        group["lr"], group["weight_decay"] = lr, weight_decay
 
 
 def _check_moments(checkpoint: Checkpoint, config: Config) -> None:
@@ -247,9 +167,4 @@ def _restore_rng(checkpoint: Checkpoint, world: World) -> None:
         if world.rank == 0:
             log.info(f"saved as {saved_layout}, now {asdict(world.grid.topology)}: generators start from --seed")
         return
-    states = device.rng_states(world.kind)
-    for kind, state in states.items():
-        name = f"rng/{kind}/{world.rank:05d}"
-        if name in checkpoint.names():
-            states[kind] = checkpoint.read(name, Shard(tuple(state.shape)))
-    device.set_rng_states(states)
+    restore_rng(checkpoint, world)

@@ -7,15 +7,15 @@ from tests.mutants.mutant import FP16, LOOP, RESUME, Mutant
 RESUMED = (
     Mutant(
         "random states are not restored",
-        "megatron/training/state.py",
+        "megatron/training/state_tensors.py",
         "    device.set_rng_states(states)\n",
         "    del states\n",
         (f"{RESUME}[1-1-2]",),
     ),
     Mutant(
         "every rank restores the random state of rank 0",
-        "megatron/training/state.py",
-        '        name = f"rng/{kind}/{world.rank:05d}"\n',
+        "megatron/training/state_tensors.py",
+        "        name = _rng_name(kind, world)\n",
         '        name = f"rng/{kind}/{0:05d}"\n',
         (f"{RESUME}[1-1-2]",),
     ),
@@ -36,7 +36,7 @@ RESUMED = (
     Mutant(
         "Adam's step count is not restored",
         "megatron/training/state.py",
-        '        _set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])\n',
+        '        set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])\n',
         "",
         (f"{RESUME}[1-1-1]",),
     ),

@@ -20,7 +20,8 @@ from megatron.training import arguments, world
 from megatron.training.assembly import build_engine
 from megatron.training.data import RunData
 from megatron.training.stand_in import random_data, stand_in_tokenizer
-from megatron.training.state import CHECKPOINTS, Progress, _make_moments, open_for, restore, save_state
+from megatron.training.state import CHECKPOINTS, Progress, open_for, restore, save_state
+from megatron.training.state_tensors import make_moments
 from tests.harness import run_ranks
 from tests.parity.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
 
@@ -141,7 +142,7 @@ def test_making_its_state_moves_no_weight() -> None:
     bias = torch.nn.Parameter(torch.tensor([1.0, -0.0, 0.0]))
     before = [table.detach().clone(), bias.detach().clone()]
     optimizer = build_optimizer([table, bias], name="adafactor", lr=0.1, weight_decay=0.1)
-    _make_moments(optimizer)
+    make_moments(optimizer)
     for parameter, old in zip((table, bias), before, strict=True):
         assert torch.equal(parameter.detach().view(torch.int32), old.view(torch.int32)), "signs of zero included"
         state = optimizer.inner.state[parameter]
