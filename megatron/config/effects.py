@@ -25,7 +25,10 @@ PIPELINE = {
     "pipeline_trace": "--pipeline-trace",
 }
 """Fields that act on a pipeline only, and their flags."""
-IN_TRAINING = ("save_interval", "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule")
+IN_TRAINING = (
+    "save_interval", "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule",
+    "layout_independent_dropout",
+)  # fmt: skip
 """Fields that act in training only; what reads ahead is not started for an evaluation."""
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
@@ -49,6 +52,12 @@ def problems(config: Config) -> Iterator[str]:
             got = f"got --optimizer {optimizer.optimizer}"
             yield f"{', '.join(named)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
     yield from data_effects.problems(config)
+    model = config.model
+    if model.layout_independent_dropout and not (model.attention_dropout or model.hidden_dropout):
+        yield (
+            "--layout-independent-dropout needs something to drop, got --attention-dropout 0 and --hidden-dropout 0. "
+            "Leave it out, or raise one of the two"
+        )
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
         yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
     named = [flag for name, flag in PIPELINE.items() if name in given]

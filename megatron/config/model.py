@@ -44,6 +44,11 @@ class ModelConfig:
         minimum=0,
         below=1,
     )
+    layout_independent_dropout: bool = option(
+        False,
+        "drop the same elements in every layout, micro-batch size and schedule, by a hash of which element of the "
+        "global batch it is; slower",
+    )
     init_method_std: float = option(0.02, "standard deviation of the initial weights", above=0)
     untie_embeddings: bool = option(
         False,

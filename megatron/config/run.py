@@ -12,6 +12,11 @@ class RunConfig:
     """Seed, log, early ends, and DeepSpeed's JSON."""
 
     seed: int = option(1234, "seed of weights, data order and dropout", minimum=0)
+    deterministic: bool = option(
+        False,
+        "on CUDA: take kernels that add in the same order every time, slower, so that a run resumes bit for bit; on a "
+        "CPU it does so anyway",
+    )
     log_interval: int = option(10, "steps between progress lines", minimum=1)
     exit_interval: int = option(
         0, "save and stop when the step is a multiple of this", minimum=1, shown_default="never"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,15 +50,18 @@ class Attention(nn.Module):
             query  [b, a/t, s, d]
             output [s, b, a d / t]
         """
-        dropout = self.dropout if self.training else 0.0
-        with self._masks(query.device, dropout):
-            context = function(query, *args, dropout=dropout, **how)  # [b, a/t, s, d]
+        if not self.training or self.dropout == 0.0:
+            context = function(query, *args, **how)  # [b, a/t, s, d]
+        else:
+            context = self.streams.attend(
+                partial(function, query, *args, **how),
+                self.dropout,
+                device=query.device,
+                layer=self.layer,
+                site=self.site,
+                is_cut=self.is_cut,
+            )
         return context.permute(2, 0, 1, 3).flatten(2)
-
-    def _masks(self, device: torch.device, dropout: float) -> contextlib.AbstractContextManager[None]:
-        if dropout == 0.0:
-            return contextlib.nullcontext()
-        return self.streams.generator(device, self.layer, self.site, is_cut=self.is_cut)
 
 
 class SelfAttention(Attention):

@@ -22,6 +22,7 @@ _HOMES = {
     "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_range", "divide"),
     "cross_entropy": ("vocab_parallel_cross_entropy",),
     "random": ("DropoutStreams", "Position", "checkpoint"),
+    "counted": ("CountedDropout",),
     "grads": ("global_norm", "clip_coefficient", "counts_here"),
     "initialize": (
         "initialize_model_parallel",

@@ -2,7 +2,8 @@
 
 A mask is a function of (seed, step, micro-batch, data rank, layer, site) and, where the tensor is cut over the
 tensor-parallel group, of the tensor rank. So it is equal on all ranks that hold the same activation, different
-everywhere else, and a resumed or recomputed step draws the very same masks.
+everywhere else, and a resumed or recomputed step draws the very same masks. ``megatron.mpu.counted`` has masks that
+do not depend on the layout either.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from megatron.mpu.groups import SINGLE, Group
 
 @dataclass(frozen=True)
 class Position:
-    """Which forward pass this is: the optimizer step and the micro-batch within it, both from 0."""
+    """Which forward pass this is: the optimizer step and the micro-batch within it, both from 0.
+
+    ``num_micro_batches`` is how many the step has on each replica; streams that know no samples do not look at it.
+    """
 
     step: int = 0
     micro_batch: int = 0
+    num_micro_batches: int = 1
 
 
 class DropoutStreams:
@@ -82,6 +87,25 @@ class DropoutStreams:
             return x
         with self.generator(x.device, layer, site, is_cut):
             return F.dropout(x, probability, training=True)
+
+    def attend(
+        self,
+        function: Callable[..., torch.Tensor],
+        probability: float,
+        *,
+        device: torch.device,
+        layer: int,
+        site: str,
+        is_cut: bool,
+    ) -> torch.Tensor:
+        """Return what ``function`` of ``megatron.ops`` gives when it drops probabilities by the mask of this place.
+
+        Args:
+            function: takes ``dropout``, a rate at which it draws from torch's default generator itself, or ``drop``.
+            is_cut: the heads are this tensor rank's.
+        """
+        with self.generator(device, layer, site, is_cut):
+            return function(dropout=probability)
 
 
 def checkpoint(streams: DropoutStreams, function: Callable[..., Any], *args: Any) -> Any:

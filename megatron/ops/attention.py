@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+Drop = Callable[[torch.Tensor], torch.Tensor]
+"""Probabilities [b, a/t, s, s_k] to those with some put to 0, the others scaled up."""
 
 
 def attention(
@@ -14,6 +19,7 @@ def attention(
     mask: torch.Tensor | None = None,
     is_causal: bool | None = None,
     dropout: float = 0.0,
+    drop: Drop | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Return ``softmax(q k^T * scale) v``.
@@ -27,19 +33,45 @@ def attention(
     Args:
         is_causal: no query sees a later key, with no s x s mask in memory; default: where no mask is given. A mask
             must include the causal rule itself.
+        drop: drops probabilities in place of ``dropout``; all of them are in memory then.
         scale: default ``d ** -0.5``.
 
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1.
     """
+    is_causal = mask is None if is_causal is None else is_causal
+    if drop is not None:
+        mask = _causal_mask(query, key) if is_causal else mask
+        added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
+        return dropped_attention(query, key, value, added, drop=drop, scale=scale)
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None if is_causal is None else is_causal,
-        scale=scale,
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale
     )
+
+
+def dropped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    added: torch.Tensor | None,
+    *,
+    drop: Drop,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return ``drop(softmax(q k^T * scale + added)) v``, step by step, with softmax in fp32 for 16-bit numbers.
+
+    Shapes:
+        as ``attention``; added [b or 1, a/t or 1, s, s_k]
+    """
+    scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)  # [b, a/t, s, s_k]
+    scores = scores if added is None else scores + added
+    wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
+    probabilities = torch.softmax(scores, dim=-1, dtype=wide)
+    return drop(probabilities).to(value.dtype) @ value
+
+
+def _causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the mask with which query i sees the keys up to number i: bool [s, s_k]."""
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
 
 
 def document_mask(segment_ids: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron.ops.attention import additive
+from megatron.ops.attention import Drop, additive, dropped_attention
 
 BLOCK = 2**20
 """Scores that are worked on at a time on a CPU: few enough to stay in its caches from one step to the next."""
@@ -26,6 +26,7 @@ def biased_attention(
     *,
     mask: torch.Tensor | None = None,
     dropout: float = 0.0,
+    drop: Drop | None = None,
 ) -> torch.Tensor:
     """Return ``softmax(q k^T + bias) v``. A query that may look nowhere looks everywhere alike: no NaN.
 
@@ -36,14 +37,19 @@ def biased_attention(
         mask   bool [b or 1, 1, s, s_k], True where a query may look
         output [b, a/t, s, d]
 
+    Args:
+        drop: drops probabilities in place of ``dropout``.
+
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
     """
-    if is_blocked(query) and not dropout:
+    if is_blocked(query) and not dropout and drop is None:
         return _BlockedAttention.apply(query, key, value, by_distance, None if mask is None else ~mask)
     added = None if mask is None else additive(mask, query.dtype)
     if by_distance is not None:
         bias = spread(by_distance).unsqueeze(0)  # [1, a/t, s, s]
         added = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)  # [b, a/t, s, s]
+    if drop is not None:
+        return dropped_attention(query, key, value, added, drop=drop, scale=1.0)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=dropout, scale=1.0)
 
 

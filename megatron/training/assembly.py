@@ -15,12 +15,21 @@ from megatron.config.deepspeed import engine_dict
 from megatron.errors import ConfigError
 from megatron.model.init import Rule, gpt2_rule, initialize, t5_rule
 from megatron.model.sizes import t5_sizes_from
+from megatron.mpu.counted import CountedDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
 from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine
 from megatron.training.world import World
 from tds.module import PartitionError
+
+
+def make_streams(config: Config, world: World) -> DropoutStreams:
+    """Return this rank's source of dropout masks."""
+    seed, data, tensor = config.run.seed, world.grid.data, world.grid.tensor
+    if config.model.layout_independent_dropout:
+        return CountedDropout(config.batch.batch_size, seed, data, tensor)
+    return DropoutStreams(seed, data, tensor)
 
 
 def build_engine(

@@ -13,10 +13,9 @@ import torch
 
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
-from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard, shard_of
 from megatron.training import arguments
-from megatron.training.assembly import build_engine, make_learning_rate
+from megatron.training.assembly import build_engine, make_learning_rate, make_streams
 from megatron.training.data import RunData
 from megatron.training.engines import ForwardStep, StepEngine
 from megatron.training.report import set_learning_rate
@@ -67,7 +66,7 @@ def trace_steps(
         eval_every: also evaluate one global batch after so many steps; training must not notice.
         tokenizer: what scripts are told; None: one for random tokens.
     """
-    streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
+    streams = make_streams(config, here)
     arguments.set_current(config, tokenizer or stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, model_provider, forward_step)
     data = RunData({"train": dataset, "valid": dataset} if here.reads_data else {}, None)
