@@ -19,6 +19,7 @@ from megatron.config.option import Option, options_of, require_family
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
+from megatron.config.stability import StabilityConfig
 from megatron.config.t5 import T5Config
 from megatron.errors import ConfigError
 
@@ -32,6 +33,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "precision": PrecisionConfig,
         "data": DataConfig,
         "checkpoint": CheckpointConfig,
+        "stability": StabilityConfig,
         "run": RunConfig,
     }
 )
@@ -76,6 +78,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     run: RunConfig = field(default_factory=RunConfig)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the JSON as read
     extra: Mapping[str, Any] = field(default_factory=dict)  # what extra_args_provider added

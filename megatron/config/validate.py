@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron import rampup
-from megatron.config import effects, t5_checks
+from megatron.config import effects, stability, t5_checks
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
@@ -140,6 +140,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
             "--model-parallel-size"
         )
     yield from effects.problems(config)
+    yield from stability.problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
 
@@ -215,4 +216,9 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         )
     if config.batch.train_iters == 0:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
-    return [*notes, *(t5_checks.notes(config) if config.is_t5 else ()), *effects.notes(config, world_size)]
+    return [
+        *notes,
+        *(t5_checks.notes(config) if config.is_t5 else ()),
+        *effects.notes(config, world_size),
+        *stability.notes(config, world_size),
+    ]
