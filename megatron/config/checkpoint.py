@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from megatron.config.option import option
 
+DEFAULT_MINUTES = 30.0
+"""Between the saves of a run that names no interval: so much is lost at most."""
+DEFAULT_KEPT = 2
+"""Of those saves, which nobody has asked for, so many stay."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -14,25 +19,74 @@ class CheckpointConfig:
 
     save: str | None = option(None, "run folder: checkpoints, metrics, pictures", shown_default="runs/<script>-<time>")
     load: str | None = option(None, "run folder or checkpoint to go on from")
-    save_interval: int = option(0, "steps between checkpoints; 0: only at the end or when stopped", minimum=0)
+    save_interval: int = option(0, "steps between checkpoints; 0: as the minutes say", minimum=0)
+    save_interval_minutes: float | None = option(
+        None,
+        "minutes between checkpoints; 0: never by time. The last step and a stop always save",
+        minimum=0,
+        shown_default=f"{DEFAULT_MINUTES:g}, of which the last {DEFAULT_KEPT} stay; 0 with --save-interval",
+    )
+    async_save: bool = option(False, "copy the state and write it while training goes on")
+    on_save_error: str = option(
+        "continue",
+        "after a save that failed in mid-run; one that fails at the end always ends the run with code 3",
+        choices=("continue", "stop"),
+    )
     resume: bool = option(False, "go on from the newest checkpoint of the newest run")
-    no_load_optim: bool = option(False, "leave the optimizer's state of the checkpoint out")
+    load_if_exists: bool = option(False, "start from scratch where --load or --resume finds no checkpoint")
+    strict_load: bool = option(False, "end with code 3 where the newest checkpoint is damaged; go back to no older one")
+    no_load_optim: bool = option(False, "leave the optimizer's state and the loss scale of the checkpoint out")
     no_load_rng: bool = option(False, "leave the random states of the checkpoint out")
+    load_weights_only: bool = option(
+        False, "go on at the checkpoint's step and sample with its weights; optimizer, loss scale and random states new"
+    )
     allow_data_change: bool = option(
         False,
         "go on although the data are not those of the checkpoint: a corpus that agrees goes on where it was, others "
         "start at their first sample",
     )
+    allow_vocab_change: bool = option(
+        False, "load although the tokenizer is not that of the checkpoint; the vocabulary must have its size"
+    )
     finetune: bool = option(False, "load the weights only and count steps and samples from 0")
     no_save_optim: bool = option(False, "save no optimizer state; such a checkpoint cannot be resumed exactly")
     eval_only: bool = option(False, "evaluate the loaded model on the test split and stop")
     keep_last: int | None = option(None, "checkpoints to keep", minimum=1, shown_default="all")
+    keep_every: int | None = option(
+        None, "with --keep-last: also keep those whose step is a multiple of this", minimum=1, shown_default="none"
+    )
+
+    @property
+    def is_default_interval(self) -> bool:
+        """Whether nobody has said when to save in mid-run."""
+        return not self.save_interval and self.save_interval_minutes is None
+
+    @property
+    def minutes(self) -> float:
+        """Minutes between checkpoints by time; 0: never."""
+        if self.save_interval_minutes is not None:
+            return self.save_interval_minutes
+        return DEFAULT_MINUTES if self.is_default_interval else 0.0
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be: flags that need a checkpoint without one."""
+        """Yield what cannot be: flags that need a checkpoint without one, and flags that undo each other."""
         if self.load is not None and self.resume:
             yield f"give --load or --resume, not both: got --load {self.load} and --resume. Leave one out"
-        needy = ("no_load_optim", "no_load_rng", "finetune", "eval_only", "allow_data_change")
+        needy = (
+            "load_if_exists", "strict_load", "no_load_optim", "no_load_rng", "load_weights_only", "finetune",
+            "eval_only", "allow_data_change", "allow_vocab_change",
+        )  # fmt: skip
         for name in needy if self.load is None and not self.resume else ():
             if getattr(self, name):
-                yield f"--{name.replace('_', '-')} needs a checkpoint, got none. Add --load FOLDER"
+                yield f"{_flag(name)} needs a checkpoint, got none. Add --load FOLDER"
+        for name in ("finetune", "eval_only", "no_load_optim", "no_load_rng") if self.load_weights_only else ():
+            if getattr(self, name):
+                yield f"--load-weights-only takes weights and counters, no less and no more: leave {_flag(name)} out"
+        if self.load_if_exists and self.eval_only:
+            yield "--eval-only needs a checkpoint in every case, got --load-if-exists. Leave one out"
+        if self.keep_every is not None and self.keep_last is None:
+            yield f"--keep-every {self.keep_every} needs --keep-last K: without it every checkpoint is kept"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -26,7 +26,8 @@ PIPELINE = {
 }
 """Fields that act on a pipeline only, and their flags."""
 IN_TRAINING = (
-    "save_interval", "save_interval_minutes", "async_save", "on_save_error", "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule",
+    "save_interval", "save_interval_minutes", "async_save", "on_save_error",
+    "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule",
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
 )  # fmt: skip
