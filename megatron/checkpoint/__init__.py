@@ -1,5 +1,6 @@
 """Checkpoints of named global tensors, without the layout that saved them."""
 
+from megatron.checkpoint.background import BackgroundSaver, Durable, Staged
 from megatron.checkpoint.compare import compare_model_config
 from megatron.checkpoint.folders import check_writable
 from megatron.checkpoint.loading import Checkpoint, open_checkpoint, open_latest
@@ -8,7 +9,10 @@ from megatron.checkpoint.records import TensorRecord
 from megatron.checkpoint.saving import save
 
 __all__ = [
+    "BackgroundSaver",
     "Checkpoint",
+    "Durable",
+    "Staged",
     "TensorRecord",
     "check_writable",
     "compare_model_config",

@@ -17,6 +17,7 @@ import os
 import re
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import files, log
@@ -69,14 +70,36 @@ def remove_leftovers(root: Path) -> None:
             files.remove_tree(path) if path.is_dir() else files.remove_file(path)
 
 
-def remove_old(root: Path, keep_last: int, loaded: Path | None) -> None:
-    """Keep the last ``keep_last`` complete checkpoints in ``root`` and the one that was ``loaded``; delete older ones.
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the last so many complete ones, each whose step is a multiple, and the one loaded.
 
-    A broken one does not count, so ``keep_last`` complete ones always remain.
+    ``last`` None: all.
     """
+
+    last: int | None = None
+    every: int | None = None
+    loaded: Path | None = None
+
+    def protects(self, path: Path) -> bool:
+        """Tell whether ``path`` stays however many came after it."""
+        if self.every is not None and step_of(path) % self.every == 0:
+            return True
+        return self.loaded is not None and self.loaded.exists() and path.samefile(self.loaded)
+
+
+def step_of(path: Path) -> int:
+    """Return the step that the name of a checkpoint says."""
+    return int(path.name.split("-")[1])
+
+
+def remove_old(root: Path, keep: Keep) -> None:
+    """Delete the checkpoints in ``root`` that need not stay. A broken one does not count among the last ones."""
+    if keep.last is None:
+        return
     kept = 0
     for path in newest_first(root):
-        if kept >= keep_last and not (loaded and loaded.exists() and path.samefile(loaded)):
+        if kept >= keep.last and not keep.protects(path):
             remove(path)
         elif is_complete(path):
             kept += 1

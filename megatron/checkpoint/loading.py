@@ -113,10 +113,13 @@ def _relative(overlap: list[tuple[int, int]], part: list[tuple[int, int]]) -> tu
     return tuple(slice(o[0] - p[0], o[1] - p[0]) for o, p in zip(overlap, part, strict=True))
 
 
-def open_latest(root: Path, world: Group) -> Checkpoint:
+def open_latest(root: Path, world: Group, *, strict: bool = False) -> Checkpoint:
     """Return the newest checkpoint in ``root`` that verifies, or ``root`` itself if it is one. Collective.
 
     All ranks get the same one. Each that had to be passed over is named in a warning with its reason.
+
+    Args:
+        strict: nothing is passed over: the newest must verify.
 
     Raises:
         CheckpointError: there is no folder ``root``, no checkpoint in it, or none that verifies.

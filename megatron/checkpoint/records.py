@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,6 +71,19 @@ def claim(record: TensorRecord) -> Claim:
             f"{record.name}: its shard {record.shard} has the shape {said}, the tensor has {list(record.tensor.shape)}"
         )
     return Claim(record.name, dtype, record.shard, record.is_owner)
+
+
+def owned(records: list[TensorRecord]) -> dict[int, TensorRecord]:
+    """Return what this rank writes, by its place in ``records``: without padding, the widest types first.
+
+    In this order all tensors of a file lie aligned, as safetensors asks.
+    """
+    mine = {
+        place: replace(record, tensor=record.shard.unpadded(record.tensor.detach()))
+        for place, record in enumerate(records)
+        if record.is_owner and not is_empty(record.shard)
+    }
+    return dict(sorted(mine.items(), key=lambda item: -item[1].tensor.element_size()))
 
 
 def spans(shard: Shard) -> list[tuple[int, int]]:

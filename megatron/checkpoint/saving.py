@@ -12,6 +12,7 @@ An error on any rank up to the commit is an error on all; older checkpoints are 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,9 @@ import torch
 from megatron import files, log
 from megatron.checkpoint import folders, manifest, shard_file
 from megatron.checkpoint.agree import together
+from megatron.checkpoint.folders import Keep
 from megatron.checkpoint.manifest import Entry, FileFacts, Manifest, Piece
-from megatron.checkpoint.records import Claim, TensorRecord, claim, is_empty, tiling_problem
+from megatron.checkpoint.records import Claim, TensorRecord, claim, is_empty, owned, tiling_problem
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import Group
 
@@ -57,6 +59,7 @@ def save(
     world: Group,
     *,
     keep_last: int | None = None,
+    keep_every: int | None = None,
     loaded: Path | None = None,
 ) -> Path:
     """Write the checkpoint ``root/step-00000020`` and return its path. Collective over ``world``.
@@ -65,18 +68,42 @@ def save(
         records: the tensors that this rank holds. A name may be held by many ranks and is written by its owners.
         state: what JSON can hold (tuples come back as lists); rank 0's is written.
         keep_last: afterwards delete all but so many complete checkpoints (at least 1); None keeps all.
+        keep_every: never delete one whose step is a multiple of this.
         loaded: the checkpoint that this run started from, which is never deleted.
 
     Raises:
         CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are as they were.
-        ConfigError: ``keep_last`` is below 1.
+        ConfigError: ``keep_last`` or ``keep_every`` is below 1.
     """
+    check_keep(keep_last, keep_every)
+    return save_from(lambda: records, root, step, state, world, Keep(keep_last, keep_every, loaded))
+
+
+def check_keep(keep_last: int | None, keep_every: int | None) -> None:
+    """Check that numbers of checkpoints to keep are such.
+
+    Raises:
+        ConfigError: one is below 1.
+    """
+    for flag, value in (("--keep-last", keep_last), ("--keep-every", keep_every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {value}")
+
+
+def save_from(
+    source: Callable[[], list[TensorRecord]], root: Path, step: int, state: dict[str, Any], world: Group, keep: Keep
+) -> Path:
+    """Do what ``save`` does with the records that ``source`` returns; one that raises fails the save. Collective."""
     root = Path(root)
-    if keep_last is not None and keep_last < 1:
-        raise ConfigError(f"--keep-last must be at least 1, got {keep_last}")
     told = state if world.rank == 0 else {}
+    records: list[TensorRecord] = []
+
+    def share() -> _Share:
+        records.extend(source())
+        return _share(records, told)
+
     try:
-        plan = together(world, lambda: _share(records, told), lambda shares: _prepare(root, step, shares))
+        plan = together(world, share, lambda shares: _prepare(root, step, shares))
         path = together(
             world,
             lambda: _write_shard(plan.temporary, world.rank, records),
@@ -86,15 +113,12 @@ def save(
     except CheckpointError as error:
         raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}") from error
     if world.rank == 0:
-        _tidy(root, path, keep_last, loaded)
+        _tidy(root, path, keep)
     return path
 
 
 def _owned(records: list[TensorRecord]) -> dict[str, torch.Tensor]:
-    """Return what this rank writes, by key: padding left out, the widest types first so that all lie aligned."""
-    owned = [record for record in records if record.is_owner and not is_empty(record.shard)]
-    owned.sort(key=lambda record: -record.tensor.element_size())
-    return {_key(record.name, record.shard.start): record.shard.unpadded(record.tensor) for record in owned}
+    return {_key(record.name, record.shard.start): record.tensor for record in owned(records).values()}
 
 
 def _key(name: str, start: int) -> str:
@@ -186,14 +210,13 @@ def _abandon(root: Path, plan: _Plan, error: CheckpointError) -> CheckpointError
     return error
 
 
-def _tidy(root: Path, path: Path, keep_last: int | None, loaded: Path | None) -> None:
+def _tidy(root: Path, path: Path, keep: Keep) -> None:
     """Point the hint at ``path`` and delete old checkpoints: the save has succeeded whatever happens here."""
     folders.write_latest(root, path)
-    if keep_last is not None:
-        try:
-            folders.remove_old(root, keep_last, loaded)
-        except OSError as error:
-            log.warning(f"old checkpoints in {root} could not be deleted ({error}); {path} is complete")
+    try:
+        folders.remove_old(root, keep)
+    except OSError as error:
+        log.warning(f"old checkpoints in {root} could not be deleted ({error}); {path} is complete")
 
 
 def _told_bytes(count: int) -> str:
