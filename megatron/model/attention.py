@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.model.cache import LayerCache
 from megatron.model.sizes import Place, Sizes
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.ops.attention import attention
@@ -74,6 +75,8 @@ class SelfAttention(Attention):
         x      [s, b, h]
         mask   bool [b or 1, 1, s, s] or None for causal
         output [s, b, h]
+
+    With a ``cache`` the keys and values of earlier passes count too, and the mask is [b or 1, 1, s, s_k].
     """
 
     def __init__(self, sizes: Sizes, place: Place, layer: int) -> None:
@@ -85,7 +88,11 @@ class SelfAttention(Attention):
             sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, group=place.group
         )
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
+        if cache is not None:
+            key, value = cache.extended(key, value)  # 2 x [b, a/t, s_k, d]
         context = self.attend(attention, query, key, value, mask=mask)  # [s, b, a d / t]
         return self.dense(context)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron.model.attention import SelfAttention
+from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
 from megatron.model.norm import LayerNorm
 from megatron.model.sizes import Place, Sizes
@@ -20,6 +21,8 @@ class TransformerLayer(nn.Module):
         x      [s, b, h]
         mask   bool [b or 1, 1, s, s] or None for causal
         output [s, b, h]
+
+    ``cache`` as in ``SelfAttention``.
 
     Args:
         layer: number of this layer in the whole model, from 0; part of the keys of its dropout masks.
@@ -36,9 +39,11 @@ class TransformerLayer(nn.Module):
         self.post_attention_norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
         self.mlp = MLP(sizes, place)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         normed = self.input_norm(x)
-        x = self._residual(x, normed) + self._dropout(self.attention(normed, mask), "attention output")
+        x = self._residual(x, normed) + self._dropout(self.attention(normed, mask, cache), "attention output")
         normed = self.post_attention_norm(x)
         return self._residual(x, normed) + self._dropout(self.mlp(normed), "mlp output")
 

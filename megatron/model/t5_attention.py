@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron.model.attention import Attention, SelfAttention
+from megatron.model.cache import LayerCache
 from megatron.model.sizes import Place, T5Sizes
 from megatron.mpu.grads import accurate_dtype
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
@@ -51,6 +52,15 @@ class RelativeBias(nn.Module):
         weight = self.weight.to(accurate_dtype(self.weight.dtype))
         return weight[buckets].t().to(self.weight.dtype)
 
+    def for_queries(self, num_queries: int, num_keys: int) -> torch.Tensor:
+        """Return the bias of the last ``num_queries`` positions for all ``num_keys`` positions.
+
+        Shapes:
+            output [a/t, s, s_k]
+        """
+        windows = self.by_distance(num_keys).unfold(1, num_keys, 1)  # [a/t, s_k, s_k], the last query first
+        return windows[:, :num_queries].flip(1)
+
 
 class T5SelfAttention(SelfAttention):
     """Self-attention that adds the relative bias of ``table`` to unscaled scores, or, without one, scales them.
@@ -59,19 +69,31 @@ class T5SelfAttention(SelfAttention):
         x      [s, b, h]
         mask   bool [b, 1, s, s], True where a query may look, or None; it includes the causal rule
         output [s, b, h]
+
+    With a ``cache`` as ``SelfAttention``; rows then stand at the same positions where there is a bias.
     """
 
     def __init__(self, sizes: T5Sizes, place: Place, layer: int, *, is_causal: bool) -> None:
         super().__init__(sizes, place, layer)
         self.is_causal = is_causal
 
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, table: RelativeBias | None = None
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        table: RelativeBias | None = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
+        if cache is not None:
+            key, value = cache.extended(key, value)  # 2 x [b, a/t, s_k, d]
         is_causal = self.is_causal and mask is None
         if table is None:
             context = self.attend(attention, query, key, value, mask=mask, is_causal=is_causal)
+        elif key.shape[2] > query.shape[2]:
+            bias = table.for_queries(query.shape[2], key.shape[2])  # [a/t, s, s_k]
+            added = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+            context = self.attend(attention, query, key, value, mask=added, is_causal=False, scale=1.0)
         else:
             bias = table.by_distance(x.shape[0])  # [a/t, 2s - 1]
             bias = without_future(bias) if is_causal else bias
@@ -87,6 +109,8 @@ class CrossAttention(Attention):
         memory [s_e, b, h]
         mask   bool [b, 1, s_d, s_e], True where a query may look, or None
         output [s_d, b, h]
+
+    A ``cache`` keeps the keys and values of ``memory`` from the first pass on; later ones need no memory.
     """
 
     def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
@@ -97,8 +121,22 @@ class CrossAttention(Attention):
         self.key_value = ColumnParallelLinear(h, 2 * width, bias=bias, group=place.group)
         self.dense = RowParallelLinear(width, h, bias=bias, group=place.group)
 
-    def forward(self, x: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
         (query,) = self.split_heads(self.query(x), 1)  # [b, a/t, s_d, d]
-        key, value = self.split_heads(self.key_value(memory), 2)  # 2 x [b, a/t, s_e, d]
+        key, value = self._key_value(memory, cache)
         query = query if self.scale == 1.0 else query * self.scale
         return self.dense(self.attend(biased_attention, query, key, value, mask=mask))
+
+    def _key_value(self, memory: torch.Tensor | None, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if cache is not None and cache.cross is not None:
+            return cache.cross
+        key, value = self.split_heads(self.key_value(memory), 2)  # 2 x [b, a/t, s_e, d]
+        if cache is not None:
+            cache.cross = key, value = key.contiguous(), value.contiguous()
+        return key, value

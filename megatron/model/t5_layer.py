@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
 from megatron.model.sizes import Place, T5Sizes
 from megatron.model.t5_attention import CrossAttention, RelativeBias, T5SelfAttention
@@ -31,9 +32,15 @@ class T5Layer(nn.Module):
         self.post_attention_norm = make_norm(sizes)
         self.mlp = MLP(sizes, place, layer, dropout=sizes.hidden_dropout if sizes.is_relative else 0.0)
 
-    def self_attended(self, x: torch.Tensor, mask: torch.Tensor | None, table: RelativeBias | None) -> torch.Tensor:
+    def self_attended(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        table: RelativeBias | None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
         """Return ``x`` and what it reads from itself."""
-        return x + self.dropped(self.attention(self.input_norm(x), mask, table), "attention output")
+        return x + self.dropped(self.attention(self.input_norm(x), mask, table, cache), "attention output")
 
     def fed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` and what the feed-forward part makes of it."""
@@ -71,6 +78,8 @@ class T5DecoderLayer(T5Layer):
         memory [s_e, b, h]
         enc_segments [b, s_e], dec_segments [b, s_d]: both or none; a document reads its own part of ``memory``
         output [s_d, b, h]
+
+    With a ``cache``, as ``SelfAttention`` and ``CrossAttention`` take it, the rows of the decoder hold one document.
     """
 
     def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
@@ -81,14 +90,17 @@ class T5DecoderLayer(T5Layer):
     def forward(
         self,
         x: torch.Tensor,
-        memory: torch.Tensor,
+        memory: torch.Tensor | None,
         table: RelativeBias | None = None,
         enc_segments: torch.Tensor | None = None,
         dec_segments: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         own, cross = None, None
         if enc_segments is not None and dec_segments is not None:
             own, cross = document_mask(dec_segments), segment_mask(dec_segments, enc_segments)
-        x = self.self_attended(x, own, table)
-        x = x + self.dropped(self.cross_attention(self.cross_norm(x), memory, cross), "cross attention output")
+        if cache is not None:
+            own = cache.slots.mask
+        x = self.self_attended(x, own, table, cache)
+        x = x + self.dropped(self.cross_attention(self.cross_norm(x), memory, cross, cache), "cross attention output")
         return self.fed_forward(x)
