@@ -23,7 +23,7 @@ class StabilityConfig:
         "off",
         "what is done about a step whose loss or gradient norm is not finite or far above the steps before it: off "
         "ends the run (not finite) or only says so (far above); skip leaves the step out on all ranks; rollback does "
-        "so too, and after --stability-patience of them goes back to the last good checkpoint and leaves their data out",
+        "so too, and after --stability-patience in a row goes back to a good checkpoint and leaves their data out",
         choices=GUARDS,
     )
     stability_sigma: float = option(

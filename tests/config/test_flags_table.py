@@ -18,6 +18,7 @@ OURS = {flag: option for _, option in all_options() for flag in option.flags}
 ACTING = [(family, flag) for family in FAMILIES for flag in sorted(OURS) if OURS[flag].acts_in(family)]
 NEEDS = {
     "--checkpoint-num-layers": ["--checkpoint-activations"],
+    "--stability-patience": ["--stability-guard", "skip"],
     "--recompute-num-layers": ["--checkpoint-activations"],
     "--min-lr": ["--lr", "1"],
     "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
