@@ -33,7 +33,7 @@ _REALM = "REALM and ICT are not part of this project"
 _BERT = "BERT is not trained by this script; nothing here reads it"
 _AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
 _RECOMPUTE = "recompute is our own, with the random states of the first pass; use --checkpoint-activations"
-_ZERO = "ZeRO belongs in the JSON, and this version takes stage 0 only; leave it out"
+_ZERO = "ZeRO is switched by --zero-stage 0 or 1, or zero_optimization.stage of the JSON; leave it out"
 _SOFTMAX = "scaled_dot_product_attention has no separate mask and softmax; leave it out"
 
 CPM_REFUSED = {
@@ -93,7 +93,7 @@ MEGATRON_REFUSED = {
     "--recompute-activations": _RECOMPUTE,
     "--recompute-granularity": _RECOMPUTE,
     "--recompute-method": _RECOMPUTE,
-    "--distributed-timeout-minutes": "use --distributed-timeout-s, in seconds",
+    "--distributed-timeout-minutes": "use --step-timeout, in seconds",
     "--use-distributed-optimizer": _ZERO,
     "--overlap-grad-reduce": "replicas add their gradients once after the last micro-batch; leave it out",
     "--overlap-param-gather": _ZERO,
@@ -125,7 +125,7 @@ MEGATRON_REFUSED = {
     "--timing-log-level": 'use "wall_clock_breakdown": true in the JSON',
     "--log-params-norm": "progress lines show the gradient norm; leave it out",
     "--skip-train": "use --eval-only with --load, or --train-iters 0",
-    "--exit-on-missing-checkpoint": "a missing checkpoint ends the run with code 3, without --load-if-exists; leave it out",
+    "--exit-on-missing-checkpoint": "a missing checkpoint ends the run with code 3; see --load-if-exists",
     "--fp8-format": "use --bf16",
     "--no-query-key-layer-scaling": "scores are never scaled by layer; leave it out",
 }

@@ -39,8 +39,19 @@ NEEDS = {
     },
     **{
         flag: ["--load", "x"]
-        for flag in ("--finetune", "--no-load-optim", "--no-load-rng", "--eval-only", "--allow-data-change")
+        for flag in (
+            "--finetune",
+            "--no-load-optim",
+            "--no-load-rng",
+            "--eval-only",
+            "--allow-data-change",
+            "--load-if-exists",
+            "--strict-load",
+            "--load-weights-only",
+            "--allow-vocab-change",
+        )
     },
+    "--keep-every": ["--keep-last", "1"],
     "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
     "--prefetch-factor": ["--num-workers", "1"],
     "--fim-spm-rate": ["--fim-rate", "0.5"],
