@@ -59,7 +59,7 @@ PIPELINE = {
     "schedule": Key(TEXT, "pipeline_schedule", choices=SCHEDULES),
     "chunks": Key(POSITIVE, "pipeline_chunks"),
     "trace": Key(TEXT, "pipeline_trace"),
-    "timeout_s": Key(POSITIVE, "distributed_timeout_s"),
+    "timeout_s": Key(POSITIVE, "step_timeout"),
 }
 """Keys of "pipeline" that set a field of ours where there is a pipeline."""
 

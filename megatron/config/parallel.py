@@ -10,8 +10,8 @@ from megatron.config.option import option
 from megatron.stages import AUTO, MANY_CHUNKS, SCHEDULES, by_default
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
-TIMEOUT_S = {"cpu": 60, "cuda": 600}
-"""A rank that does not answer for so long ends the job; GPUs get longer for first kernels and big gathers."""
+STEP_TIMEOUT_S = 60
+"""A rank that gets no further for so long in a step ends the job; the first step, with its first kernels, has longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,17 @@ class ParallelConfig:
     distributed_backend: str | None = option(
         None, "backend of torch.distributed", choices=("nccl", "gloo"), shown_default="nccl on GPUs, gloo on CPU"
     )
-    distributed_timeout_s: int = option(
+    step_timeout: int = option(
         0,
-        "seconds without an answer after which a rank gives up, in the pipeline too",
+        "seconds without progress in a step after which a rank is stuck: all ranks end with code 4 and name it",
         minimum=1,
-        shown_default="60 on CPU, 600 on GPUs",
+        shown_default="60",
+        aliases=("--distributed-timeout-s",),
+    )
+    phase_timeout_minutes: float = option(
+        30.0,
+        "the same limit, in minutes, while data is opened and in the first step, loading, saving and evaluation",
+        above=0,
     )
 
     @property
@@ -91,9 +97,19 @@ class ParallelConfig:
         """Return d: what the tensor and pipe axes leave of ``world_size`` ranks."""
         return world_size // (self.model_parallel_size * self.num_stages)
 
+    @property
+    def step_timeout_s(self) -> int:
+        """How long a rank may get no further in a step."""
+        return self.step_timeout or STEP_TIMEOUT_S
+
+    @property
+    def phase_timeout_s(self) -> float:
+        """The same in what takes long: opening data, the first step, loading, saving, evaluation."""
+        return 60.0 * self.phase_timeout_minutes
+
     def timeout_s(self, kind: str) -> int:
         """Return the time-out of process groups on this kind of device, cpu or cuda."""
-        return self.distributed_timeout_s or TIMEOUT_S[kind]
+        return self.step_timeout_s
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the layout alone."""

@@ -208,7 +208,7 @@ def test_the_schedules_and_keys_of_a_pipeline_are_those_that_tds_has():
         ({"schedule": "auto"}, "--pipeline-schedule 1f1b"),
         ({"chunks": 2}, "--pipeline-chunks 3"),
         ({"trace": "here"}, "--pipeline-trace there"),
-        ({"timeout_s": 5}, "--distributed-timeout-s 6"),
+        ({"timeout_s": 5}, "--step-timeout 6"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )

@@ -52,9 +52,13 @@ def test_data_parallel_size_and_global_batch_follow_from_the_world():
     assert config.batch.global_batch_size(2) == 30
 
 
-def test_the_time_out_follows_the_device_until_it_is_set():
-    assert [read("").parallel.timeout_s(kind) for kind in ("cpu", "cuda")] == [60, 600]
-    assert read("--distributed-timeout-s 3").parallel.timeout_s("cpu") == 3
+def test_the_limits_of_a_stuck_rank_are_a_minute_and_half_an_hour_until_they_are_set():
+    parallel = read("").parallel
+    assert (parallel.step_timeout_s, parallel.phase_timeout_s) == (60, 1800)
+    parallel = read("--distributed-timeout-s 3 --phase-timeout-minutes 0.5").parallel
+    assert (parallel.step_timeout_s, parallel.phase_timeout_s) == (3, 30)
+    assert "--step-timeout must be a positive integer" in error_of("--step-timeout 0")
+    assert "--phase-timeout-minutes must be a finite number of more than 0" in error_of("--phase-timeout-minutes 0")
 
 
 def test_layers_of_a_chunk_say_how_many_chunks_there_are():
