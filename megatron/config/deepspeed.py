@@ -17,6 +17,7 @@ from megatron.config.chunks import resolve_chunks
 from megatron.config.config import Config, all_options
 from megatron.config.defaults import step_back
 from megatron.config.json_text import JsonText, read_json
+from megatron.config.optimizer import zero_stage_problem
 from megatron.config.option import LARGEST_INT
 from megatron.config.scan import Scan, unknown
 from megatron.errors import ConfigError
@@ -114,13 +115,10 @@ def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str
 
 
 def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
-    stage, place = section.get("stage", 0), text.where("zero_optimization", "stage")
-    if isinstance(stage, int) and stage > 0:
-        yield (
-            f"{place}: zero_optimization.stage must be 0 in this version, got {stage}: gradients and "
-            "optimizer states are kept whole by our own optimizer, in pipelines and without. "
-            "Set stage 0, or cut the memory with --model-parallel-size or --pipe-parallel-size"
-        )
+    stage = section.get("stage", 0)
+    if isinstance(stage, int) and stage > 1:
+        place = text.where("zero_optimization", "stage")
+        yield f"{place}: {zero_stage_problem('zero_optimization.stage', stage)}"
 
 
 def resolve(
@@ -165,6 +163,9 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
         stated["dtype"] = ("bf16.enabled true, that is", "bf16")
     if fp16.get("enabled") is not False:
         stated |= {k.field: (f"fp16.{n}", fp16[n]) for n, k in keys.FP16.items() if k.field and _is_stated(fp16.get(n))}
+    stage = json.get("zero_optimization", {}).get("stage")
+    if _is_stated(stage):
+        stated["zero_stage"] = ("zero_optimization.stage", stage)
     section = json.get("optimizer", {})
     params = section.get("params", {})
     if _is_stated(section.get("type")):

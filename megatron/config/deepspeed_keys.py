@@ -45,7 +45,7 @@ FP16 = {
     "min_loss_scale": Key(NUMBER, "min_scale"),
 }
 BF16 = {"enabled": Key(BOOLEAN)}
-ZERO = {"stage": Key(INTEGER)}
+ZERO = {"stage": Key(INTEGER, "zero_stage")}
 OPTIMIZER = {"type": Key(TEXT), "params": Key(OBJECT)}
 OPTIMIZER_TYPES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 OPTIMIZER_PARAMS = {
@@ -64,7 +64,7 @@ PIPELINE = {
 """Keys of "pipeline" that set a field of ours where there is a pipeline."""
 
 SECTIONS = {"fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER}
-"""Objects that are read here; none but zero_optimization is handed to DeepSpeed."""
+"""Objects that are read here and not handed to DeepSpeed, which is told of ZeRO 0: 1 is our optimizer's."""
 
 PASSED = {
     "steps_per_print": Key(POSITIVE, about='steps between DeepSpeed\'s own lines; "auto": --log-interval'),
@@ -165,7 +165,7 @@ REFUSED = {
     "gradient_predivide_factor": _OURS + "; remove the key",
     "gradient_allreduce_op": "the loss is a mean over the global batch; remove the key",
     "managed_gradient_accumulation": "accumulation is by --gas; remove the key",
-    "disable_allgather": "only ZeRO reads it; remove the key",
+    "disable_allgather": "only DeepSpeed's own ZeRO reads it; remove the key",
     "sparse_gradients": "embedding gradients are dense; remove the key",
     "sparse_attention": "attention is dense (SDPA); remove the section",
     "zero_force_ds_cpu_optimizer": "there is no CPU offload in this version; remove the key",
@@ -194,7 +194,7 @@ REFUSED = {
     "use_data_before_expert_parallelism": "there are no experts in these models; remove the key",
     "vocabulary_size": "the tokenizer says it, or --vocab-size; remove the key",
     "fp16_master_weights_and_gradients": "master weights are fp32; remove the key",
-    "zero_allow_comm_data_type_fp32": "only ZeRO reads it; remove the key",
+    "zero_allow_comm_data_type_fp32": "only DeepSpeed's own ZeRO reads it; remove the key",
     "legacy_fusion": "only DeepSpeed's own optimizers read it; remove the key",
 }
 """Keys that DeepSpeed knows and that would have no effect here, or a wrong one."""
@@ -202,7 +202,7 @@ REFUSED = {
 REFUSED_IN = {
     "fp16": "fp16 here takes enabled, loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale",
     "bf16": "bf16 here takes enabled only: master weights and optimizer states are fp32",
-    "zero_optimization": "stage 0 reads no other key",
+    "zero_optimization": "ZeRO 0 and 1 here read stage only; sums travel in buckets of 32 MiB",
     "optimizer": "the optimizer section takes type and params",
     "optimizer.params": "the optimizer's params here are lr, betas, eps and weight_decay",
 }

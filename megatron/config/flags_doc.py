@@ -41,7 +41,7 @@ pipeline.schedule, where it is a schedule).
 SAID = {
     "fp16.enabled": "as `--fp16`",
     "bf16.enabled": "as `--bf16`",
-    "zero_optimization.stage": "0 only, in this version",
+    "zero_optimization.stage": "0 or 1; as `--zero-stage`",
     "optimizer.type": "AdamW, Adam (which DeepSpeed runs as AdamW) or SGD; as `--optimizer`",
     "optimizer.params": "the rows below",
     "optimizer.params.betas": "as `--adam-beta1` and `--adam-beta2`",

@@ -49,10 +49,33 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of the mean of squared gradients", minimum=0, below=1)
     adam_eps: float = option(1e-8, "added to the root in Adam", above=0)
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
+    zero_stage: int = option(
+        0,
+        "1: each replica keeps the fp32 masters and the optimizer's states of its part of the weights alone; the "
+        "numbers are those of 0",
+        minimum=0,
+    )
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the optimizer alone."""
+        if self.zero_stage > 1:
+            yield zero_stage_problem("--zero-stage", self.zero_stage)
+        if self.zero_stage and self.optimizer == "adafactor":
+            yield (
+                f"--optimizer adafactor needs --zero-stage 0, got {self.zero_stage}: its means are those of whole "
+                "matrices, of which ZeRO leaves each replica a part. Its states are small: use stage 0, or --optimizer "
+                "adamw"
+            )
         if self.min_lr > self.lr:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
         if self.lr_decay_style == "exponential" and self.min_lr == 0:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
+
+
+def zero_stage_problem(name: str, stage: int) -> str:
+    """Return what is wrong with a ZeRO ``stage`` above 1 that was given under this name."""
+    return (
+        f"{name} must be 0 or 1 in this version, got {stage}: stages 2 and 3 cut gradients and weights too, which are "
+        "kept whole here; in a pipeline that would not pay, for its gradients grow up to the last micro-batch. Use 1, "
+        "and cut weights and gradients with --model-parallel-size or --pipe-parallel-size"
+    )

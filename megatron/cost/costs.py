@@ -119,6 +119,7 @@ class Costs(ABC):
         tensor: int = 1,
         dtype: str = "fp32",
         optimizer: str = "adamw",
+        sharers: int = 1,
         checkpoint_activations: bool = False,
         schedule: str = "1f1b",
         chunks: int = 1,
@@ -126,6 +127,9 @@ class Costs(ABC):
         """Return an estimate of what one rank of each stage holds, with the micro-batches that its schedule keeps.
 
         A stage's chunks count as alike. Allocator, kernels' work space and Python are not counted.
+
+        Args:
+            sharers: replicas that share masters and moments (ZeRO 1).
         """
         stages = (len(bounds) - 1) // chunks
         state = State.of(dtype, optimizer)
@@ -140,7 +144,7 @@ class Costs(ABC):
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
             activations = forwards * in_all // chunks + (again if checkpoint_activations else 0)
             logits = self.logit_bytes(*sizes) if stage == stages - 1 else 0
-            estimates.append(state.memory(held, activations, logits))
+            estimates.append(state.memory(held, activations, logits, sharers))
         return estimates
 
 

@@ -1,7 +1,9 @@
 """Bytes that training holds: weights, gradients, optimizer, activations and logits.
 
 16-bit weights have fp32 masters, gradients and moments (18 bytes per parameter with AdamW); others 16 or 32 in all.
-SGD has no moments; Adafactor's means of rows and columns are small and not counted.
+SGD has no moments; Adafactor's means of rows and columns are small and not counted. ZeRO 1 cuts masters and moments
+over the replicas: 6 + 12 / d bytes in 16 bits, 8 + 8 / d in 32. Its parts are whole vectors (``megatron.optim.cuts``),
+so some replicas hold a row more of a weight.
 
 Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 models", section 4, without scores, which a fused kernel makes once more. What else holds a number for each query and
@@ -47,12 +49,12 @@ class State:
         master = wide if width < 4 else 0
         return cls(width, wide, master + (2 * wide if optimizer == "adamw" else 0))
 
-    def memory(self, parameters: int, activations: int, logits: int) -> Memory:
-        """Return the bytes of a rank that holds so many parameters."""
+    def memory(self, parameters: int, activations: int, logits: int, sharers: int = 1) -> Memory:
+        """Return the bytes of a rank that holds so many parameters; ``sharers`` replicas share the optimizer's."""
         return Memory(
             weights=parameters * self.width,
             gradients=parameters * self.gradient,
-            optimizer=parameters * self.optimizer,
+            optimizer=-(-parameters * self.optimizer // sharers),
             activations=activations,
             logits=logits,
         )

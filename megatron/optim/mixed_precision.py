@@ -14,7 +14,7 @@ import torch
 from megatron.errors import NumericsError
 from megatron.mpu.grads import clip_coefficient, counts_here, global_norm
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.shard import set_shard, shard_of
+from megatron.optim.masters import WIDE, Masters
 from megatron.optim.scaler import LossScaler
 
 
@@ -24,12 +24,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     A parameter of 16 bits has a master of 32: its gradient of each micro-batch is added to the master's in fp32 and
     freed at once, and the updated master is rounded back into it. Other parameters are their own masters.
 
+    With ZeRO 1 each replica has the master and the states of its part of every parameter (``megatron.optim.cuts``) and
+    gathers the others' parts after the update. Gradients stay whole, so norm, clipping and weights are those of ZeRO 0.
+
     Args:
         groups: parameter groups as torch's optimizers take them, over the model's own parameters.
         build: makes the inner optimizer from the groups of masters.
         dtype: type of the model's parameters from now on.
         clip_grad: largest gradient norm; 0 turns clipping off.
         model, tensor: groups of one replica and of its tensor-parallel ranks.
+        data: the replicas of what this rank holds.
+        zero_stage: 0 or 1; of ``build`` 1 asks that it updates each number by itself.
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
@@ -52,6 +57,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         scaler: LossScaler | None = None,
         model: Group = SINGLE,
         tensor: Group = SINGLE,
+        data: Group = SINGLE,
+        zero_stage: int = 0,
     ) -> None:
         self.clip_grad = clip_grad
         self.scaler = scaler or LossScaler()
@@ -61,7 +68,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.judge: Callable[[float], bool] | None = None
         self.was_refused = False
         self._global_grad_norm = 0.0
-        self._masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._masters = Masters(data, is_cut=zero_stage == 1)
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # fp32 gradients of 16-bit parameters
         masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
         super().__init__(self.inner.param_groups, {})
@@ -72,17 +80,25 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self.scaler.scale
 
     def master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Return the tensor that the inner optimizer updates for ``parameter``."""
-        return self._masters[parameter]
+        """Return the tensor that the inner optimizer updates for ``parameter``; ``shard_of`` says where it lies."""
+        return self._masters.of[parameter]
+
+    def owns(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether this rank writes its master of ``parameter``, or a frozen one, into a checkpoint."""
+        is_writer = self._masters.data_group.rank == 0 or self._masters.is_cut(parameter)
+        return is_writer and counts_here(parameter, self.tensor_group.rank)
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Return the gradient accumulated for ``parameter``, zeros if no micro-batch has reached it yet."""
-        master = self._masters.get(parameter)
-        if master is None:
+        if parameter not in self._masters.of:
             return parameter.grad
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        return master.grad
+        if parameter.dtype not in WIDE:
+            if parameter not in self._sums:
+                self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+            return self._sums[parameter]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -97,8 +113,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.overflow = not math.isfinite(norm) and self.scaler.is_to_blame
         self.was_refused = not self.overflow and self._is_refused(norm)
         if not self.overflow and not self.was_refused:
-            self._scale_gradients(clip_coefficient(norm, self.clip_grad) * factor)
-            self.inner.step()
+            self._hand_to_masters(clip_coefficient(norm, self.clip_grad) * factor)
+            self.update_masters()
             self.copy_masters_to_parameters()
         if not self.was_refused:
             self.scaler.update(self.overflow)
@@ -106,49 +122,45 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of masters and parameters."""
-        for parameter, master in self._masters.items():
+        self._sums.clear()
+        for parameter, master in self._masters.of.items():
             parameter.grad = None
             master.grad = None
 
-    @torch.no_grad()
     def copy_masters_to_parameters(self) -> None:
-        """Round every 16-bit parameter's master into it."""
-        pairs = [(p, m) for p, m in self._masters.items() if p is not m]
-        if pairs:
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+        """Bring what the masters hold into the parameters. With ZeRO 1 collective over the replicas."""
+        self._masters.to_parameters()
+
+    @torch.no_grad()
+    def update_masters(self) -> None:
+        """Let the inner optimizer step on the gradients that the masters have, as they are."""
+        with self._masters.contiguous():
+            self.inner.step()
 
     def gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return (parameter, gradient) pairs in the order of the groups."""
-        for parameter in self._masters:
+        for parameter in self._masters.of:
             gradient = self.gradient_of(parameter)
             if gradient is not None:
                 yield parameter, gradient
 
     def _adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-        if dtype in (torch.float32, torch.float64):
-            parameter.data = parameter.data.to(dtype)
-            self._masters[parameter] = parameter
-            return parameter
-        master = torch.nn.Parameter(parameter.detach().float().clone())
-        set_shard(master, shard_of(parameter))
-        parameter.data = parameter.data.to(dtype)
-        parameter.register_post_accumulate_grad_hook(self._add_to_master)
-        self._masters[parameter] = master
-        return master
+        if dtype not in WIDE:
+            parameter.register_post_accumulate_grad_hook(self._add_to_sum)
+        return self._masters.adopt(parameter, dtype)
 
-    def _add_to_master(self, parameter: torch.Tensor) -> None:
-        master = self._masters[parameter]  # type: ignore[index]
+    def _add_to_sum(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
-        if master.grad is None:
-            master.grad = parameter.grad.float()
+        if parameter in self._sums:
+            self._sums[parameter].add_(parameter.grad)  # type: ignore[index]
         else:
-            master.grad.add_(parameter.grad)
+            self._sums[parameter] = parameter.grad.float()  # type: ignore[index]
         parameter.grad = None
 
     def _norm(self) -> float:
         counted = [g for p, g in self.gradients() if counts_here(p, self.tensor_group.rank)]
-        device = next(iter(self._masters)).device if self._masters else None
+        device = next((parameter.device for parameter in self._masters.of), None)
         return global_norm(counted, model=self.model_group, device=device).item()
 
     def _is_refused(self, norm: float) -> bool:
@@ -169,6 +181,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             "Lower --lr, or look at the batch."
         )
 
-    def _scale_gradients(self, factor: float) -> None:
+    def _hand_to_masters(self, factor: float) -> None:
+        """Give each master its part of the gradient, times ``factor``."""
+        parts = []
+        for parameter, gradient in self.gradients():
+            parts.append(self._masters.part(parameter, gradient))
+            self.master_of(parameter).grad = parts[-1]
         if factor != 1.0:
-            torch._foreach_mul_([gradient for _, gradient in self.gradients()], factor)
+            torch._foreach_mul_(parts, factor)

@@ -65,6 +65,8 @@ def build_optimizer(
     scaler: LossScaler | None = None,
     model: Group = SINGLE,
     tensor: Group = SINGLE,
+    data: Group = SINGLE,
+    zero_stage: int = 0,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
@@ -73,13 +75,18 @@ def build_optimizer(
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
-        ConfigError: a ValueError: Adafactor on weights with padded rows.
+        ConfigError: a ValueError: Adafactor on weights with padded rows, or with ZeRO 1.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"--optimizer must be {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name}")
     parameters = list(parameters)
     if name == "adafactor":
         _refuse_padding(parameters)
+        if zero_stage:
+            raise ConfigError(
+                f"--optimizer adafactor needs --zero-stage 0, got {zero_stage}: its means are those of whole matrices, "
+                "of which ZeRO leaves each replica a part. Its states are small: use stage 0, or --optimizer adamw"
+            )
     if name == "adafactor" and tensor.size > 1:
         raise ValueError(
             f"--optimizer adafactor needs --model-parallel-size 1, got {tensor.size}: the means over rows and columns "
@@ -95,7 +102,15 @@ def build_optimizer(
 
     groups = decay_groups(parameters, weight_decay)
     return MixedPrecisionOptimizer(
-        groups, build, dtype=dtype, clip_grad=clip_grad, scaler=scaler, model=model, tensor=tensor
+        groups,
+        build,
+        dtype=dtype,
+        clip_grad=clip_grad,
+        scaler=scaler,
+        model=model,
+        tensor=tensor,
+        data=data,
+        zero_stage=zero_stage,
     )
 
 

@@ -111,6 +111,8 @@ def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> Mix
         scaler=make_scaler(config),
         model=world.grid.model,
         tensor=world.grid.tensor,
+        data=world.grid.data,
+        zero_stage=settings.zero_stage,
     )
 
 

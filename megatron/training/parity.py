@@ -84,8 +84,9 @@ def trace_steps(
         if eval_every and (step + 1) % eval_every == 0:
             trace.eval_losses.append(engine.evaluate_batch(data.batches("valid", config, here)))
     for name, parameter in named_parameters(engine.module):
-        shard = shard_of(parameter)
-        trace.weights[name] = (shard, shard.unpadded(engine.optimizer.master_of(parameter)).detach().clone())
+        master = engine.optimizer.master_of(parameter)
+        shard = shard_of(master)
+        trace.weights[name] = (shard, shard.unpadded(master).detach().clone())
     return trace
 
 

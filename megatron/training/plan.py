@@ -120,6 +120,8 @@ def plan_rows(
     yield from sample_rows(config)
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
+    if config.optimizer.zero_stage and d > 1:
+        yield "ZeRO", f"stage {config.optimizer.zero_stage}: {d} replicas share masters and optimizer states"
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", data_text(config)
 
@@ -157,6 +159,7 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         tensor=topology.tensor,
         dtype=dtype if dtype in cost.BYTES else "fp32",
         optimizer=config.optimizer.optimizer,
+        sharers=topology.data if config.optimizer.zero_stage else 1,
         checkpoint_activations=config.parallel.checkpoint_activations,
         **_schedule(config, bounds, stages),
     )

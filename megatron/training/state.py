@@ -58,9 +58,9 @@ def save_state(
     Args:
         order: where each corpus is, of data that say so.
     """
-    records = list(weight_records(module, optimizer, world))
+    records = list(weight_records(module, optimizer))
     if not config.checkpoint.no_save_optim:
-        records += optimizer_records(module, optimizer, world)
+        records += optimizer_records(module, optimizer)
     records += rng_records(world)
     state = {
         "progress": asdict(progress),
@@ -119,10 +119,10 @@ def restore(
             _check_data(checkpoint, fingerprint, flags.allow_data_change)
         if wants_optimizer:
             _check_moments(checkpoint, config)
-    records = list(weight_records(module, optimizer, world))
+    records = list(weight_records(module, optimizer))
     if wants_optimizer and checkpoint.state["optimizer_steps"]:  # else fp16 has skipped every step: no moments
         make_moments(optimizer)
-        records += optimizer_records(module, optimizer, world)
+        records += optimizer_records(module, optimizer)
     checkpoint.load(records)
     optimizer.copy_masters_to_parameters()
     if wants_optimizer:

@@ -8,31 +8,29 @@ import torch
 
 from megatron import device
 from megatron.checkpoint import Checkpoint, TensorRecord, named_parameters
-from megatron.mpu.grads import counts_here
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.world import World
 
 
-def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, world: World) -> Iterator[TensorRecord]:
-    """Yield the weights that this rank holds: the masters where the run computes in 16 bits."""
+def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
+    """Yield the weights that this rank holds: the masters, of 32 bits and with ZeRO 1 a part of each weight."""
     for name, parameter in named_parameters(module):
         master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
-        yield TensorRecord(f"weights/{name}", master.detach(), shard_of(parameter), _is_owner(parameter, world))
+        yield TensorRecord(f"weights/{name}", master.detach(), shard_of(master), optimizer.owns(parameter))
 
 
-def optimizer_records(
-    module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, world: World
-) -> Iterator[TensorRecord]:
+def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
     """Yield the state that the inner optimizer keeps of each weight, but its count of steps."""
     for name, parameter in named_parameters(module):
         if not parameter.requires_grad:
             continue
-        state = optimizer.inner.state.get(optimizer.master_of(parameter), {})
+        master = optimizer.master_of(parameter)
+        state = optimizer.inner.state.get(master, {})
         for key, value in sorted(state.items()):
             if isinstance(value, torch.Tensor) and key != "step":
-                shard = _shard_of_state(key, value, parameter)
-                yield TensorRecord(f"optimizer/{key}/{name}", value, shard, _is_owner(parameter, world))
+                shard = _shard_of_state(key, value, master)
+                yield TensorRecord(f"optimizer/{key}/{name}", value, shard, optimizer.owns(parameter))
 
 
 def rng_records(world: World) -> Iterator[TensorRecord]:
@@ -74,24 +72,24 @@ def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
         group["lr"], group["weight_decay"] = 0.0, 0.0
         for master in group["params"]:
             master.grad = torch.zeros_like(master)
-    optimizer.inner.step()
+    optimizer.update_masters()
     optimizer.zero_grad()
     for group, (lr, weight_decay) in zip(groups, kept, strict=True):
         group["lr"], group["weight_decay"] = lr, weight_decay
 
 
-def _shard_of_state(key: str, value: torch.Tensor, parameter: torch.Tensor) -> Shard:
+def _shard_of_state(key: str, value: torch.Tensor, master: torch.Tensor) -> Shard:
     """Return where ``value`` lies in its global tensor.
 
-    It has the parameter's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
+    It has the master's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
     mean over the cut dimension is whole: ``build_optimizer`` lets nobody take one over a part.
     """
-    shard, local = shard_of(parameter), tuple(parameter.shape)
+    shard, local = shard_of(master), tuple(master.shape)
     if len(value.shape) != len(local) or any(
         own not in (1, size) for own, size in zip(value.shape, local, strict=True)
     ):
         raise RuntimeError(
-            f"a state of the optimizer must have its parameter's shape, or 1 in some dimensions, got {key} of shape "
+            f"a state of the optimizer must have its master's shape, or 1 in some dimensions, got {key} of shape "
             f"{tuple(value.shape)} for {local}: it cannot be saved"
         )
     is_mean = [own != size for own, size in zip(value.shape, local, strict=True)]
@@ -103,7 +101,3 @@ def _shard_of_state(key: str, value: torch.Tensor, parameter: torch.Tensor) -> S
 
 def _rng_name(kind: str, world: World) -> str:
     return f"rng/{kind}/{world.rank:05d}"
-
-
-def _is_owner(parameter: torch.Tensor, world: World) -> bool:
-    return world.grid.data.rank == 0 and counts_here(parameter, world.grid.tensor.rank)

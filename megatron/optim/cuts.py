@@ -1,0 +1,70 @@
+"""How ZeRO 1 cuts a parameter over the replicas: which part of it each of them updates.
+
+A part is a run of indices along one dimension of what the tensor rank holds: the dimension that the tensor group cuts,
+or the first where it cuts none. So it is a ``Shard`` as any other, and checkpoints do not tell ZeRO 1 from ZeRO 0.
+
+Parts hold whole vectors of 16 numbers, or the last ones of the tensor. torch's fused AdamW on a CPU takes such vectors
+from the start of a tensor and rounds the numbers that remain at its end otherwise, by a unit in the last place: parts
+that began elsewhere would not get the bits of ZeRO 0. Matrices of the usual sizes can be cut at any row; of a bias of
+h numbers h / 16 replicas get a part and the others none.
+
+Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from megatron.mpu.shard import Shard, shard_of
+
+VECTOR = 16
+"""Numbers: 64 bytes of fp32, the widest register of CPUs and the unit in which fused AdamW shares work over threads."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Replica i updates the indices ``bounds[i] ... bounds[i + 1]`` of the local tensor along ``dim``."""
+
+    dim: int
+    bounds: tuple[int, ...]
+
+    def parts(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the views of all replicas' parts of ``tensor``, which has the shape of the parameter."""
+        lengths = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+        return tensor.split(lengths, self.dim)
+
+    def part(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
+        """Return the view of one replica's part of ``tensor``."""
+        return tensor.narrow(self.dim, self.bounds[replica], self.bounds[replica + 1] - self.bounds[replica])
+
+    def shard(self, whole: Shard, replica: int) -> Shard:
+        """Return where one replica's part lies in the global tensor of which this tensor rank holds ``whole``."""
+        first, real = 0, whole.global_shape[self.dim]
+        if whole.partition_dim == self.dim:
+            first, real = whole.start, whole.length
+        start, stop = (min(bound, real) for bound in self.bounds[replica : replica + 2])  # padding is nobody's
+        return replace(whole, partition_dim=self.dim, start=first + start, length=stop - start)
+
+
+def cut_of(parameter: torch.Tensor, replicas: int) -> Cut | None:
+    """Return how ``parameter`` is cut over so many replicas; None for a single number, which all of them update."""
+    if parameter.dim() == 0 or parameter.numel() == 0:
+        return None
+    whole = shard_of(parameter)
+    is_held_whole = tuple(parameter.shape) == tuple(whole.global_shape)
+    dim = 0 if is_held_whole or whole.partition_dim is None else whole.partition_dim
+    size = parameter.shape[dim]
+    step = VECTOR // math.gcd(VECTOR, parameter.numel() // size)
+    if dim > 0 and size % step:  # the last numbers of the tensor are not those of one part: nobody could share it
+        step = size
+    return Cut(dim, tuple(min(step * steps, size) for steps in _even_bounds(-(-size // step), replicas)))
+
+
+def _even_bounds(number: int, parts: int) -> list[int]:
+    """Return the bounds of ``parts`` runs of ``number`` things; the first ones have one more where they must."""
+    each, more = divmod(number, parts)
+    return [0, *accumulate(each + (part < more) for part in range(parts))]
