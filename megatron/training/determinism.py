@@ -1,0 +1,46 @@
+"""``--deterministic``: the same sums in the same order every time, on devices that need to be told.
+
+CPUs are that way: one thread count gives one result. On CUDA many kernels add in whatever order their blocks finish.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = (":4096:8", ":16:8")
+"""Values with which cuBLAS repeats itself, as its documentation on reproducibility has them; the first is faster."""
+
+
+def settle(config: Config, kind: str) -> None:
+    """Tell torch and cuBLAS to repeat themselves if the flag asks for it; before CUDA is first used.
+
+    Raises:
+        ConfigError: the environment asks cuBLAS for a workspace with which it does not.
+    """
+    if not config.run.deterministic or kind != "cuda":
+        return
+    asked = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
+    if asked not in WORKSPACES:
+        raise ConfigError(
+            f"with --deterministic the environment's {WORKSPACE} must be {' or '.join(WORKSPACES)}, got {asked!r}. "
+            "Unset it, or leave the flag out"
+        )
+    torch.use_deterministic_algorithms(True)
+
+
+def rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the row of the start table that says how exactly a run resumes, where there is something to say."""
+    asked = config.run.deterministic
+    if kind == "cuda" and asked:
+        yield "resume", "bit for bit in the same layout (--deterministic)"
+    elif kind == "cuda":
+        yield "resume", "not bit for bit: kernels on this device add in any order; --deterministic makes it so, slower"
+    elif asked:
+        yield "resume", "bit for bit in the same layout; on a CPU so without --deterministic, too"
