@@ -57,8 +57,9 @@ GRADIENTS = (
     Mutant(
         "16-bit gradients are accumulated in 16 bits",
         "megatron/optim/mixed_precision.py",
-        "            master.grad.add_(parameter.grad)\n",
-        "            master.grad = (master.grad.to(parameter.dtype) + parameter.grad).float()\n",
+        "            self._sums[parameter].add_(parameter.grad)  # type: ignore[index]\n",
+        "            total = self._sums[parameter].to(parameter.dtype) + parameter.grad\n"
+        "            self._sums[parameter] = total.float()\n",
         (f"{STEP}::test_many_tiny_gradients_add_up_in_fp32",),
     ),
     Mutant(
