@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tds import assembly, boundary, evaluation, section, train_step
 from tds.announce import announce
 from tds.batches import BatchSource, training_loader
 from tds.call import Call
+from tds.exchange import Exchange
 from tds.loss import LossMeter
 from tds.report import StepReport
 from tds.saving import LayerCheckpoints
@@ -192,6 +194,23 @@ class PipelineEngine(LayerCheckpoints):
         """
         self._plan.set(schedule)
         self._seeing.settle()
+
+    def set_wait_limit(self, limit_s: float) -> None:
+        """Let this rank wait for others for ``limit_s`` seconds at most from now on, in messages and collectives.
+
+        For phases of a program that are slow for a reason, such as the first step; the same on every rank.
+        """
+        limit = timedelta(seconds=limit_s)
+        links = self._stage.exchange.links
+        limit_waits(self.module, limit, links.groups.values())
+        links.timeout = limit
+        self._seeing.watchdog.limit_s = limit_s
+
+    def let_watch(self) -> Exchange:
+        """Stop the engine's own watchdog for a program that watches all of itself; return where it sees what this
+        rank is at: ``action``, ``waiting``, ``waits``, ``history``."""
+        self._seeing.watchdog.stop()
+        return self._stage.exchange
 
     def set_input_grad(self, values: Sequence[bool] | None) -> None:
         """Declare which of the tensors that cross a stage have a gradient, from the next call on."""

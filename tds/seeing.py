@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tds import stage_table, watchdog
+from tds.alarm import own_store
 from tds.auto import Auto
 from tds.bubble import BubbleMeter, gathered_bubble
 from tds.clock import clock_for, offset_to_wall_ns
@@ -35,7 +36,7 @@ class Seeing:
         self._bubble = BubbleMeter(self._exchange.clock)
         offset_ns = offset_to_wall_ns()
         origin_ns = self._agreed_time_ns(offset_ns)
-        self._watchdog = self._make_watchdog(origin_ns)
+        self.watchdog = self._make_watchdog(origin_ns)
         self._tracing = self._make_tracing(origin_ns, offset_ns)
         self._auto = self._make_auto()
         stage_table.write(engine.module, engine.stage_id, engine.grid.get_pipe_parallel_group(), self._device)
@@ -52,7 +53,7 @@ class Seeing:
         self._stage.span = None
         work: list[Work] | None = None
         is_whole = False
-        with self._watchdog.over("in train_batch"):
+        with self.watchdog.over("in train_batch"):
             try:
                 yield
                 is_whole = True
@@ -70,7 +71,7 @@ class Seeing:
     @contextmanager
     def watching(self, phase: str) -> Iterator[None]:
         """Let the watchdog know what this rank is in, such as "in eval_batch"."""
-        with self._watchdog.over(phase):
+        with self.watchdog.over(phase):
             yield
 
     def settle(self) -> None:
@@ -102,7 +103,7 @@ class Seeing:
     def _make_watchdog(self, origin_ns: int) -> watchdog.Watchdog:
         topology, limit = self._engine.grid._topo, self._exchange.links.timeout
         names = [watchdog.name_of(rank, topology.get_coord(rank)) for rank in range(dist.get_world_size())]
-        store = watchdog.own_store(str(origin_ns)) if len(names) > 1 else None
+        store = own_store(str(origin_ns)) if len(names) > 1 else None
         limit_s = math.inf if limit is None else limit.total_seconds()
         return watchdog.Watchdog(self._exchange, store, dist.get_rank(), names, limit_s)
 

@@ -93,7 +93,9 @@ def _told(past: tuple[str, Kind, Message] | str) -> str:
     return f"{done} {_what(kind, message)} {'to' if done == 'sent' else 'from'} stage {message.peer}"
 
 
-def verdict(reports: Mapping[int, Report], names: Sequence[str], asking: int) -> str:
+def verdict(
+    reports: Mapping[int, Report], names: Sequence[str], asking: int, last_places: Mapping[int, str] | None = None
+) -> str:
     """Return in words who did not come.
 
     Those who do not answer are stopped or gone. If all answer, it is the one at the end of the chain of waits that
@@ -101,11 +103,13 @@ def verdict(reports: Mapping[int, Report], names: Sequence[str], asking: int) ->
 
     Args:
         names: of every rank.
+        last_places: where those who do not answer were last heard of, if they have left word.
     """
     silent = [rank for rank in range(len(names)) if rank not in reports]
     if silent:
         listed = ", ".join(names[rank] for rank in silent[:8]) + (f" and {len(silent) - 8} more" if silent[8:] else "")
-        return f"{listed} did not come and does not answer: stopped, dead or cut off"
+        told = f"{listed} did not come and does not answer: stopped, dead or cut off"
+        return told + "".join(f"; rank {rank} was last heard of {place}" for rank, place in (last_places or {}).items())
     rank, seen = asking, {asking}
     while (following := reports[rank].waits_for) is not None and following not in seen:
         rank = following

@@ -5,7 +5,7 @@ DeepSpeed makes its groups without a timeout, so they would wait for the backend
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +25,18 @@ def default_timeout() -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def limit_waits(module: Any, limit: timedelta | None = None) -> None:
-    """Give every group that DeepSpeed made for ``module`` the time limit, by default that of the default group."""
+def limit_waits(module: Any, limit: timedelta | None = None, more: Iterable[Any] = ()) -> None:
+    """Give every group that DeepSpeed made for ``module``, and ``more``, the time limit: by default that of the
+    default group."""
     limit = default_timeout() if limit is None else limit
     if limit is None:
         return
-    for group in groups_of(module):
+    limit_groups({*groups_of(module), *more}, limit)
+
+
+def limit_groups(groups: Iterable[Any], limit: timedelta) -> None:
+    """Let the operations that ``groups`` start from now on end after ``limit``; sends and receives over gloo do not."""
+    for group in groups:
         grace = NCCL_GRACE if dist.get_backend(group) == "nccl" else timedelta()
         distributed_c10d._set_pg_timeout(limit + grace, group)
 

@@ -18,22 +18,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from tds import peers, stacks
+from tds.alarm import PATIENCE_S, POLL_S, Alarms
+from tds.verdict import Report, State, report, told_messages
 
-from tds import peers
-from tds.verdict import Report, State, report, told_messages, verdict
-
-POLL_S = 0.2
-GATHER_S = 0.7
-LINGER_S = 0.4
-PATIENCE_S = 1.6
-"""After the alarm: for the answers; for the others to read the verdict; for the verdict itself."""
 GRACE_S = 1.0
 """The thread raises the alarm itself this long after the limit, where a wait cannot time out (on GPUs)."""
 OUTSIDE = "outside of train_batch and eval_batch"
@@ -46,22 +38,23 @@ class Watchdog:
         exchange: tells ``action``, ``waiting``, ``history`` and ``links``.
         store: for this engine alone; None: say what this rank knows, without asking others.
         names: of every rank, for messages.
-        limit_s: longer waits raise the alarm.
+        limit_s: longer waits raise the alarm; may change at any time.
     """
 
     def __init__(self, exchange: Any, store: Any, rank: int, names: Sequence[str], limit_s: float) -> None:
-        self._exchange, self._store = exchange, store
-        self._rank, self._names, self._limit_s = rank, names, limit_s
+        self._exchange = exchange
+        self._alarms = None if store is None else Alarms(store, rank, names)
+        self._name, self.limit_s = names[rank], limit_s
         self._phase = OUTSIDE
         self._seen: State | None = None
         self._since = time.monotonic()
         self._answered: State | None = None
-        self._alarm = 0
         self._number = 0
         self._lock = threading.Lock()
         self._asked = self._has_told = False
         self._heard = threading.Event()
         self._done = threading.Event()
+        self._is_over = False
         self._wake = threading.Event()
         self._verdict: str | None = None
         self._is_cut_off: str | None = None
@@ -70,6 +63,11 @@ class Watchdog:
         )
         if store is not None:
             self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer, because somebody else does."""
+        self._is_over = True
+        self._wake.set()
 
     @contextmanager
     def over(self, phase: str) -> Iterator[None]:
@@ -112,10 +110,12 @@ class Watchdog:
 
     def look(self) -> bool:
         """Answer an alarm if there is one; return whether to look again."""
+        if self._is_over or self._alarms is None:
+            return False
         try:
             is_asked = self._asked and not self._done.is_set()
-            if is_asked or self._is_late() or self._store.check([f"{self._alarm}/alarm"]):
-                self._answer()
+            if is_asked or self._is_late() or self._alarms.is_raised():
+                self._answer(self._alarms)
         except RuntimeError as error:
             self._is_cut_off = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
             self._done.set()
@@ -124,46 +124,20 @@ class Watchdog:
     def _is_late(self) -> bool:
         """True once for each wait that lasts for too long."""
         waited_s = self._waited_s()
-        return waited_s > self._limit_s + GRACE_S and self._seen != self._answered
+        return waited_s > self.limit_s + GRACE_S and self._seen != self._answered
 
-    def _answer(self) -> None:
+    def _answer(self, alarms: Alarms) -> None:
         """Say what this rank is at, and find or fetch the verdict of this alarm."""
-        store, number, found = dist.PrefixStore(str(self._alarm), self._store), self._number, None
-        is_first = not store.check(["alarm"]) and store.add("alarm", 1) == 1
+        number = self._number
         self._heard.set()
         own = self._report()
         self._answered = self._seen
-        store.set(f"report/{self._rank}", own.encode())
         self._tell(own)
-        if is_first:
-            reports = self._gather(store)
-            store.set("number", str(len(reports)))
-            store.set("verdict", verdict(reports, self._names, self._rank))
-        if _until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S):
-            found = store.get("verdict").decode()
-            readers = int(store.get("number"))
-            store.add("read", 1)
-            _until(lambda: store.add("read", 0) >= readers, LINGER_S)  # one of these ranks may be the store's host
-        self._alarm += 1
+        found = alarms.answer(own)
         with self._lock:
             if number == self._number:  # else what it was about is over
                 self._verdict = found
                 self._done.set()
-
-    def _gather(self, store: Any) -> dict[int, Report]:
-        """Return what the ranks say of themselves within ``GATHER_S``."""
-        reports: dict[int, Report] = {}
-        missing = set(range(len(self._names)))
-
-        def has_everyone_told() -> bool:
-            for rank in list(missing):
-                if store.check([f"report/{rank}"]):
-                    reports[rank] = Report.decode(store.get(f"report/{rank}"))
-                    missing.discard(rank)
-            return not missing
-
-        _until(has_everyone_told, GATHER_S)
-        return reports
 
     def _state(self) -> State:
         exchange, phase = self._exchange, self._phase
@@ -187,12 +161,16 @@ class Watchdog:
         return report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
 
     def _tell(self, own: Report) -> None:
-        """Write this rank's one line to standard error in one call, so that lines of several ranks do not mix."""
+        """Write this rank's one line to standard error in one call, so that lines of several ranks do not mix.
+
+        That of a rank that waits for nobody is followed by the stack of its main thread.
+        """
         if self._has_told:
             return
         self._has_told = True
         messages = told_messages(self._exchange.history)
-        sys.stderr.write(f"tds watchdog: {self._names[self._rank]} {own.words}; {messages}\n")
+        stack = "" if own.is_waiting else stacks.told_stack(stacks.main_frame())
+        sys.stderr.write(f"tds watchdog: {self._name} {own.words}; {messages}\n{stack}")
         sys.stderr.flush()
 
 
@@ -222,23 +200,3 @@ def name_of(rank: int, place: Any) -> str:
     """Return "rank 3 (stage 1, replica 0)" from a rank's coordinates in DeepSpeed's topology."""
     tensor = f", tensor {place.model}" if hasattr(place, "model") else ""
     return f"rank {rank} (stage {place.pipe}, replica {place.data}{tensor})"
-
-
-def own_store(run: str) -> Any:
-    """Return a connection to the store of the default process group, under the prefix ``run``; None if it has none."""
-    try:
-        store: Any = distributed_c10d._get_default_store()
-    except (RuntimeError, ValueError):
-        return None
-    copy = dist.PrefixStore(f"tds/watchdog/{run}", store.clone())
-    copy.set_timeout(timedelta(seconds=PATIENCE_S))
-    return copy
-
-
-def _until(condition: Callable[[], bool], limit_s: float) -> bool:
-    end = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
