@@ -1,20 +1,29 @@
-"""When a run ends before its last step: a signal, a number of steps, a time."""
+"""When a run ends before its last step, by a signal, a number of steps or a time; and how to go on then."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 from megatron.training.failure import print_line, told_by_launcher
+
+WARNING = signal.SIGUSR1
+"""What SLURM sends ahead of the time limit with ``--signal=USR1@120``; a first one is as a SIGTERM."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, WARNING)
 
 
 class StopRequests:
     """Collects this rank's reasons to stop; ``loop.agree`` makes all ranks stop after the same step.
 
-    The first SIGTERM or SIGINT asks for a checkpoint at the next step; the second ends the process at once, or is left
-    to our launcher where there is one. A SIGTERM that follows a peer's death means leave without saving.
+    The first signal asks for a checkpoint at the next step; the second ends the process at once, or is left to our
+    launcher where there is one. A warning that comes twice is still one warning. A SIGTERM that follows a peer's death
+    means leave without saving.
     """
 
     def __init__(self) -> None:
@@ -29,8 +38,8 @@ class StopRequests:
         self.deadline = started + 60.0 * exit_minutes if exit_minutes else None
 
     def listen(self) -> None:
-        """Take over SIGTERM and SIGINT of this process."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Take over ``SIGNALS`` of this process."""
+        for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._note)
 
     def restore(self) -> None:
@@ -54,6 +63,43 @@ class StopRequests:
         if death:
             print_line(f"rank {os.environ.get('RANK', '0')}: leaving, {death}")
             os._exit(4)
+        if self.signal_name and number == WARNING:
+            return
         if self.signal_name and "MEGATRON_FAILURE_FILE" not in os.environ:
             os._exit(128 + number)
         self.signal_name = signal.Signals(number).name
+
+
+def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> str:
+    """Return the sentence that says how the run of ``folder`` goes on, for the command that was given.
+
+    Args:
+        argv: the script's command line; None: this process's.
+    """
+    given = _flags([*shlex.split(env.get("MEGATRON_DEFAULTS", "")), *(sys.argv[1:] if argv is None else argv)])
+    where = shlex.quote(str(folder))
+    saves_here = given.get("--save") == str(folder)
+    goes_on = saves_here and ("--resume" in given or "--load-if-exists" in given) and "--finetune" not in given
+    if goes_on:
+        told = "Go on with the same command as before"
+    else:
+        script = "of the run script " if "MEGATRON_VARIABLES" in env else ""
+        instead = [name for name in ("--load", "--resume", "--finetune") if name in given]
+        without = f" in place of {' and '.join(instead)}" if instead else ""
+        told = f"Go on with the same command {script}and --load {where}{without}"
+    job = env.get("SLURM_JOB_ID")
+    if job is None:
+        return told
+    if goes_on:
+        return f"{told}, or `scontrol requeue {job}`; a script as in examples/slurm does so by itself"
+    return f"{told}; with --save {where} --load-if-exists a requeued job goes on by itself (examples/slurm)"
+
+
+def _flags(argv: Sequence[str]) -> dict[str, str]:
+    """Return the flags of a command line with the word that follows each, or what stands behind its "="."""
+    found = {}
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, has_value, value = word.partition("=")
+            found[name] = value if has_value else following
+    return found

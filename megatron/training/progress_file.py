@@ -1,0 +1,32 @@
+"""Tells the launcher how far the job has come for good, in the file that MEGATRON_PROGRESS_FILE names.
+
+It decides by this whether another start makes sense: a start that ends before a new checkpoint is durable has lost all
+of its work, and the next one does the same.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "MEGATRON_PROGRESS_FILE"
+
+
+def tell(step: int) -> None:
+    """Say that the checkpoint of this step is durable. Rank 0 calls it; without our launcher it does nothing."""
+    place = os.environ.get(VARIABLE)
+    if not place:
+        return
+    temporary = Path(f"{place}.{os.getpid()}")
+    with suppress(OSError):  # a full disk here must not end a run whose checkpoint is safe
+        temporary.write_text(f"{step}\n")
+        temporary.replace(place)
+
+
+def read(place: Path) -> int | None:
+    """Return the step that was told last, or None if none was."""
+    try:
+        return int(place.read_text())
+    except (OSError, ValueError):
+        return None
