@@ -10,6 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,14 +34,18 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
-    """Write ``chunks`` one after another, flush to the disk, and return (bytes, crc32) of what was written."""
+    """Write ``chunks`` one after another, flush to the disk, and return (bytes, crc32) of what was written.
+
+    The checksum of a chunk is taken by a second thread while the first writes it.
+    """
     size = crc = 0
     before_operation("create", path)
-    with open(path, "wb") as file:
+    with open(path, "wb") as file, ThreadPoolExecutor(1) as second:
         for chunk in chunks:
             before_operation("write", path)
-            crc = zlib.crc32(chunk, crc)
+            summed = second.submit(zlib.crc32, chunk, crc)
             size += file.write(chunk)
+            crc = summed.result()
         before_operation("fsync", path)
         file.flush()
         os.fsync(file.fileno())
@@ -56,6 +61,18 @@ def size_and_crc(path: Path, chunk_bytes: int = 1 << 22) -> tuple[int, int]:
             crc = zlib.crc32(buffer[:count], crc)
             size += count
     return size, crc
+
+
+def segment_crc(path: Path, start: int, stop: int, chunk_bytes: int = 1 << 20) -> int:
+    """Return the crc32 of the bytes ``start`` to ``stop`` of ``path``; of fewer where it is shorter."""
+    crc = 0
+    buffer = memoryview(bytearray(min(chunk_bytes, stop - start)))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while start < stop and (count := file.readinto(buffer[: stop - start])):
+            crc = zlib.crc32(buffer[:count], crc)
+            start += count
+    return crc
 
 
 def make_folder(folder: Path) -> None:

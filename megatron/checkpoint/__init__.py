@@ -3,8 +3,9 @@
 from megatron.checkpoint.background import BackgroundSaver, Durable, Staged
 from megatron.checkpoint.compare import compare_model_config
 from megatron.checkpoint.folders import check_writable
-from megatron.checkpoint.loading import Checkpoint, open_checkpoint, open_latest
+from megatron.checkpoint.loading import Checkpoint
 from megatron.checkpoint.naming import named_parameters
+from megatron.checkpoint.opening import open_checkpoint, open_latest
 from megatron.checkpoint.records import TensorRecord
 from megatron.checkpoint.saving import save
 

@@ -7,28 +7,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron.checkpoint.causes import cause
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group
 
 Share = TypeVar("Share")
 Verdict = TypeVar("Verdict")
+Value = TypeVar("Value")
 
 
-def _as_it_is(error: CheckpointError) -> CheckpointError:
-    return error
-
-
-def together(
-    world: Group,
-    local: Callable[[], Share],
-    judge: Callable[[list[Share]], Verdict],
-    abandon: Callable[[CheckpointError], CheckpointError] = _as_it_is,
-) -> Verdict:
+def together(world: Group, local: Callable[[], Share], judge: Callable[[list[Share]], Verdict]) -> Verdict:
     """Return ``judge(shares)`` of rank 0 on every rank, ``shares`` being what ``local()`` gave on each. Collective.
-
-    Args:
-        abandon: called on rank 0 with the error when something failed, all ranks having ended their share; cleans up
-            and returns the error to be raised.
 
     Raises:
         CheckpointError: on all ranks alike, when ``local`` failed on any rank or ``judge`` on rank 0; the ranks and
@@ -40,7 +29,7 @@ def together(
         share = local()
     except Exception as error:  # told to all ranks below: one that left here would let the others wait
         failure = error
-    told = _gather(world, (share, _cause(failure) if failure else None))
+    told = _gather(world, (share, cause(failure) if failure else None))
     verdict: Any = None
     problem: CheckpointError | None = None
     if world.rank == 0:
@@ -48,8 +37,8 @@ def together(
             verdict = judge(_shares(told))
         except Exception as error:
             failure = failure or error
-            problem = abandon(error if isinstance(error, CheckpointError) else CheckpointError(_cause(error)))
-    verdict, problem = _broadcast(world, (verdict, problem))
+            problem = error if isinstance(error, CheckpointError) else CheckpointError(cause(error))
+    verdict, problem = broadcast(world, (verdict, problem))
     if problem:
         raise problem from (failure if failure is not problem else None)
     return verdict
@@ -62,10 +51,6 @@ def _shares(told: list[tuple[Any, str | None]]) -> list[Any]:
     return [share for share, _ in told]
 
 
-def _cause(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
-
-
 def _gather(world: Group, value: Any) -> list[Any]:
     """Return the values of all ranks in rank order on rank 0, nothing elsewhere."""
     if world.handle is None:
@@ -75,8 +60,8 @@ def _gather(world: Group, value: Any) -> list[Any]:
     return values or []
 
 
-def _broadcast(world: Group, value: Any) -> Any:
-    """Return rank 0's ``value`` on every rank."""
+def broadcast(world: Group, value: Value) -> Value:
+    """Return rank 0's ``value`` on every rank. Collective."""
     if world.handle is None:
         return value
     box = [value]

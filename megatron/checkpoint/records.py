@@ -94,6 +94,11 @@ def spans(shard: Shard) -> list[tuple[int, int]]:
     return whole
 
 
+def offsets(shard: Shard) -> tuple[int, ...]:
+    """Return where ``shard`` begins along every dimension of the global tensor."""
+    return tuple(start for start, _ in spans(shard))
+
+
 def part_shape(shard: Shard) -> tuple[int, ...]:
     """Return the shape of ``shard``, without padding."""
     return tuple(stop - start for start, stop in spans(shard))

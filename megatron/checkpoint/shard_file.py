@@ -18,9 +18,20 @@ from safetensors import SafetensorError, safe_open
 
 from megatron import files
 from megatron.checkpoint.records import DTYPE_NAMES
+from megatron.checkpoint.visibility import wait_for
 from megatron.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 22  # a chunk stays in the cache between its checksum and its write
+
+
+def name_of(rank: int) -> str:
+    """Return the name of the file that rank ``rank`` writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def key_of(name: str, start: int) -> str:
+    """Return the key of the part of the tensor ``name`` that begins at ``start`` of the dimension that is cut."""
+    return f"{name}[{start}:]" if start else name
 
 
 def header(tensors: dict[str, torch.Tensor]) -> bytes:
@@ -61,6 +72,7 @@ class ShardFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        wait_for(path)
         try:
             self._file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.loading import Checkpoint, open_latest
+from megatron.checkpoint.loading import Checkpoint
+from megatron.checkpoint.opening import open_latest
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard

@@ -1,0 +1,107 @@
+"""Opening: find the newest complete checkpoint and verify every byte. Nothing is ever written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint import folders, manifest
+from megatron.checkpoint.agree import together
+from megatron.checkpoint.loading import Checkpoint
+from megatron.checkpoint.manifest import Manifest, NewerFormatError
+from megatron.checkpoint.verify import verify
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import Group
+
+
+def open_latest(root: Path, world: Group, *, strict: bool = False) -> Checkpoint:
+    """Return the newest checkpoint in ``root`` that verifies, or ``root`` itself if it is one. Collective.
+
+    All ranks get the same one. Each that had to be passed over is named in a warning with its reason.
+
+    Args:
+        strict: nothing is passed over: the newest must verify.
+
+    Raises:
+        CheckpointError: there is no folder ``root``, no checkpoint in it, or none that verifies.
+    """
+    root = Path(root)
+    candidates = together(world, lambda: None, lambda _: _candidates(root, strict))
+    if candidates == [root]:
+        return open_checkpoint(root, world)
+    reasons = []
+    for path in candidates:
+        try:
+            found = open_checkpoint(path, world)
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            if strict:
+                raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {error}") from error
+            reasons.append(str(error))
+            continue
+        if world.rank == 0:
+            _tell_detours(root, found, reasons)
+        return found
+    raise CheckpointError(f"no checkpoint in {root} verifies: " + " | ".join(reasons))
+
+
+def _candidates(root: Path, strict: bool) -> list[Path]:
+    """Return what may be opened in ``root``, the newest first. Rank 0 only."""
+    if not root.is_dir():
+        found_instead = "a file" if root.exists() else "not there"
+        raise CheckpointError(f"--load must name a folder of checkpoints; {root} is {found_instead}")
+    if (root / manifest.NAME).exists():
+        return [root]
+    whole, broken = folders.newest_first(root), folders.without_manifest(root)
+    if not whole and not broken:
+        raise CheckpointError(f"no checkpoint found in {root}: a checkpoint is a folder like step-00000020")
+    lost = _ahead(broken, whole)
+    if strict and lost:
+        names = ", ".join(path.name for path in lost)
+        raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {names} has no manifest")
+    return whole + broken
+
+
+def _ahead(broken: list[Path], whole: list[Path]) -> list[Path]:
+    """Return those without a manifest that may be newer than all others, going by their step."""
+    return [path for path in broken if not whole or folders.step_of(path) >= folders.step_of(whole[0])]
+
+
+def _tell_detours(root: Path, found: Checkpoint, reasons: list[str]) -> None:
+    broken = _ahead(folders.without_manifest(root), [found.path])
+    reasons = [*(f"{path} has no manifest" for path in broken if path != found.path), *reasons]
+    if reasons:
+        log.warning(f"going back to {found.path.name} (step {found.step}), since: " + " | ".join(reasons))
+    hint = folders.read_latest(root)
+    if hint != found.path.name:
+        log.warning(f"{root / folders.LATEST} says {hint!r}; the newest complete checkpoint is {found.path.name}")
+
+
+def open_checkpoint(path: Path, world: Group) -> Checkpoint:
+    """Verify the checkpoint in the folder ``path``, the ranks sharing its files, and return it. Collective.
+
+    Raises:
+        CheckpointError: on all ranks alike; naming each file that is missing, truncated or altered.
+    """
+    path = Path(path)
+    raw = together(world, lambda: None, lambda _: _manifest_bytes(path))
+    content = manifest.from_bytes(raw, path / manifest.NAME)
+    verify(path, content, world)
+    if world.rank == 0:
+        _tell_foreign(path, content)
+    return Checkpoint(path, content, world)
+
+
+def _manifest_bytes(path: Path) -> bytes:
+    """Return the content of the manifest in ``path``. Rank 0 only, so that all ranks see the same."""
+    try:
+        return (path / manifest.NAME).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {manifest.NAME}: {error.strerror}") from error
+
+
+def _tell_foreign(path: Path, content: Manifest) -> None:
+    foreign = sorted(child.name for child in path.iterdir() if child.name not in {*content.files, manifest.NAME})
+    if foreign:
+        log.warn_once(f"{path} also holds files that are not part of it; they are ignored: {', '.join(foreign)}")
