@@ -33,6 +33,7 @@ class Call:
     reduction: Reduction | None = None
     loss_scale: float = 1.0
     on_micro_batch: Callable[[int], None] | None = None
+    on_action: Callable[[Action], None] | None = None
     recomputes_reentrantly: bool = False
     collects_losses: bool = True
     part: Callable[[str], AbstractContextManager[None]] = untimed

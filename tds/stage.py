@@ -97,6 +97,8 @@ class Stage:
         recorder = self.recorder if call.is_training else None
         for action in actions:
             self.exchange.action = action
+            if call.on_action is not None:
+                call.on_action(action)
             if recorder is None:
                 self._methods[type(action)](action, call)
             else:

@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron import training
 from megatron.config import parse
-from megatron.training.failure import guard
+from megatron.training import position
+from megatron.training.failure import guard, trace_crashes
 from megatron.training.plan import dry_run
 from megatron.training.stop import StopRequests
 
@@ -43,7 +44,7 @@ def pretrain(
         name: of the run folder, ``runs/<name>-<time>``; None: the script's, without ``pretrain_``.
         family: "gpt2" or "t5": which flags there are; a model of your own takes those of the one it resembles.
     """
-    started = time.monotonic()
+    started = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this machine
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
     run_name = name or Path(sys.argv[0]).stem.removeprefix("pretrain_")
@@ -67,4 +68,6 @@ def pretrain(
         training.start(config, names, *providers, run_name, started, stop)
 
     stop.listen()
+    trace_crashes()
+    position.open_page()
     guard(main, lambda: names["who"])

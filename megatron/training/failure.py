@@ -6,7 +6,9 @@ that means leave, not save.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.errors import JobError, PeerError, exit_code
+from megatron.training import position
 
 _PEER_SIGNS = (
     "connection closed by peer",
@@ -30,6 +33,28 @@ _PEER_SIGNS = (
     "write error",
     "application timeout",
 )
+
+
+_leaving = threading.Lock()
+_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def trace_crashes() -> None:
+    """Let a crash in native code leave a trace: with our launcher in a file that it shows with the rank's number."""
+    failure = os.environ.get("MEGATRON_FAILURE_FILE")
+    if failure:
+        try:
+            file = os.open(trace_of(failure, int(os.environ.get("RANK", "0"))), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            faulthandler.enable(file)
+            return
+        except OSError:
+            pass  # the launcher is gone, or its disk is full: standard error is left
+    faulthandler.enable(sys.__stderr__ or 2)
+
+
+def trace_of(failure_file: str, rank: int) -> str:
+    """Return the path of what a crash of this rank leaves."""
+    return f"{failure_file}.trace-{rank}"
 
 
 def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
@@ -47,7 +72,12 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
 
 
 def leave(error: BaseException, who: str) -> NoReturn:
-    """Say what happened and end this process at once, without waiting for peers that may never answer."""
+    """Say what happened and end this process at once, without waiting for peers that may never answer.
+
+    Of several threads the first one says it.
+    """
+    if not _leaving.acquire(blocking=False):
+        threading.Event().wait()
     if threading.current_thread() is threading.main_thread():
         signal.signal(
             signal.SIGCHLD, signal.SIG_DFL
@@ -60,7 +90,7 @@ def leave(error: BaseException, who: str) -> NoReturn:
     elif isinstance(failure, PeerError):
         print_line(f"{who}: leaving, {failure}")
     else:
-        print_line(f"{who} failed: {type(error).__name__}: {error}")
+        print_line(f"{who} failed: {out_of_memory(error) or f'{type(error).__name__}: {error}'}")
         if not isinstance(failure, JobError) and is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
     sys.stdout.flush()
@@ -84,6 +114,25 @@ def as_peer_error(error: BaseException) -> BaseException:
             return PeerError(told_by_launcher() or f"another rank is gone or did not answer ({error})")
         cause = cause.__cause__
     return error
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Return what to say of an allocation that failed: bytes, and what the rank was at; None for other errors.
+
+    Torch raises a class of its own on GPUs and a RuntimeError on CPUs, Python and numpy a MemoryError.
+    """
+    text = str(error)
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if not is_memory and not (type(error) is RuntimeError and any(sign in text.lower() for sign in _MEMORY_SIGNS)):
+        return None
+    wanted = re.search(r"(?:tried|trying|unable) to allocate ([\d.]+ ?\w+)", text, re.I)
+    first = (text.splitlines() or [type(error).__name__])[0]
+    return (
+        f"out of memory: could not allocate {wanted.group(1) if wanted else 'what it needed'}, "
+        f"at {position.now() or 'the start'} ({first}). "
+        "Lower --batch-size, add --checkpoint-activations, or cut the model further (--pipe-parallel-size, "
+        "--model-parallel-size)."
+    )
 
 
 def is_first_to_tell() -> bool:

@@ -79,7 +79,8 @@ def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[s
     given = _flags([*shlex.split(env.get("MEGATRON_DEFAULTS", "")), *(sys.argv[1:] if argv is None else argv)])
     where = shlex.quote(str(folder))
     saves_here = given.get("--save") == str(folder)
-    goes_on = saves_here and ("--resume" in given or "--load-if-exists" in given) and "--finetune" not in given
+    loads_here = given.get("--load") == str(folder) or (saves_here and "--resume" in given)
+    goes_on = loads_here and "--finetune" not in given
     if goes_on:
         told = "Go on with the same command as before"
     else:
@@ -92,7 +93,7 @@ def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[s
         return told
     if goes_on:
         return f"{told}, or `scontrol requeue {job}`; a script as in examples/slurm does so by itself"
-    return f"{told}; with --save {where} --load-if-exists a requeued job goes on by itself (examples/slurm)"
+    return f"{told}; with --save {where} --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"
 
 
 def _flags(argv: Sequence[str]) -> dict[str, str]:
