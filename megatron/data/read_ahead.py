@@ -112,7 +112,7 @@ def _death(who: str, how: str) -> RuntimeError:
 
 
 def _become_reader(parent: int, number: int) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
