@@ -1,14 +1,38 @@
-"""Tokens from a model in any layout: greedy decoding, which gives the same ones in every layout.
+"""Tokens from a model in any layout, the same ones in each.
 
-    from megatron.generate import greedy_t5
+    from megatron.generate import generate_t5
 
-    rows = greedy_t5(model, sources, start_id=0, eos_id=1, max_new_tokens=64)
+    rows = generate_t5(model, sources, start_id=0, eos_id=1, max_new_tokens=64)
 
-``model`` is this rank's module without a pipeline, or the ``tds`` engine of a pipeline; every rank of the replica makes
-the call and gets all rows. Nothing is cached: each new token runs the whole model on all tokens so far.
+``model`` is this rank's module without a pipeline, the engine that trains a model, or what ``load`` makes of a
+checkpoint; every rank of the replica makes the call and gets all rows. Keys and values are cached: after the prompts
+the model reads one new token of each row at a time. ``tools/generate.py`` is the command.
 """
 
-from megatron.generate.gpt2 import greedy_gpt2
-from megatron.generate.t5 import greedy_t5
+from __future__ import annotations
 
-__all__ = ["greedy_gpt2", "greedy_t5"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.generate.gpt2 import generate_gpt2
+    from megatron.generate.loading import load
+    from megatron.generate.sampling import Sampling, keys_of
+    from megatron.generate.t5 import generate_t5
+
+__all__ = ["Sampling", "generate_gpt2", "generate_t5", "keys_of", "load"]
+
+_MODULES = {
+    "Sampling": "sampling",
+    "generate_gpt2": "gpt2",
+    "generate_t5": "t5",
+    "keys_of": "sampling",
+    "load": "loading",
+}
+"""Where each name is: imported when it is asked for, so that the command's --help needs no torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatron.generate.{_MODULES[name]}"), name)

@@ -1,45 +1,84 @@
-"""Greedy decoding with GPT-2."""
+"""Generation with GPT-2."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron.generate.greedy import Rows, check_positions, check_rows, greedy
-from megatron.generate.replica import Inputs, Replica
-from megatron.model.sizes import T5Sizes
+from megatron.generate.checks import check_rows, limits_of
+from megatron.generate.loop import OnToken, Rows, generate
+from megatron.generate.part import Part, part_of
+from megatron.generate.reader import Reader
+from megatron.generate.sampling import Sampling, chooser, keys_of
+from megatron.model.embedding import Embedding
+from megatron.model.head import logits_of
+from megatron.model.layer import TransformerLayer
+from megatron.model.sizes import Sizes, T5Sizes
 
 
-def greedy_gpt2(model: Any, prompts: Rows, *, max_new_tokens: int, eos_id: int | None = None) -> list[list[int]]:
+def generate_gpt2(
+    model: Any,
+    prompts: Rows,
+    *,
+    max_new_tokens: int | None = None,
+    eos_id: int | None = None,
+    sampling: Sampling | None = None,
+    keys: Sequence[bytes] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
     """Return how GPT-2 goes on from each prompt, without the prompt. Collective over the replica.
 
-    Prompts may have any lengths: attention looks back only, so what fills a row up at its end acts on nothing.
+    Prompts may have any lengths: each gets what it would get alone.
 
     Args:
-        model: as ``Replica`` takes it.
+        model: as ``part_of`` takes it.
         prompts: rows of tokens, the same on every rank of the replica.
-        eos_id: ends a row, and is its last token then; None: every row has ``max_new_tokens``.
+        max_new_tokens: for each prompt; None: 64, or fewer where the learned positions end.
+        eos_id: ends a row, and is its last token then; None: nothing does.
+        sampling: None: the likeliest token each time.
+        keys: of the random numbers; None: ``keys_of(prompts)``.
+        on_token: called with (row, token) as tokens come, on every rank.
 
     Raises:
         TypeError: another model.
-        ValueError: rows that the model cannot take, or more tokens than it has positions.
+        DataError: rows that the model cannot take, or more tokens than it has positions.
+        NumericsError: the logits are not numbers.
     """
-    replica = Replica(model)
-    sizes = replica.sizes
+    part = part_of(model)
+    sizes = part.sizes
     if isinstance(sizes, T5Sizes):
-        raise TypeError("greedy_gpt2 needs a GPT-2, got an encoder-decoder. Use greedy_t5.")
-    check_rows("prompts", prompts, sizes.vocab_size, max_new_tokens)
-    fed = max(len(prompt) for prompt in prompts) + max_new_tokens - 1
-    check_positions("a prompt with all new tokens but the last", fed, sizes.max_position_embeddings)
-
-    def next_tokens(tokens: torch.Tensor, last: torch.Tensor) -> list[int]:
-        positions = torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous()
-        inputs: Inputs = tokens, positions, _one_document(tokens) if replica.needs_segments else None
-        return replica.next_tokens(inputs, last)
-
-    return greedy(next_tokens, prompts, max_new_tokens=max_new_tokens, eos_id=eos_id)
+        raise TypeError("generate_gpt2 needs a GPT-2, got an encoder-decoder. Use generate_t5.")
+    limits = gpt2_limits(sizes, prompts, max_new_tokens)
+    capacity = max(len(prompt) + limit - 1 for prompt, limit in zip(prompts, limits, strict=True))
+    choose = chooser(part, sampling, keys_of(prompts) if keys is None else keys)
+    with part.evaluating():
+        reader = GPT2Reader(part, capacity)
+        return generate(part, reader, prompts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
 
 
-def _one_document(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tokens.shape, dtype=torch.int32)
+def gpt2_limits(sizes: Sizes, prompts: Rows, max_new_tokens: int | None) -> list[int]:
+    """Return how many new tokens each prompt may have.
+
+    Raises:
+        DataError: the model cannot take the prompts, or so many new tokens.
+    """
+    check_rows("prompts", prompts, sizes.vocab_size)
+    return limits_of("prompt", [len(prompt) for prompt in prompts], max_new_tokens, sizes.max_position_embeddings)
+
+
+class GPT2Reader(Reader):
+    """Attention looks back only, so what fills a row up at its end acts on nothing before it."""
+
+    def __init__(self, part: Part, capacity: int) -> None:
+        super().__init__(part, capacity, range(part.sizes.num_layers + 1))
+
+    def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
+        return Embedding.forward(unit, self.tokens, self.positions)  # type: ignore[arg-type]
+
+    def layer(self, number: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return TransformerLayer.forward(unit, x, self.slots.mask, self.caches[number])  # type: ignore[arg-type]
+
+    def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return logits_of(x, weight, self.part.place.group)

@@ -12,7 +12,7 @@ import torch
 import pretrain_gpt2
 from megatron.config import parse
 from megatron.errors import NumericsError
-from megatron.generate import greedy_gpt2
+from megatron.generate import generate_gpt2
 from megatron.mpu.random import DropoutStreams
 from megatron.training import arguments, world
 from megatron.training.assembly import build_engine
@@ -41,7 +41,7 @@ def started(rank: int, tensor: int, pipe: int, data: int, extra: str) -> tuple[A
 
 def decoded(rank: int, tensor: int, pipe: int, data: int, extra: str, eos_id: int | None) -> list[list[int]]:
     _, _, engine = started(rank, tensor, pipe, data, extra)
-    return greedy_gpt2(engine, PROMPTS, max_new_tokens=NEW, eos_id=eos_id)
+    return generate_gpt2(engine, PROMPTS, max_new_tokens=NEW, eos_id=eos_id)
 
 
 def plain_loop(rank: int, extra: str, eos_id: int | None) -> list[list[int]]:
@@ -101,7 +101,7 @@ def trained(rank: int, decodes: bool) -> tuple[list[str], bool]:
     for step in range(3):
         losses.append(float(engine.train_step(batches, step).loss).hex())
         if decodes:
-            greedy_gpt2(engine, PROMPTS, max_new_tokens=2)
+            generate_gpt2(engine, PROMPTS, max_new_tokens=2)
     return losses, engine.module.training
 
 
@@ -116,7 +116,7 @@ def broken(rank: int) -> str:
         with torch.no_grad():
             next(engine.module.parameters()).fill_(float("nan"))
     with pytest.raises(NumericsError) as raised:
-        greedy_gpt2(engine.engine, PROMPTS, max_new_tokens=2)
+        generate_gpt2(engine.engine, PROMPTS, max_new_tokens=2)
     return str(raised.value)
 
 

@@ -13,8 +13,8 @@ import pretrain_t5
 from megatron.checkpoint import named_parameters
 from megatron.checkpoint.hf.t5 import model_fields, to_ours
 from megatron.config import parse
-from megatron.generate import greedy_t5
-from megatron.generate.greedy import filled_up
+from megatron.generate import generate_t5
+from megatron.generate.loop import filled_up
 from megatron.model.sizes import T5Sizes
 from megatron.model.t5 import T5Model
 from megatron.mpu.random import DropoutStreams
@@ -54,7 +54,7 @@ def started(rank: int, tensor: int, pipe: int, data: int, extra: str) -> Any:
 
 def decoded(rank: int, tensor: int, pipe: int, data: int, extra: str, eos_id: int | None) -> list[list[int]]:
     engine = started(rank, tensor, pipe, data, extra)
-    return greedy_t5(engine, SOURCES, start_id=START, max_new_tokens=NEW, eos_id=eos_id)
+    return generate_t5(engine, SOURCES, start_id=START, max_new_tokens=NEW, eos_id=eos_id)
 
 
 def plain_loop(rank: int, extra: str, eos_id: int | None) -> list[list[int]]:
@@ -135,9 +135,9 @@ def test_it_says_what_hugging_faces_generate_says(tied: bool) -> None:
     tokens, last = filled_up(SOURCES)
     mask = (torch.arange(tokens.shape[1]) <= last[:, None]).long()
     given = {"attention_mask": mask, "do_sample": False, "num_beams": 1, "max_new_tokens": NEW, "use_cache": False}
-    plain = greedy_t5(model, SOURCES, start_id=0, max_new_tokens=NEW)
+    plain = generate_t5(model, SOURCES, start_id=0, max_new_tokens=NEW)
     eos_id = next(token for row in plain for token in row[1:-2] if any(token not in row for row in plain))
     said = theirs.generate(tokens, eos_token_id=eos_id, pad_token_id=0, **given)[:, 1:].tolist()
     wanted = [row[: row.index(eos_id) + 1] if eos_id in row else row for row in said]
     assert len({len(row) for row in wanted}) > 1
-    assert greedy_t5(model, SOURCES, start_id=0, eos_id=eos_id, max_new_tokens=NEW) == wanted
+    assert generate_t5(model, SOURCES, start_id=0, eos_id=eos_id, max_new_tokens=NEW) == wanted

@@ -1,0 +1,141 @@
+"""The options of tools/generate.py, and the prompts that they name. Imports no torch: a mistake is told at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.errors import ConfigError, DataError
+
+DTYPES = ("fp32", "bf16", "fp64")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists the options)")
+
+
+def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options.
+
+    Raises:
+        ConfigError: naming everything that cannot be.
+    """
+    parser = _Parser(allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
+    add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    add("--input", type=Path, metavar="FILE", help="a prompt on each line; of FILE.jsonl the --field of each object")
+    add("--field", metavar="NAME", help='of the objects of FILE.jsonl ("text")')
+    add("--output", type=Path, metavar="FILE", help="write there rather than to standard output")
+    add("--json", action="store_true", help="one JSON object a line: prompt, text, tokens, num_prompt_tokens, is_ended")
+    add("--max-new-tokens", type=int, metavar="N", help="tokens of an answer (64, or fewer where positions end)")
+    add("--greedy", action="store_true", help="take the likeliest token each time, as without the next three")
+    add("--temperature", type=float, metavar="T", help="draw tokens; below 1 the likely ones become likelier (1.0)")
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (all)")
+    add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that together reach P (1.0: all)")
+    add("--seed", type=int, help="other numbers to draw with (0)")
+    add("--batch-size", type=int, metavar="N", help="prompts that go through the model together (8)")
+    add("--mode", choices=("R", "X", "S"), help="of a T5 trained with several --denoisers: whose task this is (first)")
+    add("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
+    add("--dtype", choices=DTYPES, default="fp32", help="compute in this type (fp32)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (auto)")
+    add("--model-parallel-size", type=int, default=1, metavar="T", help="ranks that share each layer (1)")
+    add("--pipe-parallel-size", type=int, default=1, metavar="P", help="stages that the layers are cut into (1)")
+    args = parser.parse_args(argv)
+    problems = [*_input_problems(args), *_number_problems(args), *_layout_problems(args)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return args
+
+
+def _input_problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.prompt and args.input:
+        yield "prompts must come by --prompt or by --input, got both. Leave one of the two out"
+    if args.field is not None and (args.input is None or args.input.suffix != ".jsonl"):
+        yield f"--field is for --input FILE.jsonl, got --input {args.input}"
+    if not (args.prompt or args.input):
+        for_many = {"--json": args.json, "--output": args.output, "--batch-size": args.batch_size}
+        given = [flag for flag, value in for_many.items() if value]
+        if given:
+            yield f"{', '.join(given)}: only with --prompt or --input, got none of them"
+        if world_size() > 1 and _is_without_input():
+            yield "asking for lines needs a standard input, and the launcher gives ranks none. Use --prompt or --input"
+    if args.output is not None and not args.output.parent.is_dir():
+        yield f"the folder of --output {args.output} must exist"
+
+
+def _number_problems(args: argparse.Namespace) -> Iterator[str]:
+    drawing = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
+    given = [flag for flag, value in drawing.items() if value is not None]
+    if args.greedy and given:
+        yield f"--greedy draws nothing, got {', '.join(given)} too. Leave one of them out"
+    if args.seed is not None and not given:
+        yield "--seed is for drawing, got none of --temperature, --top-k, --top-p"
+    counts = {"--max-new-tokens": args.max_new_tokens, "--top-k": args.top_k, "--batch-size": args.batch_size}
+    for flag, value in counts.items():
+        if value is not None and value < 1:
+            yield f"{flag} must be at least 1, got {value}"
+    if args.temperature is not None and not 0 < args.temperature < float("inf"):
+        yield f"--temperature must be a number above 0, got {args.temperature}. For 0 use --greedy"
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        yield f"--top-p must be above 0 and at most 1, got {args.top_p}"
+
+
+def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
+    t, p, size = args.model_parallel_size, args.pipe_parallel_size, world_size()
+    if t < 1 or p < 1:
+        yield f"--model-parallel-size and --pipe-parallel-size must be at least 1, got {t} and {p}"
+    elif size % (t * p):
+        yield (
+            f"the number of ranks must be a multiple of tensor x pipe, got {size}, --model-parallel-size {t} and "
+            f"--pipe-parallel-size {p} ({t} x {p} = {t * p}). Start them with python -m megatron.launch "
+            f"--nproc-per-node {t * p} tools/generate.py ..."
+        )
+
+
+def world_size() -> int:
+    """Return how many ranks were started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_without_input() -> bool:
+    """Whether file 0 is the null device, as the launcher's ranks have it."""
+    return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+
+
+def read_prompts(args: argparse.Namespace) -> list[str] | None:
+    """Return the prompts, None where a person is to be asked.
+
+    Raises:
+        DataError: naming the file, and the first line that is no prompt.
+    """
+    if args.prompt:
+        return args.prompt
+    if args.input is None:
+        return None
+    try:
+        lines = args.input.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--input {args.input} must be a text in UTF-8: {error}") from None
+    lines = [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
+    if not lines:
+        raise DataError(f"--input {args.input} must have a prompt on each line, got none")
+    if args.input.suffix == ".jsonl":
+        return [_field(line, args.field or "text", f"{args.input}:{number}") for number, line in enumerate(lines, 1)]
+    return lines
+
+
+def _field(line: str, name: str, place: str) -> str:
+    try:
+        value = json.loads(line)[name]
+        if isinstance(value, str):
+            return value
+        told = f"{name!r} is not a text"
+    except (ValueError, KeyError, TypeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    raise DataError(f"{place}: each line must be a JSON object with a text under {name!r} (--field): {told}")

@@ -1,0 +1,152 @@
+"""Write text with a model of a checkpoint: GPT-2 goes on from a prompt, T5 answers one.
+
+    python tools/generate.py --load runs/my-run --prompt "The tide" --prompt "At noon"
+    python tools/generate.py --load runs/my-run --input prompts.txt --output answers.jsonl --json --top-p 0.9
+    python tools/generate.py --load runs/my-t5 --prompt "The <extra_id_0> comes in twice a day."
+    python tools/generate.py --load runs/my-run                        asks for a line at a time
+    python -m megatron.launch --nproc-per-node 4 tools/generate.py --model-parallel-size 2 --pipe-parallel-size 2 \\
+        --load runs/my-run --input prompts.txt
+
+The checkpoint may be of any layout, and the text is the same in every layout: in a batch each prompt gets what it would
+get alone. Without --temperature, --top-k or --top-p the likeliest token is taken each time. Ends with code 0, 2 (an
+option or prompt), 3 (a checkpoint), 4 (another rank) or 5 (logits that are no numbers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron import log  # noqa: E402
+from megatron.errors import ConfigError, DataError, marked  # noqa: E402
+from megatron.generate.options import parse_args, read_prompts, world_size  # noqa: E402
+from megatron.training.failure import guard  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.generate.writer import Answer, Writer
+    from megatron.mpu.groups import Grid
+
+TIMEOUT_S = 600
+"""How long ranks wait for each other's layers: a first pass over long prompts on a CPU takes its time."""
+
+
+def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Writer:
+    """Return what answers prompts with the model of --load. Collective."""
+    from megatron import device
+    from megatron.checkpoint import open_latest
+    from megatron.checkpoint.hf.settings import saved_config
+    from megatron.checkpoint.hf.tokens import vocabulary_of
+    from megatron.checkpoint.whole import CHECKPOINTS
+    from megatron.generate import Sampling, load
+    from megatron.generate.prompts import Prompts
+    from megatron.generate.writer import Writer
+
+    inner = args.load / CHECKPOINTS
+    with marked(is_of_this_rank=False):  # a damaged file is an error on all ranks alike
+        checkpoint = open_latest(inner if inner.is_dir() else args.load, grid.host)
+        config = saved_config(checkpoint.state)
+        vocabulary = vocabulary_of(config, args.tokenizer_path)
+        if vocabulary is None:
+            raise DataError(f"{checkpoint.path} names no tokenizer. Name it with --tokenizer-path")
+        prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode)
+        kind = device.DTYPES[args.dtype]
+        part = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=kind, device=place)
+    drawing = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    given = {name: value for name, value in drawing.items() if value is not None}
+    return Writer(
+        part,
+        prompts,
+        grid.data,
+        batch_size=args.batch_size or Writer.batch_size,
+        max_new_tokens=args.max_new_tokens,
+        sampling=Sampling(**given) if given else None,
+    )
+
+
+def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
+    """Return the grid of ranks, this rank's device and its name. Collective."""
+    from megatron import device
+    from megatron.config import Config
+    from megatron.mpu.groups import single_grid
+    from megatron.training import world
+
+    if world_size() == 1:
+        try:
+            kind = device.choose(args.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return single_grid(), device.bind(kind, 0), "rank 0"
+    values: dict[str, Any] = {"pipe_parallel_size": args.pipe_parallel_size, "dtype": args.dtype}
+    values |= {"model_parallel_size": args.model_parallel_size, "device": args.device}
+    here = world.start(Config.of_values({**values, "distributed_timeout_s": TIMEOUT_S}))
+    log.configure(here.rank)
+    return here.grid, here.device, here.name
+
+
+def answer_texts(answers: list[Answer], args: argparse.Namespace, *, with_prompt: bool) -> str:
+    """Return what is written of ``answers``: JSON lines, or texts, under headings where there are several."""
+    if args.json:
+        return "".join(json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in answers)
+    texts = [(one.prompt if with_prompt else "") + one.text + "\n" for one in answers]
+    if len(texts) == 1:
+        return texts[0]
+    return "".join(f"--- {number}\n{text}" for number, text in enumerate(texts, 1))
+
+
+def write(text: str, output: Path | None) -> None:
+    """Write ``text`` to the file, which is then whole or as before, or to standard output."""
+    from megatron import files
+
+    if output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        files.replace_bytes(output, text.encode())
+    except OSError as error:
+        raise DataError(f"--output {output} cannot be written: {error}") from None
+
+
+def run(args: argparse.Namespace, names: dict[str, str]) -> None:
+    """Answer the prompts, or ask for some. Collective.
+
+    Args:
+        names: its "who" becomes this rank's name, for messages.
+    """
+    from megatron.generate.talk import talk
+    from megatron.training import world
+
+    texts = read_prompts(args)
+    grid, place, names["who"] = start(args)
+    writer = make_writer(args, grid, place)
+    if texts is None:
+        if grid.rank == 0:
+            log.info("each line is a prompt; Ctrl-D ends")
+        talk(writer, grid.host)
+    else:
+        answers = writer.answer(texts)
+        if grid.rank == 0:
+            write(answer_texts(answers, args, with_prompt=writer.prompts.tokens is None), args.output)
+    world.stop()
+
+
+def main() -> None:
+    """Run the tool; an error ends the process with its code."""
+    names = {"who": f"rank {os.environ.get('RANK', '0')}"}
+    try:
+        guard(lambda: run(parse_args(__doc__ or ""), names), lambda: names["who"])
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
