@@ -8,8 +8,8 @@
     python tools/check_layout.py --model t5 --pipe-parallel-size 3 --enc-layers 2 --dec-layers 4 --pipeline-split-rank 1
 
 All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py, that shape the model, the batch and the optimizer
-work. Tokens are random unless --data-path and --tokenizer-path are given. Dropout is off: its masks differ between
-tensor slices by design.
+work. Tokens are random unless --data-path and --tokenizer-path are given. Dropout is off, for its masks differ between
+tensor slices by design, unless --layout-independent-dropout is given.
 Ends with code 0 if everything lies within its bound, else 1.
 """
 
@@ -35,7 +35,9 @@ DEFAULTS = {
     "t5": SIZES + "--num-layers 2 --enc-seq-length 32",
 }
 """What holds where the user gives nothing else."""
-FORCED = "--attention-dropout 0 --hidden-dropout 0 --device cpu".split()
+DROPPED = "--layout-independent-dropout"
+UNDROPPED = "--attention-dropout 0 --hidden-dropout 0".split()
+"""What comes last where that flag is not given."""
 PIPELINE = (
     "--pipeline-schedule",
     "--pipeline-chunks",
@@ -69,7 +71,7 @@ def main() -> int:
     own, flags = own_parser().parse_known_args()
     layout = Layout(own.model_parallel_size, max(own.pipe_parallel_size, 1), own.data_parallel_size)
     os.environ["MEGATRON_DEFAULTS"] = f"{DEFAULTS[own.model]} {os.environ.get('MEGATRON_DEFAULTS', '')}"
-    flags = [*flags, f"--{own.dtype}", *FORCED]
+    flags = [*flags, f"--{own.dtype}", "--device", "cpu", *([] if DROPPED in flags else UNDROPPED)]
     pipeline = [word for name in PIPELINE if (value := getattr(own, name)) is not None for word in (name, value)]
     check_flags([*flags, *pipeline], layout, own.model)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as folder:

@@ -8,7 +8,7 @@ so some replicas hold a row more of a weight.
 Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 models", section 4, without scores, which a fused kernel makes once more. What else holds a number for each query and
 key, T5's relative biases and the probabilities of its blocked attention on a CPU, is counted with T5's layers. Dropout
-of attention on a CPU, for which torch keeps several such matrices, is not.
+of attention on a CPU, and with --layout-independent-dropout anywhere, which keeps several such matrices, is not.
 """
 
 from __future__ import annotations

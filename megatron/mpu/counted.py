@@ -143,7 +143,7 @@ def dropped_mask(
     for part in rows.split(max(1, BLOCK.get(rows.device.type, BLOCK["cuda"]) // others)):
         words = philox((groups, part, samples, planes), key)
         parts.append(torch.stack([word < threshold for word in words], dim=-1).flatten(-2))  # [..., 4 groups]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-(rows.dim()))
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-rows.dim())
     return whole[..., columns.start % LANES :][..., : len(columns)]
 
 

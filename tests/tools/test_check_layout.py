@@ -26,9 +26,9 @@ def test_a_pipeline_of_two_stages_with_two_chunks_each_is_equal(capfd: pytest.Ca
     assert "allowed" in told
 
 
-def test_t5_in_three_stages_with_the_seam_by_hand_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_t5_in_three_stages_with_the_seam_by_hand_is_equal_with_dropout(capfd: pytest.CaptureFixture[str]) -> None:
     sizes = "--hidden-size 16 --num-attention-heads 2 --enc-seq-length 16 --enc-layers 1 --dec-layers 2 --steps 2"
-    layout = "--pipe-parallel-size 3 --pipeline-split-rank 1 --reset-attention-mask"
+    layout = "--pipe-parallel-size 3 --pipeline-split-rank 1 --reset-attention-mask --layout-independent-dropout"
     command = [sys.executable, str(TOOL), "--model", "t5", *sizes.split(), *layout.split()]
     done = subprocess.run(command, timeout=100, check=False)
     told = capfd.readouterr().out
