@@ -47,20 +47,27 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
             named = tokens.fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
             config = replace(config, data=replace(config.data, **named))
         ids = {name: theirs[name] for name in _IDS if isinstance(theirs.get(name), int)}
-        saved = save(folder / CHECKPOINTS, 0, _records(weights), _state(config, ids), SINGLE)
+        saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, {"hugging_face_ids": ids})
     return output / CHECKPOINTS / saved.name, config
 
 
-def _records(weights: dict[str, torch.Tensor]) -> list[TensorRecord]:
-    return [TensorRecord(WEIGHTS + name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]
+def save_first(root: Path, weights: dict[str, torch.Tensor], config: Config, origin: str, more: dict[str, Any]) -> Path:
+    """Write the checkpoint of step 0 of a model whose weights come from elsewhere; return its path.
+
+    Args:
+        origin: stands where a run names its optimizer.
+        more: further entries of the state.
+    """
+    records = [TensorRecord(WEIGHTS + name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]
+    return save(root, 0, records, {**_state(config, origin), **more}, SINGLE)
 
 
-def _state(config: Config, ids: dict[str, Any]) -> dict[str, Any]:
+def _state(config: Config, origin: str) -> dict[str, Any]:
     """Return what ``megatron.training.state`` saves, of a run that has not taken a step."""
     return {
         "progress": {"step": 0, "updates": 0, "samples_consumed": 0},
         "scaler": {},
-        "optimizer": NO_OPTIMIZER,
+        "optimizer": origin,
         "optimizer_steps": 0,
         "model": config.identity(),
         "config": config.to_dict(),
@@ -68,5 +75,4 @@ def _state(config: Config, ids: dict[str, Any]) -> dict[str, Any]:
         "data_fingerprint": None,
         "data_order": None,
         "torch": torch.__version__,
-        "hugging_face_ids": ids,
     }

@@ -45,7 +45,7 @@ def to_theirs(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
     Raises:
         CheckpointError: listing every weight that is missing, unknown, or of another shape than ``config`` says.
     """
-    _check("the checkpoint", weights, _own(config))
+    require_own("the checkpoint", weights, config)
     return _to_theirs(weights, config)
 
 
@@ -68,6 +68,15 @@ def to_ours(tensors: Mapping[str, torch.Tensor], config: Config) -> Tensors:
         ours.setdefault("head.weight", theirs[_HEAD].clone())
     own = _own(config)
     return {name: tensor for name, tensor in ours.items() if name in own}
+
+
+def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) -> None:
+    """Check that ``weights`` are those of our model of ``config``, no more and no less.
+
+    Raises:
+        CheckpointError: listing every weight of ``what`` that is missing, unknown, or of another shape.
+    """
+    _check(what, weights, _own(config))
 
 
 def without_zero_biases(tensors: Mapping[str, torch.Tensor], config: Config) -> Config:

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM, CPM-Pretrain and CPM-1, read without running what they carry."""

@@ -1,0 +1,187 @@
+"""Files of the shape that Megatron-LM, CPM-1 and DeepSpeed write, made from weights of our models."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.config import Config
+from megatron.model import GPT2Model, T5Model, sizes_from, t5_sizes_from
+
+Tensors = dict[str, torch.Tensor]
+HEADS, HIDDEN, LAYERS, VOCABULARY = 4, 16, 4, 40
+SIZES = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 8,
+    "vocab_size": VOCABULARY,
+    "hidden_bias": True,
+    "activation": "gelu-tanh",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_LAYER = {
+    "input_norm": "input_layernorm",
+    "attention.query_key_value": "attention.query_key_value",
+    "attention.dense": "attention.dense",
+    "cross_norm": "post_attention_layernorm",
+    "cross_attention.query": "inter_attention.query",
+    "cross_attention.key_value": "inter_attention.key_value",
+    "cross_attention.dense": "inter_attention.dense",
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+_BY_ROWS = ("query_key_value", "query", "key_value", "word_embeddings", "dense_h_to_4h", "output_layer")
+_BY_COLUMNS = ("dense.weight", "dense_4h_to_h.weight")
+
+
+def model_of(family: str = "gpt2", **more: Any) -> torch.nn.Module:
+    """Return a tiny model in fp32 with random weights; T5 with learned positions."""
+    torch.manual_seed(3)
+    t5 = {"position_embedding_type": "learned"} if family == "t5" else {}
+    config = Config.of_values({**SIZES, **t5, **more}, family=family)
+    sizes = t5_sizes_from(config.model, config.t5) if family == "t5" else sizes_from(config.model)
+    model = (T5Model if family == "t5" else GPT2Model)(sizes)  # type: ignore[operator]
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+def their_name(ours: str) -> str:
+    """Return Megatron-LM's name behind ``language_model.``."""
+    if ours.startswith("embedding."):
+        return ours.replace("embedding.word", "embedding.word_embeddings").replace(
+            "embedding.position", "embedding.position_embeddings"
+        )
+    if ours == "head.weight":
+        return "output_layer.weight"
+    side, rest = ours.split(".", 1) if ours.startswith(("encoder.", "decoder.")) else ("transformer", ours)
+    if rest.startswith("final_norm"):
+        return f"{side}.{rest.replace('final_norm', 'final_layernorm')}"
+    _, number, part = rest.split(".", 2)
+    stem, kind = part.rsplit(".", 1)
+    theirs = _LAYER[stem]
+    if side == "decoder" and stem == "post_attention_norm":
+        theirs = "post_inter_attention_layernorm"
+    return f"{side}.layers.{number}.{theirs}.{kind}"
+
+
+def slice_of(name: str, whole: torch.Tensor, rank: int, size: int, version: float) -> torch.Tensor:
+    """Return what tensor rank ``rank`` of ``size`` holds of ``whole``, rows of query, key and value by ``version``."""
+    stem = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
+    if stem in _BY_ROWS:
+        part = whole.chunk(size, 0)[rank]
+        parts = {"query_key_value": 3, "key_value": 2}.get(stem, 1)
+        heads, rest = HEADS // size, tuple(part.shape[1:])
+        if parts > 1 and version < 2:
+            blocks = part.reshape(heads, parts, -1, *rest)
+            blocks = blocks.transpose(0, 1) if version == 0 else blocks.transpose(1, 2)
+            part = blocks.reshape(part.shape)
+        return part.clone()
+    if name.endswith(_BY_COLUMNS):
+        return whole.chunk(size, 1)[rank].clone()
+    return whole.clone()
+
+
+def nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the dictionaries within dictionaries that Megatron-LM saves: layers' names stay whole."""
+    tree: dict[str, Any] = {}
+    for name, tensor in flat.items():
+        top, rest = name.split(".", 1)
+        if top == "embedding":
+            table, kind = rest.split(".")
+            tree.setdefault(top, {}).setdefault(table, {})[kind] = tensor
+        else:
+            tree.setdefault(top, {})[rest] = tensor
+    return tree
+
+
+def args_of(**more: Any) -> argparse.Namespace:
+    """Return the settings that such a file carries."""
+    return argparse.Namespace(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, **more)
+
+
+def write_megatron(
+    folder: Path, ours: Tensors, *, tensor: int = 1, pipe: int = 1, version: float | None = 3.0, **args: Any
+) -> Path:
+    """Write iter_0000100 of Megatron-LM with its pointer; return the folder of both."""
+    named = {their_name(name): whole for name, whole in ours.items()}
+    for stage in range(pipe):
+        for rank in range(tensor):
+            held = {
+                _local(name, pipe): slice_of(name, whole, rank, tensor, 3.0 if version is None else version)
+                for name, whole in named.items()
+                if stage in _stages(name, pipe)
+            }
+            content: dict[str, Any] = {
+                "args": args_of(**args),
+                "iteration": 100,
+                "model": {"language_model": nested(held)},
+                "np_rng_state": np.random.RandomState(1).get_state(),
+            }
+            if stage == pipe - 1 and pipe > 1:
+                content["model"]["word_embeddings_for_head"] = {"weight": named["embedding.word_embeddings.weight"]}
+            if version is not None:
+                content["checkpoint_version"] = version
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipe > 1 else "")
+            path = folder / "iter_0000100" / name / "model_optim_rng.pt"
+            path.parent.mkdir(parents=True)
+            torch.save(content, path)
+    (folder / "latest_checkpointed_iteration.txt").write_text("100")
+    return folder
+
+
+def _stages(name: str, pipe: int) -> set[int]:
+    if name.startswith("embedding"):
+        return {0}
+    if ".layers." not in name:
+        return {pipe - 1}
+    return {int(name.split(".")[2]) * pipe // LAYERS}
+
+
+def _local(name: str, pipe: int) -> str:
+    words = name.split(".")
+    if ".layers." in name:
+        words[2] = str(int(words[2]) % (LAYERS // pipe))
+    return ".".join(words)
+
+
+def write_cpm1(folder: Path, ours: Tensors, tensor: int = 2) -> Path:
+    """Write 80000/mp_rank_0X_model_states.pt as CPM-1 was released, in fp16, without settings."""
+    (folder / "80000").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("80000\n")
+    for rank in range(tensor):
+        module = {
+            their_name(name).removeprefix("embedding."): slice_of(their_name(name), whole.half(), rank, tensor, 0)
+            for name, whole in ours.items()
+        }
+        torch.save({"module": module, "optimizer": None}, folder / "80000" / f"mp_rank_{rank:02d}_model_states.pt")
+    return folder
+
+
+def write_layers(folder: Path, ours: Tensors, tensor: int = 2) -> Path:
+    """Write global_step5 of a DeepSpeed pipeline: a file for each layer and tensor rank; the tied table twice."""
+    inner = folder / "global_step5"
+    inner.mkdir(parents=True)
+    (folder / "latest").write_text("global_step5")
+    files: dict[int, Tensors] = {}
+    for name, whole in ours.items():
+        words = their_name(name).split(".")
+        number = 1 if words[0] == "embedding" else LAYERS + 4 if "final" in name else 3 + int(words[2])
+        local = ".".join(words[1:] if number == 1 else words[3:] if number < LAYERS + 3 else words[2:])
+        files.setdefault(number, {})[local] = whole
+    files[LAYERS + 5] = {"word_embeddings.weight": ours["embedding.word.weight"]}
+    for rank in range(tensor):
+        for number, held in files.items():
+            cut = {name: slice_of(name, whole, rank, tensor, 3.0) for name, whole in held.items()}
+            torch.save(cut, inner / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+        states = {"args": args_of(), "checkpoint_version": 3.0, "module": None}
+        torch.save(states, inner / f"mp_rank_{rank:02d}_model_states.pt")
+    return folder

@@ -1,0 +1,62 @@
+"""Mistakes in importing checkpoints of other programs."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+TEST = "tests/checkpoint/test_legacy.py"
+MEGATRON = f"{TEST}::test_a_gpt2_of_megatron_in_any_layout_and_version_is_the_same_model"
+
+LEGACY = (
+    Mutant(
+        "rows of version 0 are taken for those of version 2",
+        "megatron/checkpoint/legacy/merge.py",
+        "blocks = rows.reshape(parts, heads, d, *rest).transpose(0, 1)",
+        "blocks = rows.reshape(heads, parts, d, *rest)",
+        (f"{TEST}::test_the_released_files_of_cpm1_are_read",),
+    ),
+    Mutant(
+        "rows are put in order after the ranks' slices are joined",
+        "megatron/checkpoint/legacy/merge.py",
+        "heads, left = divmod(num_heads, ranks)",
+        "heads, left = num_heads, 0",
+        (f"{TEST}::test_the_released_files_of_cpm1_are_read",),
+    ),
+    Mutant(
+        "slices of a row-parallel weight are joined by rows",
+        "megatron/checkpoint/legacy/names.py",
+        'return 1 if kind == "weight" and',
+        'return 0 if kind == "weight" and',
+        (f"{MEGATRON}[2-1-0]",),
+        refuses=True,
+    ),
+    Mutant(
+        "each stage counts its layers from 0",
+        "megatron/checkpoint/legacy/names.py",
+        "{int(match[2]) + first_layers[side]}",
+        "{int(match[2])}",
+        (f"{MEGATRON}[2-2-3.0]",),
+    ),
+    Mutant(
+        "the norm ahead of cross-attention is taken for that of the feed-forward part",
+        "megatron/checkpoint/legacy/names.py",
+        'part = "cross_norm"',
+        'part = "post_attention_norm"',
+        (f"{TEST}::test_a_t5_with_learned_positions_is_read[3.0]",),
+        refuses=True,
+    ),
+    Mutant(
+        "a file's objects are built whatever they are",
+        "megatron/checkpoint/legacy/pickles.py",
+        "weights_only=True)",
+        "weights_only=False)",
+        (f"{TEST}::test_nothing_that_a_file_carries_is_run",),
+    ),
+    Mutant(
+        "a file without a version is taken for one of version 0",
+        "megatron/checkpoint/legacy/weights.py",
+        "    return settings, None\n",
+        '    return settings, "3-heads-d"\n',
+        (f"{TEST}::test_without_a_version_the_order_must_be_given",),
+    ),
+)

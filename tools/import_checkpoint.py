@@ -1,0 +1,80 @@
+"""Import a checkpoint of Megatron-LM, CPM-Pretrain or CPM-1 as the first checkpoint of a run.
+
+    python tools/import_checkpoint.py --input CPM-large --output runs/cpm1 --num-attention-heads 32
+    python tools/import_checkpoint.py --input megatron/checkpoints --output runs/from-megatron
+    python pretrain_gpt2.py --load runs/cpm1 --finetune ...      with the flags that it prints
+
+Reads iter_N/mp_rank_XX/model_optim_rng.pt (with a pipeline too), mp_rank_XX_model_states.pt and DeepSpeed's
+layer_XX-model_YY-model_states.pt, of GPT-2 and of T5 with learned positions, saved by any number of tensor ranks and
+stages. Weights alone are taken, bit for bit; nothing that the files carry is run. Any layout starts from the result.
+Ends with code 0, 2 (an option), or 3 (a checkpoint that cannot be imported).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron import log  # noqa: E402
+from megatron.errors import exit_code  # noqa: E402
+
+ORDERS = ("3-heads-d", "heads-d-3", "heads-3-d")
+ACTIVATIONS = ("gelu", "gelu-tanh", "relu")
+
+
+def positive(text: str) -> int:
+    """Read a whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--input", type=Path, required=True, help="the folder of the checkpoint, or the one that points to it")
+    add("--output", type=Path, required=True, help="the run folder to write; new, or empty")
+    add("--iteration", help="which of several checkpoints (default: the one that the folder points to)")
+    add("--num-attention-heads", type=positive, metavar="A", help="heads (default: as the files say; CPM-1's do not)")
+    add(
+        "--qkv-order", choices=ORDERS,
+        help="order of the rows of query, key and value on each tensor rank (default: by the version in the files; "
+        "3-heads-d for CPM-1)",
+    )  # fmt: skip
+    add("--activation", choices=ACTIVATIONS, help="default: gelu-tanh, unless the files say that it was exact")
+    add("--vocab-size", type=positive, metavar="V", help="drop rows of padding behind it (default: keep all)")
+    return parser.parse_args(argv)
+
+
+def import_(args: argparse.Namespace) -> None:
+    """Write the run folder and say how to start from it."""
+    from megatron.checkpoint.hf.settings import flags
+    from megatron.checkpoint.legacy.importing import Wishes, import_checkpoint
+
+    wishes = Wishes(args.iteration, args.num_attention_heads, args.qkv_order, args.activation, args.vocab_size)
+    path, config, notes = import_checkpoint(args.input, args.output, wishes)
+    for note in notes:
+        log.info(note)
+    words = ["--load", str(args.output), "--finetune", *flags(config)]
+    log.info(f"{args.input} -> {path}\nstart from it with: pretrain_{config.family}.py {shlex.join(words)}")
+
+
+def main() -> int:
+    """Return the exit code."""
+    args = parse_args()
+    try:
+        import_(args)
+    except Exception as error:
+        log.error(f"error: {error}")
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
