@@ -12,11 +12,13 @@ from deepspeed.runtime.pipe.module import PipelineError
 from tds import assembly, boundary, evaluation, section, train_step
 from tds.announce import announce
 from tds.batches import BatchSource, training_loader
+from tds.bubble import Row
 from tds.call import Call
 from tds.exchange import Exchange
 from tds.loss import LossMeter
 from tds.report import StepReport
 from tds.saving import LayerCheckpoints
+from tds.schedule import Action
 from tds.seeing import Seeing
 from tds.waiting import default_timeout, limit_waits
 
@@ -29,6 +31,7 @@ class PipelineEngine(LayerCheckpoints):
         nominal_weight    power of two by which losses given as ``tds.Weighted`` are divided in the backward; about the
                           number of tokens of a micro-batch keeps 16-bit gradients in range
         on_micro_batch    called with the micro-batch's index ahead of each forward in training
+        on_action         called with each action of a call ahead of it, in training and in evaluation
         on_loss           called with the mean loss, the same on every rank, ahead of the optimizer's step; may raise
     """
 
@@ -43,6 +46,7 @@ class PipelineEngine(LayerCheckpoints):
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
         self.on_micro_batch: Callable[[int], None] | None = None
+        self.on_action: Callable[[Action], None] | None = None
         self.on_loss: Callable[[torch.Tensor], None] | None = None
         self.agg_train_loss: torch.Tensor | None = None
         self.agg_additional_losses: dict[str, torch.Tensor] | None = None
@@ -127,6 +131,13 @@ class PipelineEngine(LayerCheckpoints):
         """
         return self._seeing.bubble()
 
+    def rows_of_steps(self, reader: str = "program") -> list[Row]:
+        """Return (began, ended, waited for messages) in ns, of the training steps since the reader's last call.
+
+        Of the last 1,000 at most. Readers do not know of each other, nor of ``bubble``.
+        """
+        return self._seeing.rows(reader)
+
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """Return the means of the last train_batch's other named losses by name, on every rank; None without."""
         return self.agg_additional_losses
@@ -143,6 +154,7 @@ class PipelineEngine(LayerCheckpoints):
             reduction=self._reduction,
             loss_scale=1.0 if self._gradients is None else self._gradients.loss_scale(),
             on_micro_batch=self.on_micro_batch,
+            on_action=self.on_action,
             part=self.report.part,
             recomputes_reentrantly=assembly.recomputes_reentrantly(self.module),
         )
@@ -154,6 +166,7 @@ class PipelineEngine(LayerCheckpoints):
             is_training=False,
             meter=self._meter(number),
             loss_fn=self.module.loss_fn,
+            on_action=self.on_action,
             collects_losses=compute_loss,
         )
 

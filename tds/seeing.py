@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tds import stage_table, watchdog
 from tds.alarm import own_store
 from tds.auto import Auto
-from tds.bubble import BubbleMeter, gathered_bubble
+from tds.bubble import BubbleMeter, Row, gathered_bubble
 from tds.clock import clock_for, offset_to_wall_ns
 from tds.recorder import Recorder, Work
 from tds.tracing import Tracing, asked_window
@@ -87,6 +87,10 @@ class Seeing:
         group = self._engine.grid.get_pipe_parallel_group()
         with self.watching("measuring the bubble"):
             return gathered_bubble(self._bubble.drain(reader), self._engine.stage_id, group, self._device)
+
+    def rows(self, reader: str) -> list[Row]:
+        """Return the times of the training steps since this reader's last call."""
+        return self._bubble.drain(reader)
 
     def close(self) -> None:
         """Finish what is to be done at the end of a run: the picture of the trace."""

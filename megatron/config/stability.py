@@ -58,11 +58,11 @@ def problems(config: Config) -> Iterator[str]:
             "--stability-patience acts with --stability-guard skip or rollback only, got --stability-guard off. Leave "
             "it out, or add --stability-guard"
         )
-    has_saves = checkpoint.save_interval or getattr(checkpoint, "save_interval_minutes", 0)
+    has_saves = checkpoint.save_interval or checkpoint.minutes
     if stability.goes_back and not has_saves and not checkpoint.eval_only:
         yield (
-            "--stability-guard rollback goes back to a checkpoint of this run, got --save-interval 0, which writes "
-            "none before the end. Add --save-interval N, or use --stability-guard skip"
+            "--stability-guard rollback goes back to a checkpoint of this run, got --save-interval-minutes 0: there is none "
+            "before the end. Add --save-interval N, or use --stability-guard skip"
         )
 
 

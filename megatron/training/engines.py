@@ -8,45 +8,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from megatron.errors import NumericsError
 from megatron.mpu.groups import Grid
 from megatron.mpu.random import DropoutStreams, Position
 from megatron.optim import MixedPrecisionOptimizer
+from megatron.training import position
+from megatron.training.losses import as_weighted, reading_pairs, scalars
+from megatron.training.step_result import StepResult, raising_unless_finite, result_of
 from tds import reduce_gradients
 from tds.agreement import Agreement, agree_on_loss
-from tds.loss import LossMeter, Weighted
+from tds.bubble import BubbleMeter, Row
+from tds.clock import clock_for
+from tds.loss import LossMeter, named_losses
 
 DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step gave, the same on every rank."""
-
-    loss: float
-    grad_norm: float
-    loss_scale: float
-    is_skipped: bool
-    losses: dict[str, float] = field(default_factory=dict)
-
-
 class StepEngine(Protocol):
-    """What the loop needs of an engine."""
+    """What the loop needs of an engine.
+
+    Attributes:
+        on_loss: called on every rank with the mean loss of a step, ahead of its update; raises where the run must end.
+        micro_losses: of the last step, this rank's own losses (or sums of losses) by micro-batch, on the last stage.
+    """
 
     module: torch.nn.Module
     optimizer: MixedPrecisionOptimizer
+    on_loss: Callable[[float], None]
+    micro_losses: dict[int, torch.Tensor]
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult: ...
 
     def evaluate_batch(self, data: DataIterator) -> float: ...
 
     def bubble(self) -> float | None: ...
+
+    def busy(self) -> tuple[float, int]: ...
 
 
 def nominal_weight(tokens_per_step: int) -> float:
@@ -91,6 +92,10 @@ class SingleStageEngine:
         self.grid, self.streams = grid, streams
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self.device = torch.device(engine.device)
+        self.on_loss = raising_unless_finite(self.optimizer)
+        self.micro_losses: dict[int, torch.Tensor] = {}
+        self._clock = clock_for(self.device)
+        self._busy = BubbleMeter(self._clock)
         engine.enable_backward_allreduce = False
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
@@ -102,12 +107,19 @@ class SingleStageEngine:
         nominal = nominal_weight(self.micro_batch_tokens * number)
         meter = LossMeter(number, nominal, self.device, lambda: reported)
         self.engine.set_gradient_accumulation_boundary(False)
+        self.micro_losses.clear()
+        began = self._clock.mark()
         for micro_batch in range(number):
-            self.streams.position = Position(step, micro_batch)
+            self.streams.position = Position(step, micro_batch, number)
+            position.note(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
-            reported = _numbers(report, loss)
+            reported = scalars(report, loss)
             share = meter.add(as_weighted(loss), micro_batch)
+            self.micro_losses[micro_batch] = share.detach()
+            position.note(f"step {step + 1}, backward of micro-batch {micro_batch}")
             self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
+        self._busy.note(began, self._clock.mark(), [])
+        position.note(f"step {step + 1}, reduction and update")
         agreement = self._agree(meter)
         self._reduce(agreement.factor)
         means = agreement.means()
@@ -127,6 +139,10 @@ class SingleStageEngine:
 
     def bubble(self) -> None:
         """Return None: a single stage waits for no other."""
+
+    def busy(self) -> tuple[float, int]:
+        """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
+        return _own_work(self._busy.drain())
 
     def _reduce(self, factor: float) -> None:
         """Sum the gradients over the replicas, times ``factor``, which a single replica leaves to the optimizer."""
@@ -150,16 +166,10 @@ class SingleStageEngine:
 
     def _update(self, loss: float, losses: dict[str, float]) -> StepResult:
         scale = self.optimizer.loss_scale
-        raise_unless_finite(loss, self.optimizer)
+        self.on_loss(loss)
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        return StepResult(
-            loss=loss,
-            grad_norm=self.optimizer._global_grad_norm,
-            loss_scale=scale,
-            is_skipped=self.optimizer.overflow,
-            losses=losses,
-        )
+        return result_of(loss, scale, self.optimizer, losses)
 
 
 class PipelineEngine:
@@ -174,27 +184,26 @@ class PipelineEngine:
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
         self.streams = streams
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
-        self._step = 0
+        self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
+        self.micro_losses: dict[int, torch.Tensor] = {}
+        self.on_loss = raising_unless_finite(self.optimizer)
         engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
-        engine.module.loss_fn = _reading_pairs(engine.module.loss_fn)
+        engine.module.loss_fn = self._noting(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
-        engine.on_loss = lambda loss: raise_unless_finite(float(loss), self.optimizer)
+        engine.on_action = lambda action: position.note(f"step {self._step + 1}, {action}")
+        engine.on_loss = lambda loss: self.on_loss(float(loss))
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
         number = num_micro_batches or self.num_micro_batches
         set_micro_batches(self.engine, number)
         self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * number)
-        self._step = step
+        self._step, self._number = step, number
+        self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         loss = float(self.engine.train_batch(data))
-        return StepResult(
-            loss=loss,
-            grad_norm=self.optimizer._global_grad_norm,
-            loss_scale=scale,
-            is_skipped=self.optimizer.overflow,
-            losses={name: float(mean) for name, mean in (self.engine.agg_additional_losses or {}).items()},
-        )
+        losses = {name: float(mean) for name, mean in (self.engine.agg_additional_losses or {}).items()}
+        return result_of(loss, scale, self.optimizer, losses)
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
@@ -210,30 +219,26 @@ class PipelineEngine:
         share: float | None = self.engine.bubble()
         return share
 
+    def busy(self) -> tuple[float, int]:
+        """Return the seconds of own work since the last call, waits for other stages left out, and the steps."""
+        return _own_work(self.engine.rows_of_steps("busy"))
+
     def _start_micro_batch(self, micro_batch: int) -> None:
-        self.streams.position = Position(self._step, micro_batch)
+        self._micro_batch = micro_batch
+        self.streams.position = Position(self._step, micro_batch, self._number)
+
+    def _noting(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return ``loss_fn`` that also keeps what each micro-batch of a step gave."""
+
+        def noted(output: Any, labels: Any) -> Any:
+            loss = loss_fn(output, labels)
+            if torch.is_grad_enabled():
+                trained = next(iter(named_losses(loss, self._micro_batch).values()))
+                self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
+            return loss
+
+        return noted
 
 
-def raise_unless_finite(loss: float, optimizer: MixedPrecisionOptimizer) -> None:
-    """Raise NumericsError for a loss that is not finite where no loss scale can be at fault."""
-    if not math.isfinite(loss) and not optimizer.scaler.is_dynamic:
-        raise NumericsError(f"the loss must be finite, got {loss}. Lower --lr, or look at the batch.")
-
-
-def as_weighted(loss: Any) -> Any:
-    """Return a plain pair (sum, count), as users of Megatron write it, as what ``tds`` calls ``Weighted``."""
-    is_pair = isinstance(loss, (tuple, list)) and not hasattr(loss, "_fields") and len(loss) == 2
-    return Weighted(*loss) if is_pair else loss
-
-
-def _reading_pairs(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
-    return lambda output, labels: as_weighted(output if loss_fn is None else loss_fn(output, labels))
-
-
-def _numbers(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
-    """Return what is to be averaged of a report: tensors of one element; the loss itself is reported apart."""
-    return {
-        name: value
-        for name, value in report.items()
-        if value is not loss and isinstance(value, torch.Tensor) and value.numel() == 1
-    }
+def _own_work(rows: list[Row]) -> tuple[float, int]:
+    return 1e-9 * sum(ended - began - waited for began, ended, waited in rows), len(rows)

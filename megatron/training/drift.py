@@ -1,0 +1,129 @@
+"""Copies of a weight that no longer agree: a bit that flipped in one rank's memory, or a sum that one rank missed.
+
+| copies | on the ranks of |
+|---|---|
+| every weight, or part of one | the data group |
+| what every tensor rank holds whole | the tensor group |
+| tied weights | the stages that hold one |
+
+One checksum of each parameter is compared over each of these. With ZeRO 1 these are the parameters that the slices were
+gathered into. A comparison reads each parameter once and sends 16 bytes for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint import named_parameters
+from megatron.errors import NumericsError
+from megatron.mpu.groups import Grid
+from megatron.mpu.shard import shard_of
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ROW = 4096
+
+
+class Copies(NamedTuple):
+    """Names of parameters of which each rank of a process group holds a copy, in the same order on all."""
+
+    handle: Any
+    names: Sequence[str]
+
+
+class Drift(NamedTuple):
+    """A parameter that differs, and the ranks, in words; the first rank of each group tells."""
+
+    text: str
+    is_told_here: bool
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return one int64 that any single flipped bit changes, and almost any other difference: no sum over floats.
+
+    The bits are read as whole numbers and added up by rows, and the rows with odd weights of their own, modulo 2^64.
+    """
+    words = tensor.detach().contiguous().view(WORDS[tensor.element_size()]).reshape(-1)
+    whole = words.numel() // ROW * ROW
+    rows = words[:whole].view(-1, ROW).sum(1, dtype=torch.int64)
+    parts = torch.cat([rows, words[whole:].to(torch.int64)])
+    return (parts * torch.arange(1, 2 * parts.numel(), 2, device=parts.device)).sum()
+
+
+def find_copies(module: torch.nn.Module, grid: Grid) -> list[Copies]:
+    """Return all copies that this rank holds one of; the same kinds in the same order on every rank of a stage."""
+    named = dict(named_parameters(module))
+    found = []
+    if grid.data.size > 1:
+        found.append(Copies(grid.data.handle, list(named)))
+    whole = [name for name, parameter in named.items() if not shard_of(parameter).is_partitioned]
+    if grid.tensor.size > 1 and whole:
+        found.append(Copies(grid.tensor.handle, whole))
+    return [*found, *_tied(module, named)]
+
+
+@torch.no_grad()
+def find_drift(module: torch.nn.Module, copies: Sequence[Copies]) -> list[Drift]:
+    """Return what differs among the copies of this rank's parameters. Collective."""
+    if not copies:
+        return []
+    sums = {name: checksum(parameter) for name, parameter in named_parameters(module)}
+    return [drift for each in copies for drift in _differences(each, sums)]
+
+
+def error_of(found: Sequence[Drift], step: int, since: int) -> NumericsError:
+    """Return what every rank raises once any rank has found a difference.
+
+    Args:
+        step, since: of this comparison and the last one that found nothing.
+    """
+    told = "; ".join(drift.text for drift in found if drift.is_told_here)
+    error = NumericsError(
+        f"all copies of a weight must be equal, bit for bit, got at step {step}: {told or 'a difference elsewhere'}. "
+        f"Memory or a sum of gradients has failed since step {since}: go on from a checkpoint of that step or older "
+        "(--load), and test the machine of a rank that is named twice."
+    )
+    error.is_of_this_rank = bool(told)
+    return error
+
+
+def _tied(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> Iterator[Copies]:
+    names = {id(parameter): name for name, parameter in named.items()}
+    groups: dict[Any, list[str]] = {}
+    for weight, group in getattr(module, "get_tied_weights_and_groups", list)():
+        if dist.get_world_size(group) > 1:
+            groups.setdefault(group, []).append(names[id(weight)])
+    return (Copies(group, tied) for group, tied in groups.items())
+
+
+def _differences(copies: Copies, sums: Mapping[str, torch.Tensor]) -> Iterator[Drift]:
+    """Yield each parameter of ``copies`` that differs, with the ranks; the same on all ranks of the group."""
+    own = torch.stack([sums[name] for name in copies.names])
+    extremes = torch.stack([own, ~own])  # the largest of the complements belongs to the smallest
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=copies.handle)
+    differing = (extremes[0] != ~extremes[1]).nonzero().flatten().tolist()
+    if not differing:
+        return
+    ranks = dist.get_process_group_ranks(copies.handle)
+    every = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(every, own, group=copies.handle)
+    for index in differing:
+        who = _who([int(each[index]) for each in every], ranks)
+        yield Drift(f"{copies.names[index]} {who}", dist.get_rank() == ranks[0])
+
+
+def _who(values: Sequence[int], ranks: Sequence[int]) -> str:
+    """Say which ranks differ from most others, or among which all differ."""
+    usual = max(values, key=values.count)
+    if values.count(usual) * 2 <= len(values):
+        return f"differs among ranks {_listed(ranks)}"
+    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
+    others = [rank for rank, value in zip(ranks, values, strict=True) if value == usual]
+    return f"on rank {_listed(odd)} differs from ranks {_listed(others)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
