@@ -73,6 +73,17 @@ def test_the_same_value_in_both_places_is_no_disagreement(tmp_path):
     assert config.batch.global_batch_size(2) == 24
 
 
+def test_the_zero_stage_is_that_of_the_json_or_of_the_flag_and_deepspeed_is_told_of_none(tmp_path):
+    stages = {1: ("", "--zero-stage 1"), 0: ("", "--zero-stage 0")}
+    for stage, lines in stages.items():
+        for line in lines:
+            config = merged(tmp_path, {"zero_optimization": {"stage": stage}}, line, 2)
+            assert config.optimizer.zero_stage == stage
+            assert engine_dict(config, 2)["zero_optimization"] == {"stage": 0}
+    assert merged(tmp_path, {"zero_optimization": {"stage": "auto"}}, "--zero-stage 1", 2).optimizer.zero_stage == 1
+    assert merged(tmp_path, {"zero_optimization": {}}, "", 2).optimizer.zero_stage == 0
+
+
 def test_a_global_batch_alone_gives_the_accumulation_steps(tmp_path):
     assert merged(tmp_path, {"train_batch_size": 24}, "--batch-size 3", 2).batch.gas == 4
 
@@ -98,6 +109,7 @@ def test_a_global_batch_gives_the_size_that_is_not_stated(tmp_path):
         ({"bf16": {"enabled": True}}, "--fp32", ["--fp32", "bf16.enabled true, that is bf16"]),
         ({"fp16": {"enabled": False}}, "--fp16", ["--fp16", "fp16.enabled false"]),
         ({"optimizer": {"params": {"lr": 0.1}}}, "--lr 0.2", ["--lr 0.2", "optimizer.params.lr 0.1"]),
+        ({"zero_optimization": {"stage": 1}}, "--zero-stage 0", ["--zero-stage 0", "zero_optimization.stage 1"]),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", ["both enabled"]),
     ],
 )
@@ -140,7 +152,10 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
         ('{"gradient_clipping": 1e999}', ["a number of at least 0, got inf"]),
         ('{"wall_clock_breakdown": 1}', ["true or false, got 1"]),
         ('{"zero_optimization": {"stage": 2}}', [":1:24:", "stage must be 0 or 1 in this version, got 2", "Use 1"]),
-        ('{"zero_optimization": {"stage": 0, "overlap_comm": true}}', ["overlap_comm", "ZeRO 0 and 1 here read stage only"]),
+        (
+            '{"zero_optimization": {"stage": 0, "overlap_comm": true}}',
+            ["overlap_comm", "ZeRO 0 and 1 here read"],
+        ),
         ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is refused", "--lr-decay-style"]),
         ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "'Lamb'"]),
         ('{"optimizer": {"params": {"betas": [0.9]}}}', ["optimizer.params.betas must be two numbers, got [0.9]"]),

@@ -88,6 +88,7 @@ def some_value(option, folder: Path) -> str:
         "denoisers": "R,S",
         "mean_span_length": "4",
         "pipeline_split_rank": "1",
+        "zero_stage": "1",
     }
     if option.name in chosen:
         return chosen[option.name]

@@ -139,6 +139,12 @@ def test_only_adam_keeps_moments_beside_the_masters(optimizer, of_parameter):
     assert memory.optimizer == of_parameter * SMALL.num_parameters
 
 
+@pytest.mark.parametrize(("dtype", "whole", "shared"), [("bf16", 6, 12), ("fp32", 8, 8)])
+def test_replicas_that_share_states_hold_their_part_of_them(dtype, whole, shared):
+    (memory,) = SMALL.memory_per_stage([0, 15], micro_batch_size=1, dtype=dtype, sharers=4)
+    assert states_of(memory) == whole * SMALL.num_parameters + shared * SMALL.num_parameters // 4
+
+
 def test_chunks_share_the_forwards_in_flight():
     costs = GPT2Costs(MEASURED, 256)
     plain = costs.memory_per_stage(costs.stage_bounds(2), micro_batch_size=1, num_micro_batches=8)

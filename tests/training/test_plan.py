@@ -93,6 +93,20 @@ def test_few_micro_batches_are_told() -> None:
     assert rows("--gas 2", pipe=4)["pipeline bubble"].endswith("(fewer micro-batches than stages: raise --gas)")
 
 
+def test_a_plan_with_zero_1_counts_the_states_that_replicas_share() -> None:
+    shown = {}
+    for stage in (0, 1):
+        line = f"{SIZES} --zero-stage {stage}"
+        config = parse(line.split(), world_size=1024, env={}, family="gpt2").with_vocab(101)
+        shown[stage] = dict(plan_rows(config, Topology.of_world(1024, 1, 1), [0, 11], "bf16"))
+    assert shown[1]["ZeRO"] == "stage 1: 1024 replicas share masters and optimizer states" and "ZeRO" not in shown[0]
+    costs = cost.of(config)
+    common = {"micro_batch_size": config.batch.batch_size, "num_micro_batches": 8, "dtype": "bf16"}
+    (memory,) = costs.memory_per_stage([0, 11], sharers=1024, **common)
+    assert f"about {human_bytes(memory.total)} on each rank" in shown[1]["stage 0"]
+    assert shown[0]["stage 0"] != shown[1]["stage 0"]
+
+
 def test_stages_of_t5_show_the_layers_of_their_sides() -> None:
     shown = rows("", pipe=4, family="t5", bounds=[0, 3, 8, 10, 13])
     assert shown["stage 0"].startswith("encoder 0-1, ")

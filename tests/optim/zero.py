@@ -1,0 +1,83 @@
+"""Weights of every kind that ZeRO 1 meets, for its tests: the same on all replicas, with gradients that are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.mpu.groups import Grid
+from megatron.mpu.shard import Shard, set_shard
+from megatron.optim import MixedPrecisionOptimizer, build_optimizer
+from tests.mpu.whole import random
+
+WHOLE = {
+    "table": (37, 16),  # 19 or 38 rows are held, of which one is padding
+    "columns": (36, 10),
+    "rows": (10, 48),
+    "odd_rows": (3, 14),  # its columns make no whole vectors: one replica takes what the tensor rank has
+    "bias": (36,),
+    "norm": (10,),
+    "pair": (2, 16),
+    "scalar": (),
+}
+"""Logical shapes; the first four are cut over the tensor group, and "bias" too."""
+CUT = {"table": 0, "columns": 0, "rows": 1, "odd_rows": 1, "bias": 0}
+
+
+class Weights(torch.nn.Module):
+    """The weights of one tensor rank, filled as ``whole_values`` says."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        for name, value in whole_values(0).items():
+            shard, local = place(name, grid.tensor.rank, grid.tensor.size)
+            parameter = torch.nn.Parameter(on_this_rank(value, shard, local))
+            setattr(self, name, set_shard(parameter, shard))
+        self.frozen = torch.nn.Parameter(torch.ones(3, 5), requires_grad=False)
+
+
+def whole_values(seed: int) -> dict[str, torch.Tensor]:
+    """Return random tensors of the logical shapes."""
+    return {name: random(100 * seed + i, *shape).float() for i, (name, shape) in enumerate(WHOLE.items())}
+
+
+def place(name: str, rank: int, size: int) -> tuple[Shard, tuple[int, ...]]:
+    """Return where the part of tensor rank ``rank`` lies, and the shape that it holds, padding included."""
+    shape, dim = WHOLE[name], CUT.get(name)
+    if dim is None:
+        return Shard(shape), shape
+    held = 38 // size if name == "table" else shape[dim] // size
+    start = rank * held
+    local = (*shape[:dim], held, *shape[dim + 1 :])
+    return Shard(shape, dim, start, min(held, shape[dim] - start)), local
+
+
+def on_this_rank(value: torch.Tensor, shard: Shard, local: tuple[int, ...]) -> torch.Tensor:
+    """Return the part of ``value`` with zeros for padding."""
+    part = torch.zeros(local)
+    shard.unpadded(part).copy_(shard.cut(value))
+    return part
+
+
+def optimizer_of(module: Weights, grid: Grid, zero_stage: int, **settings: Any) -> MixedPrecisionOptimizer:
+    """Return an optimizer with decay, by default AdamW in fp32."""
+    common: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1} | settings
+    groups = {"model": grid.model, "tensor": grid.tensor, "data": grid.data}
+    return build_optimizer(module.parameters(), zero_stage=zero_stage, **groups, **common)
+
+
+def take_step(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid, step: int) -> None:
+    """Take one step on gradients as two micro-batches leave them."""
+    for seed in (2 * step + 1, 2 * step + 2):
+        for name, value in whole_values(seed).items():
+            parameter = getattr(module, name)
+            shard, local = place(name, grid.tensor.rank, grid.tensor.size)
+            gradient = on_this_rank(value * optimizer.loss_scale, shard, local).to(parameter.dtype)
+            (parameter * gradient).sum().backward()
+    optimizer.step()
+
+
+def bits(module: Weights) -> dict[str, torch.Tensor]:
+    """Return a copy of each weight."""
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
