@@ -40,6 +40,10 @@ class Alarms:
         self._store, self._rank, self._names = store, rank, names
         self.number = 0
 
+    @property
+    def num_ranks(self) -> int:
+        return len(self._names)
+
     def is_raised(self) -> bool:
         """Return whether another rank has raised the next alarm."""
         return bool(self._store.check([f"{self.number}/alarm"]))

@@ -41,13 +41,13 @@ def communication(frame: FrameType | None) -> str | None:
 
     An operation that was started earlier is waited for by ``work.wait()``, which leaves no frame of its own.
     """
-    if frame is not None and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
-        return "the wait for an operation that it has started"
     name, each = None, frame
     while each is not None:
         if each.f_code.co_filename.endswith(_COLLECTIVES):
             name = each.f_code.co_name
         each = each.f_back
+    if name is None and frame is not None and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        name = "an operation that it has started"
     return name
 
 

@@ -11,6 +11,7 @@ from megatron.training.data import RunData
 from megatron.training.data_order import Saved
 from megatron.training.engines import StepEngine
 from megatron.training.metrics import MetricsWriter
+from megatron.training.phases import Phases
 from megatron.training.report import Rates
 from megatron.training.screen import Screen
 from megatron.training.state import Progress
@@ -41,3 +42,4 @@ class Run:
     pause_s: float = 0.0
     batches: TimedBatches | None = None
     data_loaded: Saved = Saved()
+    phases: Phases = field(default_factory=Phases)

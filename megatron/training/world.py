@@ -42,8 +42,12 @@ class World:
     @property
     def name(self) -> str:
         """This rank in words, for messages."""
-        place = self.grid.topology.coordinate(self.rank)
-        return f"rank {self.rank} (stage {place.pipe}, tensor {place.tensor}, data {place.data})"
+        return self.name_of(self.rank)
+
+    def name_of(self, rank: int) -> str:
+        """Return any rank in words."""
+        place = self.grid.topology.coordinate(rank)
+        return f"rank {rank} (stage {place.pipe}, tensor {place.tensor}, data {place.data})"
 
 
 def start(config: Config) -> World:
