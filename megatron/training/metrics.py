@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ class MetricsWriter:
     Args:
         tensorboard: folder of the event files.
         resumed_step: the run goes on after this step: records beyond it are of an attempt that was cut off, and come
-            again. None keeps all that is there.
+            again. None keeps all that is there. A line that a kill has cut off goes in both cases.
     """
 
     def __init__(self, folder: Path, tensorboard: Path, resumed_step: int | None = None) -> None:
@@ -25,18 +26,33 @@ class MetricsWriter:
         self.picture = folder / "loss.png"
         self._tensorboard_folder = tensorboard
         self._events: Any = None
-        if resumed_step is not None:
-            _drop_after(self.path, resumed_step)
+        self._purge_step: int | None = None
+        self._open(resumed_step)
+
+    def go_back(self, step: int) -> None:
+        """Drop what was recorded after ``step``: those steps come again."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        self._open(step)
+
+    def _open(self, last_step: int | None) -> None:
+        _keep_whole(self.path, last_step)
         self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
+        self._purge_step = None if last_step is None else last_step + 1
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Record ``values`` of ``step``; ``kind`` is train, valid or test. A value may be a dictionary of numbers."""
+        """Record ``values`` of ``step``; ``kind`` is train, valid, test or save.
+
+        A value may be a dictionary of numbers.
+        """
         self._file.write(orjson.dumps({"kind": kind, "step": step, **values}) + b"\n")
         self._file.flush()
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self._tensorboard_folder))
+            self._events = SummaryWriter(str(self._tensorboard_folder), purge_step=self._purge_step)
         for name, value in values.items():
             for inner, number in value.items() if isinstance(value, dict) else ((None, value),):
                 if isinstance(number, int | float):
@@ -55,10 +71,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     if path.exists():
         for line in path.read_bytes().splitlines():
-            try:
+            with suppress(orjson.JSONDecodeError):
                 records.append(orjson.loads(line))
-            except orjson.JSONDecodeError:
-                continue
     return records
 
 
@@ -87,9 +101,11 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     pyplot.close(figure)
 
 
-def _drop_after(path: Path, last_step: int) -> None:
-    """Keep the records up to ``last_step``: what a killed attempt wrote beyond its checkpoint comes again."""
-    records = read_metrics(path)
-    kept = [record for record in records if record["step"] <= last_step]
-    if len(kept) != len(records):
-        files.replace_bytes(path, b"".join(orjson.dumps(record) + b"\n" for record in kept))
+def _keep_whole(path: Path, last_step: int | None) -> None:
+    """Keep the whole records up to ``last_step`` (None: all): a line after a part of one could not be read."""
+    if not path.exists():
+        return
+    records = [record for record in read_metrics(path) if last_step is None or record["step"] <= last_step]
+    kept = b"".join(orjson.dumps(record) + b"\n" for record in records)
+    if kept != path.read_bytes():
+        files.replace_bytes(path, kept)

@@ -10,9 +10,12 @@ from megatron.optim import LearningRate
 from megatron.training.data import RunData
 from megatron.training.data_order import Saved
 from megatron.training.engines import StepEngine
+from megatron.training.guard import Guard
+from megatron.training.journal import Journal
 from megatron.training.metrics import MetricsWriter
 from megatron.training.phases import Phases
 from megatron.training.report import Rates
+from megatron.training.saves import Saves
 from megatron.training.screen import Screen
 from megatron.training.state import Progress
 from megatron.training.stop import StopRequests
@@ -22,7 +25,10 @@ from megatron.training.world import World
 
 @dataclass
 class Run:
-    """All parts of one run on this rank. ``screen``, ``metrics`` and ``rates`` are on rank 0 only."""
+    """All parts of one run on this rank. ``screen``, ``metrics``, ``rates`` and ``journal`` are on rank 0 only.
+
+    ``tokenizer`` is the identity of the run's, where it names one.
+    """
 
     config: Config
     world: World
@@ -42,4 +48,11 @@ class Run:
     pause_s: float = 0.0
     batches: TimedBatches | None = None
     data_loaded: Saved = Saved()
+    tokenizer: str | None = None
+    saves: Saves = field(default_factory=Saves)
     phases: Phases = field(default_factory=Phases)
+    guard: Guard = field(init=False)
+    journal: Journal | None = None
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self.config.stability)

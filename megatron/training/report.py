@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from megatron import cost, device
-from megatron.config import Config
+from megatron.config import CheckpointConfig, Config
+from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.mpu.grads import counts_here
 from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.optim import MixedPrecisionOptimizer
+from megatron.training import determinism
 from megatron.training.engines import StepResult
 from megatron.training.forecast import simulated_bubble
 from megatron.training.plan import is_known, plan_rows
@@ -118,8 +120,21 @@ def start_rows(
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
     yield "loss", _loss_row(module)
+    yield from determinism.rows(config, world.kind)
     yield from data_rows
     yield "run folder", str(folder)
+    if not config.checkpoint.eval_only:
+        yield "checkpoints", _saves_row(config.checkpoint)
+
+
+def _saves_row(flags: CheckpointConfig) -> str:
+    """Say when the run saves."""
+    steps = f"every {flags.save_interval} steps" if flags.save_interval else ""
+    minutes = f"every {flags.minutes:g} minutes" if flags.minutes else ""
+    kept = f" (the last {DEFAULT_KEPT} of these stay)" if flags.is_default_interval else ""
+    when = " and ".join(part for part in (steps, minutes) if part)
+    how = ", in the background" if flags.async_save else ""
+    return f"{when + kept + ', ' if when else ''}at the end, and when stopped{how}"
 
 
 def _loss_row(module: torch.nn.Module) -> str:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron import device, log
+from megatron.checkpoint import BackgroundSaver
 from megatron.config import Config, resolve_dtype
-from megatron.errors import StopRequest, marked
-from megatron.mpu.random import DropoutStreams
-from megatron.training import arguments, data_order, report, run_folder, timeline, world
-from megatron.training.assembly import build_engine, make_learning_rate
+from megatron.errors import StopRequest
+from megatron.training import arguments, data_order, position, report, run_folder, run_lock, timeline, world
+from megatron.training.assembly import build_engine, make_learning_rate, make_streams
 from megatron.training.data import DatasetsProvider, open_data
 from megatron.training.engines import ForwardStep
 from megatron.training.loop import evaluate, train
 from megatron.training.metrics import MetricsWriter
 from megatron.training.parts import Run
+from megatron.training.phases import LOADING, OPENING_DATA, Phases
 from megatron.training.plan import with_tokenizer
+from megatron.training.resume import is_same_run, load
+from megatron.training.run_folder import Place
+from megatron.training.saves import Saves
 from megatron.training.screen import Screen
-from megatron.training.state import CHECKPOINTS, open_for, restore
+from megatron.training.state import CHECKPOINTS
 from megatron.training.stop import StopRequests
 from megatron.training.world import World
 
@@ -46,6 +51,7 @@ def start(
     """
     here = world.start(config)
     names["who"] = here.name
+    position.name_rank(here.name)
     log.configure(here.rank)
     stop.limit(config.run.exit_interval, config.run.exit_duration_in_mins, started)
     config = resolve_dtype(config, device.default_precision(here.kind))
@@ -63,17 +69,29 @@ def run(
     stop: StopRequests,
 ) -> None:
     """Train with a configuration and a world that exist already. Collective."""
-    tokenizer, config = with_tokenizer(config)
-    streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
-    arguments.set_current(config, tokenizer, streams)
-    data = open_data(datasets_provider, config, here)
-    engine = build_engine(config, here, streams, model_provider, forward_step)
-    seed_replicas(config.run.seed, here)
-    place = run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder behind
-    this = Run(config, here, engine, data, make_learning_rate(config), place.folder, stop)
+    with closing(Phases(here, config)) as phases:
+        tokenizer, config = with_tokenizer(config)
+        streams = make_streams(config, here)
+        arguments.set_current(config, tokenizer, streams)
+        with phases.over(OPENING_DATA):
+            data = open_data(datasets_provider, config, here)
+        engine = build_engine(config, here, streams, model_provider, forward_step)
+        phases.follow(engine)
+        seed_replicas(config.run.seed, here)
+        place = run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder behind
+        rate, identity = make_learning_rate(config), getattr(tokenizer, "identity", None)
+        this = Run(config, here, engine, data, rate, place.folder, stop, tokenizer=identity, phases=phases)
+        with run_lock.held(place.folder, here):
+            _go_on(this, place)
+
+
+def _go_on(this: Run, place: Place) -> None:
+    """Load, train and evaluate in the folder that is this job's own. Collective."""
     if place.source is not None:
-        _load(this, place.source)
-    _open_reports(this)
+        with this.phases.over(LOADING):
+            load(this, place)
+    _open_saves(this, place)
+    _open_reports(this, place)
     try:
         _work(this, time.monotonic())
     except StopRequest:
@@ -89,6 +107,8 @@ def run(
 def _work(this: Run, start: float) -> None:
     if not this.config.checkpoint.eval_only:
         train(this)
+    if this.saves.background is not None:
+        this.saves.background.close()
     if this.config.batch.eval_iters:
         evaluate(this, "test")
     told = _draw_pipeline(this)
@@ -107,7 +127,7 @@ def _draw_pipeline(this: Run) -> str | None:
         return None
     told = None
     if this.screen is not None:
-        told = timeline.draw(parallel.pipeline_trace, this.folder, 0.5 * parallel.timeout_s(this.world.kind))
+        told = timeline.draw(parallel.pipeline_trace, this.folder, 0.5 * parallel.phase_timeout_s)
     dist.barrier(group=grid.host.handle)  # a rank that ended earlier would end this one
     return told
 
@@ -121,35 +141,15 @@ def seed_replicas(seed: int, here: World) -> None:
     device.seed(hash((seed, place.data, place.pipe)) % 2**63)
 
 
-def _load(this: Run, source: Path) -> None:
-    flags = this.config.checkpoint
-    checkpoint = open_for(source, this.world)
-    is_whole = not flags.finetune and not flags.eval_only
-    order = None
-    if is_whole:
-        state = checkpoint.state
-        this.data_loaded = data_order.Saved(state.get("data_fingerprint"), state.get("data_order"))
-        with marked(is_of_this_rank=False):
-            order = data_order.resumed(this.data, state, allow_change=flags.allow_data_change)
-    this.progress = restore(
-        checkpoint,
-        config=this.config,
-        module=this.engine.module,
-        optimizer=this.engine.optimizer,
-        world=this.world,
-        fingerprint=this.data.fingerprint if this.data.order is None else None,
-    )
-    if order is not None:
-        this.data.use_order(order)
-    this.loaded = checkpoint.path
-    if checkpoint.path.parent == this.folder / CHECKPOINTS:
-        this.saved, this.saved_step = checkpoint.path, this.progress.step
-    log.info(f"loaded {checkpoint.path}: going on after step {this.progress.step}")
-    if this.progress.step >= this.config.batch.train_iters and not flags.eval_only:
-        log.info(f"all {this.config.batch.train_iters} steps are done already; raise --train-iters to go on")
+def _open_saves(this: Run, place: Place) -> None:
+    """Begin to count the time between saves; make ready to save in the background. Collective."""
+    flags, checkpoints = this.config.checkpoint, this.folder / CHECKPOINTS
+    this.saves = Saves(BackgroundSaver(this.world.grid.host) if flags.async_save else None)
+    if this.world.rank == 0 and not is_same_run(this, place) and checkpoints.is_dir():
+        this.saves.foreign = frozenset(path.name for path in checkpoints.iterdir())
 
 
-def _open_reports(this: Run) -> None:
+def _open_reports(this: Run, place: Place) -> None:
     config, here = this.config, this.world
     peak = report.peak_of_all_ranks(here)
     counted = report.count_parameters(this.engine.module, here)
@@ -160,9 +160,8 @@ def _open_reports(this: Run) -> None:
         log.info(note)
     this.screen = Screen(config.run.progress, config.batch.train_iters)
     tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else this.folder / "tensorboard"
-    is_same_run = this.loaded is not None and this.loaded.parent == this.folder / CHECKPOINTS
-    goes_on = is_same_run and not config.checkpoint.finetune and not config.checkpoint.eval_only
-    this.metrics = MetricsWriter(this.folder, tensorboard, this.progress.step if goes_on else None)
+    resumed_step = this.progress.step if is_same_run(this, place) else None
+    this.metrics = MetricsWriter(this.folder, tensorboard, resumed_step)
     this.rates = report.Rates(config, peak, counted)
     sizes, left = config.batch.sizes(here.grid.data.size), config.batch.train_iters - this.progress.step
     read = data_order.start_rows(this.data, sizes.consumed_after(max(left, 0), this.progress.samples_consumed))

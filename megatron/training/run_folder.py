@@ -14,13 +14,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron import files
-from megatron.checkpoint import check_writable
+from megatron import files, log
+from megatron.checkpoint import check_writable, manifest
 from megatron.config import Config
-from megatron.errors import CheckpointError, ConfigError
-from megatron.training.state import CHECKPOINTS
+from megatron.errors import CheckpointError
+from megatron.training.rank_zero import by_rank_0
+from megatron.training.state import CHECKPOINTS, checkpoints_in
 from megatron.training.world import World
 
 RUNS = Path("runs")
@@ -29,10 +28,14 @@ _BY_LAUNCH = ".by-launch"  # runs/.by-launch/<run id>: the folder that a launch 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run writes, and the run folder or checkpoint that it goes on from (None: from the start)."""
+    """Where a run writes, and the run folder or checkpoint that it goes on from (None: from the start).
+
+    ``is_restart``: the job has saved there already and goes on with everything, whatever its flags say of the start.
+    """
 
     folder: Path
     source: Path | None = None
+    is_restart: bool = False
 
 
 def choose(config: Config, name: str, world: World) -> Place:
@@ -42,23 +45,18 @@ def choose(config: Config, name: str, world: World) -> Place:
     ``runs/<name>-<time>``. A restart by the launcher finds the folder of the first start, and goes on from there.
 
     Raises:
-        CheckpointError: --resume finds no run.
+        CheckpointError: --load or --resume finds no checkpoint.
         ConfigError: the folder cannot be written.
     """
-    chosen: list[Any] = [None]
-    if world.rank == 0:
-        try:
-            chosen[0] = _chosen(config, name)
-            check_writable(chosen[0].folder)
-            if config.run.tensorboard_dir:
-                check_writable(Path(config.run.tensorboard_dir))
-        except (CheckpointError, ConfigError) as error:
-            chosen[0] = error
-    if world.grid.host.size > 1:
-        dist.broadcast_object_list(chosen, src=0, group=world.grid.host.handle)
-    if isinstance(chosen[0], Exception):
-        raise chosen[0]
-    return chosen[0]
+
+    def chosen() -> Place:
+        place = _chosen(config, name)
+        check_writable(place.folder)
+        if config.run.tensorboard_dir:
+            check_writable(Path(config.run.tensorboard_dir))
+        return place
+
+    return by_rank_0(world, chosen)
 
 
 def newest_run(name: str) -> Path:
@@ -115,24 +113,70 @@ def _git(root: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
+def job() -> str | None:
+    """Return the launcher's name for this job, which its restarts share; None without our launcher."""
+    return os.environ.get("MEGATRON_RUN_ID") or None
+
+
 def _chosen(config: Config, name: str) -> Place:
     flags = config.checkpoint
-    source = Path(flags.load) if flags.load else newest_run(name) if flags.resume and not flags.save else None
+    source = _source(config, name)
     folder = Path(flags.save) if flags.save else None
     if folder is None and source is not None and (source / CHECKPOINTS).is_dir() and not flags.finetune:
         folder = source  # the same run goes on in the same place
-    if flags.resume and source is None:
-        source = folder
     folder = folder or _kept_by_restarts(name)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if is_restart and any((folder / CHECKPOINTS).glob("step-*")):
-        source = folder
+    if is_restart and _has_saved(folder / CHECKPOINTS):
+        return Place(folder, folder, is_restart=True)
     return Place(folder, source)
+
+
+def _source(config: Config, name: str) -> Path | None:
+    """Return what the flags go on from; with --load-if-exists None where it holds no checkpoint."""
+    flags = config.checkpoint
+    if not flags.load and not flags.resume:
+        return None
+    try:
+        source = Path(flags.load or flags.save or newest_run(name))
+        require_checkpoint(source)
+    except CheckpointError as error:
+        if not flags.load_if_exists:
+            raise
+        log.info(f"--load-if-exists: starting from scratch, since {error}")
+        return None
+    return source
+
+
+def require_checkpoint(source: Path) -> None:
+    """Check that ``source``, a run folder, a folder of checkpoints or a checkpoint, holds one, whole or not.
+
+    Raises:
+        CheckpointError: it is not there, or holds none.
+    """
+    place = checkpoints_in(source)
+    if not place.is_dir():
+        found_instead = "a file" if place.exists() else "not there"
+        raise CheckpointError(f"--load must name a folder of checkpoints; {place} is {found_instead}")
+    if not (place / manifest.NAME).exists() and not any(place.glob("step-*")):
+        raise CheckpointError(f"no checkpoint found in {place}: a checkpoint is a folder like step-00000020")
+
+
+def _has_saved(checkpoints: Path) -> bool:
+    """Return whether this job has saved into ``checkpoints``, in which an earlier one may have, too."""
+    return job() is not None and any(_job_of(path) == job() for path in checkpoints.glob("step-*"))
+
+
+def _job_of(checkpoint: Path) -> str | None:
+    path = checkpoint / manifest.NAME
+    try:
+        return manifest.from_bytes(path.read_bytes(), path).state.get("job")
+    except (OSError, CheckpointError):
+        return None
 
 
 def _kept_by_restarts(name: str) -> Path:
     """Return a new folder; where the launcher may restart the job, one that its next start finds again."""
-    launch = os.environ.get("MEGATRON_RUN_ID")
+    launch = job()
     if not launch or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return _free(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     note = RUNS / _BY_LAUNCH / launch

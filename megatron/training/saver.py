@@ -1,35 +1,173 @@
-"""When a run writes a checkpoint."""
+"""When a run writes a checkpoint, what a save costs, and the way back to one.
+
+| a save | that fails in mid-run | at the end, or when the run is stopped |
+|---|---|---|
+| --on-save-error continue | is told; the run goes on, older checkpoints stay | CheckpointError (code 3) |
+| --on-save-error stop | CheckpointError (code 3) | CheckpointError (code 3) |
+
+"Staged" is a copy in memory, from which a thread writes while training goes on (--async-save); "durable" is a
+checkpoint that a kill cannot take away any more.
+"""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import Checkpoint, Staged, open_checkpoint
+from megatron.checkpoint.agree import together
+from megatron.checkpoint.folders import newest_first, step_of
+from megatron.errors import CheckpointError
 from megatron.training.data_order import to_save
 from megatron.training.parts import Run
-from megatron.training.state import save_state
+from megatron.training.phases import LOADING, SAVING
+from megatron.training.run_folder import job
+from megatron.training.save_news import look, note_durable, note_failure, settle, tell
+from megatron.training.state import CHECKPOINTS, EVERYTHING, restore, save_state
 
 
-def save_when_due(run: Run) -> None:
-    """Write a checkpoint if --save-interval says so after this step. Collective."""
-    interval = run.config.checkpoint.save_interval
-    if interval and run.progress.step % interval == 0:
-        save(run)
+def wants_by_time(run: Run) -> bool:
+    """Return whether this rank would save after this step, since --save-interval-minutes have passed. Not collective.
+
+    Also where a save in the background has failed and --on-save-error is stop: then ``save_when_due`` ends the run.
+    """
+    look(run)
+    flags = run.config.checkpoint
+    if run.saves.failure is not None and flags.on_save_error == "stop":
+        return True
+    return flags.minutes > 0 and time.monotonic() - run.saves.last_at >= 60 * flags.minutes
+
+
+def save_when_due(run: Run, by_time: bool = False) -> None:
+    """Write a checkpoint if --save-interval says so after this step, or ``by_time``. Collective.
+
+    Args:
+        by_time: any rank's ``wants_by_time``; the same on all ranks.
+
+    Raises:
+        CheckpointError: a save failed, and --on-save-error is stop; on all ranks alike.
+    """
+    flags = run.config.checkpoint
+    is_due = bool(flags.save_interval) and run.progress.step % flags.save_interval == 0
+    if not is_due and not by_time:
+        return
+    try:
+        _save(run, is_unasked=by_time and flags.is_default_interval, stops=flags.on_save_error == "stop")
+    except CheckpointError as error:
+        if flags.on_save_error == "stop":
+            raise
+        note_failure(run, run.progress.step, error)
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of now, unless this step has one. Collective."""
-    if run.saved_step == run.progress.step:
+    """Write a checkpoint of now, unless this step has one. Collective.
+
+    Raises:
+        CheckpointError: it could not be written; with --async-save ``finish_saves`` raises it.
+    """
+    _save(run)
+
+
+def finish_saves(run: Run) -> None:
+    """Wait until the save in the background is durable. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint of this step could not be written; on all ranks alike.
+    """
+    if run.saves.background is None:
         return
-    told = to_save(run.data, run.progress.samples_consumed, run.data_loaded)
-    run.saved = save_state(
-        run.folder,
-        run.progress,
-        config=run.config,
-        module=run.engine.module,
-        optimizer=run.engine.optimizer,
-        world=run.world,
-        fingerprint=told.fingerprint,
-        order=told.order,
-        loaded=run.loaded,
-    )
-    run.saved_step = run.progress.step
+    with run.phases.over(SAVING):
+        settle(run)
+    if run.saves.failure is not None and run.saves.failed_step == run.progress.step:
+        raise run.saves.failure
+
+
+def load_back(run: Run, up_to_step: int) -> Path:
+    """Go back to this run's newest checkpoint of at most ``up_to_step`` that verifies; return its path. Collective.
+
+    Weights, optimizer, loss scale, generators and counters are then those of that step, and the metrics end there.
+    Where the data goes on is the caller's to say.
+
+    Raises:
+        CheckpointError: there is none; on all ranks alike.
+    """
+    with run.phases.over(LOADING):
+        settle(run)
+        checkpoint = _newest_of(run, up_to_step)
+        run.progress = restore(
+            checkpoint,
+            config=run.config,
+            module=run.engine.module,
+            optimizer=run.engine.optimizer,
+            world=run.world,
+            fingerprint=None,
+            taken=EVERYTHING,
+        )
+    run.guard.load(checkpoint.state.get("guard"))
+    run.saved, run.saved_step = checkpoint.path, run.progress.step
+    if run.metrics is not None:
+        run.metrics.go_back(run.progress.step)
     if run.screen is not None:
-        run.screen.line(f"step {run.progress.step} | saved {run.saved}")
+        run.screen.line(f"step {run.progress.step} | went back to {checkpoint.path}")
+    return checkpoint.path
+
+
+def _newest_of(run: Run, up_to_step: int) -> Checkpoint:
+    """Return the newest checkpoint of this run of at most ``up_to_step`` that verifies. Collective."""
+    root, host = run.folder / CHECKPOINTS, run.world.grid.host
+
+    def candidates(_: object) -> list[Path]:
+        found = newest_first(root) if root.is_dir() else []
+        return [path for path in found if step_of(path) <= up_to_step and path.name not in run.saves.foreign]
+
+    reasons = []
+    for path in together(host, lambda: None, candidates):
+        try:
+            return open_checkpoint(path, host)
+        except CheckpointError as error:
+            reasons.append(str(error))
+    why = " | ".join(reasons) or "none was saved; --save-interval N or --save-interval-minutes M saves more often"
+    raise CheckpointError(f"no checkpoint of this run up to step {up_to_step} in {root} to go back to: {why}")
+
+
+def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
+    began = time.perf_counter()
+    settle(run)
+    if stops and run.saves.failure is not None:
+        raise run.saves.failure
+    step = run.progress.step
+    if run.saved_step == step:
+        return
+    run.saves.failure, run.saves.is_unasked = None, is_unasked
+    with run.phases.over(SAVING):
+        written = _write(run)
+    run.saved_step, stall_s = step, time.perf_counter() - began
+    stall = {"save_stall_s": stall_s, "save_stall_share": run.saves.share_since_last(stall_s)}
+    if isinstance(written, Staged):
+        told = {"staged_s": written.seconds, "staged_bytes": written.num_bytes}
+        tell(run, step, f"staged in {stall_s:.2f} s, being written", {**told, **stall})
+    else:
+        note_durable(run, step, written, f"saved {written}", {"durable_s": stall_s, **stall})
+
+
+def _write(run: Run) -> Path | Staged:
+    """Write the checkpoint of now, or stage it. Collective."""
+    told, background = to_save(run.data, run.progress.samples_consumed, run.data_loaded), run.saves.background
+    given: dict[str, Any] = {
+        "config": run.config,
+        "module": run.engine.module,
+        "optimizer": run.engine.optimizer,
+        "world": run.world,
+        "fingerprint": told.fingerprint,
+        "order": told.order,
+        "loaded": run.loaded,
+        "more": {"tokenizer": run.tokenizer, "job": job(), "guard": run.guard.state()},
+    }
+    if background is None:
+        return save_state(run.folder, run.progress, **given)
+
+    def stage(root: Path, step: int, records: Any, state: Any, world: object, **kept: Any) -> Staged:
+        return background.start(root, step, records, state, **kept)
+
+    return save_state(run.folder, run.progress, write=stage, **given)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron import log
-from megatron.checkpoint import Checkpoint, compare_model_config, open_checkpoint, open_latest, save
-from megatron.config import Config
+from megatron.checkpoint import Checkpoint, compare_model_config, open_latest, save
+from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError, marked
 from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.resume_rules import machine
 from megatron.training.state_tensors import (
     make_moments,
     optimizer_records,
@@ -26,6 +27,8 @@ from megatron.training.state_tensors import (
 from megatron.training.world import World
 
 CHECKPOINTS = "checkpoints"  # folder of checkpoints in a run folder
+
+Written = TypeVar("Written")
 
 
 @dataclass
@@ -41,6 +44,38 @@ class Progress:
         return self.step - self.updates
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a start takes up of a checkpoint beside its weights.
+
+    Args:
+        counters: steps, updates and samples.
+        data: where the data goes on, which must be the same.
+        optimizer: its moments and the loss scale.
+        generators: the states of torch's generators.
+    """
+
+    counters: bool = True
+    data: bool = True
+    optimizer: bool = True
+    generators: bool = True
+
+    @classmethod
+    def of(cls, flags: CheckpointConfig) -> Taken:
+        """Return what the flags of a start say."""
+        is_whole = not flags.finetune and not flags.eval_only
+        has_state = is_whole and not flags.load_weights_only
+        return cls(
+            counters=not flags.finetune,
+            data=is_whole,
+            optimizer=has_state and not flags.no_load_optim,
+            generators=has_state and not flags.no_load_rng,
+        )
+
+
+EVERYTHING = Taken()
+
+
 def save_state(
     folder: Path,
     progress: Progress,
@@ -52,12 +87,20 @@ def save_state(
     fingerprint: str | None,
     order: Mapping[str, Any] | None = None,
     loaded: Path | None = None,
-) -> Path:
+    more: Mapping[str, Any] | None = None,
+    write: Callable[..., Written] = save,  # type: ignore[assignment]
+) -> Written:
     """Write a checkpoint into ``folder / checkpoints`` and return its path. Collective.
 
     Args:
         order: where each corpus is, of data that say so.
+        more: what else the state says, as JSON can hold it.
+        write: takes what ``megatron.checkpoint.save`` takes; what it returns is returned.
+
+    Raises:
+        RuntimeError: in the midst of a step: gradients are held, which no checkpoint keeps.
     """
+    _check_between_steps(optimizer)
     records = list(weight_records(module, optimizer))
     if not config.checkpoint.no_save_optim:
         records += optimizer_records(module, optimizer)
@@ -73,24 +116,29 @@ def save_state(
         "data_fingerprint": fingerprint,
         "data_order": order,
         "torch": torch.__version__,
+        "machine": machine(world.kind),
+        **(more or {}),
     }
-    keep_last = config.checkpoint.keep_last
-    return save(
-        folder / CHECKPOINTS, progress.step, records, state, world.grid.host, keep_last=keep_last, loaded=loaded
-    )
+    kept = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every, "loaded": loaded}
+    return write(folder / CHECKPOINTS, progress.step, records, state, world.grid.host, **kept)
 
 
-def open_for(source: Path, world: World) -> Checkpoint:
+def open_for(source: Path, world: World, *, strict: bool = False) -> Checkpoint:
     """Return the checkpoint that ``source`` means: a run folder, its checkpoints folder, or one checkpoint. Collective.
+
+    Args:
+        strict: the newest must verify; else an older one may be taken.
 
     Raises:
         CheckpointError: there is none there, or none that verifies.
     """
+    return open_latest(checkpoints_in(source), world.grid.host, strict=strict)
+
+
+def checkpoints_in(source: Path) -> Path:
+    """Return the folder of checkpoints, or the one checkpoint, that ``source`` means."""
     inner = source / CHECKPOINTS
-    place = inner if inner.is_dir() else source
-    if (place / "manifest.json").exists():
-        return open_checkpoint(place, world.grid.host)
-    return open_latest(place, world.grid.host)
+    return inner if inner.is_dir() else source
 
 
 def restore(
@@ -101,36 +149,46 @@ def restore(
     optimizer: MixedPrecisionOptimizer,
     world: World,
     fingerprint: str | None,
+    taken: Taken | None = None,
 ) -> Progress:
     """Put the state of ``checkpoint`` into model and optimizer; return where to go on. Collective.
 
     Args:
         fingerprint: of the data; None: nothing is known of them, or it has been compared already.
+        taken: None: as the flags say.
 
     Raises:
         CheckpointError: it is of another model or other data; nothing has been changed then.
     """
-    flags = config.checkpoint
-    is_whole = not flags.finetune and not flags.eval_only
-    wants_optimizer = is_whole and not flags.no_load_optim
+    taken = taken or Taken.of(config.checkpoint)
     with marked(is_of_this_rank=False):
         compare_model_config(checkpoint.state["model"], config.identity())
-        if is_whole:
-            _check_data(checkpoint, fingerprint, flags.allow_data_change)
-        if wants_optimizer:
+        if taken.data:
+            _check_data(checkpoint, fingerprint, config.checkpoint.allow_data_change)
+        if taken.optimizer:
             _check_moments(checkpoint, config)
     records = list(weight_records(module, optimizer))
-    if wants_optimizer and checkpoint.state["optimizer_steps"]:  # else fp16 has skipped every step: no moments
+    if taken.optimizer and not checkpoint.state["optimizer_steps"]:
+        optimizer.inner.state.clear()  # fp16 had skipped every step: there were no moments
+    elif taken.optimizer:
         make_moments(optimizer)
         records += optimizer_records(module, optimizer)
     checkpoint.load(records)
     optimizer.copy_masters_to_parameters()
-    if wants_optimizer:
+    if taken.optimizer:
         optimizer.scaler.load(checkpoint.state["scaler"])
         set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
-    if is_whole and not flags.no_load_rng:
-        _restore_rng(checkpoint, world)
-    return Progress() if flags.finetune else Progress(**checkpoint.state["progress"])
+    if taken.generators and checkpoint.state["layout"] == asdict(world.grid.topology):
+        restore_rng(checkpoint, world)
+    return Progress(**checkpoint.state["progress"]) if taken.counters else Progress()
+
+
+def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
+    if any(master.grad is not None for group in optimizer.param_groups for master in group["params"]):
+        raise RuntimeError(
+            "a checkpoint can be saved between steps only: gradients are held, which it would not keep. Save after "
+            "the optimizer's step"
+        )
 
 
 def _check_moments(checkpoint: Checkpoint, config: Config) -> None:
@@ -159,12 +217,3 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None, allow_change: b
             "--finetune to start anew from the weights."
         )
     log.info(f"the data are not those of the checkpoint, {told}: going on at the same number of samples")
-
-
-def _restore_rng(checkpoint: Checkpoint, world: World) -> None:
-    saved_layout = checkpoint.state["layout"]
-    if saved_layout != asdict(world.grid.topology):
-        if world.rank == 0:
-            log.info(f"saved as {saved_layout}, now {asdict(world.grid.topology)}: generators start from --seed")
-        return
-    restore_rng(checkpoint, world)

@@ -35,9 +35,9 @@ DROPOUT = (
     ),
     Mutant(
         "a run does not tell its dropout which replica it is",
-        "megatron/training/run.py",
-        "DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)",
-        "DropoutStreams(config.run.seed, tensor=here.grid.tensor)",
+        "megatron/training/assembly.py",
+        "return DropoutStreams(seed, data, tensor)",
+        "return DropoutStreams(seed, tensor=tensor)",
         (f"{LOOP}::test_a_run_draws_dropout_by_seed_replica_and_tensor_rank",),
     ),
     Mutant(

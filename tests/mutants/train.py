@@ -77,8 +77,8 @@ TRAIN = (
     ),
     Mutant(
         "a resumed run forgets the cursors of its checkpoint",
-        "megatron/training/run.py",
-        "        this.data.use_order(order)\n",
+        "megatron/training/resume.py",
+        "        run.data.use_order(order)\n",
         "        pass\n",
         (MIXED,),
     ),

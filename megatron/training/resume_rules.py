@@ -1,0 +1,166 @@
+"""What may differ between the run that saved a checkpoint and the one that goes on from it: one table.
+
+What must match is refused (exit code 3) by the function that the row names; what is warned of is said once, by
+``warn_of_changes``; every setting that stands in no row may change.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron import device, log
+from megatron.config import Config
+from megatron.errors import CheckpointError
+from megatron.mpu.topology import Topology
+
+MUST, WARNED, MAY = "must match", "warned", "may change"
+
+
+class Rule(NamedTuple):
+    """A row: the settings it speaks of (section.field), what is done about a change, and what a change means."""
+
+    what: str
+    fields: tuple[str, ...]
+    verdict: str
+    meaning: str
+
+
+RULES = (
+    Rule(
+        "the model's sizes, biases, vocabulary, tied head and activation", (), MUST,
+        "the weights would not fit; every difference is listed (compare_model_config)",
+    ),
+    Rule(
+        "tokenizer", (), MUST,
+        "ids would stand for other words; --allow-vocab-change takes another one of the same size (check_tokenizer)",
+    ),
+    Rule(
+        "corpora, --split, lengths and --seed, by a fingerprint", (), MUST,
+        "samples would come twice or never; --allow-data-change, --finetune (data_order.resumed)",
+    ),
+    Rule(
+        "--optimizer", (), MUST,
+        "its moments would mean something else; --no-load-optim, --load-weights-only, --finetune (state.restore)",
+    ),
+    Rule(
+        "--train-iters, --lr-decay-iters", ("batch.train_iters", "optimizer.lr_decay_iters"), WARNED,
+        "the order of the samples stays; the decay of the learning rate follows the flags given now",
+    ),
+    Rule(
+        "--batch-size, --gas, replicas, --rampup-batch-size",
+        ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size"), WARNED,
+        "the position is kept in samples, so any size goes on at the next sample; a step has another number of them",
+    ),
+    Rule(
+        "--lr, --min-lr, --lr-decay-style, --warmup, --wsd-decay-fraction",
+        ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_decay_style", "optimizer.warmup",
+         "optimizer.wsd_decay_fraction"), WARNED,
+        "the course given now holds, at the number of updates of the checkpoint",
+    ),
+    Rule(
+        "--weight-decay, --adam-*, --clip-grad",
+        ("optimizer.weight_decay", "optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps",
+         "optimizer.clip_grad"), WARNED,
+        "holds from the next step on",
+    ),
+    Rule(
+        "number format and loss scale",
+        ("precision.dtype", "precision.loss_scale", "precision.loss_scale_window", "precision.hysteresis",
+         "precision.min_scale"), WARNED,
+        "master weights and moments are taken over exactly (fp64: rounded); a dynamic loss scale goes on",
+    ),
+    Rule(
+        "--seed, dropout", ("run.seed", "model.attention_dropout", "model.hidden_dropout",
+         "model.layout_independent_dropout"), WARNED,
+        "other masks from the next step on",
+    ),
+    Rule(
+        "--layernorm-epsilon, --apply-residual-connection-post-layernorm",
+        ("model.layernorm_epsilon", "model.apply_residual_connection_post_layernorm"), WARNED,
+        "the same weights compute something else",
+    ),
+    Rule(
+        "versions of torch, threads, CPU or GPU", (), WARNED,
+        "bitwise identity with the run that did not stop is not guaranteed (machine)",
+    ),
+    Rule(
+        "layout, schedule, recomputation, ZeRO stage, number of processes", (), MAY,
+        "each rank reads the slices it needs; other sums round otherwise; a line says what was and what is",
+    ),
+    Rule("everything else: intervals, folders, logging, evaluation, guards", (), MAY, "holds from now on"),
+)  # fmt: skip
+
+
+def settings_changed(saved: Mapping[str, Any], now: Config) -> Iterator[str]:
+    """Yield "optimizer.lr: saved 0.1, now 0.2" for each warned setting that differs; one that was not saved is left."""
+    given = now.to_dict()
+    for rule in RULES:
+        for name in rule.fields:
+            section, field = name.split(".")
+            old, new = saved.get(section, {}), given.get(section, {})
+            if field in old and field in new and old[field] != new[field]:
+                yield f"{field}: saved {old[field]}, now {new[field]}"
+
+
+def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
+    """Say which settings and which parts of the machine are not those of the checkpoint. Rank 0 speaks."""
+    changed = list(settings_changed(state.get("config", {}), now))
+    if changed:
+        log.warning(f"other settings than in the checkpoint: {'; '.join(changed)}")
+    here = machine(kind)
+    old = {"torch": state.get("torch"), **state.get("machine", {})}
+    other = [f"{name}: saved {old[name]}, now {here[name]}" for name in here if old.get(name) not in (None, here[name])]
+    if other:
+        log.warning(
+            f"another machine than the checkpoint's ({'; '.join(other)}): bitwise identity with a run that did not "
+            "stop is not guaranteed"
+        )
+
+
+def machine(kind: str) -> dict[str, Any]:
+    """Return what, beside the settings, the last bits of a loss depend on."""
+    found: dict[str, Any] = {"torch": torch.__version__, "cpu": _cpu(), "threads": torch.get_num_threads()}
+    return found | ({"gpu": device.name(kind)} if kind != "cpu" else {})
+
+
+def layout_text(saved: Mapping[str, int], now: Topology) -> str | None:
+    """Return "saved tp2 pp2 dp1, now tp1 pp4 dp1", or None where they are the same."""
+    old = Topology(pipe=saved["pipe"], data=saved["data"], tensor=saved["tensor"])
+    return None if old == now else f"saved {_layout(old)}, now {_layout(now)}"
+
+
+def check_tokenizer(state: Mapping[str, Any], identity: str | None, *, allow_change: bool) -> None:
+    """Check that the run has the tokenizer of the checkpoint, as far as both say.
+
+    Raises:
+        CheckpointError: it has another; the same on every rank.
+    """
+    saved = state.get("tokenizer")
+    if saved is None or identity is None or saved == identity:
+        return
+    told = f"saved {saved[:12]}, now {identity[:12]} (SHA-256 of its files and settings)"
+    if not allow_change:
+        raise CheckpointError(
+            f"the tokenizer must be that of the checkpoint, {told}: the weights would read other words. Name the same "
+            "files, or add --allow-vocab-change if the ids mean the same or the model is to learn new ones"
+        )
+    log.info(f"the tokenizer is not that of the checkpoint, {told}: taken, as --allow-vocab-change says")
+
+
+def _layout(topology: Topology) -> str:
+    return f"tp{topology.tensor} pp{topology.pipe} dp{topology.data}"
+
+
+def _cpu() -> str:
+    """Return the model of this machine's CPU and the instructions that torch uses on it."""
+    name = platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
