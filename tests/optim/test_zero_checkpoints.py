@@ -14,7 +14,7 @@ from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.state_tensors import make_moments, optimizer_records, set_optimizer_steps, weight_records
 from tests.harness import run_ranks
-from tests.optim.zero import Weights, bits, optimizer_of, take_step
+from tests.optim.zero import WHOLE, Weights, bits, on_this_rank, optimizer_of, place, take_step
 
 STEPS = 3
 
@@ -41,8 +41,8 @@ def train_and_save(
 
 def load_and_save(
     rank: int, tensor: int, size: int, stage: int, dtype: torch.dtype, source: Path, folder: Path
-) -> dict[str, torch.Tensor]:
-    """Load into other numbers, save again; return the weights after two more steps."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Load into other numbers, save again; return the weights as loaded and after two more steps."""
     grid = build_grid(Topology.of_world(size, tensor=tensor, pipe=1), rank)
     module = Weights(grid)
     optimizer = optimizer_of(module, grid, stage, dtype=dtype)
@@ -52,16 +52,22 @@ def load_and_save(
     open_latest(source, grid.host).load(records)
     optimizer.copy_masters_to_parameters()
     set_optimizer_steps(optimizer, STEPS)
+    loaded = bits(module)
     written(folder, module, optimizer, grid)
     for step in range(STEPS, STEPS + 2):
         take_step(module, optimizer, grid, step)
-    return bits(module)
+    return loaded, bits(module)
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:
     """Return every global tensor of the checkpoint in ``folder``."""
     saved = open_latest(folder, SINGLE)
     return {name: saved.read(name, Shard(saved.shape(name))) for name in saved.names()}
+
+
+def unpadded(held: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the logical tensor of what one tensor rank holds alone, in fp32."""
+    return place(name, 0, 1)[0].unpadded(held).float()
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -81,9 +87,13 @@ def test_a_checkpoint_goes_through_stages_and_layouts_with_every_bit(dtype: torc
     source = cut
     for tensor, size, stage in ((2, 4, 1), (1, 1, 0), (1, 3, 1)):
         folder = tmp_path / f"{tensor}-{size}-{stage}"
-        after = run_ranks(size, load_and_save, tensor, size, stage, dtype, source, folder)
+        ranks = run_ranks(size, load_and_save, tensor, size, stage, dtype, source, folder)
         assert_same(first, contents(folder))
-        if tensor == 1:
-            for weights in after:
-                assert_same(expected[0], weights)
+        for rank, (loaded, after) in enumerate(ranks):
+            for name in WHOLE:
+                shard, local = place(name, rank % tensor, tensor)
+                saved = first[f"weights/{name}"].to(dtype)
+                assert torch.equal(loaded[name], on_this_rank(saved, shard, local).to(dtype)), name
+                wanted = on_this_rank(unpadded(expected[0][name], name), shard, local)
+                assert torch.allclose(after[name].float(), wanted, rtol=0, atol=0 if tensor == 1 else 1e-6), name
         source = folder

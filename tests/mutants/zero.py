@@ -1,0 +1,121 @@
+"""Mistakes in ZeRO 1: what replicas hold, what they gather, and what they write."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CUTS = "tests/optim/test_cuts.py"
+ZERO = "tests/optim/test_zero.py"
+SAVED = "tests/optim/test_zero_checkpoints.py::test_a_checkpoint_goes_through_stages_and_layouts_with_every_bit[dtype0]"
+STEPS = f"{ZERO}::test_twenty_steps_leave_the_bits_of_stage_0_in_every_precision[1-3]"
+
+ZERO_1 = (
+    Mutant(
+        "parts begin within a vector",
+        "megatron/optim/cuts.py",
+        "    step = VECTOR // math.gcd(VECTOR, parameter.numel() // size)\n",
+        "    step = 1\n",
+        (STEPS,),
+    ),
+    Mutant(
+        "parts of a weight of odd columns are cut apart",
+        "megatron/optim/cuts.py",
+        "    if dim > 0 and size % step:",
+        "    if dim > 2 and size % step:",
+        (f"{CUTS}::test_fused_adamw_gives_parts_the_bits_of_the_whole",),
+    ),
+    Mutant(
+        "padding has a place in the global tensor",
+        "megatron/optim/cuts.py",
+        "(min(bound, real) for bound in",
+        "(bound for bound in",
+        (f"{CUTS}::test_the_places_of_the_parts_tile_what_is_real_of_the_rank", SAVED),
+    ),
+    Mutant(
+        "parts of all tensor ranks lie where those of the first do",
+        "megatron/optim/cuts.py",
+        "            first, real = whole.start, whole.length\n",
+        "            first, real = 0, whole.length\n",
+        (SAVED,),
+        refuses=True,
+    ),
+    Mutant(
+        "replicas send the weights of before the update",
+        "megatron/optim/gather.py",
+        "[piece.master for piece in bucket])",
+        "[own[group.rank].clone() for own in parts])",
+        (STEPS,),
+    ),
+    Mutant(
+        "a replica's own part stays as it was in 16 bits",
+        "megatron/optim/gather.py",
+        "        _copy(theirs, _laid_out(flat, theirs))\n",
+        "        if replica != group.rank:\n            _copy(theirs, _laid_out(flat, theirs))\n",
+        (STEPS,),
+    ),
+    Mutant(
+        "a cut across rows is updated as if it lay in one run",
+        "megatron/optim/mixed_precision.py",
+        "        with self._masters.contiguous():\n",
+        "        if True:\n",
+        (SAVED,),
+    ),
+    Mutant(
+        "a cut across rows is updated in a copy",
+        "megatron/optim/masters.py",
+        "                view.copy_(master.data)\n",
+        "",
+        (SAVED,),
+    ),
+    Mutant(
+        "the norm is that of a replica's part",
+        "megatron/optim/mixed_precision.py",
+        "        counted = [g for p, g in self.gradients() if",
+        "        counted = [self._masters.part(p, g) for p, g in self.gradients() if",
+        (STEPS,),
+    ),
+    Mutant(
+        "parts are not clipped",
+        "megatron/optim/mixed_precision.py",
+        "            torch._foreach_mul_(parts, factor)\n",
+        "            torch._foreach_mul_([p.grad for p in self._masters.of if p.grad is not None], factor)\n"
+        "            torch._foreach_div_([g for g in parts if g._base is not None], factor)\n",
+        (STEPS,),
+    ),
+    Mutant(
+        "the first replica alone writes",
+        "megatron/optim/mixed_precision.py",
+        "self._masters.data_group.rank == 0 or self._masters.is_cut(parameter)",
+        "self._masters.data_group.rank == 0",
+        (SAVED,),
+        refuses=True,
+    ),
+    Mutant(
+        "what is loaded is not gathered",
+        "megatron/optim/masters.py",
+        "        for bucket in buckets(",
+        "        for bucket in () if any(m.grad is None for m in self.of.values()) else buckets(",
+        (SAVED,),
+    ),
+    Mutant(
+        "every replica has all masters",
+        "megatron/optim/masters.py",
+        "        self._is_cut = is_cut and data.size > 1\n",
+        "        self._is_cut = False\n",
+        (f"{ZERO}::test_a_replica_holds_its_share_of_the_bytes",),
+    ),
+    Mutant(
+        "the part of a master in 32 bits is a copy",
+        "megatron/optim/masters.py",
+        "        if not is_wide:\n            part = part.float()",
+        "        if True:\n            part = part.float()",
+        (f"{ZERO}::test_a_replica_holds_its_share_of_the_bytes",),
+    ),
+    Mutant(
+        "the plan counts the states whole",
+        "megatron/training/plan.py",
+        "        sharers=topology.data if config.optimizer.zero_stage else 1,\n",
+        "        sharers=1,\n",
+        ("tests/training/test_plan.py::test_a_plan_with_zero_1_counts_the_states_that_replicas_share",),
+    ),
+)
