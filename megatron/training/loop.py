@@ -1,23 +1,26 @@
-"""The loop: step, report, evaluate, save, stop."""
+"""The loop: step, report, judge, evaluate, agree, save, stop."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from megatron.errors import StopRequest
-from megatron.mpu.mappings import all_reduce
-from megatron.training.data_order import epochs_text, epochs_values, numbers_text
-from megatron.training.engines import StepResult
+from megatron.errors import NumericsError, StopRequest
+from megatron.training.bad_steps import after_step
+from megatron.training.culprit import explained
+from megatron.training.drift import Copies, Drift, error_of, find_copies, find_drift
+from megatron.training.evaluation import evaluate as evaluate
+from megatron.training.journal import Journal
 from megatron.training.parts import Run
-from megatron.training.report import progress_line, set_learning_rate
-from megatron.training.saver import save, save_when_due
+from megatron.training.phases import OPENING_DATA, STEP
+from megatron.training.report import set_learning_rate
+from megatron.training.samples import StepSamples
+from megatron.training.saver import finish_saves, save, save_when_due
+from megatron.training.step_result import StepResult
+from megatron.training.stop import how_to_go_on
+from megatron.training.telling import tell_step
+from megatron.training.vote import Vote, vote
 
 
 def train(run: Run) -> None:
@@ -25,88 +28,89 @@ def train(run: Run) -> None:
 
     Raises:
         StopRequest: a signal or limit ended the run early; it is saved and can go on.
+        NumericsError: a loss or gradient is not finite, too many steps were bad, or copies of a weight have drifted.
     """
-    config = run.config
-    total = config.batch.train_iters
-    run.batches = run.data.batches("train", config, run.world, run.progress.samples_consumed)
-    with run.batches or nullcontext():
-        while run.progress.step < total:
-            train_step(run)
-            step = run.progress.step
-            with _Pause(run):
-                if config.batch.eval_interval and config.batch.eval_iters and step % config.batch.eval_interval == 0:
-                    evaluate(run, "valid")
-                save_when_due(run)
-            reason = agree_to_stop(run)
-            if reason is not None and step < total:
-                save(run)
-                raise StopRequest(
-                    f"stopped after step {step} of {total}: {reason}. Everything is saved in {run.saved}. "
-                    f"Go on with --load {run.folder} --save {run.folder}, or add --resume to the run script"
-                )
+    copies = _prepare(run)
+    with run.phases.over(STEP):
+        while not _run_through(run, copies):
+            pass  # gone back to a checkpoint: the data are opened anew, behind what is left out
     save(run)
+    finish_saves(run)
 
 
-def train_step(run: Run) -> None:
-    """Take one step and report it. Collective."""
+def train_step(run: Run) -> bool:
+    """Take one step and report it; return whether the run has gone back to a checkpoint after it. Collective."""
     batch, replicas = run.config.batch, run.world.grid.data.size
     samples = batch.sizes(replicas).at(run.progress.samples_consumed)
     lr = run.learning_rate.at(run.progress.updates)
     set_learning_rate(run.engine.optimizer, lr)
-    result = run.engine.train_step(run.batches, run.progress.step, samples // (batch.batch_size * replicas))
+    span = StepSamples(run.progress.step + 1, run.progress.samples_consumed, samples, batch.batch_size, replicas)
+    try:
+        result = run.engine.train_step(run.batches, run.progress.step, span.num_micro_batches)
+    except NumericsError as error:
+        finish_saves(run)
+        raise explained(error, run.engine, run.world.grid, span) from error
     _advance(run, result, samples)
-    _report(run, result, lr, samples)
+    tell_step(run, result, lr, samples)
+    return after_step(run, result, span)
 
 
-def agree_to_stop(run: Run, signals_only: bool = False) -> str | None:
-    """Return why the run stops after this step, on all ranks or on none. Collective."""
-    reason = run.stop.signal_name if signals_only else run.stop.reason(run.progress.step)
-    vote = torch.tensor([float(reason is not None)], device=run.world.device)
-    if all_reduce(vote, run.world.grid.world, dist.ReduceOp.MAX).item() == 0.0:
-        return None
-    return reason or "another rank was asked to stop"
+def _prepare(run: Run) -> list[Copies]:
+    """Let the guard watch the engine; return what is compared for drift."""
+    grid, stability = run.world.grid, run.config.stability
+    run.guard.watch(run.engine, grid.world, run.world.device, run.progress.step)
+    if stability.is_guarded and run.world.rank == 0:
+        run.journal = Journal(run.folder, run.guard.history.events)
+    return find_copies(run.engine.module, grid) if stability.drift_interval else []
 
 
-def evaluate(run: Run, kind: str) -> float:
-    """Return the mean loss over --eval-iters global batches of the ``kind`` split, and say it. Collective.
+def _run_through(run: Run, copies: Sequence[Copies]) -> bool:
+    """Step to the end, from where the data are now; return False once the run has gone back to a checkpoint."""
+    config, total = run.config, run.config.batch.train_iters
+    with run.phases.over(OPENING_DATA):
+        run.batches = run.data.batches("train", config, run.world, run.progress.samples_consumed)
+    with run.batches or nullcontext():
+        while run.progress.step < total:
+            if train_step(run):
+                return False
+            decided = _between_steps(run, copies)
+            if decided.reason is not None and run.progress.step < total:
+                _stop(run, decided.reason)
+    return True
 
-    Of several corpora each is read by itself, and the mean is that by their weights.
+
+def _between_steps(run: Run, copies: Sequence[Copies]) -> Vote:
+    """Evaluate, compare copies, agree and save, each if it is due; return what was agreed on. Collective.
+
+    Raises:
+        NumericsError: copies differ; nothing is saved of them.
     """
-    weights = run.data.corpora.get(kind, {})
-    losses = {corpus: _mean_loss(run, kind, corpus) for corpus in weights}
-    loss = weighted_mean(losses, weights) if losses else _mean_loss(run, kind)
-    values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
-    if run.screen is not None:
-        name = {"valid": "validation", "test": "test"}[kind]
-        each = f" | {numbers_text(losses, '.4f')}" if losses else ""
-        run.screen.line(
-            f"step {run.progress.step} | {name} loss {loss:.4f} | perplexity {values['perplexity']:.2f}{each}"
-        )
-    if run.metrics is not None:
-        run.metrics.write(kind, run.progress.step, values | ({"losses": losses} if losses else {}))
-    return loss
+    batch, step, interval = run.config.batch, run.progress.step, run.config.stability.drift_interval
+    drift: list[Drift] = []
+    with _Pause(run):
+        if batch.eval_interval and batch.eval_iters and step % batch.eval_interval == 0:
+            evaluate(run, "valid")
+        if interval and step % interval == 0:
+            drift = find_drift(run.engine.module, copies)
+    decided = vote(run, bool(drift))
+    run.phases.step_done()
+    if decided.has_drift:
+        finish_saves(run)
+        raise error_of(drift, step, max(step - interval, 0))
+    if not (run.guard.settings.goes_back and run.guard.history.streak):  # the way back is not pushed out by bad ones
+        with _Pause(run):
+            save_when_due(run, by_time=decided.by_time)
+    return decided
 
 
-def _mean_loss(run: Run, kind: str, corpus: str | None = None) -> float:
-    """Return the mean loss over --eval-iters global batches, of one corpus if it is named. Collective."""
-    iterations = run.config.batch.eval_iters
-    batches = run.data.batches(kind, run.config, run.world, corpus=corpus)
-    loss = 0.0
-    for _ in range(iterations):
-        loss += run.engine.evaluate_batch(batches) / iterations
-        if kind == "test" and agree_to_stop(run, signals_only=True):
-            raise StopRequest(f"stopped in the evaluation on the test split; the run is saved in {run.folder}")
-    return loss
-
-
-def weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the mean of ``values`` by ``weights``, in which one of weight 0 has no say."""
-    return sum(weights[name] * value for name, value in values.items() if weights[name]) / sum(weights.values())
-
-
-def perplexity(loss: float) -> float:
-    """Return e to the loss; infinite where that has no number."""
-    return math.exp(loss) if loss < 700 else math.inf
+def _stop(run: Run, reason: str) -> None:
+    """Save and end. Collective."""
+    save(run)
+    finish_saves(run)
+    raise StopRequest(
+        f"stopped after step {run.progress.step} of {run.config.batch.train_iters}: {reason}. "
+        f"Everything is saved in {run.saved}. {how_to_go_on(run.folder)}"
+    )
 
 
 def _advance(run: Run, result: StepResult, samples: int) -> None:
@@ -115,46 +119,6 @@ def _advance(run: Run, result: StepResult, samples: int) -> None:
     progress.updates += 0 if result.is_skipped else 1
     progress.samples_consumed += samples
     run.last_loss = result.loss
-
-
-def _report(run: Run, result: StepResult, lr: float, samples: int) -> None:
-    """Say and write down the numbers of this log interval. Collective: all ranks measure bubble and wait for data."""
-    step, total = run.progress.step, run.config.batch.train_iters
-    if run.screen is not None and run.rates is not None:
-        run.rates.count_step(samples)
-        run.screen.advance(step, result.loss)
-    if step % run.config.run.log_interval and step != total:
-        return
-    bubble, waited_s = run.engine.bubble(), _longest_wait(run)
-    if run.screen is None or run.rates is None:
-        return
-    rates = {**run.rates.drain(run.pause_s, waited_s), **({} if bubble is None else {"bubble": bubble})}
-    run.pause_s = 0.0
-    epochs = epochs_text(run.data, run.progress.samples_consumed)
-    run.screen.line(progress_line(run.progress, total, result, lr, rates, epochs))
-    if run.metrics is not None:
-        run.metrics.write("train", step, _values(run, result, lr, rates))
-
-
-def _longest_wait(run: Run) -> float:
-    """Return the seconds that the rank which waited longest has waited for data since the last report. Collective."""
-    waited = 0.0 if run.batches is None else run.batches.drain_waited_s()
-    seconds = torch.tensor([waited], dtype=torch.float32, device=run.world.device)
-    return all_reduce(seconds, run.world.grid.world, dist.ReduceOp.MAX).item()
-
-
-def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "loss": result.loss,
-        **{name: value for name, value in result.losses.items() if name not in ("loss", "lm loss")},
-        "learning_rate": lr,
-        "grad_norm": result.grad_norm,
-        "loss_scale": result.loss_scale,
-        "samples": run.progress.samples_consumed,
-        **epochs_values(run.data, run.progress.samples_consumed),
-        "skipped": run.progress.skipped,
-        **rates,
-    }
 
 
 class _Pause:

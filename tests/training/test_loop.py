@@ -14,11 +14,14 @@ from megatron.config import parse
 from megatron.errors import StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
-from megatron.training import loop, run
+from megatron.training import evaluation, loop, run, saver
+from megatron.training import vote as vote_module
 from megatron.training.assembly import make_learning_rate
-from megatron.training.engines import StepResult
+from megatron.training.state import Progress
+from megatron.training.step_result import StepResult
 from megatron.training.stop import StopRequests
 from megatron.training.timed_batches import TimedBatches
+from megatron.training.vote import Vote, vote
 from megatron.training.world import World
 from tests.harness import run_ranks
 from tests.parity.layouts import traces
@@ -35,6 +38,7 @@ class CountingEngine:
         self.calls, self.skipped = calls, skipped
         self.module = torch.nn.Identity()
         self.optimizer: Any = SimpleNamespace(param_groups=[{"lr": -1.0}, {"lr": -1.0}])
+        self.micro_losses: dict[int, torch.Tensor] = {}
         self.rates: list[float] = []
         self.read: list[Any] = []
         self.micro_batches: list[int] = []
@@ -54,6 +58,9 @@ class CountingEngine:
 
     def bubble(self) -> None:
         self.calls.append("bubble")
+
+    def busy(self) -> tuple[float, int]:
+        return 0.0, 0
 
 
 class NotingData:
@@ -78,7 +85,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         calls.append(f"save {progress.step}")
         return folder / str(progress.step)
 
-    monkeypatch.setattr(loop, "save_state", note_save)
+    monkeypatch.setattr(saver, "save_state", note_save)
 
     def build(extra: str, skipped: tuple[int, ...] = ()) -> tuple[loop.Run, list[str]]:
         config = parse([*SIZES.split(), *extra.split()], world_size=1)
@@ -116,7 +123,7 @@ def test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate(make: Any
 
 def test_a_run_goes_on_at_the_sample_and_the_rate_where_it_stopped(make: Any) -> None:
     this, calls = make("--train-iters 6 --lr-decay-iters 4")
-    this.progress = loop.Progress(step=4, updates=2, samples_consumed=24)
+    this.progress = Progress(step=4, updates=2, samples_consumed=24)
     loop.train(this)
     assert this.engine.read == [("train", 24)] * 2
     assert this.engine.rates == pytest.approx([0.025, 0.0])
@@ -141,7 +148,7 @@ def test_the_bubble_is_measured_on_every_rank_and_written_where_there_is_one(mak
     lines: list[str] = []
     written: list[dict[str, Any]] = []
     this.screen.line = lines.append
-    this.metrics = SimpleNamespace(write=lambda kind, step, values: written.append(values))
+    this.metrics = SimpleNamespace(write=lambda kind, step, values: kind == "train" and written.append(values))
     shares = iter([0.125, None])
     this.engine.bubble = lambda: next(shares)
     loop.train(this)
@@ -174,19 +181,19 @@ def test_evaluation_starts_at_the_first_sample_each_time_and_gives_the_mean(make
     this, _ = make("--train-iters 1 --eval-iters 4")
     asked: list[Any] = []
     this.engine.evaluate_batch = lambda data: asked.append(data.source) or float(len(asked))
-    assert loop.evaluate(this, "valid") == 2.5
+    assert evaluation.evaluate(this, "valid") == 2.5
     assert asked == [("valid", 0)] * 4
 
 
 def test_a_ramp_asks_each_step_for_its_micro_batches_and_counts_its_samples(make: Any) -> None:
     this, _ = make("--train-iters 6 --rampup-batch-size 2 2 8 --log-interval 1")  # 2, 2, 2, 4 and then 6 samples
     written: list[dict[str, Any]] = []
-    this.metrics = SimpleNamespace(write=lambda kind, step, values: written.append(values))
+    this.metrics = SimpleNamespace(write=lambda kind, step, values: kind == "train" and written.append(values))
     loop.train(this)
     assert this.engine.micro_batches == [1, 1, 2, 3, 3, 3]
     assert [values["samples"] for values in written] == [2, 4, 8, 14, 20, 26]
     resumed, _ = make("--train-iters 6 --rampup-batch-size 2 2 8")
-    resumed.progress = loop.Progress(step=2, updates=2, samples_consumed=4)
+    resumed.progress = Progress(step=2, updates=2, samples_consumed=4)
     loop.train(resumed)
     assert resumed.engine.micro_batches == [2, 3, 3, 3] and resumed.progress.samples_consumed == 26
 
@@ -198,11 +205,13 @@ def test_several_corpora_are_evaluated_one_by_one_and_weighed(make: Any) -> None
     this.screen.line, this.metrics = lines.append, SimpleNamespace(write=lambda *told: written.append(told))
     losses = {"a": 1.0, "b": 3.0, "c": float("inf")}
     this.engine.evaluate_batch = lambda data: losses[data.source[2]]
-    assert loop.evaluate(this, "valid") == 1.5
+    assert evaluation.evaluate(this, "valid") == 1.5
     assert lines == ["step 0 | validation loss 1.5000 | perplexity 4.48 | a 1.0000, b 3.0000, c inf"]
     assert written[0][0] == "valid" and written[0][2]["losses"] == losses
     this.engine.evaluate_batch = lambda data: float(len(data.source))
-    assert loop.evaluate(this, "test") == 2.0 and "losses" not in written[1][2], "of one corpus nothing more is said"
+    assert evaluation.evaluate(this, "test") == 2.0 and "losses" not in written[1][2], (
+        "of one corpus nothing more is said"
+    )
 
 
 def test_the_longest_wait_for_data_is_told_as_a_share(make: Any) -> None:
@@ -217,32 +226,33 @@ def test_the_longest_wait_for_data_is_told_as_a_share(make: Any) -> None:
     assert shares == ["12.5 %", "25.0 %"], "each since the one before"
 
 
-def ask_to_stop(rank: int, asked: list[int]) -> str | None:
+def ask(rank: int, asked: list[int], late: list[int]) -> Vote:
     grid = build_grid(Topology.of_world(4, tensor=2, pipe=2), rank)
     stop = StopRequests()
     if rank in asked:
         stop.signal_name = "SIGTERM"
-    this: Any = SimpleNamespace(stop=stop, progress=loop.Progress(step=1), world=World("cpu", CPU, grid, rank))
-    return loop.agree_to_stop(this)
+    vote_module.wants_by_time = lambda run: rank in late  # type: ignore[assignment]
+    this: Any = SimpleNamespace(stop=stop, progress=Progress(step=1), world=World("cpu", CPU, grid, rank))
+    return vote(this, has_drift=rank == 1)
 
 
 def test_all_ranks_stop_together_or_none() -> None:
-    assert run_ranks(4, ask_to_stop, []) == [None] * 4
-    told = run_ranks(4, ask_to_stop, [2])
-    assert told[2] == "received SIGTERM"
-    assert {told[rank] for rank in (0, 1, 3)} == {"another rank was asked to stop"}
+    assert run_ranks(4, ask, [], [3]) == [(None, True, True)] * 4, "the wish of one to save, and its drift, are of all"
+    told = run_ranks(4, ask, [2], [])
+    assert told[2] == ("received SIGTERM", False, True)
+    assert {told[rank] for rank in (0, 1, 3)} == {("another rank was asked to stop", False, True)}
 
 
 def test_a_run_draws_dropout_by_seed_replica_and_tensor_rank(corpus: Path, tmp_path: Path) -> None:
     def note_streams(rank: int) -> None:
-        streams_of = run.DropoutStreams
+        streams_of = run.make_streams
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             made = streams_of(*args, **kwargs)
             (tmp_path / str(rank)).write_text(f"{made.seed} {made.data_rank} {made.tensor_rank}")
             return made
 
-        run.DropoutStreams = noted  # type: ignore[assignment, misc]
+        run.make_streams = noted  # type: ignore[assignment, misc]
 
     argv = runs.flags(corpus, tmp_path / "run", "--model-parallel-size 2 --train-iters 1 --eval-iters 0 --seed 9")
     assert runs.train_ranks(4, argv, note_streams)[0] == [0] * 4

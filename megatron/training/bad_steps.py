@@ -1,0 +1,104 @@
+"""What follows a bad step: a line and a record, the end of a run that has no patience left, or the way back.
+
+Going back takes weights, optimizer, loss scale, random states and counters of the newest checkpoint that is not younger
+than the last good step, and leaves out all data from there to the end of the bad steps. Steps and learning rate go on
+from the checkpoint; the data go on behind.
+
+Source: Chowdhery et al. 2022, "PaLM", section 5.1 (restart before a spike and skip the batches around it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.errors import CheckpointError, NumericsError
+from megatron.training.journal import NAME
+from megatron.training.parts import Run
+from megatron.training.samples import StepSamples, range_text
+from megatron.training.saver import finish_saves, load_back
+from megatron.training.step_result import StepResult
+
+MOST_RETURNS = 3
+"""To one checkpoint, without a good one after it: what fails so often has another cause than its data."""
+
+
+def after_step(run: Run, result: StepResult, samples: StepSamples) -> bool:
+    """Judge a finished step and do what follows; return whether the run has gone back. Collective.
+
+    Raises:
+        NumericsError: too many bad steps in a row, and no way back; the same on every rank.
+    """
+    guard = run.guard
+    reason = guard.note(result, samples.step)
+    if reason is None:
+        return False
+    _say(run, f"step {samples.step} | {'skipped' if result.is_refused else 'spike'}: {reason} | {samples.text}")
+    if not result.is_refused:
+        return False
+    place = {"step": samples.step, "first_sample": samples.first, "last_sample": samples.last}
+    numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
+    _record(run, {"event": "skipped", **place, **numbers, "reason": reason})
+    if not guard.is_out_of_patience:
+        return False
+    if not guard.settings.goes_back:
+        finish_saves(run)
+        raise _gives_up(run, samples, reason)
+    _go_back(run, samples, reason)
+    return True
+
+
+def _go_back(run: Run, samples: StepSamples, reason: str) -> None:
+    """Return to the last good checkpoint and go on behind ``samples``. Collective."""
+    history = run.guard.history
+    steps = history.streak
+    try:
+        checkpoint = load_back(run, up_to_step=history.good_step)
+    except CheckpointError as error:
+        raise _gives_up(run, samples, reason, f" There is no checkpoint to go back to: {error}") from error
+    first, step = run.progress.samples_consumed, run.progress.step
+    run.progress.samples_consumed = samples.last + 1
+    _count_return(run, history.events, step, history)
+    if run.guard.history.returns > MOST_RETURNS:
+        told = f" It has gone back to {checkpoint} {MOST_RETURNS} times already, which has not helped."
+        raise _gives_up(run, samples, reason, told)
+    left_out = {"first_sample": first, "last_sample": samples.last}
+    _record(run, {"event": "went back", "step": samples.step, "to_step": step, "bad_steps": steps, **left_out,
+                  "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip
+    _say(
+        run,
+        f"step {samples.step} | {steps} bad steps in a row: back to {checkpoint}, step {step}; "
+        f"{range_text(first, samples.last)} left out",
+    )
+
+
+def _count_return(run: Run, events: int, step: int, before: Any) -> None:
+    """Keep what the checkpoint cannot know: the records since, and how often it has been gone back to."""
+    now = run.guard.history
+    now.events = events
+    now.returns = before.returns + 1 if before.returned_to == step else 1
+    now.returned_to = step
+    now.streak, now.good_step = 0, step
+
+
+def _record(run: Run, record: dict[str, Any]) -> None:
+    history = run.guard.history
+    history.events += 1
+    if run.journal is not None:
+        run.journal.add({"number": history.events, **record})
+
+
+def _say(run: Run, line: str) -> None:
+    if run.screen is not None:
+        run.screen.line(line)
+
+
+def _gives_up(run: Run, samples: StepSamples, reason: str, more: str = "") -> NumericsError:
+    guard = run.guard.settings.stability_guard
+    other = "" if guard == "rollback" else " --stability-guard rollback goes back to a checkpoint instead."
+    error = NumericsError(
+        f"less than --stability-patience {run.guard.settings.stability_patience} steps in a row may be bad, got so "
+        f"many up to step {samples.step} ({samples.text}): {reason}.{more} {run.folder / NAME} has them all; their "
+        f"updates were left out. Look at their samples, lower --lr, or load an older checkpoint.{other}"
+    )
+    error.is_of_this_rank = False
+    return error
