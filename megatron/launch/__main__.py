@@ -30,14 +30,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _launch(options: Options) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(options.nproc_per_node)))
+    from megatron.launch.signals import Signals
+
+    signals = Signals()
     # Below, and not at the top: torch reads OMP_NUM_THREADS when imported, and wrong flags should be told at once.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from megatron.launch.agent import LaunchAgent
     from megatron.launch.rendezvous import NodeRendezvous
-    from megatron.launch.signals import Signals
 
-    signals = Signals()
     listener = _open_port(options) if options.node_rank == 0 else None
     for name in options.preload:
         importlib.import_module(name)
@@ -48,7 +49,6 @@ def _launch(options: Options) -> int:
         num_nodes=options.nnodes,
         listener=listener,
         timeout_s=options.init_timeout_s,
-        check_stop=signals.raise_if_seen,
     )
     spec = WorkerSpec(
         role="rank",

@@ -28,6 +28,7 @@ class Options:
     stop_grace_s: float
     exit_grace_s: float
     max_restarts: int
+    stdin: bool
     script: str
     script_args: tuple[str, ...]
 
@@ -55,6 +56,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
         stop_grace_s=found.stop_grace,
         exit_grace_s=found.exit_grace,
         max_restarts=found.max_restarts,
+        stdin=found.stdin,
         script=found.script,
         script_args=tuple(found.script_args),
     )
@@ -82,10 +84,6 @@ def _problems(found: argparse.Namespace, nproc: int, gpus: int) -> list[str]:
             f"--nproc-per-node must not exceed the GPUs of this node, got --nproc-per-node {nproc} and {gpus} GPU(s). "
             "Lower it (GPUS_PER_NODE in the run scripts), or train on the CPU with DS_ACCELERATOR=cpu."
         )
-    if found.max_restarts and found.nnodes > 1:
-        problems.append(
-            f"--max-restarts needs --nnodes 1 in this version, got {found.max_restarts} and --nnodes {found.nnodes}."
-        )
     if not Path(found.script).is_file():
         problems.append(f"the script to start must be a file, got {found.script!r}, which is none.")
     return problems
@@ -97,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Start a training script once per device and end with the exit code of the rank that failed.",
         epilog="Exit codes: 0 done; 2 user input; 3 checkpoint; 4 a rank died or timed out; 5 numbers; "
-        "75 stopped on request and resumable; 1 any other exception; 130/143 ended at once by a second signal.",
+        "75 stopped on request and resumable; 1 any other exception; 130/143 ended at once by a second signal. "
+        "SIGTERM, Ctrl-C and SIGUSR1 (SLURM's warning) let the ranks save and leave with 75.",
     )
     add = parser.add_argument
     add("--nproc-per-node", type=int, metavar="N", help="ranks on this node (default: one per GPU, else 1)")
@@ -122,7 +121,12 @@ def _parser() -> argparse.ArgumentParser:
         "--exit-grace", type=float, default=30.0, metavar="S",
         help="seconds between the first rank that ends well and the last (default 30)",
     )  # fmt: skip
-    add("--max-restarts", type=int, default=0, metavar="N", help="starts after a failure, one node only (default 0)")
+    add(
+        "--max-restarts", type=int, default=0, metavar="N",
+        help="starts after one that ended with code 1 or 4, from the last durable checkpoint; three in a row without a "
+        "new one end the job; the same on every node (default 0)",
+    )  # fmt: skip
+    add("--stdin", action="store_true", help="let rank 0 read the launcher's standard input, for tools that ask")
     add("script", help="the training script")
     add("script_args", nargs=argparse.REMAINDER, metavar="...", help="its flags")
     return parser

@@ -58,12 +58,15 @@ class RankProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-def start(script: str, arguments: Sequence[str], env: Mapping[str, str], *, in_fork: bool) -> int:
+def start(
+    script: str, arguments: Sequence[str], env: Mapping[str, str], *, in_fork: bool, keeps_input: bool = False
+) -> int:
     """Start one rank and return its process id.
 
     Args:
         in_fork: run the script in a fork of this process, with the modules that are imported already; else in a
             fresh Python.
+        keeps_input: leave it the launcher's standard input; else it has none.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -72,7 +75,7 @@ def start(script: str, arguments: Sequence[str], env: Mapping[str, str], *, in_f
     if pid:
         return pid
     try:
-        _become_rank(launcher)
+        _become_rank(launcher, keeps_input)
         if in_fork:
             os.environ.clear()
             os.environ.update(env)
@@ -85,19 +88,20 @@ def start(script: str, arguments: Sequence[str], env: Mapping[str, str], *, in_f
         os._exit(1)
 
 
-def _become_rank(launcher: int) -> None:
+def _become_rank(launcher: int, keeps_input: bool) -> None:
     os.setsid()
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # it died before the line above
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    if not keeps_input:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
 
 
 def _python_flags() -> list[str]:

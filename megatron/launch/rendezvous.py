@@ -7,6 +7,10 @@ nobody can take it in between.
 |---|---|---|
 | ``node/R`` | node R | how many launchers said to be node R |
 | ``run`` | node 0, when all have come | the run's id |
+| ``come/N`` | every node | how many nodes are ready for restart N |
+| ``begin/N`` | node 0, when all are | that the store is clean |
+| ``agents/N/...`` | the launchers | what they tell each other about start N |
+| anything else | the ranks | what they tell each other; gone before the next start, which must not meet it |
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from megatron.errors import ConfigError, PeerError
 
 POLL_S = 0.05
 STORE_TIMEOUT_S = 10.0
+OF_LAUNCHERS = ("agents/", "node/", "run", "come/", "begin/")
 
 
 class NodeRendezvous(RendezvousHandler):
@@ -40,7 +45,6 @@ class NodeRendezvous(RendezvousHandler):
         num_nodes: int,
         listener: socket.socket | None,
         timeout_s: float,
-        check_stop: Callable[[], None],
     ) -> None:
         self.host, self.port = host, port
         self.node_rank, self.num_nodes = node_rank, num_nodes
@@ -48,8 +52,8 @@ class NodeRendezvous(RendezvousHandler):
         self._listener = listener
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
-        self._check_stop = check_stop
-        self._store: Store | None = None
+        self._store: TCPStore | None = None
+        self._restart = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store, this node's number and the number of nodes, when all nodes have come.
@@ -60,10 +64,14 @@ class NodeRendezvous(RendezvousHandler):
         if self._store is None:
             self._store = self._open_store()
             self._meet(self._store)
+        else:
+            self._restart += 1
+            self._meet_again(self._store)
         info = RendezvousStoreInfo(self.host, self.port)
-        return RendezvousInfo(PrefixStore("agents", self._store), self.node_rank, self.num_nodes, info)
+        own = PrefixStore(f"agents/{self._restart}", self._store)
+        return RendezvousInfo(own, self.node_rank, self.num_nodes, info)
 
-    def _open_store(self) -> Store:
+    def _open_store(self) -> TCPStore:
         self._await_node_0()
         try:
             store = TCPStore(
@@ -81,7 +89,6 @@ class NodeRendezvous(RendezvousHandler):
     def _await_node_0(self) -> None:
         """Return when the port answers; node 0 itself listens already, so it tries once."""
         while True:
-            self._check_stop()
             try:
                 socket.create_connection((self.host, self.port), timeout=min(5.0, max(0.1, self._left()))).close()
                 return
@@ -108,6 +115,27 @@ class NodeRendezvous(RendezvousHandler):
             self._wait(lambda: store.check(["run"]), self._tell_missing)
         self.run_id = store.get("run").decode()
 
+    def _meet_again(self, store: TCPStore) -> None:
+        """Return when all nodes are ready for a restart, and nothing is left of the ranks of the last start.
+
+        All nodes have said before that none of their ranks lives.
+        """
+        self._timeout_s = STORE_TIMEOUT_S
+        self._deadline = time.monotonic() + self._timeout_s
+        come, begin = f"come/{self._restart}", f"begin/{self._restart}"
+        store.add(come, 1)
+        if self.node_rank == 0:
+            self._wait(lambda: store.add(come, 0) >= self.num_nodes, lambda _: self._tell_lost(store.add(come, 0)))
+            for key in store.list_keys():
+                if not key.startswith(OF_LAUNCHERS):
+                    store.delete_key(key)
+            store.set(begin, "1")
+        else:
+            self._wait(lambda: store.check([begin]), lambda _: self._tell_lost(store.add(come, 0)))
+
+    def _tell_lost(self, come: int) -> str:
+        return f"{come} of {self.num_nodes} nodes came to restart {self._restart} within {self._timeout_s:g} s"
+
     def _missing(self, store: Store) -> list[int]:
         return [node for node in range(self.num_nodes) if not store.check([f"node/{node}"])]
 
@@ -122,7 +150,6 @@ class NodeRendezvous(RendezvousHandler):
     def _wait(self, is_done: Callable[[], bool], explain: Callable[[Store], str]) -> None:
         try:
             while not is_done():
-                self._check_stop()
                 if self._left() <= 0 and self._store is not None:
                     raise PeerError(explain(self._store))
                 time.sleep(POLL_S)

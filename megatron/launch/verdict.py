@@ -32,6 +32,12 @@ class Exit:
     at: float
     was_told: bool = False
     """The launcher had already told it to leave because a peer had died."""
+    place: str = ""
+    """Such as "stage 1, tensor 0, data 0"; empty if the rank did not come so far as to know it."""
+    doing: str = ""
+    """What it was at, such as "step 7, forward of micro-batch 3"."""
+    hint: str = ""
+    """What may be behind it; the launcher alone says it."""
 
     @property
     def weight(self) -> int:
@@ -51,12 +57,13 @@ class Exit:
         return 4 if self.status in (0, 4) or self.status < 0 else 1
 
     def __str__(self) -> str:
-        who = f"rank {self.rank} (pid {self.pid})"
+        who = f"rank {self.rank} ({self.place + '; ' if self.place else ''}pid {self.pid})"
+        at = f", at {self.doing}" if self.doing else ""
         if self.status < 0:
-            return f"{who} by {_signal_name(-self.status)}"
+            return f"{who} by {_signal_name(-self.status)}{at}"
         if self.status == 0:
-            return f"{who} left early with 0 while others were still running"
-        return f"{who} with exit code {self.status}"
+            return f"{who} left early with 0 while others were still running{at}"
+        return f"{who} with exit code {self.status}{at}"
 
 
 def culprit(exits: Iterable[Exit]) -> Exit | None:
