@@ -123,7 +123,6 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
         names: its "who" becomes this rank's name, for messages.
     """
     from megatron.generate.talk import talk
-    from megatron.training import world
 
     texts = read_prompts(args)
     grid, place, names["who"] = start(args)
@@ -136,14 +135,21 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
         answers = writer.answer(texts)
         if grid.rank == 0:
             write(answer_texts(answers, args, with_prompt=writer.prompts.tokens is None), args.output)
-    world.stop()
 
 
 def main() -> None:
     """Run the tool; an error ends the process with its code."""
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
+
+    def together() -> None:
+        run(parse_args(__doc__ or ""), names)
+        if world_size() > 1:
+            from megatron.training import world
+
+            world.stop()
+
     try:
-        guard(lambda: run(parse_args(__doc__ or ""), names), lambda: names["who"])
+        guard(together, lambda: names["who"])
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -1,0 +1,82 @@
+"""What the cached passes give is what the whole model gives on all tokens at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.generate.gpt2 import GPT2Reader
+from megatron.generate.part import part_of
+from megatron.generate.t5 import T5Reader
+from megatron.model.gpt2 import GPT2Model
+from megatron.model.sizes import T5Sizes
+from megatron.model.t5 import T5Model
+from tests.model.samples import SMALL, VOCAB, filled, small_sizes
+
+ROUNDING = 1e-13
+LENGTHS, STEPS = [4, 1, 6], 5
+T5 = {**SMALL, "max_position_embeddings": 24, "enc_layers": 2, "dec_layers": 2}
+NEAR = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6}
+
+
+def rows_of(lengths: list[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def differ(found: torch.Tensor | None, wanted: list[torch.Tensor]) -> float:
+    assert found is not None
+    whole = torch.stack(wanted)
+    return float((found[:, :VOCAB] - whole[:, :VOCAB]).abs().max() / whole.abs().max())
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@torch.no_grad()
+def test_gpt2_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one(untied: bool) -> None:
+    model = filled(GPT2Model(small_sizes(untie_embeddings=untied)).double()).eval()
+    rows = rows_of([length + STEPS for length in LENGTHS], seed=1)
+    alone = [model(row[None], torch.arange(len(row))[None])[:, 0] for row in rows]  # each [s, v]
+    reader = GPT2Reader(part_of(model), max(LENGTHS) + STEPS)
+    tokens = torch.full((3, max(LENGTHS)), 7)
+    for row, length, own in zip(rows, LENGTHS, tokens, strict=True):
+        own[:length] = row[:length]
+    last = torch.tensor(LENGTHS) - 1
+    found = reader.read(tokens, torch.arange(max(LENGTHS)).expand(tokens.shape), last)
+    assert differ(found, [own[length - 1] for own, length in zip(alone, LENGTHS, strict=True)]) < ROUNDING
+    held = [0, 1, 2]
+    for step in range(STEPS):
+        if step == 2:
+            reader.keep([0, 2])
+            held = [0, 2]
+        places = [LENGTHS[row] + step for row in held]
+        tokens = torch.stack([rows[row][place] for row, place in zip(held, places, strict=True)])[:, None]
+        found = reader.read(tokens, torch.tensor(places)[:, None], torch.zeros(len(held), dtype=torch.long))
+        assert differ(found, [alone[row][place] for row, place in zip(held, places, strict=True)]) < ROUNDING
+
+
+@pytest.mark.parametrize("width", [1, 3], ids=["a token a pass", "three tokens a pass"])
+@pytest.mark.parametrize(
+    "changes",
+    [NEAR, {**NEAR, "untie_embeddings": True, "activation": "gated-gelu"}, {"position_embedding_type": "learned"}],
+    ids=["relative", "untied", "learned"],
+)
+@torch.no_grad()
+def test_t5_with_a_cache_and_sources_of_any_length_equals_each_alone_without_one(
+    changes: dict[str, Any], width: int
+) -> None:
+    model = filled(T5Model(T5Sizes(**{**T5, **changes})).double()).eval()  # type: ignore[arg-type]
+    sources, answers = rows_of([5, 9, 2], seed=2), rows_of([12] * 3, seed=3)
+    alone = [model(s[None], a[None])[:, 0] for s, a in zip(sources, answers, strict=True)]  # each [s_d, v]
+    reader = T5Reader(part_of(model), [source.tolist() for source in sources], 12)
+    held = [0, 1, 2]
+    for start in range(0, 12, width):
+        if start == 6:
+            reader.keep([1, 2])
+            held = [1, 2]
+        tokens = torch.stack([answers[row][start : start + width] for row in held])
+        positions = torch.arange(start, start + width).expand(tokens.shape)
+        found = reader.read(tokens, positions, torch.full((len(held),), width - 1))
+        assert differ(found, [alone[row][start + width - 1] for row in held]) < ROUNDING
+    assert reader.memory is None

@@ -1,0 +1,277 @@
+"""tools/generate.py: what it writes is what Hugging Face's model says, in every layout; and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.whole import open_folder
+from megatron.errors import CheckpointError, ConfigError, DataError, JobError
+from megatron.generate.options import parse_args
+from tests.generate.models import save_model
+from tests.harness import run_ranks
+from tools import generate
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ["the lamp stood", "x", "of the house <extra_id_0> in the window", "灯在窗前"]
+NEW = 10
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"activation": "gelu-tanh"}),
+    "gpt2-untied": ("gpt2", {"untie_embeddings": True, "hidden_bias": True}),
+    "t5": ("t5", {}),
+    "t5-untied": ("t5", {"untie_embeddings": True, "activation": "gated-gelu"}),
+    "t5-learned": ("t5", {"position_embedding_type": "learned", "hidden_bias": True}),
+}
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+DRAWING = ["--temperature", "1.5", "--top-k", "30", "--top-p", "0.9", "--seed", "3"]
+Place = Callable[[str], Path]
+
+
+def asked(words: list[Any]) -> str:
+    """Return what the tool writes to standard output."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        generate.run(parse_args("", [str(word) for word in words]), {})
+    return out.getvalue()
+
+
+def answers(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def prompts_as_flags() -> list[str]:
+    return [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+
+
+def usual(run: Path, *more: Any) -> list[Any]:
+    words = ["--load", run, *prompts_as_flags(), "--json", "--dtype", "fp64", "--device", "cpu"]
+    return [*words, "--max-new-tokens", NEW, *more]
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The run folder of a model; the checkpoints of two were saved by two ranks."""
+
+    @functools.cache
+    def run_of(name: str) -> Path:
+        run = tmp_path_factory.mktemp(name)
+        family, values = MODELS[name]
+        save_model(run, family, ranks=2 if name in ("gpt2", "t5-untied") else 1, **values)
+        return run
+
+    return run_of
+
+
+@functools.cache
+def alone(run: Path, *more: str) -> list[dict[str, Any]]:
+    """Return the answers of one process to one prompt at a time."""
+    return answers(asked(usual(run, "--batch-size", 1, *more)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-untied", "t5", "t5-untied"])
+def test_it_writes_what_hugging_faces_generate_says_on_the_exported_model(
+    name: str, run_of: Place, tmp_path: Path
+) -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    export(open_folder(run_of(name)), tmp_path / "hf")
+    kind = transformers.AutoModelForCausalLM if name.startswith("gpt2") else transformers.AutoModelForSeq2SeqLM
+    model: Any = kind.from_pretrained(tmp_path / "hf", dtype=torch.float64, local_files_only=True).eval()
+    found = alone(run_of(name))
+    from megatron.checkpoint.hf.settings import saved_config
+    from megatron.checkpoint.hf.tokens import vocabulary_of
+    from megatron.generate.prompts import Prompts
+
+    vocabulary = vocabulary_of(saved_config(open_folder(run_of(name)).state), None)
+    assert vocabulary is not None
+    prompts = Prompts(vocabulary.tokenizer, vocabulary.t5)
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        row = prompts.encode(prompt)
+        tokens = torch.tensor([row])
+        given = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "num_beams": 1, "max_new_tokens": NEW}
+        said = model.generate(tokens, eos_token_id=prompts.eos_id, pad_token_id=0, **given)[0].tolist()
+        assert answer["tokens"] == said[1 if vocabulary.t5 else len(row) :], prompt
+        assert answer["text"] == prompts.decode(answer["tokens"], behind=row)
+        assert answer["num_prompt_tokens"] == len(row) and answer["prompt"] == prompt
+    assert len({token for answer in found for token in answer["tokens"]}) > 6
+    assert len({tuple(answer["tokens"]) for answer in found}) > 2
+
+
+def asked_of_ranks(rank: int, words: list[Any], tensor: int, pipe: int) -> str:
+    return asked([*words, "--model-parallel-size", tensor, "--pipe-parallel-size", pipe])
+
+
+SHORT = [
+    ("gpt2", (2, 1, 1)),
+    ("gpt2-untied", (1, 2, 1)),
+    ("t5", (1, 2, 1)),
+    ("t5-untied", (2, 1, 1)),
+    ("gpt2", (1, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*SHORT, *(pytest.param(n, x, marks=pytest.mark.slow) for n in MODELS for x in LAYOUTS if (n, x) not in SHORT)],
+)
+def test_every_layout_writes_what_one_process_writes_to_each_prompt_alone(
+    name: str, layout: tuple[int, int, int], run_of: Place
+) -> None:
+    run, (tensor, pipe, data) = run_of(name), layout
+    for more in ([], DRAWING):
+        size = tensor * pipe * data
+        first, *others = run_ranks(size, asked_of_ranks, usual(run, "--batch-size", 3, *more), tensor, pipe)
+        assert answers(first) == alone(run, *more) and not any(others)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5-learned"])
+def test_a_batch_gives_each_prompt_what_it_gets_alone(name: str, run_of: Place) -> None:
+    for more in ([], DRAWING):
+        assert answers(asked(usual(run_of(name), *more))) == alone(run_of(name), *more)
+    drawn = [answer["tokens"] for answer in alone(run_of(name), *DRAWING)]
+    assert drawn != [answer["tokens"] for answer in alone(run_of(name))]
+
+
+def test_each_rank_reads_its_own_slices_only(run_of: Place) -> None:
+    from megatron.checkpoint.hf.settings import saved_config
+    from megatron.generate import load
+    from megatron.mpu.groups import Group
+
+    checkpoint = open_folder(run_of("gpt2-untied"))
+    whole = load(checkpoint, saved_config(checkpoint.state))
+    pairs = [Group((0, 1), rank) for rank in (0, 1)]
+    parts = [load(checkpoint, saved_config(checkpoint.state), pipe=pipe) for pipe in pairs]
+    names = [set(dict(part.module.named_parameters())) for part in parts]
+    assert not names[0] & names[1] and names[0] | names[1] == set(dict(whole.module.named_parameters()))
+    cut = load(checkpoint, saved_config(checkpoint.state), tensor=pairs[1])
+    assert dict(cut.module.named_parameters())["layers.0.mlp.up.weight"].shape == (64, 32)
+
+
+def test_prompts_come_from_lines_or_objects_and_answers_go_to_a_file(run_of: Place, tmp_path: Path) -> None:
+    run, out = run_of("gpt2"), tmp_path / "out.jsonl"
+    wanted = [answer["text"] for answer in alone(run)]
+    (tmp_path / "lines.txt").write_text("".join(f"{prompt}\n" for prompt in PROMPTS), encoding="utf-8")
+    lines = [json.dumps({"id": n, "q": prompt}) for n, prompt in enumerate(PROMPTS)]
+    (tmp_path / "objects.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    words = ["--load", run, "--dtype", "fp64", "--max-new-tokens", NEW]
+    assert asked([*words, "--input", tmp_path / "lines.txt", "--json", "--output", out]) == ""
+    assert [answer["text"] for answer in answers(out.read_text(encoding="utf-8"))] == wanted
+    told = asked([*words, "--input", tmp_path / "objects.jsonl", "--field", "q"])
+    assert told == "".join(f"--- {n}\n{p}{w}\n" for n, (p, w) in enumerate(zip(PROMPTS, wanted, strict=True), 1))
+    assert asked([*words, "--prompt", PROMPTS[0], "--greedy"]) == f"{PROMPTS[0]}{wanted[0]}\n"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_without_prompts_each_line_is_answered_as_it_comes(
+    name: str, run_of: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPTS[0]}\n\n{PROMPTS[3]}"))
+    pieces: list[str] = []
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "write", pieces.append)
+    words = ["--load", run_of(name), "--dtype", "fp64", "--device", "cpu", "--max-new-tokens", NEW]
+    generate.run(parse_args("", list(map(str, words))), {})
+    texts = [answer["text"] for answer in alone(run_of(name))]
+    assert "".join(pieces) == f"{texts[0]}\n{texts[3]}\n" and len(pieces) > 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--prompt", "a", "--input", "b"], "got both"),
+        (["--prompt", "a", "--field", "b"], "--field is for --input FILE.jsonl"),
+        (["--json", "--batch-size", "2"], "--json, --batch-size: only with --prompt or --input"),
+        (["--greedy", "--top-k", "2"], "--greedy draws nothing, got --top-k too"),
+        (["--seed", "2"], "--seed is for drawing"),
+        (["--prompt", "a", "--max-new-tokens", "0", "--top-k", "0"], "--max-new-tokens .* got 0\n--top-k .* got 0"),
+        (["--temperature", "0"], "above 0, got 0.0. For 0 use --greedy"),
+        (["--temperature", "nan"], "above 0, got nan"),
+        (["--top-p", "1.5"], "at most 1, got 1.5"),
+        (["--pipe-parallel-size", "2"], "multiple of tensor x pipe, got 1, .* --nproc-per-node 2"),
+        (["--model-parallel-size", "0"], "at least 1, got 0 and 1"),
+        (["--prompt", "a", "--output", "/nowhere/x"], "folder of --output /nowhere/x must exist"),
+        (["--prmpt", "a"], "unrecognized arguments: --prmpt"),
+    ],
+)
+def test_options_that_cannot_be_are_told_together(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){told}"):
+        parse_args("", ["--load", "x", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "told"),
+    [
+        (["--prompt", "x" * 60], DataError, "prompt 1 has 60 tokens; they must fit into the 48 positions"),
+        (["--prompt", "x", "--prompt", "xy", "--max-new-tokens", "48"], DataError, "prompt 2 .* at most 47 new tokens"),
+        (["--prompt", "x", "--mode", "R"], DataError, "got R; this one has none"),
+        (["--prompt", "x", "--tokenizer-path", "nowhere"], DataError, "nowhere"),
+        (["--input", "nowhere"], DataError, "--input nowhere must be a text"),
+        (["--input", "empty.txt"], DataError, "must have a prompt on each line, got none"),
+        (["--input", "bad.jsonl"], DataError, "bad.jsonl:2: each line must be a JSON object with a text under 'text'"),
+        (["--load", "nowhere", "--prompt", "x"], CheckpointError, "nowhere"),
+    ],
+)
+def test_what_cannot_be_answered_is_told(
+    words: list[str], kind: type[JobError], told: str, run_of: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of("gpt2")
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("")
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
+    with pytest.raises(kind, match=told) as raised:
+        asked(["--load", run, *words])
+    assert not raised.value.is_of_this_rank
+
+
+def test_a_model_that_cannot_be_cut_so_is_refused_on_every_rank(run_of: Place) -> None:
+    words = ["--load", run_of("gpt2"), "--prompt", "x", "--device", "cpu"]
+    for tensor, pipe, told in ((1, 4, "at most the 3 layers of the model, got 4"), (4, 1, "")):
+        assert all(
+            found.startswith("ok") if not told else told in found
+            for found in run_ranks(4, refused, words, tensor, pipe)
+        )
+
+
+def refused(rank: int, words: list[Any], tensor: int, pipe: int) -> str:
+    try:
+        asked_of_ranks(rank, words, tensor, pipe)
+    except ConfigError as error:
+        return str(error)
+    return "ok"
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_it_and_an_error_gives_its_code_and_one_line(run_of: Place) -> None:
+    def launched(*words: Any) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "megatron.launch",
+            "--nproc-per-node",
+            "2",
+            "tools/generate.py",
+            *map(str, words),
+        ]
+        env = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+    run = run_of("gpt2")
+    done = launched(*usual(run, "--pipe-parallel-size", 2))
+    assert done.returncode == 0 and answers(done.stdout) == alone(run)
+    failed = launched("--load", run, "--prompt", "x" * 60, "--pipe-parallel-size", 2)
+    assert failed.returncode == 2 and failed.stderr.count("prompt 1 has 60 tokens") == 1
+    without = launched("--load", run, "--pipe-parallel-size", 2)
+    assert without.returncode == 2 and "the launcher gives ranks none" in without.stderr

@@ -1,0 +1,123 @@
+"""The loop of generation, over a function in place of a model; and what no model can take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import DataError
+from megatron.generate import generate_gpt2, generate_t5
+from megatron.generate.loop import generate
+from megatron.generate.part import Part
+from megatron.model.gpt2 import GPT2Model
+from megatron.model.sizes import Place, Sizes, T5Sizes
+from megatron.model.t5 import T5Model
+from tests.model.samples import SEQ, SMALL, VOCAB, filled, small_sizes
+
+EOS = 50
+
+
+class Counting:
+    """A model whose next token is the last one plus 1; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[list[int]]] = []
+        self.kept: list[list[int]] = []
+
+    def read(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        self.asked.append([tokens.tolist(), positions.tolist(), last.tolist()])
+        return tokens[torch.arange(len(last)), last] + 1
+
+    def keep(self, rows: list[int]) -> None:
+        self.kept.append(rows)
+
+
+def counted(count: Counting, starts: Any, limits: list[int], eos_id: int | None = EOS) -> Any:
+    told: list[tuple[int, int]] = []
+    part = Part(torch.nn.Linear(1, 1), Sizes(**SMALL), Place(), {}, [0])
+    how: dict[str, Any] = {"limits": limits, "eos_id": eos_id, "choose": lambda logits, rows, step: logits}
+    rows = generate(part, count, starts, **how, on_token=lambda row, token: told.append((row, token)))
+    assert [[token for place, token in told if place == row] for row in range(len(rows))] == rows
+    return rows
+
+
+def test_each_row_ends_with_its_own_end_or_limit_and_is_read_no_more() -> None:
+    count = Counting()
+    found = counted(count, [[7, 47], [48], [1, 2, 10], [20]], [4, 4, 4, 1])
+    assert found == [[48, 49, 50], [49, 50], [11, 12, 13, 14], [21]]
+    first, *others = count.asked
+    assert first[0] == [[7, 47, 0], [48, 0, 0], [1, 2, 10], [20, 0, 0]] and first[1] == [[0, 1, 2]] * 4
+    assert first[2] == [1, 0, 2, 0] and count.kept == [[0, 1, 2], [0, 2], [1]]
+    assert others == [
+        [[[48], [49], [11]], [[2], [1], [3]], [0, 0, 0]],
+        [[[49], [12]], [[3], [4]], [0, 0]],
+        [[[13]], [[5]], [0]],
+    ]
+
+
+def test_it_ends_when_all_rows_have_ended_and_without_an_end_at_the_limits() -> None:
+    count = Counting()
+    assert counted(count, [[48], [49]], [100, 100]) == [[49, 50], [50]] and len(count.asked) == 2
+    assert counted(Counting(), [[48], [49]], [3, 3], None) == [[49, 50, 51], [50, 51, 52]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "told"),
+    [
+        ([], 1, r"prompts must be one or more rows .* got rows of lengths \[\]"),
+        ([[1], []], 1, r"got rows of lengths \[1, 0\]"),
+        ([[1], [2, VOCAB]], 1, "from 0 to 100, got 101 in row 1"),
+        ([[-1]], 1, "from 0 to 100, got -1 in row 0"),
+        ([[1]], 0, "max_new_tokens must be at least 1, got 0"),
+        ([[1], [1, 2, 3]], SEQ - 1, f"prompt 2 has 3 tokens; they and {SEQ - 1} new .* 12 positions .* at most 10 new"),
+        ([[1] * (SEQ + 1)], None, "prompt 1 has 13 tokens; they must fit into the 12 positions .* Shorten it"),
+    ],
+)
+def test_what_a_model_cannot_take_is_refused(prompts: Any, new: int | None, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        generate_gpt2(filled(GPT2Model(small_sizes())), prompts, max_new_tokens=new)
+
+
+@pytest.mark.parametrize(("new", "lengths"), [(SEQ - 2, [SEQ - 2] * 2), (None, [SEQ - 2, SEQ])])
+def test_the_last_position_can_be_used_and_the_usual_number_ends_there(new: int | None, lengths: list[int]) -> None:
+    model = filled(GPT2Model(small_sizes()))
+    assert [len(row) for row in generate_gpt2(model, [[1, 2, 3], [4]], max_new_tokens=new)] == lengths
+
+
+def test_something_that_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="must be a GPT2Model, a T5Model, or the engine that trains one, got Linear"):
+        generate_gpt2(torch.nn.Linear(2, 2), [[1]], max_new_tokens=1)
+
+
+def small_t5(**changes: Any) -> T5Model:
+    return filled(T5Model(T5Sizes(**{**SMALL, "enc_layers": 1, "dec_layers": 1, **changes})))  # type: ignore[arg-type]
+
+
+def test_each_family_has_its_own_function() -> None:
+    with pytest.raises(TypeError, match="got an encoder-decoder. Use generate_t5"):
+        generate_gpt2(small_t5(), [[1]], max_new_tokens=1)
+    with pytest.raises(TypeError, match="generate_t5 needs a T5, .* Use generate_gpt2"):
+        generate_t5(GPT2Model(small_sizes()), [[1]], start_id=0, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("sources", "start", "new", "told"),
+    [
+        ([[1] * (SEQ + 1)], 0, 1, "prompt 1 has 13 tokens and must fit into the 12 positions"),
+        ([[1]], 0, SEQ + 1, "start of answer 1 has 1 tokens; they and 13 new ones, .* at most 12 new tokens"),
+        ([[1]], VOCAB, 1, "tokens of start_id must be from 0 to 100, got 101"),
+        ([[1], [VOCAB]], 0, 1, "tokens of sources must be from 0 to 100, got 101 in row 1"),
+    ],
+)
+def test_what_a_t5_cannot_take_is_refused(sources: Any, start: int, new: int, told: str) -> None:
+    model = small_t5(position_embedding_type="learned", activation="gelu")
+    with pytest.raises(DataError, match=told):
+        generate_t5(model, sources, start_id=start, max_new_tokens=new)
+
+
+def test_every_learned_position_can_be_used_and_relative_ones_have_no_end() -> None:
+    for changes, new in (({"position_embedding_type": "learned"}, SEQ), ({}, 2 * SEQ)):
+        rows = generate_t5(small_t5(**changes), [[1] * SEQ, [2]], start_id=0, max_new_tokens=new)
+        assert [len(row) for row in rows] == [new, new]

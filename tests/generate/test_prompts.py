@@ -1,0 +1,63 @@
+"""Texts to what a model reads, and what it says to text."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.data import T5Tokens, t5_tokens
+from megatron.errors import DataError
+from megatron.generate.prompts import UNKNOWN, Prompts
+from megatron.spans import Denoiser
+from megatron.tokenizer import Tokenizer
+from tests.tools.small_corpora import make_tokenizer
+
+TEXT = "the lamp stood in the window"
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("vocabulary"))
+
+
+def tokens_of(vocabulary: Tokenizer) -> T5Tokens:
+    return t5_tokens(vocabulary, 3, ())
+
+
+def test_gpt2_reads_the_text_and_a_document_begins_behind_an_end(vocabulary: Tokenizer) -> None:
+    prompts = Prompts(vocabulary, None)
+    assert prompts.encode(TEXT) == vocabulary.encode(TEXT) and prompts.eos_id == vocabulary.eod_id
+    assert prompts.encode("") == [vocabulary.eod_id]
+    spelled = prompts.encode(f"a{vocabulary.eod_name}<extra_id_0>")
+    assert vocabulary.eod_id not in spelled and vocabulary.decode(spelled) == f"a{vocabulary.eod_name}<extra_id_0>"
+
+
+def test_what_gpt2_said_comes_back_without_prompt_and_end(vocabulary: Tokenizer) -> None:
+    prompts = Prompts(vocabulary, None)
+    behind, said = prompts.encode("the lamp"), prompts.encode(" 灯 stood")
+    assert prompts.decode([*said, vocabulary.eod_id], behind=behind) == " 灯 stood"
+    assert prompts.decode(said) == " 灯 stood"
+    assert prompts.decode([*said, vocabulary.vocab_size + 5]) == " 灯 stood" + UNKNOWN
+
+
+def test_t5_reads_spans_by_their_sentinels_and_says_them_by_name(vocabulary: Tokenizer) -> None:
+    tokens = tokens_of(vocabulary)
+    prompts, (first, second, _) = Prompts(vocabulary, tokens), tokens.sentinels
+    whole = vocabulary.encode(TEXT)
+    found = prompts.encode("the lamp <extra_id_0> in<extra_id_1> window")
+    lamp, inside, window = (vocabulary.encode(part) for part in ("the lamp", " in", " window"))
+    assert found == [*lamp, first, *inside, second, *window, tokens.eos_id]
+    assert set(lamp + inside + window) <= set(whole)  # words as they are in a text
+    assert prompts.decode([first, *inside, second, tokens.eos_id]) == "<extra_id_0> in <extra_id_1>"
+    assert prompts.encode("<extra_id_1>") == [second, tokens.eos_id] and prompts.encode("") == [tokens.eos_id]
+
+
+def test_a_sentinel_or_mode_that_the_model_does_not_have_is_refused(vocabulary: Tokenizer) -> None:
+    with pytest.raises(DataError, match="<extra_id_3> must be one of the model's 3 sentinels, .* to <extra_id_2>"):
+        Prompts(vocabulary, tokens_of(vocabulary)).encode("a<extra_id_3>")
+    with pytest.raises(DataError, match="got S; this one has none"):
+        Prompts(vocabulary, tokens_of(vocabulary), "S")
+    several = t5_tokens(vocabulary, 3, [Denoiser("R", 0.15, 3), Denoiser("X", 0.5, 8)])
+    with pytest.raises(DataError, match="got S; this one has R, X"):
+        Prompts(vocabulary, several, "S")
+    for mode, opening in ((None, "R"), ("X", "X")):
+        assert Prompts(vocabulary, several, mode).encode(TEXT)[0] == several.modes[opening]
