@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,10 +72,13 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
         leave(error, who())
 
 
-def leave(error: BaseException, who: str) -> NoReturn:
+def leave(error: BaseException, who: str, linger: Callable[[], object] | None = None) -> NoReturn:
     """Say what happened and end this process at once, without waiting for peers that may never answer.
 
     Of several threads the first one says it.
+
+    Args:
+        linger: called between the last words and the end, while other threads are silent; its errors count for nothing.
     """
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()
@@ -88,13 +92,17 @@ def leave(error: BaseException, who: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
             print_line(str(failure))
     elif isinstance(failure, PeerError):
-        print_line(f"{who}: leaving, {failure}")
+        at = position.now()
+        print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:
         print_line(f"{who} failed: {out_of_memory(error) or f'{type(error).__name__}: {error}'}")
         if not isinstance(failure, JobError) and is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    if linger is not None:
+        with suppress(Exception):
+            linger()
     os._exit(code)
 
 
