@@ -9,7 +9,7 @@ import torch
 from megatron.checkpoint.loading import Checkpoint
 from megatron.checkpoint.opening import open_latest
 from megatron.errors import CheckpointError
-from megatron.mpu.groups import SINGLE
+from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard
 
 WEIGHTS = "weights/"
@@ -18,8 +18,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 
 
-def open_folder(path: Path) -> Checkpoint:
-    """Return the checkpoint that ``path`` means: a run folder, its checkpoints folder, or one checkpoint.
+def open_folder(path: Path, world: Group = SINGLE) -> Checkpoint:
+    """Return the checkpoint that ``path`` means: a run folder, its checkpoints folder, or one checkpoint. Collective.
 
     Raises:
         CheckpointError: there is none there, or none that verifies.
@@ -28,7 +28,7 @@ def open_folder(path: Path) -> Checkpoint:
         found = "a file" if path.exists() else "not there"
         raise CheckpointError(f"{path} is {found}: name a run folder, its checkpoints folder, or one checkpoint")
     inner = path / CHECKPOINTS
-    return open_latest(inner if inner.is_dir() else path, SINGLE)
+    return open_latest(inner if inner.is_dir() else path, world)
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:

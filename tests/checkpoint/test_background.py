@@ -1,13 +1,15 @@
 """A save in the background has the bytes, the commit and the errors of one that is waited for."""
 
+import errno
 import threading
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint import BackgroundSaver, open_latest, save
+from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import assert_holds, records_for, world_of
+from tests.checkpoint.samples import FailAt, assert_holds, records_for, save_alone, world_of
 from tests.harness import run_ranks
 
 
@@ -45,3 +47,77 @@ def test_its_bytes_are_those_of_a_save_that_is_waited_for_whatever_training_does
     waited, behind = (tmp_path / place / "step-00000020" for place in ("waited", "behind"))
     assert _content(waited) == _content(behind)
     assert_holds(open_latest(tmp_path / "behind", SINGLE), 20)
+
+
+def _disk_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _out_of_memory(*_: object) -> None:
+    raise MemoryError("no host memory")
+
+
+def _caught(finish):
+    try:
+        return finish()
+    except CheckpointError as error:
+        return str(error)
+
+
+def _fail_and_go_on(rank, root):
+    saver = BackgroundSaver(world_of(rank, 2))
+    told = []
+    with FailAt(1 if rank else 10**6, _disk_full, only="write"):
+        saver.start(root, 20, records_for(rank, 2, 20), {})
+        told.append(_caught(saver.finish))
+    told.append(saver.poll())
+    staging = saver._staging.copy
+    if rank:
+        saver._staging.copy = _out_of_memory
+    saver.start(root, 30, records_for(rank, 2, 30), {})
+    told.append(_caught(saver.finish))
+    saver._staging.copy = staging
+    saver.start(root, 40, records_for(rank, 2, 40), {}, keep_last=2)
+    saver.close()
+    told.append(saver.finish().path.name)
+    return told
+
+
+def test_a_failure_on_one_rank_is_told_once_on_all_and_the_next_save_succeeds(tmp_path):
+    save_alone(tmp_path, 10)
+    first, second = run_ranks(2, _fail_and_go_on, tmp_path)
+    assert first == second
+    full, nothing, memory, name = first
+    assert f"the checkpoint of step 20 was not saved to {tmp_path}: rank 1: [Errno 28] No space left on device" in full
+    assert "(needed " in full and nothing is None
+    assert "step 30 was not saved" in memory and "rank 1: MemoryError: no host memory" in memory
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000010", name] and name == "step-00000040"
+
+
+def test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again(tmp_path):
+    is_released = threading.Event()
+    saver = BackgroundSaver(SINGLE)
+    copy = saver._staging.copy
+    places = []
+
+    def copy_alone(records):
+        assert not any(thread.name.startswith("save-") for thread in threading.enumerate())
+        copied, num_bytes = copy(records)
+        places.append(min(record.tensor.data_ptr() for record in copied))
+        return copied, num_bytes
+
+    saver._staging.copy = copy_alone
+    with FailAt(0, is_released.wait):
+        assert saver.start(tmp_path, 10, records_for(0, 1, 10), {}).waited_s < 1
+        timer = threading.Timer(0.05, is_released.set)
+        timer.start()
+        assert saver.start(tmp_path, 20, records_for(0, 1, 20), {}).waited_s > 0
+        timer.join()
+    assert saver.poll().step == 10
+    assert saver.finish().step == 20 and places[0] == places[1]
+    assert_holds(open_latest(tmp_path, SINGLE), 20)
+
+
+def test_an_option_that_cannot_be_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="--keep-every must be at least 1, got 0"):
+        BackgroundSaver(SINGLE).start(tmp_path, 1, records_for(0, 1), {}, keep_every=0)

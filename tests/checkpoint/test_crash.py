@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megatron.checkpoint import open_latest, save
+from megatron.checkpoint import BackgroundSaver, open_latest, save
 from megatron.mpu.groups import SINGLE
 from tests.checkpoint.samples import FailAt, assert_holds, records_for, save_alone, world_of
 from tests.harness import fork_ranks
@@ -47,6 +47,35 @@ def test_a_kill_ahead_of_any_file_operation_leaves_the_old_or_the_new_checkpoint
         }
     else:
         assert steps_found[:-1] == [10] * len(done) and {*done} == {"create", "write", "fsync"}
+
+
+def _save_behind_and_die(rank, root, size, culprit, k):
+    with FailAt(k if rank == culprit else 10**6, _die) as operations:
+        saver = BackgroundSaver(world_of(rank, size))
+        saver.start(root, 20, records_for(rank, size, 20), {"step": 20, "seed": 20}, keep_last=1)
+        saver.finish()
+    return operations.names
+
+
+@pytest.mark.parametrize(("size", "culprit"), [(1, 0), (2, 1)])
+def test_a_kill_at_any_moment_of_a_save_in_the_background_leaves_the_old_or_the_new(
+    tmp_path, size, culprit, monkeypatch
+):
+    monkeypatch.setattr("megatron.log.warning", lambda message: None)
+    steps_found = []
+    for k in range(200):
+        root = tmp_path / str(k)
+        save_alone(root, 10)
+        codes, results, reports = fork_ranks(size, _save_behind_and_die, root, size, culprit, k, deadline_s=30)
+        found = open_latest(root, SINGLE)
+        assert_holds(found, seed=found.step)
+        steps_found.append(found.step)
+        if not any(codes):
+            break
+        assert codes[culprit] == -signal.SIGKILL, reports
+    done = results[culprit]
+    assert len(steps_found) == len(done) + 1 and steps_found == sorted(steps_found) and steps_found[-1] == 20
+    assert steps_found.index(20) == (done.index("rename") + 1 if culprit == 0 else len(done))
 
 
 def test_leftovers_of_a_killed_save_are_not_checkpoints_and_the_next_save_removes_them(tmp_path):

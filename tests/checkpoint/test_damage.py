@@ -188,3 +188,15 @@ def test_a_pickle_in_place_of_a_shard_is_never_executed(two, tmp_path):
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         assert_holds(open_checkpoint(two.parent, SINGLE), 20)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("lost", ["rank-00000.safetensors", "manifest.json"])
+def test_strictly_nothing_older_is_taken(two, lost, warnings):
+    root = two.parent.parent
+    assert open_latest(root, SINGLE, strict=True).step == 20
+    (two.parent / lost).unlink()
+    with pytest.raises(CheckpointError, match="the newest checkpoint must verify, none older is taken: .*20"):
+        open_latest(root, SINGLE, strict=True)
+    assert not warnings
+    assert open_latest(root, SINGLE).step == 10
+    assert "going back to step-00000010" in warnings[0]

@@ -62,3 +62,15 @@ def test_a_step_saved_again_stands_beside_the_first_and_is_the_newer(tmp_path):
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--keep-last must be at least 1, got 0"):
         save_alone(tmp_path, 10, keep_last=0)
+
+
+def test_every_so_many_steps_one_stays_whatever_came_after_it(tmp_path):
+    for step in (10, 15, 20, 25, 30, 40, 45):
+        save_alone(tmp_path, step, keep_last=1, keep_every=20)
+    assert _names(tmp_path) == ["step-00000020", "step-00000040", "step-00000045"]
+
+
+def test_every_so_many_steps_alone_deletes_nothing(tmp_path):
+    for step in (10, 20, 30):
+        save_alone(tmp_path, step, keep_every=20)
+    assert _names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
