@@ -1,0 +1,40 @@
+"""Metrics of a run that was killed stay readable, and hold each step once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.training.metrics import MetricsWriter, read_metrics
+
+
+def write(folder: Path, steps: range, resumed_step: int | None = None) -> MetricsWriter:
+    writer = MetricsWriter(folder, folder / "tensorboard", resumed_step)
+    for step in steps:
+        writer.write("train", step, {"loss": float(step)})
+    return writer
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("resumed_step", [3, 2, None])
+def test_a_line_that_a_kill_cut_off_spoils_no_other(resumed_step: int | None, tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind":"train","st')
+    first = 4 if resumed_step is None else resumed_step + 1
+    write(tmp_path, range(first, 6), resumed_step)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+    assert path.read_bytes().count(b"\n") == 5
+
+
+def test_going_back_drops_what_comes_again(tmp_path: Path) -> None:
+    writer = write(tmp_path, range(1, 6))
+    writer.go_back(2)
+    assert steps_in(tmp_path) == [1, 2]
+    writer.write("save", 2, {"durable_s": 0.1})
+    writer.write("train", 3, {"loss": 0.0})
+    assert steps_in(tmp_path) == [1, 2, 2, 3]

@@ -1,0 +1,219 @@
+"""When a run saves, what it does about a save that fails, and what it says of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import Durable, Staged
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import single_grid
+from megatron.training import save_news, saver
+from megatron.training.phases import Phases
+from megatron.training.saver import finish_saves, save, save_when_due, wants_by_time
+from megatron.training.saves import Saves
+from megatron.training.state import Progress, _check_between_steps
+from megatron.training.world import World
+
+
+class Stand:
+    """A run of which only the saving is real; ``written`` are the steps that it has saved or staged."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
+        self.config = SimpleNamespace(checkpoint=CheckpointConfig(**flags))
+        self.world = World("cpu", torch.device("cpu"), single_grid(), 0)
+        self.progress, self.saves, self.phases = Progress(), Saves(), Phases()
+        self.saved: Path | None = None
+        self.saved_step = -1
+        self.folder = folder
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self.records: list[tuple[int, dict[str, Any]]] = []
+        self.written: list[int] = []
+        self.told: list[int] = []
+        self.fails = False
+        self.screen = SimpleNamespace(line=self.lines.append)
+        self.metrics = SimpleNamespace(write=lambda kind, step, values: self.records.append((step, values)))
+        monkeypatch.setattr(saver, "_write", lambda run: self.write())
+        monkeypatch.setattr(save_news.progress_file, "tell", self.told.append)
+        monkeypatch.setattr(save_news.log, "error", self.errors.append)
+
+    def write(self) -> Path | Staged:
+        step = self.progress.step
+        if self.saves.background is not None:
+            self.written.append(step)
+            return Staged(step, 0.25, 1000, 0.0)
+        if self.fails:
+            raise CheckpointError("the disk is full")
+        self.written.append(step)
+        path = self.folder / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        return path
+
+    def step(self) -> None:
+        """Take a step and save if that is due."""
+        self.progress.step += 1
+        save_when_due(self, wants_by_time(self))  # type: ignore[arg-type]
+
+    def later(self, minutes: float) -> None:
+        """Let so many minutes pass."""
+        self.saves.last_at -= 60 * minutes
+
+
+class Disk:
+    """A background in which a save ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.outcomes: deque[Durable | CheckpointError] = deque()
+
+    def poll(self) -> Durable | None:
+        if not self.outcomes:
+            return None
+        if isinstance(self.outcomes[0], CheckpointError):
+            raise self.outcomes.popleft()  # type: ignore[misc]
+        return self.outcomes.popleft()  # type: ignore[return-value]
+
+    finish = poll
+
+
+@pytest.mark.parametrize(
+    ("flags", "passed", "saves"),
+    [
+        ({}, 29.9, False),
+        ({}, 30.1, True),
+        ({"save_interval": 50}, 1000.0, False),
+        ({"save_interval": 50, "save_interval_minutes": 2.0}, 2.1, True),
+        ({"save_interval_minutes": 0.0}, 1000.0, False),
+    ],
+)
+def test_time_asks_for_a_save(flags: dict[str, Any], passed: float, saves: bool, tmp_path: Path, monkeypatch) -> None:
+    run = Stand(tmp_path, monkeypatch, **flags)
+    run.step()
+    assert run.written == []
+    run.later(passed)
+    run.step()
+    assert run.written == ([2] if saves else [])
+    run.step()
+    assert run.written == ([2] if saves else []), "the time counts from the last save on"
+
+
+def test_saves_that_nobody_asked_for_do_not_fill_the_disk(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "step-00000000").mkdir()
+    run = Stand(tmp_path, monkeypatch)
+    for _ in range(4):
+        run.later(31)
+        run.step()
+    run.progress.step = 9
+    save(run)  # type: ignore[arg-type]
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["0", "3", "4", "9"]
+    asked = Stand(tmp_path / "asked", monkeypatch, save_interval_minutes=1.0)
+    for _ in range(4):
+        asked.later(2)
+        asked.step()
+    assert len(list((tmp_path / "asked").iterdir())) == 4
+
+
+def test_a_step_is_saved_once_and_told_once(tmp_path: Path, monkeypatch) -> None:
+    run = Stand(tmp_path, monkeypatch, save_interval=2)
+    run.step()
+    run.step()
+    save(run)  # type: ignore[arg-type]
+    assert (run.written, run.told, run.saved_step) == ([2], [2], 2)
+    assert run.lines == [f"step 2 | saved {run.saved}"]
+    ((step, values),) = run.records
+    assert step == 2 and values["save_stall_s"] == values["durable_s"] > 0
+    assert 0 < values["save_stall_share"] <= 1
+
+
+def test_a_save_that_fails_in_mid_run_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch) -> None:
+    run = Stand(tmp_path, monkeypatch, save_interval=1)
+    run.step()
+    run.fails = True
+    run.step()
+    assert len(run.errors) == 1 and "step 2: NOT SAVED: the disk is full" in run.errors[0] and "00001" in run.errors[0]
+    assert run.records[-1] == (2, {"failed": 1}) and run.told == [1]
+    with pytest.raises(CheckpointError, match="disk is full"):
+        save(run)  # type: ignore[arg-type]
+    run.fails = False
+    save(run)  # type: ignore[arg-type]
+    assert run.written == [1, 2], "the last one of a run is tried again"
+
+
+def test_on_save_error_stop_ends_the_run(tmp_path: Path, monkeypatch) -> None:
+    run = Stand(tmp_path, monkeypatch, save_interval=1, on_save_error="stop")
+    run.fails = True
+    with pytest.raises(CheckpointError, match="disk is full"):
+        run.step()
+
+
+def background(run: Stand) -> Disk:
+    disk = Disk()
+    run.saves.background = disk  # type: ignore[assignment]
+    return disk
+
+
+def test_staged_and_durable_are_told_apart(tmp_path: Path, monkeypatch) -> None:
+    run = Stand(tmp_path, monkeypatch, save_interval=2)
+    disk = background(run)
+    run.step()
+    run.step()
+    assert run.saved is None and run.told == []
+    assert "staged" in run.lines[0] and set(run.records[0][1]) == {
+        *("staged_s", "staged_bytes", "save_stall_s", "save_stall_share"),
+    }
+    disk.outcomes.append(Durable(2, tmp_path / "two", 3.5, 1000))
+    run.step()
+    assert run.saved == tmp_path / "two" and run.told == [2]
+    assert run.lines[1] == f"step 2 | durable 3.50 s after it was staged: saved {tmp_path / 'two'}"
+    assert run.records[1] == (2, {"durable_s": 3.5, "durable_bytes": 1000})
+    finish_saves(run)  # type: ignore[arg-type]
+    assert len(run.lines) == 2
+
+
+def test_a_failure_in_the_background_is_told_and_the_next_save_goes_on(tmp_path: Path, monkeypatch) -> None:
+    run = Stand(tmp_path, monkeypatch, save_interval=2)
+    disk = background(run)
+    for _ in range(2):
+        run.step()
+    disk.outcomes.append(CheckpointError("the disk is full"))
+    run.step()
+    assert len(run.errors) == 1 and run.saved_step == -1
+    finish_saves(run)  # type: ignore[arg-type]
+    run.step()
+    assert run.written == [2, 4] and run.saves.failure is None
+    disk.outcomes.append(CheckpointError("the disk is full"))
+    with pytest.raises(CheckpointError, match="disk is full"):
+        finish_saves(run)  # type: ignore[arg-type]
+
+
+def test_with_stop_a_failure_in_the_background_is_brought_to_all_ranks_by_the_vote(tmp_path: Path, monkeypatch) -> None:
+    run, other = (Stand(tmp_path, monkeypatch, save_interval=50, on_save_error="stop") for _ in range(2))
+    for each in (run, other):
+        disk = background(each)
+        each.progress.step = 1
+        save(each)  # type: ignore[arg-type]
+        each.progress.step = 2
+        if each is run:
+            disk.outcomes.append(CheckpointError("the disk is full"))
+            assert wants_by_time(each)  # type: ignore[arg-type]
+        else:
+            assert not wants_by_time(each)  # type: ignore[arg-type]
+            disk.outcomes.append(CheckpointError("the disk is full"))  # it has not looked yet
+        with pytest.raises(CheckpointError, match="disk is full"):
+            save_when_due(each, by_time=True)  # type: ignore[arg-type]
+
+
+def test_no_save_in_the_midst_of_a_step() -> None:
+    """Row K30."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([weight], lr=0.1)
+    _check_between_steps(optimizer)
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match="between steps only"):
+        _check_between_steps(optimizer)
