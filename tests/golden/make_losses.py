@@ -25,7 +25,7 @@ def golden_losses(script: ModuleType, num_ranks: int, layout: str, folder: Path)
     codes, _ = train_ranks(num_ranks, argv, script=script)
     if any(codes):
         raise RuntimeError(f"training ended with exit codes {codes}")
-    return [record["loss"] for record in read_metrics(folder / "run" / "metrics.jsonl")]
+    return [r["loss"] for r in read_metrics(folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
 
 
 def read_golden(script: ModuleType) -> list[float]:
