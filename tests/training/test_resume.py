@@ -27,14 +27,14 @@ def kill_after(step: int):
     """Return a plant that ends the process by SIGKILL once so many steps are done."""
 
     def plant(rank: int) -> None:
-        agree = loop.agree_to_stop
+        save_when_due = loop.save_when_due
 
-        def agree_or_die(run: loop.Run) -> str | None:
+        def save_and_die(run: loop.Run, by_time: bool) -> None:
+            save_when_due(run, by_time)
             if run.progress.step == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return agree(run)
 
-        loop.agree_to_stop = agree_or_die
+        loop.save_when_due = save_and_die
 
     return plant
 
