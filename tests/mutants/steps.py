@@ -80,9 +80,9 @@ STEPS = (
     ),
     Mutant(
         "a rank that is asked to stop stops alone",
-        "megatron/training/loop.py",
-        "    if all_reduce(vote, run.world.grid.world, dist.ReduceOp.MAX).item() == 0.0:\n",
-        "    if reason is None:\n",
+        "megatron/training/vote.py",
+        "all_reduce(votes, run.world.grid.world, dist.ReduceOp.MAX).tolist()",
+        "votes.tolist()",
         (f"{LOOP}::test_all_ranks_stop_together_or_none",),
     ),
 )

@@ -63,7 +63,7 @@ TRAIN = (
     ),
     Mutant(
         "corpora count alike in the loss of an evaluation",
-        "megatron/training/loop.py",
+        "megatron/training/evaluation.py",
         "sum(weights[name] * value for name, value in values.items() if weights[name]) / sum(weights.values())",
         "sum(value for name, value in values.items() if weights[name]) / sum(map(bool, weights.values()))",
         (f"{LOOP}::test_several_corpora_are_evaluated_one_by_one_and_weighed",),
