@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +15,7 @@ from megatron.errors import ConfigError, PeerError
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.training.accelerator import settle
+from megatron.training.sameness import compare_ranks
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def start(config: Config) -> World:
     grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
     _touch_every_group(grid, place)
-    _compare_ranks(config, grid)
+    compare_ranks(config, grid)
     device.seed(config.run.seed)
     return world
 
@@ -110,25 +107,3 @@ def _touch_every_group(grid: Grid, place: torch.device) -> None:
         dist.all_reduce(value, group=group.handle)
         if value.item() != group.size:
             raise PeerError(f"the {name} group must have {group.size} ranks, heard from {value.item():.0f}")
-
-
-def _compare_ranks(config: Config, grid: Grid) -> None:
-    """Raise if ranks differ in what must be the same: arguments, JSON, versions (rows I05 and I06 of a fault list)."""
-    if grid.world.size == 1:
-        return
-    mine = {
-        "arguments": hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode()).hexdigest()[
-            :12
-        ],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    everyone: list[Any] = [None] * grid.world.size
-    dist.all_gather_object(everyone, mine, group=grid.host.handle)
-    for key, value in everyone[0].items():
-        others = {rank: told[key] for rank, told in enumerate(everyone) if told[key] != value}
-        if others:
-            raise ConfigError(
-                f"all ranks must have the same {key}, got {value} on rank 0 and {others}. "
-                "Start every node with the same command, files and versions."
-            )

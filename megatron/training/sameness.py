@@ -1,0 +1,139 @@
+"""Checks right after the ranks have met that all of them run the same thing: code, versions, arguments, environment.
+
+What differs goes wrong much later otherwise, or not at all: two versions of a layer train without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+from megatron.mpu.groups import Grid
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("torch", "deepspeed", "numpy", "tokenizers", "sentencepiece")
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG", "DS_ACCELERATOR", "MEGATRON_TEXT_VOCABULARY", "NCCL_ALGO", "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+"""Of the environment: what changes numbers or what is sent. Names of network devices may differ between nodes."""
+MOST_ROWS = 20
+_OWN = ("run.local_rank",)
+
+
+def compare_ranks(config: Config, grid: Grid) -> None:
+    """Raise if ranks differ in what must be the same (rows I05 and I06 of the faults note). Collective.
+
+    Raises:
+        ConfigError: with a table of what differs on which ranks; the same on every rank.
+    """
+    if grid.world.size == 1:
+        return
+    mine = facts(config)
+    common = sorted((name, told) for name, told in mine.items() if not name.startswith("code"))
+    digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
+    found = _gather((digest, mine.get("code")), grid)  # some 100 bytes; all else only if something differs
+    if len({digest for digest, _ in found}) == 1 and len({code for _, code in found if code is not None}) == 1:
+        return
+    rows = list(differences(_gather(mine, grid)))
+    shown = rows[:MOST_ROWS] + ([f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
+    raise ConfigError(
+        "all ranks must run the same code with the same versions, arguments and environment; they differ in\n  "
+        + "\n  ".join(shown)
+        + "\nStart every node with the same command, files and versions."
+    )
+
+
+def facts(config: Config) -> dict[str, str]:
+    """Return what must be the same on all ranks, by name; the code on the first rank of each machine only."""
+    found = {f"arguments: {name}": told for name, told in _flat(config.to_dict()) if name not in _OWN}
+    found |= {f"version: {name}": _version(name) for name in VERSIONS} | {"version: python": platform.python_version()}
+    found |= {f"environment: {name}": os.environ.get(name, "unset") for name in VARIABLES}
+    json_file = config.run.deepspeed_config
+    if json_file:
+        found["file: --deepspeed_config"] = f"crc {zlib.crc32(Path(json_file).read_bytes()):08x}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        found |= {"code": f"crc {code_checksum():08x}", "code: git commit": commit(ROOT)}
+    return found
+
+
+def differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a row for each fact that is not the same on all ranks that have it: the values, with their ranks."""
+    for name in sorted({name for one in everyone for name in one}):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            if name in one or not name.startswith("code"):
+                ranks_of.setdefault(one.get(name, "none"), []).append(rank)
+        if len(ranks_of) > 1:
+            told = (f"{value} on rank {_told_ranks(ranks)}" for value, ranks in ranks_of.items())
+            yield f"{name}: {'; '.join(told)}"
+
+
+def code_checksum(root: Path = ROOT) -> int:
+    """Return a checksum over the names and contents of the code and of the script that runs."""
+    files = [*sorted((root / "megatron").rglob("*.py")), *sorted((root / "tds").rglob("*.py"))]
+    checksum = 0
+    for path in files:
+        checksum = zlib.crc32(f"{path.relative_to(root)}\0".encode() + path.read_bytes(), checksum)
+    script = Path(sys.argv[0])
+    return zlib.crc32(script.read_bytes(), checksum) if script.is_file() else checksum
+
+
+def commit(root: Path) -> str:
+    """Return the commit that is checked out in ``root``, or "unknown"; read from git's files, which is quick."""
+    try:
+        head = (root / ".git" / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        reference = head.removeprefix("ref: ")
+        loose = root / ".git" / reference
+        if loose.is_file():
+            return loose.read_text().strip()
+        packed = (root / ".git" / "packed-refs").read_text().splitlines()
+        return next((line.split()[0] for line in packed if line.endswith(f" {reference}")), "unknown")
+    except OSError:
+        return "unknown"
+
+
+def _gather(mine: Any, grid: Grid) -> list[Any]:
+    everyone: list[Any] = [None] * grid.world.size
+    dist.all_gather_object(everyone, mine, group=grid.host.handle)
+    return everyone
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, str(value)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _told_ranks(ranks: Sequence[int]) -> str:
+    """Return "0, 2-5" for such ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
