@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ import pytest
 import torch
 
 from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.hf.settings import saved_config
+from megatron.checkpoint.hf.tokens import vocabulary_of
 from megatron.checkpoint.whole import open_folder
 from megatron.errors import CheckpointError, ConfigError, DataError, JobError
+from megatron.generate import load
 from megatron.generate.options import parse_args
+from megatron.generate.prompts import Prompts
+from megatron.mpu.groups import Group
 from tests.generate.models import save_model
 from tests.harness import run_ranks
 from tools import generate
@@ -91,10 +97,6 @@ def test_it_writes_what_hugging_faces_generate_says_on_the_exported_model(
     kind = transformers.AutoModelForCausalLM if name.startswith("gpt2") else transformers.AutoModelForSeq2SeqLM
     model: Any = kind.from_pretrained(tmp_path / "hf", dtype=torch.float64, local_files_only=True).eval()
     found = alone(run_of(name))
-    from megatron.checkpoint.hf.settings import saved_config
-    from megatron.checkpoint.hf.tokens import vocabulary_of
-    from megatron.generate.prompts import Prompts
-
     vocabulary = vocabulary_of(saved_config(open_folder(run_of(name)).state), None)
     assert vocabulary is not None
     prompts = Prompts(vocabulary.tokenizer, vocabulary.t5)
@@ -102,6 +104,7 @@ def test_it_writes_what_hugging_faces_generate_says_on_the_exported_model(
         row = prompts.encode(prompt)
         tokens = torch.tensor([row])
         given = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "num_beams": 1, "max_new_tokens": NEW}
+        given["use_cache"] = vocabulary.t5 is None  # theirs fails for a T5 whose sides have unequal numbers of layers
         said = model.generate(tokens, eos_token_id=prompts.eos_id, pad_token_id=0, **given)[0].tolist()
         assert answer["tokens"] == said[1 if vocabulary.t5 else len(row) :], prompt
         assert answer["text"] == prompts.decode(answer["tokens"], behind=row)
@@ -146,10 +149,6 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(name: str, run_of: Place) 
 
 
 def test_each_rank_reads_its_own_slices_only(run_of: Place) -> None:
-    from megatron.checkpoint.hf.settings import saved_config
-    from megatron.generate import load
-    from megatron.mpu.groups import Group
-
     checkpoint = open_folder(run_of("gpt2-untied"))
     whole = load(checkpoint, saved_config(checkpoint.state))
     pairs = [Group((0, 1), rank) for rank in (0, 1)]
@@ -236,21 +235,23 @@ def test_what_cannot_be_answered_is_told(
     assert not raised.value.is_of_this_rank
 
 
-def test_a_model_that_cannot_be_cut_so_is_refused_on_every_rank(run_of: Place) -> None:
-    words = ["--load", run_of("gpt2"), "--prompt", "x", "--device", "cpu"]
-    for tensor, pipe, told in ((1, 4, "at most the 3 layers of the model, got 4"), (4, 1, "")):
-        assert all(
-            found.startswith("ok") if not told else told in found
-            for found in run_ranks(4, refused, words, tensor, pipe)
-        )
+def test_a_model_that_cannot_be_cut_so_is_refused(run_of: Place) -> None:
+    checkpoint = open_folder(run_of("gpt2"))
+    config = saved_config(checkpoint.state)
+    with pytest.raises(ConfigError, match="at most the 3 layers of the model, got 4"):
+        load(checkpoint, config, pipe=Group((0, 1, 2, 3), 2))
+    with pytest.raises(
+        ConfigError, match="--num-attention-heads must be a multiple of .*, got 4 and 3"
+    ):
+        load(checkpoint, config, tensor=Group((0, 1, 2), 0))
 
 
-def refused(rank: int, words: list[Any], tensor: int, pipe: int) -> str:
-    try:
-        asked_of_ranks(rank, words, tensor, pipe)
-    except ConfigError as error:
-        return str(error)
-    return "ok"
+def test_a_checkpoint_with_other_weights_than_its_configuration_tells_of_is_refused(run_of: Place) -> None:
+    checkpoint = open_folder(run_of("gpt2-untied"))
+    config = saved_config(checkpoint.state)
+    tied = replace(config, model=replace(config.model, untie_embeddings=False))
+    with pytest.raises(CheckpointError, match="holds weights .* not tell of: weights/head.weight"):
+        load(checkpoint, tied)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ MODEL = (
 EXTRA = f"--fp64 {MODEL}"
 PROMPTS = [[5, 17, 3], [42], [9, 8, 7, 6, 5], [100, 1]]
 NEW = 10
-SHORT = [(1, 2, 1), (2, 1, 1), (2, 2, 1)]
+SHORT = [(1, 2, 1), (2, 1, 1)]
 
 
 def started(rank: int, tensor: int, pipe: int, data: int, extra: str) -> tuple[Any, Any, Any]:
@@ -111,8 +111,8 @@ def test_decoding_between_steps_changes_nothing_in_training() -> None:
 
 
 def broken(rank: int) -> str:
-    _, _, engine = started(rank, 2, 2, 1, EXTRA)
-    if rank == 3:
+    _, _, engine = started(rank, 1, 2, 1, EXTRA)
+    if rank == 1:
         with torch.no_grad():
             next(engine.module.parameters()).fill_(float("nan"))
     with pytest.raises(NumericsError) as raised:
@@ -121,4 +121,4 @@ def broken(rank: int) -> str:
 
 
 def test_weights_that_are_no_numbers_end_it_on_every_rank() -> None:
-    assert all("logits must be numbers, got NaN" in told for told in run_ranks(4, broken))
+    assert all("logits must be numbers, got NaN" in told for told in run_ranks(2, broken))

@@ -34,7 +34,7 @@ SEGMENTS = "--reset-attention-mask"
 LEARNED = "--position-embedding-type learned --hidden-bias --max-position-embeddings 32"
 SOURCES = [[5, 17, 3, 60, 2], [42, 1], [9, 8, 7, 6, 5, 4, 3], [100, 1]]
 START, NEW = 0, 8
-SHORT = [(1, 2, 1), (2, 1, 1), (2, 2, 1)]
+SHORT = [(1, 2, 1), (2, 1, 1)]
 
 
 def started(rank: int, tensor: int, pipe: int, data: int, extra: str) -> Any:

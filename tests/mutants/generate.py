@@ -1,0 +1,153 @@
+"""Mistakes in generation: in the cache, the order of rows, the stages, drawing, and the texts."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CACHED_GPT2 = (
+    "tests/generate/test_cache.py::test_gpt2_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one"
+)
+CACHED_T5 = "tests/generate/test_cache.py::test_t5_with_a_cache_and_sources_of_any_length_equals_each_alone_without_one"
+SAMPLING = "tests/generate/test_sampling.py"
+COMMAND = "tests/generate/test_command.py"
+LAYOUT = f"{COMMAND}::test_every_layout_writes_what_one_process_writes_to_each_prompt_alone"
+BATCH = f"{COMMAND}::test_a_batch_gives_each_prompt_what_it_gets_alone"
+LOOP = "tests/generate/test_loop.py"
+PROMPTS = "tests/generate/test_prompts.py"
+ENDS = f"{LOOP}::test_each_row_ends_with_its_own_end_or_limit_and_is_read_no_more"
+
+GENERATE = (
+    Mutant(
+        "a query does not see its own position",
+        "megatron/model/cache.py",
+        "(slots <= positions.unsqueeze(2))",
+        "(slots < positions.unsqueeze(2))",
+        (f"{CACHED_GPT2}[False]",),
+    ),
+    Mutant(
+        "a shorter row's keys are put behind those of the longest",
+        "megatron/model/cache.py",
+        "            kept.scatter_(2, places, new)\n",
+        "            kept.scatter_(2, places.amax(0, keepdim=True).expand_as(places), new)\n",
+        (f"{CACHED_GPT2}[False]",),
+    ),
+    Mutant(
+        "rows that go on look at what other rows read of the source",
+        "megatron/model/cache.py",
+        "            self.cross = self.cross[0][rows], self.cross[1][rows]\n",
+        "            self.cross = self.cross[0][: len(rows)], self.cross[1][: len(rows)]\n",
+        (f"{CACHED_T5}[relative-a token a pass]",),
+    ),
+    Mutant(
+        "rows that go on look at what other rows have read",
+        "megatron/model/cache.py",
+        "            self.own = self.own[0][rows], self.own[1][rows]\n",
+        "            self.own = self.own[0][: len(rows)], self.own[1][: len(rows)]\n",
+        (f"{CACHED_GPT2}[False]",),
+    ),
+    Mutant(
+        "the bias of a new query is that of the first position",
+        "megatron/model/t5_attention.py",
+        "windows[:, :num_queries].flip(1)",
+        "windows[:, -num_queries:].flip(1)",
+        (f"{CACHED_T5}[relative-a token a pass]",),
+    ),
+    Mutant(
+        "tokens of one pass see later ones in it",
+        "megatron/model/t5_layer.py",
+        "            own = cache.slots.mask\n",
+        "            own = None if cache.slots.mask is None else torch.ones_like(cache.slots.mask)\n",
+        (f"{CACHED_T5}[relative-three tokens a pass]",),
+    ),
+    Mutant(
+        "what fills a source up is read",
+        "megatron/generate/t5.py",
+        "        has_padding = bool(is_padding.any())\n",
+        "        has_padding = False\n",
+        (f"{CACHED_T5}[relative-a token a pass]", f"{BATCH}[t5-learned]"),
+    ),
+    Mutant(
+        "each new token of a T5 stands at the first learned position",
+        "megatron/generate/t5.py",
+        "x + position(self.positions.t())",
+        "x + position(self.positions.t() * 0)",
+        (f"{CACHED_T5}[learned-a token a pass]",),
+    ),
+    Mutant(
+        "the first new token follows the last place of the longest row",
+        "megatron/generate/reader.py",
+        "x = x[last.to(device), torch.arange(b, device=device)].unsqueeze(0)",
+        "x = x[last.to(device).amax(0, keepdim=True), torch.arange(b, device=device)].unsqueeze(0)",
+        (f"{CACHED_GPT2}[False]", f"{BATCH}[gpt2]"),
+    ),
+    Mutant(
+        "new tokens stand behind the longest row",
+        "megatron/generate/loop.py",
+        "torch.tensor([[len(starts[row]) + step] for row in rows])",
+        "torch.tensor([[max(map(len, starts)) + step] for row in rows])",
+        (ENDS, f"{BATCH}[gpt2]"),
+    ),
+    Mutant(
+        "a row that has ended ends all",
+        "megatron/generate/loop.py",
+        "        if not still:\n",
+        "        if len(still) < len(rows):\n",
+        (ENDS,),
+    ),
+    Mutant(
+        "a prompt may be one token longer than the positions allow",
+        "megatron/generate/checks.py",
+        "positions - length + 1 if",
+        "positions - length + 2 if",
+        (f"{LOOP}::test_what_a_model_cannot_take_is_refused",),
+    ),
+    Mutant(
+        "a decoder's bias looks both ways",
+        "megatron/generate/stage_model.py",
+        'RelativeBias(sizes, place, name == "encoder")',
+        "RelativeBias(sizes, place, True)",
+        (f"{COMMAND}::test_it_writes_what_hugging_faces_generate_says_on_the_exported_model[t5]",),
+    ),
+    Mutant(
+        "numbers to draw with go by the place in the batch",
+        "megatron/generate/sampling.py",
+        "uniform(sampling.seed, keys[row], step) for row in rows",
+        "uniform(sampling.seed, keys[place], step) for place, row in enumerate(rows)",
+        (f"{BATCH}[gpt2]", f"{LAYOUT}[gpt2-layout4]"),
+    ),
+    Mutant(
+        "equal prompts draw alike",
+        "megatron/generate/sampling.py",
+        "        seen[row] += 1\n",
+        "        seen[row] += 0\n",
+        (f"{SAMPLING}::test_numbers_are_even_and_differ_by_seed_row_and_step",),
+    ),
+    Mutant(
+        "the token that reaches top-p is left out",
+        "megatron/generate/sampling.py",
+        "        falling = falling.masked_fill(before >= sampling.top_p, 0)\n",
+        "        falling = falling.masked_fill(before + falling >= sampling.top_p, 0)\n",
+        (f"{SAMPLING}::test_the_same_tokens_are_left_out_as_by_hugging_faces_warpers",),
+    ),
+    Mutant(
+        "a vocabulary that is cut is drawn from in parts",
+        "megatron/generate/sampling.py",
+        "        dist.all_gather(parts, logits.contiguous(), group=group.handle)\n",
+        "        parts = [logits] * group.size\n",
+        (f"{LAYOUT}[gpt2-layout0]",),
+    ),
+    Mutant(
+        "replicas answer each other's prompts",
+        "megatron/generate/writer.py",
+        "        found = self._of_all(found)\n",
+        "        found = self._of_all(dict(zip(sorted(found), found.values(), strict=True)))\n",
+        (f"{LAYOUT}[gpt2-layout4]", f"{BATCH}[gpt2]"),
+    ),
+    Mutant(
+        "blanks before a span are read",
+        "megatron/generate/prompts.py",
+        r're.compile(r"\s*<extra_id_(\d+)>")',
+        r're.compile(r"<extra_id_(\d+)>")',
+        (f"{PROMPTS}::test_t5_reads_spans_by_their_sentinels_and_says_them_by_name",),
+    ),
+)
