@@ -49,10 +49,11 @@ RESUMED = (
     ),
     Mutant(
         "tensor ranks load each other's slices",
-        "megatron/checkpoint/loading.py",
-        "        wanted = spans(shard)\n",
-        "        sizes = self.shape(name)\n"
-        "        wanted = [(n - b, n - a) for (a, b), n in zip(spans(shard), sizes, strict=True)]\n",
+        "megatron/checkpoint/load_plan.py",
+        "        wanted = ChunkStorageMetadata(torch.Size(offsets(shard)), torch.Size(part_shape(shard)))\n",
+        "        facts = zip(shard.global_shape, offsets(shard), part_shape(shard), strict=True)\n"
+        "        starts = torch.Size([whole - start - length for whole, start, length in facts])\n"
+        "        wanted = ChunkStorageMetadata(starts, torch.Size(part_shape(shard)))\n",
         ("tests/checkpoint/test_layouts.py::test_any_tensor_size_reads_what_any_other_saved[2]",),
     ),
     Mutant(

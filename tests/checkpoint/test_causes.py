@@ -1,0 +1,86 @@
+"""What one rank failed at, all ranks say, in words a person can act on."""
+
+import errno
+
+import pytest
+import torch
+
+from megatron.checkpoint import TensorRecord, open_latest, save
+from megatron.checkpoint.causes import in_words, summary
+from megatron.errors import CheckpointError
+from megatron.mpu.shard import Shard
+from tests.checkpoint.samples import FailAt, records_for, save_alone, world_of
+from tests.harness import run_ranks
+
+_FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class _CannotTravel(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def _failed(error, **marks):
+    with pytest.raises(CheckpointError) as caught, in_words(**marks):
+        raise error
+    return caught.value, None
+
+
+def test_ranks_that_failed_alike_are_named_together_and_what_all_say_needs_no_name():
+    full, other = _failed(_FULL), _failed(ValueError("odd"))
+    assert summary({1: full, 0: full, 2: other}, 4) == (
+        "ranks 0, 1: [Errno 28] No space left on device; rank 2: ValueError: odd"
+    )
+    assert summary({0: full, 1: full}, 2) == "[Errno 28] No space left on device"
+    assert summary({0: _failed(CheckpointError("need 2 GB"), is_of_this_rank=False)}, 2) == "need 2 GB"
+
+
+def _save_where_one_raises(rank, root, error):
+    def fail():
+        raise error
+
+    try:
+        with FailAt(0 if rank else 10**6, fail, only="create"):
+            save(root, 20, records_for(rank, 2, 20), {}, world_of(rank, 2))
+    except BaseException as caught:
+        return type(caught).__name__, str(caught)
+    return None
+
+
+def test_an_error_that_cannot_travel_is_told_all_the_same(tmp_path):
+    told = run_ranks(2, _save_where_one_raises, tmp_path, _CannotTravel("two", "words"))
+    assert told[0] == told[1] and "rank 1: _CannotTravel: two words" in told[0][1]
+
+
+def test_an_interrupt_ends_its_own_rank_as_it_would_anywhere_and_the_others_say_so(tmp_path):
+    interrupted = KeyboardInterrupt()
+    (kind, told), own = run_ranks(2, _save_where_one_raises_and_stays, tmp_path, interrupted)
+    assert kind == "CheckpointError" and "rank 1: KeyboardInterrupt" in told and own == ("KeyboardInterrupt", "")
+
+
+def _save_where_one_raises_and_stays(rank, root, error):
+    """As ``_save_where_one_raises``; rank 1 takes rank 0's last word, as its exit would end rank 0's telling."""
+    from megatron.checkpoint.agree import broadcast
+
+    found = _save_where_one_raises(rank, root, error)
+    if rank:
+        broadcast(world_of(rank, 2), None)
+    return found
+
+
+def _load_what_one_rank_lacks(rank, root):
+    checkpoint = open_latest(root, world_of(rank, 2))
+    records = [TensorRecord("mask", torch.zeros(3, dtype=torch.bool), Shard((3,)))]
+    if rank:
+        records.append(TensorRecord("layers.9.up", torch.zeros(2), Shard((2,))))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(records)
+    assert not records[0].tensor.any()
+    return str(caught.value)
+
+
+def test_a_tensor_that_one_rank_misses_stops_all_before_anything_is_read(tmp_path):
+    path = save_alone(tmp_path, 20)
+    first, second = run_ranks(2, _load_what_one_rank_lacks, tmp_path)
+    told = f"rank 1: {path} does not fit this model (1 tensors): layers.9.up: not in the checkpoint"
+    assert first == second == told
