@@ -71,6 +71,13 @@ def test_a_weight_with_fewer_vectors_than_replicas_leaves_some_without_a_part():
     assert cut_of(torch.tensor(1.0), 2) is None
 
 
+def test_columns_that_make_no_whole_vectors_stay_with_one_replica():
+    odd = set_shard(torch.nn.Parameter(torch.zeros(8, 15)), Shard((8, 30), 1, 15, 15))
+    assert cut_of(odd, 2).bounds == (0, 15, 15), "the last numbers of its memory are not those of the last columns"
+    even = set_shard(torch.nn.Parameter(torch.zeros(8, 14)), Shard((8, 28), 1, 14, 14))
+    assert cut_of(even, 2).bounds == (0, 8, 14)
+
+
 @settings(max_examples=25, deadline=None)
 @given(parameters(), st.integers(2, 4), st.sampled_from([torch.float32, torch.float64]))
 def test_fused_adamw_gives_parts_the_bits_of_the_whole(like, replicas, dtype):

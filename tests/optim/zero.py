@@ -15,7 +15,7 @@ WHOLE = {
     "table": (37, 16),  # 19 or 38 rows are held, of which one is padding
     "columns": (36, 10),
     "rows": (10, 48),
-    "odd_rows": (3, 14),  # its columns make no whole vectors: one replica takes what the tensor rank has
+    "odd_rows": (8, 30),  # its columns make no whole vectors: one replica takes what the tensor rank has
     "bias": (36,),
     "norm": (10,),
     "pair": (2, 16),
