@@ -1,0 +1,157 @@
+"""What a resumed run must share with its checkpoint, and where a start or a restart goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import TensorRecord, save
+from megatron.config import CheckpointConfig, Config
+from megatron.config.config import SECTIONS
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import SINGLE
+from megatron.mpu.shard import Shard
+from megatron.mpu.topology import Topology
+from megatron.training import resume_rules, run_folder
+from megatron.training.resume_rules import RULES, check_tokenizer, layout_text, machine, settings_changed
+from megatron.training.run_folder import Place, _chosen
+from megatron.training.state import CHECKPOINTS, EVERYTHING, Taken
+
+
+def config(**flags: Any) -> Config:
+    return Config(checkpoint=CheckpointConfig(**flags))
+
+
+def test_every_field_of_the_table_is_there_and_stands_once() -> None:
+    named = [name for rule in RULES for name in rule.fields]
+    real = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
+    assert len(named) == len(set(named)) and set(named) <= real
+
+
+@pytest.mark.parametrize("name", [name for rule in RULES for name in rule.fields])
+def test_each_warned_setting_is_told_with_both_values(name: str) -> None:
+    """Row K19."""
+    now = Config()
+    saved = now.to_dict()
+    assert list(settings_changed(saved, now)) == []
+    section, field = name.split(".")
+    saved[section][field] = "another"
+    assert list(settings_changed(saved, now)) == [f"{field}: saved another, now {now.to_dict()[section][field]}"]
+
+
+def test_what_an_older_checkpoint_does_not_say_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(resume_rules.log, "warning", warned.append)
+    resume_rules.warn_of_changes({"torch": torch.__version__, "config": {"optimizer": {}}}, Config(), "cpu")
+    assert warned == []
+
+
+@pytest.mark.parametrize("changed", ["torch", "threads", "cpu"])
+def test_another_machine_is_warned_of(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row N10."""
+    warned: list[str] = []
+    monkeypatch.setattr(resume_rules.log, "warning", warned.append)
+    here = machine("cpu")
+    saved = {**here, changed: "another"}
+    resume_rules.warn_of_changes({"torch": saved["torch"], "machine": saved}, Config(), "cpu")
+    assert len(warned) == 1 and "bitwise identity" in warned[0]
+    assert f"{changed}: saved another, now {here[changed]}" in warned[0]
+
+
+def test_another_layout_is_told_in_one_line() -> None:
+    """Row K15."""
+    saved = asdict(Topology(pipe=2, data=1, tensor=2))
+    assert layout_text(saved, Topology(pipe=4, data=1, tensor=1)) == "saved tp2 pp2 dp1, now tp1 pp4 dp1"
+    assert layout_text(saved, Topology(pipe=2, data=1, tensor=2)) is None
+
+
+def test_another_tokenizer_is_refused_unless_asked_for() -> None:
+    """Row K17."""
+    saved = {"tokenizer": "a" * 64}
+    for state, now in ((saved, "a" * 64), (saved, None), ({}, "b" * 64), ({"tokenizer": None}, "b" * 64)):
+        check_tokenizer(state, now, allow_change=False)
+    with pytest.raises(CheckpointError, match="saved a{12}, now b{12}.*--allow-vocab-change"):
+        check_tokenizer(saved, "b" * 64, allow_change=False)
+    check_tokenizer(saved, "b" * 64, allow_change=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "taken"),
+    [
+        ({}, EVERYTHING),
+        ({"no_load_optim": True}, replace(EVERYTHING, optimizer=False)),
+        ({"no_load_rng": True}, replace(EVERYTHING, generators=False)),
+        ({"load_weights_only": True}, Taken(counters=True, data=True, optimizer=False, generators=False)),
+        ({"finetune": True}, Taken(counters=False, data=False, optimizer=False, generators=False)),
+        ({"eval_only": True}, Taken(counters=True, data=False, optimizer=False, generators=False)),
+    ],
+)
+def test_what_each_flag_takes_up(flags: dict[str, bool], taken: Taken) -> None:
+    assert Taken.of(CheckpointConfig(**flags)) == taken
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("MEGATRON_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def save_as(job: str | None, folder: Path, step: int = 1) -> None:
+    state = {"job": job}
+    save(folder / CHECKPOINTS, step, [TensorRecord("weights/a", torch.ones(1), Shard((1,)))], state, SINGLE)
+
+
+@pytest.mark.parametrize("source", ["missing", "empty", "file"])
+def test_a_start_without_its_checkpoint_ends_before_it_makes_a_folder(source: str, place: Path) -> None:
+    """Row K09."""
+    (place / "empty" / CHECKPOINTS).mkdir(parents=True)
+    (place / "empty" / CHECKPOINTS / ".tmp-step-00000002-7").mkdir()
+    (place / "file").touch()
+    with pytest.raises(CheckpointError, match=source):
+        _chosen(config(load=source), "gpt2")
+    assert not (place / "runs").exists()
+    made = _chosen(config(load=source, load_if_exists=True, save="new"), "gpt2")
+    assert made == Place(Path("new"))
+    with pytest.raises(CheckpointError, match="--resume needs a run"):
+        _chosen(config(resume=True), "gpt2")
+    assert _chosen(config(resume=True, load_if_exists=True), "gpt2").source is None
+
+
+def test_load_if_exists_takes_what_is_there_damaged_or_not(place: Path) -> None:
+    save_as(None, place / "run")
+    assert _chosen(config(load="run", load_if_exists=True), "gpt2") == Place(Path("run"), Path("run"))
+    (place / "bad" / CHECKPOINTS / "step-00000001").mkdir(parents=True)
+    assert _chosen(config(load="bad", load_if_exists=True), "gpt2").source == Path("bad")
+
+
+def test_a_restart_goes_on_with_everything_from_what_its_own_job_has_saved(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = config(load="old", finetune=True, save="run")
+    save_as("job-0", place / "old")
+    save_as("job-0", place / "run")  # of an earlier job
+    monkeypatch.setenv("MEGATRON_RUN_ID", "job-1")
+    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old")), "nothing is saved yet"
+    save_as("job-1", place / "run", 2)
+    assert _chosen(start, "gpt2") == Place(Path("run"), Path("run"), is_restart=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert _chosen(start, "gpt2") == Place(Path("run"), Path("old")), "a new start of the job follows its flags"
+
+
+def test_a_restart_finds_the_folder_that_its_first_start_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_RUN_ID", "job-1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    first = _chosen(config(), "gpt2")
+    save_as("job-1", first.folder)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert _chosen(config(), "gpt2") == Place(first.folder, first.folder, is_restart=True)
+    assert run_folder.newest_run("gpt2") == first.folder
