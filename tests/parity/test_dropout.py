@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.parity import compare
 from tests.parity import t5_runs
-from tests.parity.layouts import GLOBAL_BATCH, LAYOUTS, batches, check_fp64, difference, serial, traces
+from tests.parity.layouts import LAYOUTS, batches, check_fp64, difference, serial, traces
 
 RATES = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DROPPED = f"--fp64 --clip-grad 0.5 {RATES} --layout-independent-dropout"
@@ -17,7 +17,7 @@ DROPPED = f"--fp64 --clip-grad 0.5 {RATES} --layout-independent-dropout"
     [(2, 1, 2, ""), (2, 2, 1, "--checkpoint-activations")],
 )
 def test_gpt2_drops_what_one_process_drops(tensor: int, pipe: int, data: int, schedule: str) -> None:
-    check_fp64(difference(tensor, pipe, data, 2, DROPPED, schedule, steps=4))
+    check_fp64(difference(tensor, pipe, data, 2, DROPPED, schedule, steps=3))
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_gpt2_drops_what_one_process_drops_in_every_layout(tensor: int, pipe: in
 
 def test_t5_drops_what_one_process_drops() -> None:
     variant = f"{DROPPED} {t5_runs.VARIANTS['v1.1']}"
-    check_fp64(t5_runs.difference(2, 2, 1, variant, 3, "--pipeline-split-rank 1"))
+    check_fp64(t5_runs.difference(2, 2, 1, variant, 2, "--pipeline-split-rank 1"))
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_t5_drops_what_one_process_drops_in_every_layout(tensor: int, pipe: int,
 
 
 def test_micro_batches_may_be_cut_otherwise() -> None:
-    check_fp64(compare(serial(GLOBAL_BATCH, 1, DROPPED, steps=4), [serial(2, GLOBAL_BATCH // 2, DROPPED, steps=4)]))
+    check_fp64(compare(serial(8, 2, DROPPED, steps=3), [serial(2, 8, DROPPED, steps=3)]))
 
 
 def test_a_growing_batch_drops_what_one_process_drops() -> None:
@@ -56,7 +56,7 @@ def test_a_growing_batch_drops_what_one_process_drops() -> None:
     ],
 )
 def test_schedules_and_recompute_change_no_mask(schedule: str) -> None:
-    check_fp64(difference(1, 2, 1, 2, DROPPED, schedule, steps=4))
+    check_fp64(difference(1, 2, 1, 2, DROPPED, schedule, steps=3))
 
 
 def test_the_fast_masks_depend_on_the_layout_and_these_on_the_step() -> None:
