@@ -2,10 +2,27 @@
 # Sourced by the run scripts with the name of their model and the user's flags, once they have set their variables and
 #   own       their own variables, each behind its flag: those that not every run script has
 #   recipe    flags that hold where neither the user's flags nor the JSON say otherwise
-# Makes the set-up and the sample data where they are needed, then starts pretrain_<model>.py on every device.
+# Makes the set-up and the sample data where they are needed, then starts pretrain_<model>.py on every device. Of the
+# user's flags --max-restarts, --stop-grace, --exit-grace and --init-timeout are the launcher's.
 set -euo pipefail
+trap 'exit 75' USR1                               # SLURM's warning while there is nothing yet to save
 model=$1
 shift
+
+launch=()
+rest=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --max-restarts | --stop-grace | --exit-grace | --init-timeout)
+      launch+=("$1")
+      if [ $# -gt 1 ]; then launch+=("$2") && shift; fi
+      ;;
+    --max-restarts=* | --stop-grace=* | --exit-grace=* | --init-timeout=*) launch+=("$1") ;;
+    *) rest+=("$1") ;;
+  esac
+  shift
+done
+set -- ${rest[@]+"${rest[@]}"}
 
 flags=()                                          # what the user set
 variables=                                        # which flag a variable sets, for messages
@@ -69,4 +86,5 @@ if [ -n "$is_dry" ]; then
 fi
 # shellcheck disable=SC2086 # LAUNCH_FLAGS is empty or several words
 exec "$PYTHON" -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" $LAUNCH_FLAGS "$program" ${flags[@]+"${flags[@]}"} "$@"
+  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" $LAUNCH_FLAGS ${launch[@]+"${launch[@]}"} "$program" \
+  ${flags[@]+"${flags[@]}"} "$@"

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+"""What the launcher has handlers for."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -71,8 +73,10 @@ def start(
     sys.stdout.flush()
     sys.stderr.flush()
     launcher = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # else the rank's copy of our handler would swallow one
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
     try:
         _become_rank(launcher, keeps_input)
@@ -95,9 +99,10 @@ def _become_rank(launcher: int, keeps_input: bool) -> None:
     if os.getppid() != launcher:  # it died before the line above
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
+    for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     if not keeps_input:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

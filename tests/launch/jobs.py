@@ -2,7 +2,9 @@
 
 Each rank follows its own plan, a list of words: ``sleep:S``, ``exit:CODE``, ``raise``, ``kill`` (SIGKILL to itself),
 ``save`` (on SIGTERM leave with 75), ``leave`` (on SIGTERM say what the failure file holds and leave with 4),
-``stubborn`` (ignore SIGTERM), ``wait``.
+``stubborn`` (ignore SIGTERM), ``wait``; ``tell:STEP`` (a durable checkpoint; STEP times the number of this start),
+``at:TEXT`` (note what it is at), ``child`` (start a process of its own), ``segv``; ``then`` (the words behind are for
+the starts after the first, and those before it for the first alone).
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ def leave(number, frame):
     os._exit(4)
 
 plan = json.loads(sys.argv[2])[rank]
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if "then" in plan:
+    plan = plan[plan.index("then") + 1 :] if start else plan[: plan.index("then")]
 for word in plan:
     if word in ("save", "leave"):
         signal.signal(signal.SIGTERM, {"save": save, "leave": leave}[word])
@@ -56,6 +61,24 @@ for word in plan:
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "wait":
         time.sleep(60)
+    elif action == "child":
+        import subprocess
+        child = subprocess.Popen(["sleep", "60"])
+        with open(f"{place}/child", "w") as file:
+            file.write(str(child.pid))
+    elif action == "tell":
+        from megatron.training import progress_file
+        progress_file.tell(int(value) * (start + 1))
+    elif action == "at":
+        from megatron.training import position
+        position.open_page()
+        position.name_rank(f"rank {rank} (stage {rank}, tensor 0, data 0)")
+        position.note(value)
+    elif action == "segv":
+        import ctypes
+        from megatron.training.failure import trace_crashes
+        trace_crashes()
+        ctypes.string_at(0)
 """
 
 
@@ -70,6 +93,7 @@ class Job:
         nproc: int | None = None,
         ranks_place: Path | None = None,
         script: Path | None = None,
+        arguments: list[str] | None = None,
     ) -> None:
         place.mkdir(exist_ok=True)
         self.ranks_place = ranks_place or place
@@ -80,7 +104,7 @@ class Job:
         argv = ["--nproc-per-node", str(nproc or len(plans)), *flags]
         if "--master-port" not in flags:
             argv += ["--master-port", str(free_port())]
-        argv += [str(script), str(self.ranks_place), json.dumps(plans)]
+        argv += [str(script), *([str(self.ranks_place), json.dumps(plans)] if arguments is None else arguments)]
         self.started = time.monotonic()
         self.pid = _fork(argv, self._output)
         self.code: int | None = None
@@ -94,6 +118,14 @@ class Job:
                 raise TimeoutError(f"ranks did not begin: {self.output}")
             time.sleep(0.01)
         return [json.loads(path.read_text()) for path in paths]
+
+    def until(self, text: str, deadline_s: float = 10.0) -> None:
+        """Return once the job has said this."""
+        end = time.monotonic() + deadline_s
+        while text not in self.output:
+            if time.monotonic() > end:
+                raise TimeoutError(f"not said: {text!r} in {self.output}")
+            time.sleep(0.005)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -72,15 +72,6 @@ def test_ranks_get_the_variables_that_torch_expects(tmp_path):
     assert first["MEGATRON_RUN_ID"] == second["MEGATRON_RUN_ID"] != ""
 
 
-def test_restarts_follow_a_death_but_not_a_users_mistake(tmp_path):
-    died = Job(tmp_path / "died", [["exit:4"]], "--max-restarts", "2")
-    assert died.wait() == 4
-    assert died.output.count("ended by rank 0") == 3
-    mistake = Job(tmp_path / "mistake", [["exit:3"]], "--max-restarts", "2")
-    assert mistake.wait() == 3
-    assert mistake.output.count("ended by rank 0") == 1
-
-
 def test_forked_ranks_form_a_process_group_over_the_launchers_store(tmp_path):
     script = tmp_path / "reduce.py"
     script.write_text(
