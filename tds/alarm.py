@@ -53,10 +53,7 @@ class Alarms:
         self._store.set(f"at/{self._rank}", place)
 
     def answer(self, own: Report) -> str | None:
-        """Raise the next alarm, or answer it if it is raised; return its verdict, or None if there came none.
-
-        Returns when the others have read the verdict, too: one of them may be the store's host and leave after it.
-        """
+        """Raise the next alarm, or answer it if it is raised; return its verdict, or None if there came none."""
         store, found = dist.PrefixStore(str(self.number), self._store), None
         is_first = not store.check(["alarm"]) and store.add("alarm", 1) == 1
         store.set(f"report/{self._rank}", own.encode())
@@ -66,11 +63,19 @@ class Alarms:
             store.set("verdict", verdict(reports, self._names, self._rank, self._last_places(reports)))
         if until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S):
             found = store.get("verdict").decode()
+        self.number += 1
+        return found
+
+    def linger(self) -> None:
+        """Wait until the others have read the last verdict, too: this rank may be the store's host and leave after it.
+
+        Each does so once it has made use of the verdict, for those who leave cut the connections of the rest.
+        """
+        store = dist.PrefixStore(str(self.number - 1), self._store)
+        if store.check(["verdict"]):
             readers = int(store.get("number"))
             store.add("read", 1)
             until(lambda: store.add("read", 0) >= readers, LINGER_S)
-        self.number += 1
-        return found
 
     def _gather(self, store: Any) -> dict[int, Report]:
         """Return what the ranks say of themselves within ``GATHER_S``."""

@@ -109,7 +109,9 @@ def verdict(
     if silent:
         listed = ", ".join(names[rank] for rank in silent[:8]) + (f" and {len(silent) - 8} more" if silent[8:] else "")
         told = f"{listed} did not come and does not answer: stopped, dead or cut off"
-        return told + "".join(f"; rank {rank} was last heard of {place}" for rank, place in (last_places or {}).items())
+        return told + "".join(
+            f"; the last word of rank {rank} was: {place}" for rank, place in (last_places or {}).items()
+        )
     rank, seen = asking, {asking}
     while (following := reports[rank].waits_for) is not None and following not in seen:
         rank = following

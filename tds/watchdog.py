@@ -134,6 +134,7 @@ class Watchdog:
         self._answered = self._seen
         self._tell(own)
         found = alarms.answer(own)
+        alarms.linger()
         with self._lock:
             if number == self._number:  # else what it was about is over
                 self._verdict = found

@@ -11,7 +11,7 @@ from megatron.stages import AUTO, MANY_CHUNKS, SCHEDULES, by_default
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
 STEP_TIMEOUT_S = 60
-"""A rank that gets no further for so long in a step ends the job; the first step, with its first kernels, has longer."""
+"""A rank that gets no further for so long in a step ends the job; the first step has longer, for its first kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +106,6 @@ class ParallelConfig:
     def phase_timeout_s(self) -> float:
         """The same in what takes long: opening data, the first step, loading, saving, evaluation."""
         return 60.0 * self.phase_timeout_minutes
-
-    def timeout_s(self, kind: str) -> int:
-        """Return the time-out of process groups on this kind of device, cpu or cuda."""
-        return self.step_timeout_s
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the layout alone."""

@@ -95,7 +95,7 @@ class Phases:
         try:
             yield
         except BaseException:
-            self._enter(outer)
+            self._enter(outer, is_noted=False)  # the last words of this rank are to say where it failed
             raise
         self._meet(f"waiting for all ranks at the end of {name}")
         self._enter(ENDING if self.name == STEP and outer == STARTING else outer)
@@ -113,9 +113,10 @@ class Phases:
         if self._watch is not None:
             self._watch.close()
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, *, is_noted: bool = True) -> None:
         before, self.name = self._limit_of(self.name), name
-        position.note(name)
+        if is_noted:
+            position.note(name)
         if self._watch is None:
             return
         self._watch.progress += 1

@@ -100,7 +100,7 @@ class Watch:
             if not self._settled.wait(PATIENCE_S + LINGER_S):
                 own = self._report()
                 self._tell(own)
-                self._leave(STORE_LOST, own)
+                self._leave(STORE_LOST, own, None)
 
     def _arm(self) -> None:
         """Have the stacks shown, without Python's help, where this thread is not called for so long as the limit.
@@ -131,7 +131,8 @@ class Watch:
         self._tell(own)
         found = self._alarms.answer(own)
         self._settled.set()
-        self._leave(found or "a rank raised the alarm and left before it could say who did not come", own)
+        found = found or "a rank raised the alarm and left before it could say who did not come"
+        self._leave(found, own, self._alarms.linger)
 
     def _is_late(self) -> bool:
         """Return whether this rank has got no further for longer than it may."""
@@ -163,11 +164,11 @@ class Watch:
         own = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
         words = own.words
         if own.is_waiting or state.action is not None:
-            words += f", {state.phase}"
-        elif operation is not None:
-            words = f"has waited in {operation} for {since_s:.1f} s, {state.phase}"
+            words += f", {state.phase.partition(', ')[0]}"
+        if operation is not None and not own.is_waiting:
+            words += f", waiting in {operation}"
         is_waiting = own.is_waiting or operation is not None or _is_busy(self._device)
-        return Report(is_waiting, own.waits_for, since_s, f"{words}, in {stacks.told_place(frame)}")
+        return Report(is_waiting, own.waits_for, since_s, f"{words}, at {stacks.told_place(frame)}")
 
     def _tell(self, own: Report) -> None:
         """Write what this rank is at in one call, so that lines of several ranks do not mix."""
@@ -178,9 +179,9 @@ class Watch:
         sys.stderr.write("; ".join(lines) + f"\n{stack}")
         sys.stderr.flush()
 
-    def _leave(self, found: str, own: Report) -> None:
+    def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
         told = found if found.startswith(self._name) else f"{found}. This rank {own.words}"
-        failure.leave(PeerError(told), self._name)
+        failure.leave(PeerError(told), self._name, linger)
 
 
 def _is_busy(device: torch.device) -> bool:

@@ -60,7 +60,7 @@ def start(config: Config) -> World:
     place = device.bind(kind, local_rank)
     if kind == "cpu":
         device.keep_freed_memory()
-    timeout = timedelta(seconds=config.parallel.timeout_s(kind))
+    timeout = timedelta(seconds=config.parallel.step_timeout_s)
     _init_process_group(config.parallel.distributed_backend or device.backend(kind), kind, timeout)
     parallel = config.parallel
     grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)

@@ -1,0 +1,119 @@
+"""When a rank is late, and what it tells of its last operations."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.mappings import all_reduce
+from megatron.training import watch, watch_record
+from tds import peers
+from tds.alarm import Alarms
+from tests.harness import run_ranks
+from tests.training.test_phases import CPU, SLACK_S, make_world
+
+
+class _Clock:
+    """Time as a test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sleep = time.sleep
+        self.time = time.time
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def dog(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A watch whose threads do not run, with a clock of its own."""
+    clock, began = _Clock(), [0.0]
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch.threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(watch_record, "idle_s", lambda: clock.now - began[0])
+    dog: Any = watch.Watch(Alarms(dist.HashStore(), 0, ["rank 0"]), "rank 0", lambda: "saving", 10.0, {}, CPU)
+
+    def look(after_s: float) -> bool:
+        """Look five times a second, until ``after_s`` have passed; return what was seen last."""
+        is_late, end = False, clock.now + after_s
+        while clock.now < end:
+            clock.now += 0.2
+            is_late = dog._is_late()
+        return is_late
+
+    dog.look, dog.clock, dog.began = look, clock, began
+    return dog
+
+
+def test_a_rank_is_late_once_nothing_has_changed_for_the_limit(dog: Any) -> None:
+    assert not dog.look(9.5) and dog.look(1.5)
+
+
+@pytest.mark.parametrize("what", ["progress", "collective", "action", "operation"])
+def test_a_rank_that_gets_on_is_never_late(what: str, dog: Any) -> None:
+    exchange = SimpleNamespace(action=None, waiting=None, waits=[], history=[], links=None)
+    dog.exchange = exchange
+    for number in range(4):
+        assert not dog.look(8.0), number
+        if what == "progress":
+            dog.progress += 1
+        elif what == "action":
+            exchange.action = number
+        elif what == "operation":
+            dog.began[0] = dog.clock.now
+        else:
+            with peers.waiting_together(0, "summing"):
+                pass
+    assert dog.look(12.0)
+
+
+def test_a_process_that_was_itself_stopped_or_starved_is_not_late_for_that(dog: Any) -> None:
+    assert not dog.look(5.0)
+    dog.clock.now += 60.0
+    assert not dog.look(4.0) and dog.look(2.0)
+
+
+def test_a_limit_that_changes_holds_at_once(dog: Any) -> None:
+    dog.limit_s = 1000.0
+    assert not dog.look(500.0)
+    dog.limit_s = 10.0
+    assert dog.look(0.2)
+
+
+def _record(rank: int) -> tuple[str, float, int, str | None]:
+    """Return the last operations, with those of a thread in the background left out."""
+    here = make_world(rank, 2)
+    apart = dist.new_group(backend="gloo")
+    all_reduce(torch.ones(2), here.grid.data)
+    released = threading.Event()
+
+    def in_background() -> None:
+        dist.all_reduce(torch.ones(7), group=apart)
+        released.set()
+        held.wait(SLACK_S)
+
+    held = threading.Event()
+    thread = threading.Thread(target=in_background)
+    thread.start()
+    released.wait(SLACK_S)
+    told = watch_record.told({here.grid.data.handle.group_name: "data"})
+    for _ in range(30):
+        all_reduce(torch.ones(3), here.grid.data)
+    many = watch_record.told({})
+    held.set()
+    thread.join()
+    return told, watch_record.idle_s(), many.count("all_reduce"), many
+
+
+def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() -> None:
+    for told, idle_s, number, many in run_ranks(2, _record):
+        assert told.endswith("all_reduce float[2] (data)") and "float[7]" not in told
+        assert idle_s < SLACK_S
+        assert number == 1 and "20 x all_reduce float[3] (default_pg)" in str(many)
