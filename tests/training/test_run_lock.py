@@ -110,6 +110,21 @@ def test_a_restart_waits_for_the_start_before_it(tmp_path: Path, monkeypatch: py
         end(other)
 
 
+def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lockf, calls = fcntl.lockf, []
+
+    def lock_after_the_holder_left(descriptor: int, operation: int) -> None:
+        if not calls:
+            (tmp_path / NAME).unlink()
+        calls.append(descriptor)
+        lockf(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", lock_after_the_holder_left)
+    lock = RunLock(tmp_path)
+    assert (tmp_path / NAME).exists() and len(calls) == 2
+    lock.release()
+
+
 @pytest.mark.parametrize(
     ("changed", "may_enter"),
     [

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from megatron.checkpoint import Durable, Staged
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import single_grid
+from megatron.optim import build_optimizer
 from megatron.training import save_news, saver
 from megatron.training.phases import Phases
 from megatron.training.saver import finish_saves, save, save_when_due, wants_by_time
 from megatron.training.saves import Saves
-from megatron.training.state import Progress, _check_between_steps
+from megatron.training.state import Progress, save_state
 from megatron.training.world import World
 
 
@@ -209,11 +210,14 @@ def test_with_stop_a_failure_in_the_background_is_brought_to_all_ranks_by_the_vo
             save_when_due(each, by_time=True)  # type: ignore[arg-type]
 
 
-def test_no_save_in_the_midst_of_a_step() -> None:
+def test_no_save_in_the_midst_of_a_step(tmp_path: Path) -> None:
     """Row K30."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer: Any = torch.optim.SGD([weight], lr=0.1)
-    _check_between_steps(optimizer)
-    weight.sum().backward()
+    module = torch.nn.Linear(2, 1)
+    optimizer = build_optimizer(module.parameters(), name="adamw", lr=0.1, weight_decay=0.0)
+    world = World("cpu", torch.device("cpu"), single_grid(), 0)
+    given: dict[str, Any] = {"config": Config(), "module": module, "optimizer": optimizer, "world": world}
+    module(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="between steps only"):
-        _check_between_steps(optimizer)
+        save_state(tmp_path, Progress(), **given, fingerprint=None)
+    optimizer.step()
+    assert save_state(tmp_path, Progress(), **given, fingerprint=None).name == "step-00000000"

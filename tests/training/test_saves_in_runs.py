@@ -23,7 +23,7 @@ from megatron.training import loop, metrics, report, saver
 from megatron.training.metrics import read_metrics
 from megatron.training.run_lock import NAME
 from megatron.training.state import CHECKPOINTS
-from tests.training.runs import flags, start_script, together, train_ranks
+from tests.training.runs import TOKENIZER, flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
 
 SHORT = "--train-iters 8 --hidden-dropout 0.1 --eval-iters 0"
@@ -182,3 +182,14 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
     assert train_ranks(1, argv, together(draw_numbers, go_back_once))[0] == [0]
     assert losses(folder) == losses(whole)
     assert_same(open_latest(folder / CHECKPOINTS, SINGLE), at(whole, 8))
+
+
+def test_another_tokenizer_ends_with_3(whole: Path, corpus: Path, tmp_path: Path) -> None:
+    """Row K17: also where only the weights are taken, for which the data are not compared."""
+    tokenizer, prefix, log = tmp_path / "tokenizer.json", tmp_path / "texts", tmp_path / "log"
+    tokenizer.write_text(TOKENIZER.read_text() + "\n")  # of the same size, and another file
+    for suffix in (".bin", ".idx"):  # without the sidecar that names the first one
+        shutil.copy(f"{corpus}{suffix}", f"{prefix}{suffix}")
+    extra = f"{SHORT} --train-iters 0 --finetune --load {whole} --tokenizer-path {tokenizer}"
+    assert start_script(1, flags(prefix, tmp_path / "run", extra), log) == [3]
+    assert "the tokenizer must be that of the checkpoint" in log.read_text()

@@ -1,0 +1,151 @@
+"""Mistakes in when a run saves, what it does about a failed save, its lock, and what a start takes up."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+RUNS = "tests/training/test_saves_in_runs.py"
+KILLED = f"{RUNS}::test_a_run_killed_while_it_saves_in_the_background_goes_on_as_if_it_had_not"
+BACK = f"{RUNS}::test_a_run_goes_back_to_its_own_checkpoints_only"
+OTHERS = f"{RUNS}::test_other_settings_are_warned_of_and_weights_alone_are_taken"
+SAVER = "tests/training/test_saver.py"
+LOCK = "tests/training/test_run_lock.py"
+RULES = "tests/training/test_resume_rules.py"
+METRICS = "tests/training/test_metrics_files.py"
+
+SAVES = (
+    Mutant(
+        "the default interval saves where another was named",
+        "megatron/config/checkpoint.py",
+        "return DEFAULT_MINUTES if self.is_default_interval else 0.0",
+        "return DEFAULT_MINUTES",
+        (f"{SAVER}::test_time_asks_for_a_save",),
+    ),
+    Mutant(
+        "saves that nobody asked for fill the disk",
+        "megatron/training/saver.py",
+        "is_unasked=by_time and flags.is_default_interval",
+        "is_unasked=False",
+        (f"{SAVER}::test_saves_that_nobody_asked_for_do_not_fill_the_disk",),
+    ),
+    Mutant(
+        "saves that somebody asked for are deleted",
+        "megatron/training/saver.py",
+        "is_unasked=by_time and flags.is_default_interval",
+        "is_unasked=by_time",
+        (f"{SAVER}::test_saves_that_nobody_asked_for_do_not_fill_the_disk",),
+    ),
+    Mutant(
+        "a step whose save failed in the background counts as saved",
+        "megatron/training/save_news.py",
+        "step, run.saved_step = run.saved_step, -1",
+        "step = run.saved_step",
+        (f"{SAVER}::test_a_failure_in_the_background_is_told_and_the_next_save_goes_on",),
+    ),
+    Mutant(
+        "the last save of a run may fail in the background",
+        "megatron/training/saver.py",
+        "    if run.saves.failure is not None and run.saves.failed_step == run.progress.step:\n"
+        "        raise run.saves.failure\n",
+        "",
+        (f"{SAVER}::test_a_failure_in_the_background_is_told_and_the_next_save_goes_on",),
+    ),
+    Mutant(
+        "a rank that has not heard of the failure saves on",
+        "megatron/training/saver.py",
+        "    if stops and run.saves.failure is not None:\n        raise run.saves.failure\n",
+        "",
+        (f"{SAVER}::test_with_stop_a_failure_in_the_background_is_brought_to_all_ranks_by_the_vote",),
+    ),
+    Mutant(
+        "a staged checkpoint is told as durable",
+        "megatron/training/saver.py",
+        '        tell(run, step, f"staged in {stall_s:.2f} s, being written", {**told, **stall})\n',
+        '        note_durable(run, step, run.folder, "staged", {**told, **stall})\n',
+        (f"{SAVER}::test_staged_and_durable_are_told_apart",),
+    ),
+    Mutant(
+        "gradients that are held are not missed",
+        "megatron/training/state.py",
+        "    _check_between_steps(optimizer)\n    records",
+        "    records",
+        (f"{SAVER}::test_no_save_in_the_midst_of_a_step",),
+    ),
+    Mutant(
+        "a run goes back to a checkpoint of an earlier one",
+        "megatron/training/saver.py",
+        " and path.name not in run.saves.foreign]",
+        "]",
+        (BACK,),
+    ),
+    Mutant(
+        "what is recorded after the checkpoint stays when a run goes back",
+        "megatron/training/saver.py",
+        "        run.metrics.go_back(run.progress.step)\n",
+        "        pass\n",
+        (BACK,),
+    ),
+    Mutant(
+        "a run that goes back keeps its generators",
+        "megatron/training/state.py",
+        'if taken.generators and checkpoint.state["layout"] == asdict(world.grid.topology):',
+        "if False:",
+        (BACK,),
+    ),
+    Mutant(
+        "a line that a kill cut off spoils the next",
+        "megatron/training/metrics.py",
+        "    if kept != path.read_bytes():\n",
+        '    if kept.count(b"\\n") != path.read_bytes().count(b"\\n"):\n',
+        (f"{METRICS}::test_a_line_that_a_kill_cut_off_spoils_no_other",),
+    ),
+    Mutant(
+        "weights alone bring the optimizer along",
+        "megatron/training/state.py",
+        "has_state = is_whole and not flags.load_weights_only",
+        "has_state = is_whole",
+        (OTHERS,),
+    ),
+    Mutant(
+        "a restart follows the flags of the first start",
+        "megatron/training/run_folder.py",
+        "return Place(folder, folder, is_restart=True)",
+        "return Place(folder, source or folder)",
+        (f"{RULES}::test_a_restart_goes_on_with_everything_from_what_its_own_job_has_saved",),
+    ),
+    Mutant(
+        "a restart takes the checkpoint of an earlier job",
+        "megatron/training/run_folder.py",
+        "job() is not None and any(_job_of(path) == job() for path in checkpoints.glob",
+        "any(True for path in checkpoints.glob",
+        (f"{RULES}::test_a_restart_goes_on_with_everything_from_what_its_own_job_has_saved",),
+    ),
+    Mutant(
+        "a file that its holder has just removed counts as the lock",
+        "megatron/training/run_lock.py",
+        "        if not _is_file(descriptor, self.path):\n            os.close(descriptor)\n            return None\n",
+        "",
+        (f"{LOCK}::test_a_file_that_was_removed_meanwhile_is_no_lock",),
+    ),
+    Mutant(
+        "any job may enter a folder",
+        "megatron/training/run_lock.py",
+        "            has_locks = error.errno not in _NO_LOCKS\n",
+        "            has_locks = False\n",
+        (f"{LOCK}::test_a_restart_waits_for_the_start_before_it",),
+    ),
+    Mutant(
+        "a number that went to another process counts as the job",
+        "megatron/training/run_lock.py",
+        'return started is not None and started == found.get("started")',
+        "return started is not None",
+        (f"{LOCK}::test_without_locks_the_text_decides",),
+    ),
+    Mutant(
+        "another tokenizer is taken without a word",
+        "megatron/training/resume.py",
+        "        check_tokenizer(state, run.tokenizer, allow_change=flags.allow_vocab_change)\n",
+        "",
+        (f"{RUNS}::test_another_tokenizer_ends_with_3",),
+    ),
+)
