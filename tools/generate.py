@@ -42,17 +42,15 @@ TIMEOUT_S = 600
 def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Writer:
     """Return what answers prompts with the model of --load. Collective."""
     from megatron import device
-    from megatron.checkpoint import open_latest
     from megatron.checkpoint.hf.settings import saved_config
     from megatron.checkpoint.hf.tokens import vocabulary_of
-    from megatron.checkpoint.whole import CHECKPOINTS
+    from megatron.checkpoint.whole import open_folder
     from megatron.generate import Sampling, load
     from megatron.generate.prompts import Prompts
     from megatron.generate.writer import Writer
 
-    inner = args.load / CHECKPOINTS
     with marked(is_of_this_rank=False):  # a damaged file is an error on all ranks alike
-        checkpoint = open_latest(inner if inner.is_dir() else args.load, grid.host)
+        checkpoint = open_folder(args.load, grid.host)
         config = saved_config(checkpoint.state)
         vocabulary = vocabulary_of(config, args.tokenizer_path)
         if vocabulary is None:

@@ -36,7 +36,7 @@ NEW = 10
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"activation": "gelu-tanh"}),
     "gpt2-untied": ("gpt2", {"untie_embeddings": True, "hidden_bias": True}),
-    "t5": ("t5", {}),
+    "t5": ("t5", {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}),
     "t5-untied": ("t5", {"untie_embeddings": True, "activation": "gated-gelu"}),
     "t5-learned": ("t5", {"position_embedding_type": "learned", "hidden_bias": True}),
 }
@@ -238,8 +238,8 @@ def test_what_cannot_be_answered_is_told(
 def test_a_model_that_cannot_be_cut_so_is_refused(run_of: Place) -> None:
     checkpoint = open_folder(run_of("gpt2"))
     config = saved_config(checkpoint.state)
-    with pytest.raises(ConfigError, match="at most the 3 layers of the model, got 4"):
-        load(checkpoint, config, pipe=Group((0, 1, 2, 3), 2))
+    with pytest.raises(ConfigError, match="at most the 4 layers of the model, got 5"):
+        load(checkpoint, config, pipe=Group((0, 1, 2, 3, 4), 2))
     with pytest.raises(
         ConfigError, match="--num-attention-heads must be a multiple of .*, got 4 and 3"
     ):

@@ -95,11 +95,11 @@ GENERATE = (
         (ENDS,),
     ),
     Mutant(
-        "a prompt may be one token longer than the positions allow",
+        "the usual number of tokens ends a position early",
         "megatron/generate/checks.py",
         "positions - length + 1 if",
-        "positions - length + 2 if",
-        (f"{LOOP}::test_what_a_model_cannot_take_is_refused",),
+        "positions - length if",
+        (f"{LOOP}::test_the_last_position_can_be_used_and_the_usual_number_ends_there[None-lengths1]",),
     ),
     Mutant(
         "a decoder's bias looks both ways",
