@@ -209,7 +209,7 @@ def main() -> int:
         lines += [
             "export DS_ACCELERATOR=cpu",
             "export CUDA_VISIBLE_DEVICES=",
-            "LAUNCH_FLAGS='--preload torch,deepspeed,torch._dynamo,megatron.training.run'",
+            "LAUNCH_FLAGS='--preload torch,deepspeed,torch._dynamo,torch.distributed.checkpoint,megatron.training.run'",
         ]
         if _nvidia_gpus() and os.environ.get("DS_ACCELERATOR") != "cpu":
             log.warning("this machine has a GPU that cannot be used (CPU build of torch, or CUDA_VISIBLE_DEVICES)")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import time
 
 import pytest
 
-from tests.launch.jobs import Job, is_alive
+from tests.launch.jobs import Job, free_port, is_alive
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -60,3 +62,54 @@ def test_a_signal_before_the_ranks_exist_ends_the_launcher(tmp_path):
     time.sleep(0.3)
     job.signal(signal.SIGTERM)
     assert job.wait(5) == 143
+
+
+def test_slurms_warning_lets_the_ranks_save_and_a_further_one_is_no_news(tmp_path):
+    job = Job(tmp_path, [["save", "wait"], ["save", "wait"]])
+    job.ranks(2)
+    job.signal(signal.SIGUSR1)
+    job.until("SIGUSR1: the ranks finish their step")
+    job.signal(signal.SIGUSR1)
+    assert job.wait(5) == 75
+
+
+def test_a_second_signal_after_slurms_warning_ends_everything_at_once(tmp_path):
+    job = Job(tmp_path, [["stubborn", "wait"]])
+    job.ranks(1)
+    job.signal(signal.SIGUSR1)
+    job.until("the ranks finish their step")
+    job.signal(signal.SIGTERM)
+    assert job.wait(5) == 143
+
+
+def test_slurms_warning_before_the_ranks_exist_asks_for_another_start(tmp_path):
+    job = Job(tmp_path, [["exit:0"]], "--nnodes", "2")
+    time.sleep(0.3)
+    job.signal(signal.SIGUSR1)
+    assert job.wait(5) == 75
+    assert "SIGUSR1 before the ranks were started: nothing to save, code 75" in job.output
+
+
+def test_ctrl_c_leaves_no_orphan_and_the_port_free(tmp_path):
+    """Rows A12 and A18: what a rank has started goes with it, whether the launcher leaves or is killed."""
+    for number, code in ((signal.SIGINT, 75), (signal.SIGKILL, -signal.SIGKILL)):
+        port = free_port()
+        place = tmp_path / str(int(number))
+        job = Job(place, [["save", "child", "wait"]], "--master-port", str(port))
+        (rank,) = job.ranks(1)
+        end = time.monotonic() + 10
+        while not (place / "child").exists() or not (place / "child").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        child = int((place / "child").read_text())
+        job.signal(number)
+        assert job.wait(5) == code
+        end = time.monotonic() + 2
+        while is_alive(rank["pid"]) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not is_alive(rank["pid"])
+        if number == signal.SIGINT:
+            assert not is_alive(child)
+        else:
+            os.kill(child, signal.SIGKILL)  # `sleep` does not ask the kernel to die with its parent, as readers do
+        socket.create_server(("127.0.0.1", port)).close()

@@ -1,0 +1,68 @@
+"""What the launcher says of a rank that died: where it was, what crashed, and whether memory ran out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.launch import memory
+from tests.launch.jobs import Job
+
+
+def test_a_killed_rank_is_named_with_its_stage_and_what_it_was_at(tmp_path):
+    """Row A02."""
+    job = Job(tmp_path, [["leave", "wait"], ["at:step 7, forward of micro-batch 3", "kill"]])
+    pid = job.ranks(2)[1]["pid"]
+    assert job.wait(5) == 4
+    told = f"rank 1 (stage 1, tensor 0, data 0; pid {pid}) by SIGKILL, at step 7, forward of micro-batch 3"
+    assert f"rank 0 leaves: a peer died: {told}\n" in job.output
+    assert f"launch: ended by {told} (perhaps the OOM killer" in job.output
+
+
+def test_a_crash_in_native_code_shows_its_trace_with_the_rank(tmp_path):
+    """Row A17."""
+    job = Job(tmp_path, [["leave", "wait"], ["segv"]])
+    assert job.wait(5) == 4
+    assert "rank 1: Fatal Python error: Segmentation fault" in job.output
+    assert "rank 1:   File " in job.output and "script.py" in job.output
+    assert "by SIGSEGV; the job ends with code 4" in job.output
+
+
+def test_ranks_that_the_launcher_has_ended_show_no_hint_of_memory(tmp_path):
+    job = Job(tmp_path, [["stubborn", "wait"], ["exit:5"]])
+    assert job.wait(5) == 5
+    assert "OOM" not in job.output
+
+
+def machine(root: Path, cgroup: str, files: dict[str, int]) -> Path:
+    """Make what the kernel shows of memory below ``root``."""
+    for name, count in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {count}\n")
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file"),
+    [
+        ("0::/job/7\n", "sys/fs/cgroup/job/7/memory.events"),
+        ("4:cpu,memory:/slurm/7\n0::/\n", "sys/fs/cgroup/memory/slurm/7/memory.oom_control"),
+    ],
+)
+def test_the_oom_killers_counts_are_read_from_both_versions_of_cgroups(cgroup, file, tmp_path):
+    before = memory.oom_kills(machine(tmp_path, cgroup, {file: 1, "proc/vmstat": 4}))
+    assert before == {"this job's memory cgroup": 1, "this machine": 4}
+    after = memory.oom_kills(machine(tmp_path, cgroup, {file: 2, "proc/vmstat": 5}))
+    told = memory.told(before, after)
+    assert (
+        "this job's memory cgroup: 1 to 2" in told and "this machine: 4 to 5" in told and "lower --batch-size" in told
+    )
+    assert "its count has not risen" in memory.told(before, before)
+
+
+def test_counts_that_cannot_be_read_leave_a_guess(tmp_path):
+    assert memory.oom_kills(tmp_path) == {}
+    assert memory.told({}, {}) == "perhaps the OOM killer, whose counts cannot be read here"
