@@ -240,9 +240,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused(run_of: Place) -> None:
     config = saved_config(checkpoint.state)
     with pytest.raises(ConfigError, match="at most the 4 layers of the model, got 5"):
         load(checkpoint, config, pipe=Group((0, 1, 2, 3, 4), 2))
-    with pytest.raises(
-        ConfigError, match="--num-attention-heads must be a multiple of .*, got 4 and 3"
-    ):
+    with pytest.raises(ConfigError, match="--num-attention-heads must be a multiple of .*, got 4 and 3"):
         load(checkpoint, config, tensor=Group((0, 1, 2), 0))
 
 

@@ -141,7 +141,7 @@ GENERATE = (
         "megatron/generate/writer.py",
         "        found = self._of_all(found)\n",
         "        found = self._of_all(dict(zip(sorted(found), found.values(), strict=True)))\n",
-        (f"{LAYOUT}[gpt2-layout4]", f"{BATCH}[gpt2]"),
+        (f"{LAYOUT}[gpt2-layout4]",),
     ),
     Mutant(
         "blanks before a span are read",
