@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -32,13 +33,19 @@ class Cut:
     dim: int
     bounds: tuple[int, ...]
 
-    def parts(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the views of all replicas' parts of ``tensor``, which has the shape of the parameter."""
-        lengths = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
-        return tensor.split(lengths, self.dim)
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(first replica, their number, indices of each) for replicas with parts of one length; three runs at most."""
+        found, first = [], 0
+        for length, same in groupby(stop - start for start, stop in pairwise(self.bounds)):
+            number = len(list(same))
+            if length:
+                found.append((first, number, length))
+            first += number
+        return tuple(found)
 
     def part(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
-        """Return the view of one replica's part of ``tensor``."""
+        """Return the view of one replica's part of ``tensor``, which has the shape of the parameter."""
         return tensor.narrow(self.dim, self.bounds[replica], self.bounds[replica + 1] - self.bounds[replica])
 
     def shard(self, whole: Shard, replica: int) -> Shard:

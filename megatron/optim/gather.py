@@ -23,6 +23,24 @@ class Piece:
     master: torch.Tensor
     cut: Cut
 
+    @property
+    def room(self) -> int:
+        """Numbers of the largest part, which each replica's has room for: so all send alike."""
+        longest = max(length for _, _, length in self.cut.runs)
+        return self.parameter.numel() // self.parameter.shape[self.cut.dim] * longest
+
+    def received(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield views of the parameter and of what belongs there: as many as parts have lengths, not one a replica.
+
+        Args:
+            slots: [d, room], what the replicas have sent.
+        """
+        dim = self.cut.dim
+        for first, number, length in self.cut.runs:
+            run = self.parameter.narrow(dim, self.cut.bounds[first], number * length)
+            parts = run.unflatten(dim, (number, length)).movedim(dim, 0)  # [number, ..., length, ...]
+            yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
+
 
 def buckets(pieces: Iterable[Piece], bucket_bytes: int | None = None) -> Iterator[list[Piece]]:
     """Yield runs of ``pieces`` whose parameters have at most so many bytes together, or one parameter."""
@@ -46,24 +64,12 @@ def gather(bucket: Sequence[Piece], group: Group) -> None:
     Args:
         bucket: parameters of one dtype and device, the same in the same order on every replica of ``group``.
     """
-    parts = [piece.cut.parts(piece.parameter) for piece in bucket]  # by parameter, then by replica
-    lengths = [sum(own[replica].numel() for own in parts) for replica in range(group.size)]
-    mine = bucket[0].parameter.new_empty(max(lengths))
-    _copy(_laid_out(mine, [own[group.rank] for own in parts]), [piece.master for piece in bucket])
+    rooms = [piece.room for piece in bucket]
+    mine = bucket[0].parameter.new_empty(sum(rooms))
+    for piece, slot in zip(bucket, mine.split(rooms), strict=True):
+        slot[: piece.master.numel()].view(piece.master.shape).copy_(piece.master)
     every = mine.new_empty(group.size * len(mine))
     dist.all_gather_single(every, mine, group=group.handle)
-    for replica, flat in enumerate(every.split(len(mine))):
-        theirs = [own[replica] for own in parts]
-        _copy(theirs, _laid_out(flat, theirs))
-
-
-def _laid_out(flat: torch.Tensor, shapes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of ``flat``, one behind the other, of the shapes of these tensors."""
-    views = flat[: sum(like.numel() for like in shapes)].split([like.numel() for like in shapes])
-    return [view.view(like.shape) for view, like in zip(views, shapes, strict=True)]
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target.numel()]
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    for piece, slots in zip(bucket, every.view(group.size, -1).split(rooms, dim=1), strict=True):
+        for parts, sent in piece.received(slots):
+            parts.copy_(sent)

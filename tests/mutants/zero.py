@@ -42,15 +42,16 @@ ZERO_1 = (
     Mutant(
         "replicas send the weights of before the update",
         "megatron/optim/gather.py",
-        "[piece.master for piece in bucket])",
-        "[own[group.rank].clone() for own in parts])",
+        ".copy_(piece.master)\n",
+        ".copy_(piece.cut.part(piece.parameter, group.rank).clone())\n",
         (STEPS,),
     ),
     Mutant(
         "a replica's own part stays as it was in 16 bits",
         "megatron/optim/gather.py",
-        "        _copy(theirs, _laid_out(flat, theirs))\n",
-        "        if replica != group.rank:\n            _copy(theirs, _laid_out(flat, theirs))\n",
+        "            parts.copy_(sent)\n",
+        "            theirs = torch.arange(len(parts)) != group.rank - piece.cut.runs[0][0]\n"
+        "            parts[theirs] = sent[theirs]\n",
         (STEPS,),
     ),
     Mutant(

@@ -29,6 +29,10 @@ def parameters(draw):
     return set_shard(torch.nn.Parameter(torch.zeros(local)), Shard(whole, dim, start, real))
 
 
+def parts_of(cut, tensor):
+    return [cut.part(tensor, replica) for replica in range(len(cut.bounds) - 1)]
+
+
 @settings(max_examples=150, deadline=None)
 @given(parameters(), st.integers(2, 6))
 def test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly(parameter, replicas):
@@ -36,6 +40,8 @@ def test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly(parameter, r
     assert (cut.bounds[0], cut.bounds[-1]) == (0, parameter.shape[cut.dim])
     lengths = [stop - start for start, stop in itertools.pairwise(cut.bounds)]
     assert len(lengths) == replicas and min(lengths) >= 0
+    in_runs = [(first + i, length) for first, number, length in cut.runs for i in range(number)]
+    assert in_runs == [(replica, length) for replica, length in enumerate(lengths) if length] and len(cut.runs) <= 3
     row = parameter.numel() // parameter.shape[cut.dim]
     if 0 < cut.bounds[1] < parameter.shape[cut.dim]:
         assert all(bound * row % VECTOR == 0 for bound in cut.bounds if bound < parameter.shape[cut.dim])
@@ -48,7 +54,7 @@ def test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly(parameter, r
 def test_the_places_of_the_parts_tile_what_is_real_of_the_rank(parameter, replicas):
     cut, whole = cut_of(parameter, replicas), getattr(parameter, "shard", Shard(tuple(parameter.shape)))
     parts = [cut.shard(whole, replica) for replica in range(replicas)]
-    for part, local in zip(parts, cut.parts(parameter.detach()), strict=True):
+    for part, local in zip(parts, parts_of(cut, parameter.detach()), strict=True):
         assert part.unpadded(local).shape[cut.dim] == part.length
         assert 0 <= part.start <= part.start + part.length <= whole.global_shape[cut.dim]
     first, real = 0, parameter.shape[cut.dim]
@@ -83,11 +89,11 @@ def test_columns_that_make_no_whole_vectors_stay_with_one_replica():
 def test_fused_adamw_gives_parts_the_bits_of_the_whole(like, replicas, dtype):
     start, cut = random(1, *like.shape).to(dtype), cut_of(like, replicas)
     whole = torch.nn.Parameter(start.clone())
-    parts = [torch.nn.Parameter(part.clone(memory_format=torch.contiguous_format)) for part in cut.parts(start)]
+    parts = [torch.nn.Parameter(part.clone(memory_format=torch.contiguous_format)) for part in parts_of(cut, start)]
     optimizers = [torch.optim.AdamW(these, lr=1e-2, weight_decay=0.1, fused=True) for these in ([whole], parts)]
     for step in range(5):
         whole.grad = random(2 + step, *like.shape).to(dtype)
-        for part, gradient in zip(parts, cut.parts(whole.grad), strict=True):
+        for part, gradient in zip(parts, parts_of(cut, whole.grad), strict=True):
             part.grad = gradient.contiguous()
         for optimizer in optimizers:
             optimizer.step()
