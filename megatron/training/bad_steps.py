@@ -36,7 +36,7 @@ def after_step(run: Run, result: StepResult, samples: StepSamples) -> bool:
     if not result.is_refused:
         return False
     place = {"step": samples.step, "first_sample": samples.first, "last_sample": samples.last}
-    numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
+    numbers = dict(zip(("loss", "grad_norm"), guard.seen, strict=True))  # orjson writes null for what is no number
     _record(run, {"event": "skipped", **place, **numbers, "reason": reason})
     if not guard.is_out_of_patience:
         return False

@@ -17,7 +17,7 @@ from megatron.mpu.random import DropoutStreams, Position
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import position
 from megatron.training.losses import as_weighted, reading_pairs, scalars
-from megatron.training.step_result import StepResult, raising_unless_finite, result_of
+from megatron.training.step_result import FiniteOnly, StepResult, result_of
 from tds import reduce_gradients
 from tds.agreement import Agreement, agree_on_loss
 from tds.bubble import BubbleMeter, Row
@@ -32,7 +32,7 @@ class StepEngine(Protocol):
     """What the loop needs of an engine.
 
     Attributes:
-        on_loss: called on every rank with the mean loss of a step, ahead of its update; raises where the run must end.
+        on_loss: called on every rank with the mean loss of a step, ahead of its update.
         micro_losses: of the last step, this rank's own losses (or sums of losses) by micro-batch, on the last stage.
     """
 
@@ -92,7 +92,7 @@ class SingleStageEngine:
         self.grid, self.streams = grid, streams
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self.device = torch.device(engine.device)
-        self.on_loss = raising_unless_finite(self.optimizer)
+        self.on_loss = FiniteOnly(self.optimizer).take_loss
         self.micro_losses: dict[int, torch.Tensor] = {}
         self._clock = clock_for(self.device)
         self._busy = BubbleMeter(self._clock)
@@ -186,7 +186,7 @@ class PipelineEngine:
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
-        self.on_loss = raising_unless_finite(self.optimizer)
+        self.on_loss = FiniteOnly(self.optimizer).take_loss
         engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
         engine.module.loss_fn = self._noting(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch

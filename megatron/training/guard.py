@@ -47,7 +47,11 @@ class History:
 
 
 class Guard:
-    """Judges the steps of one run; made on every rank, and the same on all of them."""
+    """Judges the steps of one run; made on every rank, and the same on all of them.
+
+    Attributes:
+        seen: loss and gradient norm of the last step that was judged; infinite where any rank has no number.
+    """
 
     def __init__(self, settings: StabilityConfig) -> None:
         self.settings = settings
@@ -56,7 +60,7 @@ class Guard:
         self.history = History()
         self._loss = math.nan
         self._reason: str | None = None
-        self._seen = (math.nan, math.nan)
+        self.seen = math.nan, math.nan
 
     def watch(self, engine: StepEngine, world: Group, device: torch.device, step: int) -> None:
         """Have a word before each update of ``engine``, if bad steps are to be skipped.
@@ -79,7 +83,7 @@ class Guard:
             values = [value if math.isfinite(value) else math.inf for value in (self._loss, norm)]
             agreed = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), world, dist.ReduceOp.MAX)
             loss, norm = agreed.tolist()
-            self._seen, self._reason = (loss, norm), self.problem(loss, norm)
+            self.seen, self._reason = (loss, norm), self.problem(loss, norm)
             return self._reason is None
 
         engine.on_loss = take_loss
@@ -98,7 +102,7 @@ class Guard:
         if result.is_overflow:
             return None
         if self.settings.is_guarded:
-            (loss, norm), reason = self._seen, self._reason
+            (loss, norm), reason = self.seen, self._reason
         else:
             loss, norm = result.loss, result.grad_norm
             reason = self.problem(loss, norm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron.errors import NumericsError
@@ -35,17 +34,30 @@ class LossError(NumericsError):
     """The loss, and not only a gradient, is not finite."""
 
 
-def raising_unless_finite(optimizer: MixedPrecisionOptimizer) -> Callable[[float], None]:
-    """Return what raises LossError for a loss that is not finite where no loss scale can be at fault."""
+class FiniteOnly:
+    """Ends a run whose loss or gradient norm is not finite: the judge of ``optimizer`` until it gets another.
 
-    def check(loss: float) -> None:
-        if not math.isfinite(loss) and not optimizer.scaler.is_dynamic:
+    It does so behind the norm, which all ranks take together: one that left earlier would leave the others waiting.
+    """
+
+    def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
+        self._optimizer = optimizer
+        self._loss = 0.0
+        optimizer.judge = self._allows
+
+    def take_loss(self, loss: float) -> None:
+        """Note the mean loss of the step, ahead of its update."""
+        self._loss = loss
+
+    def _allows(self, norm: float) -> bool:
+        if not math.isfinite(self._loss):
             raise LossError(
-                f"the loss must be finite, got {loss}. The weights are as before this step. Lower --lr, look at the "
-                "samples, or leave such steps out with --stability-guard skip."
+                f"the loss must be finite, got {self._loss}. The weights are as before this step. Lower --lr, look at "
+                "the samples, or leave such steps out with --stability-guard skip."
             )
-
-    return check
+        if not math.isfinite(norm):
+            raise NumericsError(self._optimizer._not_finite(norm))
+        return True
 
 
 def result_of(loss: float, scale: float, optimizer: MixedPrecisionOptimizer, losses: dict[str, float]) -> StepResult:

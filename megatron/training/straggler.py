@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from megatron.mpu.topology import Topology
 
-CLEARLY = 1.5
-"""Times its peers' work."""
-AT_LEAST_S = 0.005
-"""A step; less is the noise of small models."""
+AS_REPLICA, AS_STAGE = 1.5, 2.0
+"""Clearly slower is so many times its peers' work; stages differ by themselves."""
+AT_LEAST_S = 0.02
+"""More than its peers, a step; less is the noise of small models."""
 ALIKE = 0.9
 
 
@@ -32,7 +32,8 @@ def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topo
     if not peers:
         return None
     usual = statistics.median(per_step[peer] for peer in peers)
-    if per_step[rank] < CLEARLY * usual or per_step[rank] - usual < AT_LEAST_S:
+    clearly = AS_REPLICA if topology.data > 1 else AS_STAGE
+    if per_step[rank] < clearly * usual or per_step[rank] - usual < AT_LEAST_S:
         return None
     place = topology.coordinate(rank)
     alike = [r for r in _same_tensor_group(rank, topology) if per_step[r] > ALIKE * per_step[rank]]

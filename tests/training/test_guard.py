@@ -1,0 +1,268 @@
+"""Steps with bad numbers: what ends a run, what is left out, when a run goes back, and that all ranks do the same."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config import parse
+from megatron.errors import ConfigError
+from megatron.mpu.grads import counts_here
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.journal import NAME, Journal, read_journal
+from megatron.training.metrics import read_metrics
+from megatron.training.recent import SMALLEST_SPREAD, Recent
+from megatron.training.samples import StepSamples
+from tests.training.guarded import GRID, spoil, train
+from tests.training.test_loss_scale import FP16, allow_fp16_on_cpu
+
+GUARDED = "--stability-guard skip --stability-patience 3"
+BACK = "--stability-guard rollback --stability-patience 2 --save-interval 3"
+
+
+def records(folder: Path) -> list[tuple[Any, ...]]:
+    """Return of each training record what going on must not change, with losses as hexadecimal numbers."""
+    found = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
+    hexes = [None if r["loss"] is None else float(r["loss"]).hex() for r in found]
+    return [(r["step"], h, r["learning_rate"], r["samples"], r["skipped"]) for r, h in zip(found, hexes, strict=True)]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=30), st.floats(0.5, 20), st.integers(4, 12))
+@settings(max_examples=50, deadline=None)
+def test_the_limit_is_the_mean_and_so_many_deviations_of_the_last_values(
+    values: list[float], sigma: float, size: int
+) -> None:
+    recent = Recent(size, sigma)
+    for value in values:
+        recent.add(value)
+    last = values[-size:]
+    if len(last) * 2 < size:
+        assert recent.limit() == math.inf
+        return
+    spread = max(statistics.pstdev(last), SMALLEST_SPREAD * abs(statistics.fmean(last)))
+    assert recent.limit() == pytest.approx(statistics.fmean(last) + sigma * spread, rel=1e-9, abs=1e-6)
+
+
+def test_a_value_that_is_not_finite_is_bad_from_the_start_and_never_counts() -> None:
+    recent = Recent(4, 3.0)
+    for value in (1.0, math.nan, math.inf):
+        recent.add(value)
+    assert list(recent.values) == [1.0]
+    assert recent.problem("loss", math.nan) == recent.problem("loss", math.inf) == "the loss is not finite"
+    assert recent.problem("loss", 1e9) is None, "too few to judge by"
+    recent.add(1.0)
+    assert recent.problem("loss", 1.01) == "the loss 1.01 is above 1.003, 3 deviations above the last 2"
+    assert recent.problem("loss", 1.002) is None and recent.problem("loss", -1e9) is None
+
+
+def test_samples_are_named_as_replicas_read_them() -> None:
+    step = StepSamples(7, first=100, count=24, micro_batch_size=3, replicas=2)
+    assert step.text == "samples 100-123" and step.num_micro_batches == 4
+    assert step.of_micro_batch(0, 0) == "samples 100-102" and step.of_micro_batch(1, 2) == "samples 118-120"
+    assert StepSamples(1, 5, 2, 1, 2).of_micro_batch(1, 0) == "sample 6"
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "hit", "where"),
+    [("", 2, 1, "samples 14-15"), (GRID, 4, 2, "samples 6-7")],
+    ids=["replicas", "tensor and pipe"],
+)
+def test_a_loss_that_is_not_finite_ends_all_ranks_before_the_update_and_is_placed(
+    layout: str, ranks: int, hit: int, where: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Row N01: step, rank, micro-batch and samples; the weights are as before."""
+    first = 8 if ranks == 2 else 4
+    seen = train(ranks, corpus, tmp_path / "run", layout, spoil([first], math.nan, rank_hit=hit, micro_hit=1))
+    samples = f"samples {first}-{2 * first - 1}"
+    for rank, one in enumerate(seen):
+        name = "gradient norm" if layout and rank % 2 else "loss"  # of the other tensor rank only gradients are bad
+        assert one.error.startswith(f"step 2 ({samples}): the {name} must be finite, got nan. The weights are as before")
+        assert one.digests[-1] == one.digests[-2] != one.digests[0]
+        assert one.is_of_this_rank == (rank == hit or name != "loss")
+    assert f"Here micro-batch 1 ({where}) gave such a loss." in seen[hit].error
+
+
+def infinite_gradient(rank: int) -> None:
+    """Plant: the second step finds an infinity in one gradient of rank 1, on the first stage."""
+    step, taken = MixedPrecisionOptimizer.step, []
+
+    def hit_step(self: MixedPrecisionOptimizer, closure: None = None) -> None:
+        taken.append(None)
+        if rank == 1 and len(taken) == 2:
+            next(g for p, g in self.gradients() if counts_here(p, 1)).view(-1)[0] = torch.inf
+        step(self)
+
+    MixedPrecisionOptimizer.step = hit_step  # type: ignore[method-assign]
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_ends_all_before_the_update(corpus: Path, tmp_path: Path) -> None:
+    """Row N02."""
+    seen = train(4, corpus, tmp_path / "run", GRID, infinite_gradient)
+    assert [one.is_of_this_rank for one in seen] == [False, True, False, False]
+    for one in seen:
+        assert one.error.startswith("step 2 (samples 4-7): the gradient norm must be finite, got ")
+        assert one.digests[-1] == one.digests[-2]
+    assert "Here the gradient of embedding." in seen[1].error and " is not finite." in seen[1].error
+
+
+def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Row N06."""
+    (seen,) = train(1, corpus, tmp_path / "run", "--train-iters 6", spoil([16], 1e3))
+    told = [line for line in capfd.readouterr().out.splitlines() if "| spike: " in line]
+    assert len(told) == 1 and told[0].startswith("step 5 | spike: the loss ") and told[0].endswith("| samples 16-19")
+    assert len(set(seen.digests)) == 6, "every step moved the weights"
+    assert not (tmp_path / "run" / NAME).exists()
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("", 2), (GRID, 4)], ids=["replicas", "tensor and pipe"])
+@pytest.mark.parametrize("factor", [math.nan, 1e3])
+def test_a_bad_step_is_left_out_on_all_ranks(
+    factor: float, layout: str, ranks: int, corpus: Path, tmp_path: Path
+) -> None:
+    """Rows N05 and E18: weights and moments stand still, samples count, the learning rate waits."""
+    count = 8 if ranks == 2 else 4
+    plant = spoil([4 * count], factor, rank_hit=ranks - 1)
+    seen = train(ranks, corpus, tmp_path / "run", f"{layout} {GUARDED} --train-iters 7", plant)
+    for one in seen:
+        assert one.firsts == [count * step for step in range(7)] and not one.error
+        assert one.digests[4] == one.digests[5] and len(set(one.digests)) == 6
+        assert one.rates[4] == one.rates[5] != one.rates[6]
+    assert [record[4] for record in records(tmp_path / "run")] == [0] * 4 + [1] * 3
+    (record,) = read_journal(tmp_path / "run" / NAME)
+    assert (record["event"], record["step"]) == ("skipped", 5)
+    assert (record["first_sample"], record["last_sample"]) == (4 * count, 5 * count - 1)
+    assert ("not finite" in record["reason"]) == (record["loss"] is None) == math.isnan(factor)
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_with_advice(corpus: Path, tmp_path: Path) -> None:
+    seen = train(2, corpus, tmp_path / "run", GUARDED, spoil([8, 24, 32, 40], math.nan))
+    assert seen[0].steps == [0, 1, 2, 3, 4, 5], "a good one in between starts the count anew"
+    for one in seen:
+        assert one.error.startswith(
+            "less than --stability-patience 3 steps in a row may be bad, got so many up to step 6"
+        )
+        assert "(samples 40-47): the loss is not finite." in one.error and not one.is_of_this_rank
+        assert "--stability-guard rollback goes back" in one.error
+    assert [record["step"] for record in read_journal(tmp_path / "run" / NAME)] == [2, 4, 5, 6]
+
+
+def test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data(corpus: Path, tmp_path: Path) -> None:
+    """Going back from step 8 to 6: samples 24-31 are left out, and steps 7 and on come again with other data."""
+    seen = train(4, corpus, tmp_path / "run", f"{GRID} {BACK}", spoil([24, 28], math.nan))
+    for one in seen:
+        assert one.steps == [0, 1, 2, 3, 4, 5, 6, 7, *range(6, 12)]
+        assert one.firsts == [4 * n for n in (*range(8), *range(8, 14))]
+        assert one.digests[6] == one.digests[7] == one.digests[8] and one.rates[6] == one.rates[8]
+    assert [record[0] for record in records(tmp_path / "run")] == list(range(1, 13)), "no step is told twice"
+    journal = read_journal(tmp_path / "run" / NAME)
+    assert [(r["number"], r["event"], r["step"]) for r in journal] == [
+        (1, "skipped", 7), (2, "skipped", 8), (3, "went back", 8),
+    ]  # fmt: skip
+    assert (journal[2]["to_step"], journal[2]["first_sample"], journal[2]["last_sample"]) == (6, 24, 31)
+
+
+@pytest.mark.parametrize("stop", [4, 8], ids=["ahead", "in between"])
+def test_a_stopped_run_goes_back_where_an_undisturbed_one_does(stop: int, corpus: Path, tmp_path: Path) -> None:
+    """The window, the count of bad steps and the journal are part of a checkpoint."""
+    plant = spoil([28, 32], 1e3)
+    train(1, corpus, tmp_path / "whole", f"{BACK} --save-interval 4", plant)
+    whole = read_journal(tmp_path / "whole" / NAME)
+    assert [r["event"] for r in whole] == ["skipped", "skipped", "went back"] and whole[2]["to_step"] == 4
+    cut = tmp_path / "cut"
+    assert train(1, corpus, cut, f"{BACK} --save-interval 4 --exit-interval {stop}", plant)[0].was_stopped
+    train(1, corpus, cut, f"{BACK} --save-interval 4 --load {cut}", plant)
+    assert read_journal(cut / NAME) == whole
+    assert records(cut) == records(tmp_path / "whole")
+
+
+def test_a_way_back_that_does_not_help_ends(corpus: Path, tmp_path: Path) -> None:
+    (one,) = train(1, corpus, tmp_path / "run", f"{BACK} --train-iters 99", spoil(range(16, 999), math.nan))
+    assert "It has gone back to " in one.error and "3 times already, which has not helped" in one.error
+    assert one.steps == [0, 1, 2, 3, 4, 5, *[3, 4] * 3]
+
+
+def test_no_checkpoint_to_go_back_to_is_said(corpus: Path, tmp_path: Path) -> None:
+    seen = train(2, corpus, tmp_path / "run", f"{BACK} --save-interval 9", spoil([8, 16], math.nan))
+    assert all("There is no checkpoint to go back to: " in one.error for one in seen)
+
+
+def test_a_bad_loss_is_no_overflow_and_leaves_the_loss_scale_alone(corpus: Path, tmp_path: Path) -> None:
+    def plant(rank: int) -> None:
+        allow_fp16_on_cpu(rank)
+        spoil([8], math.nan)(rank)
+
+    flags = f"{FP16} --initial-scale-power 6 --hysteresis 1 --pipe-parallel-size 2 --train-iters 4 {GUARDED}"
+    for one in train(2, corpus, tmp_path / "run", flags, plant):
+        assert one.scales == [64.0] * 4 and one.digests[2] == one.digests[3] != one.digests[1]
+    assert [r["step"] for r in read_journal(tmp_path / "run" / NAME)] == [3]
+
+
+def test_overflows_without_an_end_end_with_advice(corpus: Path, tmp_path: Path) -> None:
+    """Row N04: as many steps as the loss scale can be halved, and hysteresis grants."""
+
+    def plant(rank: int) -> None:
+        allow_fp16_on_cpu(rank)
+        step = MixedPrecisionOptimizer.step
+
+        def overflowing(self: MixedPrecisionOptimizer, closure: None = None) -> None:
+            next(g for p, g in self.gradients() if counts_here(p, 0)).view(-1)[0] = torch.inf
+            step(self)
+
+        MixedPrecisionOptimizer.step = overflowing  # type: ignore[method-assign]
+
+    flags = f"{FP16} --initial-scale-power 3 --hysteresis 2 --pipe-parallel-size 2 --train-iters 99"
+    for one in train(2, corpus, tmp_path / "run", flags, plant):
+        assert one.scales == [8.0, 8.0, 4.0, 4.0, 2.0, 2.0, 1.0]
+        assert "step 7 (samples 24-27): overflow at the smallest loss scale (1)" in one.error
+        assert "lower --lr or use bf16" in one.error
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0, math.inf])
+def test_gradients_of_zero_stay_numbers(clip: float) -> None:
+    """Row N09."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    groups = [{"params": [weight]}]
+    optimizer = MixedPrecisionOptimizer(groups, lambda g: torch.optim.SGD(g, lr=1.0), clip_grad=clip)
+    for gradient, expected in ((0.0, 1.0), (0.25, 0.75)):
+        weight.grad = torch.full((3,), gradient)
+        optimizer.step()
+        assert torch.equal(weight, torch.full((3,), expected)) and not optimizer.overflow
+
+
+def test_the_journal_keeps_what_belongs_to_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    assert not journal.path.exists()
+    for number in (1, 2, 3):
+        journal.add({"number": number, "event": "skipped"})
+    assert [r["number"] for r in read_journal(journal.path)] == [1, 2, 3]
+    again = Journal(tmp_path, known=1)
+    assert read_journal(journal.path) == [{"number": 1, "event": "skipped"}]
+    monkeypatch.setattr("megatron.files.replace_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    again.add({"number": 2, "event": "skipped"})
+    monkeypatch.undo()
+    again.add({"number": 3, "event": "skipped"})
+    assert [r["number"] for r in read_journal(journal.path)] == [1, 2, 3], "the disk had room again"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--stability-patience 3", "acts with --stability-guard skip or rollback only"),
+        ("--stability-guard rollback --save-interval-minutes 0", "goes back to a checkpoint of this run"),
+        ("--stability-guard maybe", "one of off, skip, rollback"),
+        ("--stability-window 2", "--stability-window must be an integer of at least 4"),
+        ("--eval-only --load x --drift-interval 5", "acts in training only"),
+    ],
+)
+def test_a_flag_that_cannot_act_is_refused(flags: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse(flags.split(), world_size=1)
