@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 
@@ -99,7 +100,7 @@ def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[s
 def _flags(argv: Sequence[str]) -> dict[str, str]:
     """Return the flags of a command line with the word that follows each, or what stands behind its "="."""
     found = {}
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
         if word.startswith("--"):
             name, has_value, value = word.partition("=")
             found[name] = value if has_value else following

@@ -269,3 +269,10 @@ def test_an_old_python_is_refused(tmp_path):
     done = run(old)
     assert done.returncode == 1
     assert "Python 3.11 or newer is needed, found Python 3.8.1" in done.stderr
+
+
+def test_flags_of_the_launcher_reach_it_and_not_the_script(fake_python):
+    said = run(fake_python, "--lr", "1e-3", "--max-restarts", "3", "--stop-grace=9", "--train-iters", "5").stdout
+    launcher, _, script = said.partition("pretrain_gpt2.py")
+    assert "--max-restarts 3 --stop-grace=9" in launcher
+    assert "--lr 1e-3 --train-iters 5" in script and "--max-restarts" not in script

@@ -1,0 +1,46 @@
+"""What a rank notes of where it is outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from megatron.training import position, progress_file
+from tests.harness import fork_ranks
+
+
+def test_a_page_holds_what_a_killed_rank_noted_last(tmp_path):
+    codes, _, _ = fork_ranks(1, note_and_die, str(tmp_path / "failure"), init=False)
+    assert codes == [-signal.SIGKILL]
+    page = Path(position.page_of(str(tmp_path / "failure"), 0)).read_bytes()
+    assert position.read(page) == ("stage 1, tensor 0, data 2", "step 7, forward of micro-batch 3")
+
+
+def note_and_die(rank: int, failure_file: str) -> None:
+    os.environ["MEGATRON_FAILURE_FILE"] = failure_file
+    position.open_page()
+    position.name_rank("rank 0 (stage 1, tensor 0, data 2)")
+    position.note("something with a longer text than the next")
+    position.note("step 7, forward of micro-batch 3")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_without_a_launcher_the_process_itself_knows(monkeypatch):
+    monkeypatch.delenv("MEGATRON_FAILURE_FILE", raising=False)
+    monkeypatch.setattr(position, "_page", bytearray(position.SIZE))
+    position.open_page()
+    assert position.now() is None
+    position.note("ä" * position.SIZE)  # longer than the page
+    assert (position.now() or "").startswith("äää")
+
+
+def test_progress_is_told_to_a_launcher_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv(progress_file.VARIABLE, raising=False)
+    progress_file.tell(3)
+    assert progress_file.read(tmp_path / "progress") is None
+    monkeypatch.setenv(progress_file.VARIABLE, str(tmp_path / "progress"))
+    progress_file.tell(3)
+    progress_file.tell(40)
+    assert progress_file.read(tmp_path / "progress") == 40
+    assert [path.name for path in tmp_path.iterdir()] == ["progress"]

@@ -1,0 +1,73 @@
+"""Ranks that run something else are told before the first step, in one table (rows I05 and I06)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.training import sameness
+from tests.training.runs import flags, start_script
+
+
+def on_rank_1(act: Callable[[], None]) -> Callable[[int], None]:
+    return lambda rank: act() if rank == 1 else None
+
+
+def other_code() -> None:
+    os.environ["LOCAL_RANK"] = "0"  # as on a node of its own
+    sameness.code_checksum = lambda root=None: 0  # type: ignore[assignment]
+    sameness.commit = lambda root: "0123abc"  # type: ignore[assignment]
+
+
+def other_torch() -> None:
+    version = sameness._version
+    sameness._version = lambda name: "1.0" if name == "torch" else version(name)
+
+
+def other_rate() -> None:
+    os.environ["MEGATRON_DEFAULTS"] = "--min-lr 1e-9"
+
+
+def other_environment() -> None:
+    os.environ["NCCL_ALGO"] = "Tree"
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (other_code, ("code: crc ", "crc 00000000 on rank 1", "code: git commit: ", "0123abc on rank 1")),
+        (other_torch, ("version: torch: ", "1.0 on rank 1")),
+        (other_rate, ("arguments: optimizer.min_lr: ", "1e-09 on rank 1")),
+        (other_environment, ("environment: NCCL_ALGO: unset on rank 0; Tree on rank 1",)),
+    ],
+    ids=["code", "torch", "arguments", "environment"],
+)
+def test_a_rank_that_runs_something_else_ends_all_with_2_and_a_table(act, told, corpus: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert start_script(2, flags(corpus, tmp_path / "run"), log, on_rank_1(act)) == [2, 2]
+    text = log.read_text()
+    assert all(word in text for word in told), text
+    assert text.count("all ranks must run the same code") == 1
+    assert "Traceback" not in text
+
+
+def test_ranks_are_told_by_runs_of_their_numbers():
+    same, other = {"a": "1"}, {"a": "2"}
+    assert list(sameness.differences([same, other, other, same, other])) == ["a: 1 on rank 0, 3; 2 on rank 1-2, 4"]
+
+
+def test_ranks_that_do_not_look_into_the_code_do_not_differ_by_it():
+    assert list(sameness.differences([{"code": "x"}, {}, {"code": "x"}])) == []
+
+
+def test_the_commit_is_read_from_gits_files(tmp_path):
+    assert sameness.commit(tmp_path) == "unknown"
+    (tmp_path / ".git/refs/heads").mkdir(parents=True)
+    (tmp_path / ".git/HEAD").write_text("ref: refs/heads/main\n")
+    (tmp_path / ".git/packed-refs").write_text("# pack-refs\nabc refs/heads/main\n")
+    assert sameness.commit(tmp_path) == "abc"
+    (tmp_path / ".git/refs/heads/main").write_text("def\n")
+    assert sameness.commit(tmp_path) == "def"

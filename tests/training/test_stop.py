@@ -1,0 +1,80 @@
+"""What a stopped run says of how it goes on, and what signals mean to a rank without our launcher."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron.training import failure
+from megatron.training.stop import StopRequests, how_to_go_on
+from tests.harness import fork_ranks
+
+RUN = Path("runs/gpt2-1")
+SCRIPT = {"MEGATRON_VARIABLES": "--save=CHECKPOINT_PATH"}
+JOB = {"SLURM_JOB_ID": "77"}
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "told"),
+    [
+        ("", {}, "Go on with the same command and --load runs/gpt2-1"),
+        ("--save runs/gpt2-1 --train-iters 9", {}, "Go on with the same command and --load runs/gpt2-1"),
+        ("", SCRIPT, "Go on with the same command of the run script and --load runs/gpt2-1"),
+        ("--resume", SCRIPT, "the same command of the run script and --load runs/gpt2-1 in place of --resume"),
+        ("--load old --finetune", {}, "--load runs/gpt2-1 in place of --load and --finetune"),
+        ("--save=runs/gpt2-1 --resume", {}, "Go on with the same command as before"),
+        ("--load runs/gpt2-1", {}, "Go on with the same command as before"),
+        ("", JOB, "with --save runs/gpt2-1 --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"),
+        ("--save runs/gpt2-1 --resume --load-if-exists", JOB | SCRIPT, "the same command as before, or `scontrol requeue 77`"),
+    ],
+)  # fmt: skip
+def test_the_line_says_how_this_very_command_goes_on(command, env, told):
+    assert told in how_to_go_on(RUN, command.split(), env)
+
+
+def test_defaults_of_a_run_script_count_and_odd_names_are_quoted():
+    env = {"MEGATRON_DEFAULTS": "--load 'my run'"}
+    assert how_to_go_on(Path("my run"), [], env) == "Go on with the same command as before"
+    assert "--load 'my run'" in how_to_go_on(Path("my run"), [], {})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code", "reason"),
+    [
+        ([signal.SIGUSR1], 0, "received SIGUSR1"),
+        ([signal.SIGUSR1, signal.SIGUSR1], 0, "received SIGUSR1"),
+        ([signal.SIGUSR1, signal.SIGTERM], 143, None),
+        ([signal.SIGINT, signal.SIGINT], 130, None),
+    ],
+)
+def test_a_first_signal_is_a_request_and_a_second_ends_the_process(numbers, code, reason):
+    codes, results, _ = fork_ranks(1, hear, numbers, init=False)
+    assert (codes, results[0]) == ([code], reason)
+
+
+def hear(rank: int, numbers: list[int]) -> str | None:
+    stop = StopRequests()
+    stop.listen()
+    for number in numbers:
+        signal.raise_signal(number)
+    return stop.reason(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("Unable to allocate 1.00 GiB for an array with shape (1,)"), "could not allocate 1.00 GiB, at"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."), "12 bytes, at"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0"), "2.50 GiB"),
+        (MemoryError(), "could not allocate what it needed"),
+    ],
+)  # fmt: skip
+def test_a_failed_allocation_is_known_by_its_kinds(error, told):
+    assert told in (failure.out_of_memory(error) or "")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), ValueError("out of memory"), KeyError("memory")])
+def test_another_error_is_not_one_of_memory(error):
+    assert failure.out_of_memory(error) is None
