@@ -6,10 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron.training import failure
+from megatron.training import failure, loop, run
 from megatron.training.stop import StopRequests, how_to_go_on
 from tests.harness import fork_ranks
+from tests.training.runs import flags, start_script
 
 RUN = Path("runs/gpt2-1")
 SCRIPT = {"MEGATRON_VARIABLES": "--save=CHECKPOINT_PATH"}
@@ -26,10 +28,10 @@ JOB = {"SLURM_JOB_ID": "77"}
         ("--load old --finetune", {}, "--load runs/gpt2-1 in place of --load and --finetune"),
         ("--save=runs/gpt2-1 --resume", {}, "Go on with the same command as before"),
         ("--load runs/gpt2-1", {}, "Go on with the same command as before"),
-        ("", JOB, "with --save runs/gpt2-1 --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"),
-        ("--save runs/gpt2-1 --resume --load-if-exists", JOB | SCRIPT, "the same command as before, or `scontrol requeue 77`"),
+        ("", JOB, "with --save runs/gpt2-1 --resume --load-if-exists a requeued job goes on by itself"),
+        ("--save runs/gpt2-1 --resume --load-if-exists", JOB, "the same command as before, or `scontrol requeue 77`"),
     ],
-)  # fmt: skip
+)
 def test_the_line_says_how_this_very_command_goes_on(command, env, told):
     assert told in how_to_go_on(RUN, command.split(), env)
 
@@ -67,10 +69,10 @@ def hear(rank: int, numbers: list[int]) -> str | None:
     [
         (MemoryError("Unable to allocate 1.00 GiB for an array with shape (1,)"), "could not allocate 1.00 GiB, at"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."), "12 bytes, at"),
-        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0"), "2.50 GiB"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB, at"),
         (MemoryError(), "could not allocate what it needed"),
     ],
-)  # fmt: skip
+)
 def test_a_failed_allocation_is_known_by_its_kinds(error, told):
     assert told in (failure.out_of_memory(error) or "")
 
@@ -78,3 +80,20 @@ def test_a_failed_allocation_is_known_by_its_kinds(error, told):
 @pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), ValueError("out of memory"), KeyError("memory")])
 def test_another_error_is_not_one_of_memory(error):
     assert failure.out_of_memory(error) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(run, "open_data"), (loop, "save_when_due"), (loop, "evaluate")], ids=["start", "save", "eval"]
+)
+def test_a_second_signal_leaves_at_once_wherever_the_first_fell(module, name, corpus, tmp_path):
+    """Row A11: into the start-up, a save or an evaluation; checkpoints that are there stay whole."""
+
+    def plant(rank: int) -> None:
+        def twice(*args: object, **kwargs: object) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+
+        setattr(module, name, twice)
+
+    argv = flags(corpus, tmp_path / "run", "--eval-interval 1 --save-interval 1")
+    assert start_script(1, argv, tmp_path / "log", plant) == [130]

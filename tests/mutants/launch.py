@@ -1,0 +1,109 @@
+"""Mistakes in the launcher: who is ended, who starts again, and what is said of the dead."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+RESTARTS = "tests/launch/test_restarts.py"
+SIGNALS = "tests/launch/test_signals.py"
+DEATHS = "tests/launch/test_deaths.py"
+STOP = "tests/training/test_stop.py"
+
+LAUNCH = (
+    Mutant(
+        "a restart meets what the dead ranks left in the store",
+        "megatron/launch/rendezvous.py",
+        "                if not key.startswith(OF_LAUNCHERS):\n",
+        "                if key.startswith(OF_LAUNCHERS + ('x',)) and not key:\n",
+        (f"{RESTARTS}::test_a_restart_meets_nothing_that_the_dead_ranks_left_in_the_store",),
+        refuses=True,
+    ),
+    Mutant(
+        "a checkpoint that was there before counts as progress",
+        "megatron/launch/restarts.py",
+        "durable > self._best",
+        "durable >= self._best",
+        (f"{RESTARTS}::test_progress_is_a_step_above_any_before",),
+    ),
+    Mutant(
+        "a job starts again after a user's mistake",
+        "megatron/launch/restarts.py",
+        "RESTARTED = (1, 4)\n",
+        "RESTARTED = (1, 3, 4)\n",
+        (f"{RESTARTS}::test_restarts_follow_a_death_but_not_a_users_mistake",),
+    ),
+    Mutant(
+        "a node that does not answer is taken for one that would start again",
+        "megatron/launch/board.py",
+        "        if missing:\n",
+        "        if missing and not keys:\n",
+        (f"{RESTARTS}::test_a_lost_node_ends_the_job_instead_of_starting_it_again",),
+        refuses=True,
+    ),
+    Mutant(
+        "a signal for a rank that has just been forked is lost in the launcher's handler",
+        "megatron/launch/ranks.py",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, ())",
+        (f"{RESTARTS}::test_a_signal_before_the_ranks_can_save",),
+        refuses=True,
+    ),
+    Mutant(
+        "a rank ends with the warning that its launcher has heard before",
+        "megatron/launch/signals.py",
+        "        if number == WARNING and self.seen:\n",
+        "        if number == WARNING and not self.seen:\n",
+        (f"{SIGNALS}::test_slurms_warning_lets_the_ranks_save_and_a_further_one_is_no_news",),
+        refuses=True,
+    ),
+    Mutant(
+        "SLURM's warning ends the launcher as a failure when there are no ranks yet",
+        "megatron/launch/signals.py",
+        "return RESUMABLE if self.seen[0] == WARNING else",
+        "return RESUMABLE if self.seen[0] != WARNING else",
+        (f"{SIGNALS}::test_slurms_warning_before_the_ranks_exist_asks_for_another_start",),
+    ),
+    Mutant(
+        "what a rank has started outlives it",
+        "megatron/launch/ranks.py",
+        "            os.killpg(self.pid, signal.SIGKILL)  # before waitpid",
+        "            os.kill(self.pid, signal.SIGKILL)  # before waitpid",
+        (f"{SIGNALS}::test_ctrl_c_leaves_no_orphan_and_the_port_free",),
+    ),
+    Mutant(
+        "a longer note shines through a shorter one",
+        "megatron/training/position.py",
+        '.ljust(length, b"\\0")',
+        "",
+        ("tests/training/test_position.py::test_a_page_holds_what_a_killed_rank_noted_last",),
+        refuses=True,
+    ),
+    Mutant(
+        "ranks that the launcher has ended are told of as victims of the OOM killer",
+        "megatron/launch/attempt.py",
+        "if status == -signal.SIGKILL and not self._told else",
+        "if status != -signal.SIGKILL else",
+        (f"{DEATHS}::test_a_killed_rank_is_named_with_its_stage_and_what_it_was_at",),
+    ),
+    Mutant(
+        "a second signal is left to a launcher that is not there",
+        "megatron/training/stop.py",
+        'if self.signal_name and "MEGATRON_FAILURE_FILE" not in os.environ:',
+        'if self.signal_name and "MEGATRON_FAILURE_FILE" in os.environ:',
+        (f"{STOP}::test_a_first_signal_is_a_request_and_a_second_ends_the_process",),
+    ),
+    Mutant(
+        "--save alone is taken for a command that goes on by itself",
+        "megatron/training/stop.py",
+        'or (saves_here and "--resume" in given)',
+        "or saves_here",
+        (f"{STOP}::test_the_line_says_how_this_very_command_goes_on",),
+    ),
+    Mutant(
+        "ranks of other code train together",
+        "megatron/training/sameness.py",
+        "== 1 and len({code",
+        "== 1 or len({code",
+        ("tests/training/test_sameness.py::test_a_rank_that_runs_something_else_ends_all_with_2_and_a_table",),
+    ),
+)
