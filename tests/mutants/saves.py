@@ -130,9 +130,9 @@ SAVES = (
     Mutant(
         "any job may enter a folder",
         "megatron/training/run_lock.py",
-        "            has_locks = error.errno not in _NO_LOCKS\n",
-        "            has_locks = False\n",
-        (f"{LOCK}::test_a_restart_waits_for_the_start_before_it",),
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        (f"{LOCK}::test_the_second_job_is_told_who_the_first_one_is",),
     ),
     Mutant(
         "a number that went to another process counts as the job",
@@ -140,6 +140,7 @@ SAVES = (
         'return started is not None and started == found.get("started")',
         "return started is not None",
         (f"{LOCK}::test_without_locks_the_text_decides",),
+        refuses=True,
     ),
     Mutant(
         "another tokenizer is taken without a word",

@@ -41,7 +41,7 @@ class Stand:
         self.fails = False
         self.screen = SimpleNamespace(line=self.lines.append)
         self.metrics = SimpleNamespace(write=lambda kind, step, values: self.records.append((step, values)))
-        monkeypatch.setattr(saver, "_write", lambda run: self.write())
+        monkeypatch.setattr(saver, "_write", lambda run: run.write())
         monkeypatch.setattr(save_news.progress_file, "tell", self.told.append)
         monkeypatch.setattr(save_news.log, "error", self.errors.append)
 

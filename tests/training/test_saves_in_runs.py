@@ -17,6 +17,7 @@ import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
 from megatron import files
 from megatron.checkpoint import Checkpoint, open_checkpoint, open_latest
+from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training import loop, metrics, report, saver
@@ -168,6 +169,9 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
         step, seen = loop.train_step, SimpleNamespace(back=False)
 
         def step_or_back(run: Any) -> bool:
+            if run.progress.step == 1:
+                with pytest.raises(CheckpointError, match="no checkpoint of this run up to step 99.*none was saved"):
+                    saver.load_back(run, 99)
             if run.progress.step != 7 or seen.back:
                 return step(run)
             seen.back = True
