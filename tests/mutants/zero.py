@@ -29,7 +29,7 @@ ZERO_1 = (
         "megatron/optim/cuts.py",
         "(min(bound, real) for bound in",
         "(bound for bound in",
-        (f"{CUTS}::test_the_places_of_the_parts_tile_what_is_real_of_the_rank", SAVED),
+        (f"{CUTS}::test_the_places_of_the_parts_tile_what_is_real_of_the_rank",),
     ),
     Mutant(
         "parts of all tensor ranks lie where those of the first do",
