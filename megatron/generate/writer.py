@@ -75,7 +75,7 @@ class Writer:
         found: dict[int, list[int]] = {}
         for first in range(0, len(own), self.batch_size):
             batch = own[first : first + self.batch_size]
-            on_token = self._streaming(rows[batch[0]], on_text) if on_text is not None else None
+            on_token = streaming(self.prompts, rows[batch[0]], on_text) if on_text is not None else None
             given = {"keys": [keys[place] for place in batch], "on_token": on_token}
             found.update(zip(batch, self._generate([rows[place] for place in batch], **given), strict=True))
         found = self._of_all(found)
@@ -109,17 +109,18 @@ class Writer:
         is_ended = tokens[-1] == self.prompts.eos_id
         return Answer(text, self.prompts.decode(tokens, behind=row), tokens, len(row), is_ended)
 
-    def _streaming(self, row: list[int], on_text: OnText) -> Callable[[int, int], None]:
-        """Return what tells the text of new tokens as soon as they make whole characters."""
-        tokens: list[int] = []
-        shown = ""
 
-        def on_token(_: int, token: int) -> None:
-            nonlocal shown
-            tokens.append(token)
-            text = self.prompts.decode(tokens, behind=row)
-            if text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                on_text(text[len(shown) :])
-                shown = text
+def streaming(prompts: Prompts, row: list[int], on_text: OnText) -> Callable[[int, int], None]:
+    """Return what takes (row, token) and tells the text behind the prompt ``row`` as soon as it is whole characters."""
+    tokens: list[int] = []
+    shown = ""
 
-        return on_token
+    def on_token(_: int, token: int) -> None:
+        nonlocal shown
+        tokens.append(token)
+        text = prompts.decode(tokens, behind=row)
+        if text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            on_text(text[len(shown) :])
+            shown = text
+
+    return on_token

@@ -7,6 +7,7 @@ import pytest
 from megatron.data import T5Tokens, t5_tokens
 from megatron.errors import DataError
 from megatron.generate.prompts import UNKNOWN, Prompts
+from megatron.generate.writer import streaming
 from megatron.spans import Denoiser
 from megatron.tokenizer import Tokenizer
 from tests.tools.small_corpora import make_tokenizer
@@ -61,3 +62,13 @@ def test_a_sentinel_or_mode_that_the_model_does_not_have_is_refused(vocabulary: 
         Prompts(vocabulary, several, "S")
     for mode, opening in ((None, "R"), ("X", "X")):
         assert Prompts(vocabulary, several, mode).encode(TEXT)[0] == several.modes[opening]
+
+
+def test_text_is_shown_as_soon_as_it_is_whole_characters(vocabulary: Tokenizer) -> None:
+    prompts = Prompts(vocabulary, None)
+    said, pieces = prompts.encode("a é灯b"), list[str]()
+    assert len(said) > 4  # some characters are of several tokens
+    on_token = streaming(prompts, prompts.encode("x"), pieces.append)
+    for token in [*said, vocabulary.eod_id]:
+        on_token(0, token)
+    assert "".join(pieces) == "a é灯b" and UNKNOWN not in "".join(pieces) and len(pieces) > 3

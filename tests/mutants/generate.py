@@ -12,6 +12,7 @@ SAMPLING = "tests/generate/test_sampling.py"
 COMMAND = "tests/generate/test_command.py"
 LAYOUT = f"{COMMAND}::test_every_layout_writes_what_one_process_writes_to_each_prompt_alone"
 BATCH = f"{COMMAND}::test_a_batch_gives_each_prompt_what_it_gets_alone"
+LOADING = "tests/generate/test_loading.py"
 LOOP = "tests/generate/test_loop.py"
 PROMPTS = "tests/generate/test_prompts.py"
 ENDS = f"{LOOP}::test_each_row_ends_with_its_own_end_or_limit_and_is_read_no_more"
@@ -106,7 +107,28 @@ GENERATE = (
         "megatron/generate/stage_model.py",
         'RelativeBias(sizes, place, name == "encoder")',
         "RelativeBias(sizes, place, True)",
-        (f"{COMMAND}::test_it_writes_what_hugging_faces_generate_says_on_the_exported_model[t5]",),
+        (f"{LOADING}::test_a_stage_of_a_checkpoint_computes_what_the_whole_model_does[t5]",),
+    ),
+    Mutant(
+        "the first stage hands its own states out as the encoder's output",
+        "megatron/generate/t5.py",
+        "part.stages[units.enc_norm])",
+        "part.stages[0])",
+        (f"{LOADING}::test_a_stage_of_a_checkpoint_computes_what_the_whole_model_does[t5]",),
+    ),
+    Mutant(
+        "the decoder starts from the end token",
+        "megatron/generate/writer.py",
+        "start_id=prompts.tokens.start_id",
+        "start_id=prompts.tokens.eos_id",
+        (f"{LOADING}::test_the_decoder_starts_from_its_start_token",),
+    ),
+    Mutant(
+        "half a character is shown",
+        "megatron/generate/writer.py",
+        ' and not text.endswith("\\N{REPLACEMENT CHARACTER}")',
+        "",
+        (f"{PROMPTS}::test_text_is_shown_as_soon_as_it_is_whole_characters",),
     ),
     Mutant(
         "numbers to draw with go by the place in the batch",
