@@ -88,6 +88,7 @@ def test_a_failure_on_one_rank_is_told_once_on_all_and_the_next_save_succeeds(tm
     first, second = run_ranks(2, _fail_and_go_on, tmp_path)
     assert first == second
     full, nothing, memory, name = first
+    assert None not in (full, memory)
     assert f"the checkpoint of step 20 was not saved to {tmp_path}: rank 1: [Errno 28] No space left on device" in full
     assert "(needed " in full and nothing is None
     assert "step 30 was not saved" in memory and "rank 1: MemoryError: no host memory" in memory
@@ -98,10 +99,10 @@ def test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again(tmp
     is_released = threading.Event()
     saver = BackgroundSaver(SINGLE)
     copy = saver._staging.copy
-    places = []
+    places, is_writing = [], []
 
     def copy_alone(records):
-        assert not any(thread.name.startswith("save-") for thread in threading.enumerate())
+        is_writing.append(any(thread.name.startswith("save-") for thread in threading.enumerate()))
         copied, num_bytes = copy(records)
         places.append(min(record.tensor.data_ptr() for record in copied))
         return copied, num_bytes
@@ -113,6 +114,7 @@ def test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again(tmp
         timer.start()
         assert saver.start(tmp_path, 20, records_for(0, 1, 20), {}).waited_s > 0
         timer.join()
+    assert is_writing == [False, False]
     assert saver.poll().step == 10
     assert saver.finish().step == 20 and places[0] == places[1]
     assert_holds(open_latest(tmp_path, SINGLE), 20)

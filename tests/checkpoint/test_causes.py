@@ -73,14 +73,15 @@ def _load_what_one_rank_lacks(rank, root):
     records = [TensorRecord("mask", torch.zeros(3, dtype=torch.bool), Shard((3,)))]
     if rank:
         records.append(TensorRecord("layers.9.up", torch.zeros(2), Shard((2,))))
-    with pytest.raises(CheckpointError) as caught:
+    told = None
+    try:
         checkpoint.load(records)
-    assert not records[0].tensor.any()
-    return str(caught.value)
+    except CheckpointError as error:
+        told = str(error)
+    return told, bool(records[0].tensor.any())
 
 
 def test_a_tensor_that_one_rank_misses_stops_all_before_anything_is_read(tmp_path):
     path = save_alone(tmp_path, 20)
-    first, second = run_ranks(2, _load_what_one_rank_lacks, tmp_path)
     told = f"rank 1: {path} does not fit this model (1 tensors): layers.9.up: not in the checkpoint"
-    assert first == second == told
+    assert run_ranks(2, _load_what_one_rank_lacks, tmp_path) == [(told, False)] * 2

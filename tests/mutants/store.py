@@ -1,0 +1,124 @@
+"""Mistakes in saving in the background, in checking a checkpoint's bytes, and in what ranks tell each other."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+BEHIND = "tests/checkpoint/test_background.py"
+CAUSES = "tests/checkpoint/test_causes.py"
+DAMAGE = "tests/checkpoint/test_damage.py"
+FOLDERS = "tests/checkpoint/test_folders.py"
+LATE = "tests/checkpoint/test_visibility.py"
+SHARED = "tests/checkpoint/test_verify.py::test_ranks_share_one_file_and_any_of_them_finds_the_byte"
+SAME_BYTES = f"{BEHIND}::test_its_bytes_are_those_of_a_save_that_is_waited_for_whatever_training_does_meanwhile"
+
+STORE = (
+    Mutant(
+        "the background save writes the tensors that training changes",
+        "megatron/checkpoint/staging.py",
+        "            copies[place] = replace(record, tensor=held)\n",
+        "            copies[place] = record\n",
+        (f"{SAME_BYTES}[1]",),
+    ),
+    Mutant(
+        "the background save writes the state that training changes",
+        "megatron/checkpoint/background.py",
+        "copy.deepcopy(state) if",
+        "state if",
+        (f"{SAME_BYTES}[1]",),
+    ),
+    Mutant(
+        "the next background save copies over what is being written",
+        "megatron/checkpoint/background.py",
+        "        self._join()\n        waited_s = ",
+        "        waited_s = ",
+        (f"{BEHIND}::test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again",),
+    ),
+    Mutant(
+        "a failed background save is forgotten",
+        "megatron/checkpoint/background.py",
+        "            self._outcomes.append(error)\n",
+        "            del error\n",
+        (f"{BEHIND}::test_a_failure_on_one_rank_is_told_once_on_all_and_the_next_save_succeeds",),
+    ),
+    Mutant(
+        "a rank that cannot copy leaves the others to wait",
+        "megatron/checkpoint/background.py",
+        "            return partial(_raise, error), 0\n",
+        "            raise\n",
+        (f"{BEHIND}::test_a_failure_on_one_rank_is_told_once_on_all_and_the_next_save_succeeds",),
+        refuses=True,
+    ),
+    Mutant(
+        "each rank verifies the segments of rank 0",
+        "megatron/checkpoint/verify.py",
+        "own[world.rank :: world.size]",
+        "own[0 :: world.size]",
+        (f"{SHARED}[3]",),
+    ),
+    Mutant(
+        "the last segment of a file is read to its end only by luck",
+        "megatron/checkpoint/verify.py",
+        "    starts = range(0, max(size, 1), SEGMENT_BYTES)\n",
+        "    starts = range(0, max(size - SEGMENT_BYTES, 1), SEGMENT_BYTES)\n",
+        (f"{SHARED}[1]",),
+    ),
+    Mutant(
+        "checksums are joined as if all segments were one byte",
+        "megatron/checkpoint/crc32.py",
+        "_x_to(8 * part[1])",
+        "_x_to(8)",
+        ("tests/checkpoint/test_verify.py::test_a_long_part_is_joined_as_a_short_one",),
+    ),
+    Mutant(
+        "a missing shard of a local disk is waited for",
+        "megatron/checkpoint/visibility.py",
+        "(WAIT_S if is_on_network(path) else 0.0)",
+        "WAIT_S",
+        (f"{LATE}::test_on_a_local_disk_nobody_waits",),
+    ),
+    Mutant(
+        "a shard that is there in part is taken for whole",
+        "megatron/checkpoint/visibility.py",
+        "        return path.stat().st_size >= size\n",
+        "        return path.exists()\n",
+        (f"{LATE}::test_a_shard_that_is_late_on_nfs_is_waited_for[5]",),
+        refuses=True,
+    ),
+    Mutant(
+        "an older checkpoint serves where the newest must",
+        "megatron/checkpoint/opening.py",
+        "            if strict:\n",
+        "            if strict and path == candidates[-1]:\n",
+        (f"{DAMAGE}::test_strictly_nothing_older_is_taken[rank-00000.safetensors]",),
+    ),
+    Mutant(
+        "a checkpoint without a manifest is passed over in silence",
+        "megatron/checkpoint/opening.py",
+        "    if strict and lost:\n",
+        "    if strict and not whole:\n",
+        (f"{DAMAGE}::test_strictly_nothing_older_is_taken[manifest.json]",),
+    ),
+    Mutant(
+        "the steps to keep for ever are deleted",
+        "megatron/checkpoint/folders.py",
+        "            return True\n        return self.loaded",
+        "            return False\n        return self.loaded",
+        (f"{FOLDERS}::test_every_so_many_steps_one_stays_whatever_came_after_it",),
+    ),
+    Mutant(
+        "one rank reads before another has found a tensor missing",
+        "megatron/checkpoint/loading.py",
+        "        self._load(list(records), self._world)\n",
+        "        self._load(list(records), SINGLE)\n",
+        (f"{CAUSES}::test_a_tensor_that_one_rank_misses_stops_all_before_anything_is_read",),
+    ),
+    Mutant(
+        "an error goes to the other ranks as it is",
+        "megatron/checkpoint/causes.py",
+        "            raise CheckpointError(cause(error)).with_traceback(error.__traceback__) from error\n",
+        "            raise\n",
+        (f"{CAUSES}::test_an_error_that_cannot_travel_is_told_all_the_same",),
+        refuses=True,
+    ),
+)
