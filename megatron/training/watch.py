@@ -1,6 +1,6 @@
 """Who is stuck: each rank has two threads that see when it, or another, gets no further.
 
-One looks at what its own main thread is at, five times a second, and needs nobody for it. Once that has not changed
+One looks at what its own main thread is at, three times a second, and needs nobody for it. Once that has not changed
 for longer than the limit of the phase, it has the alarm raised. The other one speaks with the process group's store,
 which may not answer: it hears the alarms of others, answers them, and learns who did not come (``tds.alarm``). Every
 rank then says what it is at, with its last operations and, if it waits for nobody, its stack, and leaves with code 4.
@@ -22,9 +22,10 @@ import torch
 from megatron.errors import PeerError
 from megatron.training import failure, watch_record
 from tds import peers, stacks
-from tds.alarm import LINGER_S, PATIENCE_S, POLL_S, Alarms
+from tds.alarm import LINGER_S, PATIENCE_S, Alarms
 from tds.verdict import Report, State, report, told_messages
 
+LOOK_S = 0.3
 STOPPED_S = 1.0
 """A thread that slept so much longer than it asked was stopped or starved, its process too: that is not late."""
 NOTES_PER_S = 500
@@ -89,10 +90,10 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
         self._asked.set()
         for thread in self._threads:
-            thread.join(POLL_S)  # one that waits for a store that is gone ends with the process
+            thread.join(LOOK_S)  # one that waits for a store that is gone ends with the process
 
     def _time(self) -> None:
-        while not self._closed.wait(POLL_S):
+        while not self._closed.wait(LOOK_S):
             self._arm()
             if not self._is_late():
                 continue
@@ -116,7 +117,7 @@ class Watch:
         noted, note_s = 0.0, self._alarms.num_ranks / NOTES_PER_S
         try:
             while not self._closed.is_set():
-                if self._asked.wait(POLL_S) or self._alarms.is_raised():
+                if self._asked.wait(LOOK_S) or self._alarms.is_raised():
                     self._answer()
                 if time.monotonic() - noted > note_s:
                     noted = time.monotonic()
@@ -137,7 +138,7 @@ class Watch:
     def _is_late(self) -> bool:
         """Return whether this rank has got no further for longer than it may."""
         now = time.monotonic()
-        stopped_s, self._looked = now - self._looked - POLL_S, now
+        stopped_s, self._looked = now - self._looked - LOOK_S, now
         self._update(now)
         if stopped_s > STOPPED_S:
             self._since = min(now, self._since + stopped_s)

@@ -317,3 +317,19 @@ def test_a_run_of_one_rank_is_not_watched() -> None:
         this.follow(SimpleNamespace(engine=None))
         this.close()
     assert threading.active_count() == number
+
+
+def _count(rank: int) -> list[int]:
+    this = Phases(make_world(rank, 2), _config())
+    found = []
+    with this.over(STEP):
+        for _ in range(3):
+            this.step_done()
+            found.append(this._watch.progress)  # type: ignore[union-attr]
+    this.close()
+    return found
+
+
+def test_a_step_that_is_done_is_progress() -> None:
+    for first, second, third in run_ranks(2, _count):
+        assert first < second < third

@@ -1,0 +1,99 @@
+"""Mistakes in who is watched, for how long, and who is named for being stuck."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PHASES = "megatron/training/phases.py"
+WATCH = "megatron/training/watch.py"
+RANKS = "tests/training/test_phases.py"
+ALONE = "tests/training/test_watch.py"
+STEP = f"{RANKS}::test_a_rank_that_is_stuck_in_a_step_without_a_pipeline_is_named_by_all"
+LIMITS = f"{RANKS}::test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone"
+
+WATCHED = (
+    Mutant(
+        "ranks end a long phase one by one",
+        PHASES,
+        '        self._meet(f"waiting for all ranks at the end of {name}")\n',
+        "",
+        (f"{RANKS}::test_a_rank_that_is_slow_where_it_may_be_is_waited_for",),
+    ),
+    Mutant(
+        "ranks begin a long phase one by one",
+        PHASES,
+        '        self._meet(f"waiting for all ranks ahead of {name}")\n',
+        "",
+        (f"{RANKS}::test_a_rank_stuck_in_a_step_has_the_limit_of_a_step_though_the_others_save_already",),
+    ),
+    Mutant(
+        "the first step has the limit of every step",
+        PHASES,
+        "        if name == STEP and not self._has_stepped:\n",
+        "        if name == STEP and False:\n",
+        (LIMITS,),
+    ),
+    Mutant(
+        "the short limit stays once steps have begun",
+        PHASES,
+        "        if self._limit_of(name) != before:\n",
+        "        if self._limit_of(name) < before:\n",
+        (LIMITS,),
+    ),
+    Mutant(
+        "messages of a pipeline keep their limit",
+        "tds/engine.py",
+        "        links.timeout = limit\n",
+        "",
+        (LIMITS,),
+    ),
+    Mutant(
+        "what a thread in the background sends counts as progress",
+        "megatron/training/watch_record.py",
+        'if each.get("thread_id") not in background]',
+        "]",
+        (f"{ALONE}::test_the_last_operations_are_those_of_the_main_thread_with_their_groups",),
+    ),
+    Mutant(
+        "a process that was stopped for a while is late when it goes on",
+        WATCH,
+        "            self._since = min(now, self._since + stopped_s)\n",
+        "            pass\n",
+        (f"{ALONE}::test_a_process_that_was_itself_stopped_or_starved_is_not_late_for_that",),
+    ),
+    Mutant(
+        "steps are no progress",
+        PHASES,
+        "            self._watch.progress += 1\n        if self.name == FIRST_STEP:\n",
+        "            pass\n        if self.name == FIRST_STEP:\n",
+        (f"{RANKS}::test_a_step_that_is_done_is_progress",),
+    ),
+    Mutant(
+        "a rank that waits in a collective is taken for the one that is stuck",
+        WATCH,
+        "own.is_waiting or operation is not None or _is_busy",
+        "own.is_waiting or _is_busy",
+        (f"{STEP}[sleep]",),
+    ),
+    Mutant(
+        "nobody raises the alarm for a rank at work",
+        WATCH,
+        "        return now - self._since > self.limit_s\n",
+        "        return now - self._since > self.limit_s and self._seen.together is not None\n",
+        (f"{ALONE}::test_a_rank_is_late_once_nothing_has_changed_for_the_limit",),
+    ),
+    Mutant(
+        "a store that is gone takes the watch with it",
+        WATCH,
+        "            if not self._settled.wait(PATIENCE_S + LINGER_S):\n",
+        "            if self._settled.wait():\n",
+        (f"{RANKS}::test_a_host_that_is_lost_with_the_store_of_the_process_group_takes_the_limit",),
+    ),
+    Mutant(
+        "the engine's own watchdog goes on beside the run's",
+        PHASES,
+        "            self._watch.exchange = engine.engine.let_watch()\n",
+        "            self._watch.exchange = engine.engine._stage.exchange\n",
+        (LIMITS,),
+    ),
+)
