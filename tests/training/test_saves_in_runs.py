@@ -197,3 +197,16 @@ def test_another_tokenizer_ends_with_3(whole: Path, corpus: Path, tmp_path: Path
     extra = f"{SHORT} --train-iters 0 --finetune --load {whole} --tokenizer-path {tokenizer}"
     assert start_script(1, flags(prefix, tmp_path / "run", extra), log) == [3]
     assert "the tokenizer must be that of the checkpoint" in log.read_text()
+
+
+def test_strict_load_goes_back_to_no_older_checkpoint(whole: Path, corpus: Path, tmp_path: Path) -> None:
+    """Row K08."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    shutil.copytree(whole, folder)
+    (shard,) = (folder / CHECKPOINTS / "step-00000008").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    argv = flags(corpus, folder, f"{SHORT} --load {folder}")
+    assert start_script(1, [*argv, "--strict-load"], log) == [3]
+    assert "truncated" in log.read_text()
+    assert start_script(1, argv, log) == [0]
+    assert "going back to step-00000004" in log.read_text()
