@@ -16,7 +16,7 @@ def cause(error: BaseException) -> str:
 
 @contextmanager
 def in_words(*, is_of_this_rank: bool = True) -> Iterator[None]:
-    """Raise what goes wrong within as a CheckpointError: others exceptions may not survive the way to another rank."""
+    """Raise what goes wrong within as a CheckpointError: other exceptions may not survive the way to another rank."""
     with marked(is_of_this_rank=is_of_this_rank):
         try:
             yield
