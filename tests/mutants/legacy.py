@@ -48,8 +48,8 @@ LEGACY = (
     Mutant(
         "a file's objects are built whatever they are",
         "megatron/checkpoint/legacy/pickles.py",
-        "weights_only=True)",
-        "weights_only=False)",
+        'map_location="cpu", weights_only=True)',
+        'map_location="cpu", weights_only=False)',
         (f"{TEST}::test_nothing_that_a_file_carries_is_run",),
     ),
     Mutant(
