@@ -4,11 +4,14 @@
 |---|---|
 | options | the launcher's flags |
 | machine | GPUs without importing torch; what unset variables of the run scripts become |
-| signals | SIGTERM, Ctrl-C and the end of ranks, as news to wait for |
+| signals | SIGTERM, Ctrl-C, SLURM's warning and the end of ranks, as news to wait for |
 | rendezvous | the port, and how several nodes become one job |
 | board | what the nodes of a job tell each other about its end |
 | ranks | starting, signalling and reaping the processes |
 | verdict | which rank is the culprit, and the job's exit code |
+| memory | what can be known of the OOM killer |
+| attempt | one start of the ranks, from the first process to the verdict |
+| restarts | whether a job that failed starts again |
 | agent | torch's elastic agent, told how to do these things |
 
 ``python -m megatron.launch --help`` says how to use it. Plain ``torchrun`` can start the same scripts; it ends with
