@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import sameness
+from megatron.training import sameness, world
 from tests.training.runs import flags, start_script
 
 
@@ -71,3 +71,15 @@ def test_the_commit_is_read_from_gits_files(tmp_path):
     assert sameness.commit(tmp_path) == "abc"
     (tmp_path / ".git/refs/heads/main").write_text("def\n")
     assert sameness.commit(tmp_path) == "def"
+
+
+def test_a_rank_that_dies_ahead_of_the_first_message_of_a_group_is_an_error_and_no_hang(corpus, tmp_path) -> None:
+    """Row I09."""
+
+    def plant(rank: int) -> None:
+        touch = world._touch_every_group
+        world._touch_every_group = lambda *args: os._exit(9) if rank == 3 else touch(*args)  # type: ignore[assignment]
+
+    argv = flags(corpus, tmp_path / "run", "--model-parallel-size 2 --pipe-parallel-size 2")
+    assert start_script(4, argv, tmp_path / "log", plant) == [4, 4, 4, 9]
+    assert (tmp_path / "log").read_text().count("leaving") == 3
