@@ -7,6 +7,8 @@ states lie in one file for each stage and are loaded only where every rank holds
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from tds.layer_files import layer_numbers, layers_to_load, save_tied_rest
+from tds.safe_loading import UnsafeFileError, make_safe, weights_only
 from tds.stock_names import StockNames
 
 LAYOUT_KEY = "tds"
@@ -39,11 +42,16 @@ class LayerCheckpoints(StockNames):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
+        is_trusted: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of this engine's or DeepSpeed's; return (path, client state), or (None, None). Collective.
 
+        Args:
+            is_trusted: let the files build any object, which runs code of whoever wrote them; see ``safe_loading``.
+
         Raises:
-            CheckpointError: files are missing or do not fit, on any rank; or optimizer states of another layout.
+            CheckpointError: files are missing, do not fit or name what is not on the list of what they may hold, on
+                any rank; or optimizer states of another layout.
             ValueError: ``custom_load_fn``, which layers in files of their own have no use for.
         """
         if custom_load_fn is not None:
@@ -52,21 +60,40 @@ class LayerCheckpoints(StockNames):
         if chosen is not None:
             told_together(_missing_files(self, load_dir, str(chosen)))
         self._loads_optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
-        path, state = super().load_checkpoint(
-            load_dir, chosen if chosen is None else str(chosen), load_module_strict,
-            load_optimizer_states and not self._is_bf16_without_zero(), load_lr_scheduler_states, load_module_only,
-        )  # fmt: skip
-        if path is None or state is None:
-            return path, state
-        if self._loads_optimizer and self._is_bf16_without_zero():
-            self._load_zero_checkpoint(load_dir, str(chosen))
-            state.pop("optimizer", None)
+        with self._reading(is_trusted):
+            path, state = super().load_checkpoint(
+                load_dir, chosen if chosen is None else str(chosen), load_module_strict,
+                load_optimizer_states and not self._is_bf16_without_zero(), load_lr_scheduler_states, load_module_only,
+            )  # fmt: skip
+            if path is None or state is None:
+                return path, state
+            if self._loads_optimizer and self._is_bf16_without_zero():
+                self._load_zero_checkpoint(load_dir, str(chosen))
+                state.pop("optimizer", None)
         if not load_optimizer_states and not self.zero_optimization():
             getattr(self.optimizer, "refresh_fp32_params", _nothing)()  # else the next step writes the old weights back
         if load_lr_scheduler_states and not load_module_only and not self._loads_optimizer:
             self._take_rate_from_scheduler()
         state.pop(LAYOUT_KEY, None)
         return path, state
+
+    @contextmanager
+    def _reading(self, is_trusted: bool) -> Iterator[None]:
+        """Read files in here, safely unless they are trusted; what is refused on any rank is refused on all."""
+        engine_load, problem = make_safe(self.checkpoint_engine), None
+        engine_load.is_trusted = is_trusted
+        try:
+            with nullcontext() if is_trusted else weights_only():
+                yield
+        except UnsafeFileError as error:
+            problem = str(error)
+        finally:
+            engine_load.is_trusted = False
+        told_together(problem)
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        make_safe(self.checkpoint_engine)
 
     def _is_bf16_without_zero(self) -> bool:
         """True for the optimizer that saves as with ZeRO and that DeepSpeed's load takes for one without."""

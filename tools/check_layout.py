@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -142,11 +141,24 @@ def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, rep
     done = subprocess.run(command, env=env, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
-    return [pickle.loads((out / f"rank-{rank}").read_bytes()) for rank in range(layout.world_size)]
+    return [read_trace(out / f"rank-{rank}") for rank in range(layout.world_size)]
+
+
+def read_trace(path: Path) -> Any:
+    """Return what a rank wrote."""
+    import torch
+
+    from megatron.mpu.shard import Shard
+    from megatron.training.parity import Trace
+
+    with torch.serialization.safe_globals([Trace, Shard]):
+        return torch.load(path, weights_only=True)
 
 
 def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -> None:
     """What each rank does."""
+    import torch
+
     from megatron.training import settle, world
     from megatron.training.failure import guard
 
@@ -162,7 +174,7 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
         settings, tokenizer, dataset = with_dataset(config, program)
         providers = (program.model_provider, program.forward_step)
         trace = trace_steps(settings, here, dataset, *providers, steps=steps, tokenizer=tokenizer)
-        (out / f"rank-{here.rank}").write_bytes(pickle.dumps(trace))
+        torch.save(trace, out / f"rank-{here.rank}")
         world.stop()
 
     guard(train, lambda: f"rank {os.environ.get('RANK', '0')}")

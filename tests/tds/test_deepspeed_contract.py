@@ -14,6 +14,11 @@ from deepspeed.moe.utils import split_params_grads_into_shared_and_expert_params
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine import (
+    DecoupledCheckpointEngine,
+    FastCheckpointEngine,
+    TorchCheckpointEngine,
+)
 from deepspeed.runtime.config import get_pipeline_config
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -168,6 +173,17 @@ def test_saving_and_loading_call_what_we_override_and_keep_the_path_where_we_rea
     assert "optimizer_state_dict=self.optimizer.state_dict()" in _source(DeepSpeedEngine._save_zero_checkpoint)
     assert "self._get_zero_param_shapes()" in _source(DeepSpeedEngine._common_checkpoint_state)
     assert "self._last_lr" in _source(lr_schedules.WarmupLR)
+
+
+def test_what_files_hold_is_read_through_the_checkpoint_engine_that_we_make_safe() -> None:
+    assert "self._configure_checkpointing()" in _source(DeepSpeedEngine.__init__)
+    assert "self.checkpoint_engine = create_checkpoint_engine(" in _source(DeepSpeedEngine._configure_checkpointing)
+    assert "checkpoint_engine=self.checkpoint_engine" in _source(DeepSpeedEngine._load_checkpoint)
+    assert "self.checkpoint_engine.load(" in _source(DeepSpeedEngine._get_all_zero_checkpoint_state_dicts)
+    assert "self.checkpoint_engine.save(state_dict=state, path=save_path)" in _source(DeepSpeedEngine._save_checkpoint)
+    for engine in (TorchCheckpointEngine, FastCheckpointEngine, DecoupledCheckpointEngine):
+        assert list(inspect.signature(engine.load).parameters) == ["self", "path", "map_location"]
+        assert "torch.load(path, map_location=map_location" in _source(engine.load)
 
 
 def test_layers_are_saved_under_the_path_that_we_number() -> None:
