@@ -8,7 +8,6 @@ PHASES = "megatron/training/phases.py"
 WATCH = "megatron/training/watch.py"
 RANKS = "tests/training/test_phases.py"
 ALONE = "tests/training/test_watch.py"
-STEP = f"{RANKS}::test_a_rank_that_is_stuck_in_a_step_without_a_pipeline_is_named_by_all"
 LIMITS = f"{RANKS}::test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone"
 
 WATCHED = (
@@ -73,7 +72,7 @@ WATCHED = (
         WATCH,
         "own.is_waiting or operation is not None or _is_busy",
         "own.is_waiting or _is_busy",
-        (f"{STEP}[sleep]",),
+        (f"{ALONE}::test_a_rank_in_a_collective_says_that_it_waits",),
     ),
     Mutant(
         "nobody raises the alarm for a rank at work",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.mpu.mappings import all_reduce
 from megatron.training import watch, watch_record
-from tds import peers
+from tds import peers, stacks
 from tds.alarm import Alarms
 from tests.harness import run_ranks
 from tests.training.test_phases import CPU, SLACK_S, make_world
@@ -117,3 +118,31 @@ def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() ->
         assert told.endswith("all_reduce float[2] (data)") and "float[7]" not in told
         assert idle_s < SLACK_S
         assert number == 1 and "20 x all_reduce float[3] (default_pg)" in str(many)
+
+
+@pytest.mark.parametrize("operation", [None, "all_reduce"])
+def test_a_rank_in_a_collective_says_that_it_waits(
+    operation: str | None, dog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the one that waits for longest would be taken for the one that is stuck."""
+    monkeypatch.setattr(watch.stacks, "communication", lambda frame: operation)
+    own = dog._report()
+    assert own.is_waiting == (operation is not None) == ("waiting in all_reduce" in own.words)
+    assert own.words.startswith("has been saving for 0.0 s")
+
+
+def test_a_thread_is_seen_where_it_waits_for_an_operation() -> None:
+    class Work:
+        def wait(self) -> Any:
+            return sys._getframe(1)
+
+    work = Work()
+    frame = work.wait()
+    assert stacks.communication(frame) is None, "the line above has been left"
+    assert stacks.communication(_waiting_frame(work)) == "an operation that it has started"
+    assert stacks.communication(None) is None and stacks.told_stack(None) == ""
+    assert stacks.told_place(frame).startswith("test_a_thread_is_seen_where_it_waits_for_an_operation (test_watch.py:")
+
+
+def _waiting_frame(work: Any) -> Any:
+    return work.wait()
