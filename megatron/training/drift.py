@@ -44,7 +44,7 @@ class Drift(NamedTuple):
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return one int64 that any single flipped bit changes, and almost any other difference: no sum over floats.
 
-    The bits are read as whole numbers, added up by rows, and the rows of 32 KiB with odd weights of their own, modulo 2^64.
+    The bits are read as whole numbers, added up by rows of 32 KiB, and these with odd weights of their own modulo 2^64.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % WORD:

@@ -131,6 +131,7 @@ def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
         pytest.param("", 2, 1e3, marks=pytest.mark.slow),
         pytest.param(GRID, 4, math.nan, marks=pytest.mark.slow),
     ],
+    ids=["replicas no number", "grid spike", "replicas spike", "grid no number"],
 )
 def test_a_bad_step_is_left_out_on_all_ranks(
     layout: str, ranks: int, factor: float, corpus: Path, tmp_path: Path
@@ -163,7 +164,9 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_advice(corpus: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [("--pipe-parallel-size 2", 2), pytest.param(GRID, 4, marks=pytest.mark.slow)]
+    ("layout", "ranks"),
+    [("--pipe-parallel-size 2", 2), pytest.param(GRID, 4, marks=pytest.mark.slow)],
+    ids=["pipe", "tensor and pipe"],
 )
 def test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data(
     layout: str, ranks: int, corpus: Path, tmp_path: Path
@@ -196,7 +199,6 @@ def test_a_stopped_run_goes_back_where_an_undisturbed_one_does(stop: int, corpus
     assert records(cut) == records(tmp_path / "whole")
 
 
-@pytest.mark.slow
 def test_a_way_back_that_does_not_help_ends(corpus: Path, tmp_path: Path) -> None:
     (one,) = train(1, corpus, tmp_path / "run", f"{BACK} --train-iters 99", spoil(range(16, 999), math.nan))
     assert "It has gone back to " in one.error and "3 times already, which has not helped" in one.error

@@ -1,0 +1,134 @@
+"""Mistakes in what a run does about bad steps, in the comparison of copies, and in naming a straggler."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+GUARD = "tests/training/test_guard.py"
+DRIFT = "tests/training/test_drift.py"
+LEFT_OUT = f"{GUARD}::test_a_bad_step_is_left_out_on_all_ranks[grid spike]"
+BACK = f"{GUARD}::test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data[pipe]"
+STOPPED = f"{GUARD}::test_a_stopped_run_goes_back_where_an_undisturbed_one_does[in between]"
+FLIPPED = f"{DRIFT}::test_one_flipped_bit_ends_the_run_with_parameter_and_ranks"
+
+GUARDED = (
+    Mutant(
+        "each rank judges a step by its own loss",
+        "megatron/training/guard.py",
+        "agreed = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), world, dist.ReduceOp.MAX)",
+        "agreed = torch.tensor(values, dtype=torch.float64, device=device)",
+        (LEFT_OUT,),
+    ),
+    Mutant(
+        "a bad step counts among those that the next is judged by",
+        "megatron/training/guard.py",
+        "            self.history.streak += 1\n            return reason\n",
+        "            self.history.streak += 1\n",
+        (f"{GUARD}::test_too_many_bad_steps_in_a_row_end_the_run_with_advice",),
+    ),
+    Mutant(
+        "a good step does not end a row of bad ones",
+        "megatron/training/guard.py",
+        "        self.history.streak, self.history.good_step = 0, step\n",
+        "        self.history.good_step = step\n",
+        (f"{GUARD}::test_too_many_bad_steps_in_a_row_end_the_run_with_advice",),
+    ),
+    Mutant(
+        "gradients of a loss that is no number count as an overflow",
+        "megatron/training/guard.py",
+        "                optimizer.zero_grad()\n",
+        "                pass\n",
+        (f"{GUARD}::test_a_bad_loss_is_no_overflow_and_leaves_the_loss_scale_alone",),
+    ),
+    Mutant(
+        "the count of bad steps starts anew with a resume",
+        "megatron/training/guard.py",
+        "        self.history = History(**kept)\n",
+        "        self.history = History()\n",
+        (STOPPED,),
+    ),
+    Mutant(
+        "the data go on where the checkpoint was",
+        "megatron/training/bad_steps.py",
+        "    run.progress.samples_consumed = samples.last + 1\n",
+        "",
+        (BACK,),
+    ),
+    Mutant(
+        "a run goes back for ever",
+        "megatron/training/bad_steps.py",
+        "    now.returns = before.returns + 1 if before.returned_to == step else 1\n",
+        "    now.returns = 1\n",
+        (f"{GUARD}::test_a_way_back_that_does_not_help_ends",),
+    ),
+    Mutant(
+        "a way back leads to a checkpoint among the bad steps",
+        "megatron/training/bad_steps.py",
+        "up_to_step=history.good_step)",
+        "up_to_step=samples.step)",
+        (STOPPED,),
+    ),
+    Mutant(
+        "records of the journal come twice after a resume",
+        "megatron/training/journal.py",
+        'if record["number"] <= known]',
+        "]",
+        (f"{GUARD}::test_the_journal_keeps_what_belongs_to_a_checkpoint",),
+    ),
+    Mutant(
+        "a rank leaves ahead of the norm that the others wait in",
+        "megatron/training/step_result.py",
+        "        self._loss = loss\n",
+        "        self._loss = loss\n        self._allows(0.0)\n",
+        (f"{GUARD}::test_a_loss_that_is_not_finite_ends_all_ranks_before_the_update_and_is_placed[tensor and pipe]",),
+    ),
+    Mutant(
+        "samples are named as if replicas took turns",
+        "megatron/training/samples.py",
+        "(replica * self.num_micro_batches + micro_batch)",
+        "(micro_batch * self.replicas + replica)",
+        (f"{GUARD}::test_samples_are_named_as_replicas_read_them",),
+    ),
+    Mutant(
+        "the checksum sees half of each weight",
+        "megatron/training/drift.py",
+        "data[: data.numel() // WORD * WORD].view(torch.int64)",
+        "data[: data.numel() // WORD // 2 * WORD].view(torch.int64)",
+        (f"{DRIFT}::test_every_flipped_bit_changes_the_checksum",),
+    ),
+    Mutant(
+        "tied copies are not compared",
+        "megatron/training/drift.py",
+        "    return [*found, *_tied(module, named)]\n",
+        "    return found\n",
+        (f"{FLIPPED}[tied]",),
+    ),
+    Mutant(
+        "replicas are not compared",
+        "megatron/training/drift.py",
+        "    if grid.data.size > 1:\n",
+        "    if grid.data.size > 2:\n",
+        (f"{FLIPPED}[replicas]",),
+    ),
+    Mutant(
+        "weights that differ are saved",
+        "megatron/training/loop.py",
+        "    decided = vote(run, bool(drift))\n",
+        "    decided = vote(run, bool(drift))\n    save(run)\n",
+        (f"{FLIPPED}[replicas]",),
+    ),
+    Mutant(
+        "the wish of one rank to save is its own",
+        "megatron/training/vote.py",
+        "    stops, by_time, drifted = _any(run, wishes)\n",
+        "    stops, _, drifted = _any(run, wishes)\n    by_time = wishes[1]\n",
+        ("tests/training/test_loop.py::test_all_ranks_stop_together_or_none",),
+    ),
+    Mutant(
+        "every rank is its own peer",
+        "megatron/training/straggler.py",
+        "place.pipe == own.pipe and place.data != own.data",
+        "place.pipe == own.pipe",
+        (f"{DRIFT}::test_the_slowest_is_named_where_it_is_clearly_slower",),
+    ),
+)
