@@ -87,6 +87,22 @@ def synchronize(kind: str) -> None:
         torch.cuda.synchronize()
 
 
+def finish_copies(place: torch.device) -> None:
+    """Wait until what was given to the current stream of ``place`` is done."""
+    if place.type == "cuda":
+        torch.cuda.current_stream(place).synchronize()
+
+
+def is_busy(place: torch.device) -> bool:
+    """Return whether ``place`` still has work: the host is ahead, and waits for it or soon will."""
+    if place.type != "cuda":
+        return False
+    try:
+        return not torch.cuda.default_stream(place).query()
+    except RuntimeError:  # the device itself has failed
+        return False
+
+
 def seed(value: int) -> None:
     """Seed torch's default generators of the CPU and of all devices."""
     torch.manual_seed(value)

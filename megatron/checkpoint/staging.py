@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron import device
 from megatron.checkpoint.records import TensorRecord, owned
 
 
@@ -32,8 +33,8 @@ class Staging:
             held.copy_(record.tensor, non_blocking=True)
             copies[place] = replace(record, tensor=held)
             start = stop
-        if any(record.tensor.is_cuda for record in mine.values()):
-            torch.cuda.current_stream().synchronize()
+        for source in {record.tensor.device for record in mine.values()}:
+            device.finish_copies(source)
         return [copies.get(i) or _without_values(record) for i, record in enumerate(records)], num_bytes
 
     def _make_room(self, num_bytes: int, is_pinned: bool) -> None:

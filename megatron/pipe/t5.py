@@ -97,7 +97,8 @@ class DecoderLayerPipe(T5DecoderLayer):
 
     def forward(self, inputs: Tensors) -> torch.Tensor | Tensors:  # type: ignore[override]
         y, memory, *segments = inputs
-        y = super().forward(y, memory, getattr(self, "table", None), *segments)
+        enc_segments, dec_segments = segments or (None, None)
+        y = super().forward(y, memory, getattr(self, "table", None), enc_segments, dec_segments)
         return y if self.is_last else (y, memory, *segments)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron import device
 from megatron.errors import PeerError
 from megatron.training import failure, watch_record
 from tds import peers, stacks
@@ -168,7 +169,7 @@ class Watch:
             words += f", {state.phase.partition(', ')[0]}"
         if operation is not None and not own.is_waiting:
             words += f", waiting in {operation}"
-        is_waiting = own.is_waiting or operation is not None or _is_busy(self._device)
+        is_waiting = own.is_waiting or operation is not None or device.is_busy(self._device)
         return Report(is_waiting, own.waits_for, since_s, f"{words}, at {stacks.told_place(frame)}")
 
     def _tell(self, own: Report) -> None:
@@ -183,13 +184,3 @@ class Watch:
     def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
         told = found if found.startswith(self._name) else f"{found}. This rank {own.words}"
         failure.leave(PeerError(told), self._name, linger)
-
-
-def _is_busy(device: torch.device) -> bool:
-    """Return whether the device still has work: the host is ahead, and waits for it or soon will."""
-    if device.type != "cuda":
-        return False
-    try:
-        return not torch.cuda.default_stream(device).query()
-    except RuntimeError:  # the device itself has failed
-        return False
