@@ -57,8 +57,8 @@ DATA = (
     Mutant(
         "attention without a mask sees all tokens",
         "megatron/ops/attention.py",
-        "is_causal=mask is None",
-        "is_causal=False",
+        "    is_causal = mask is None if is_causal is None else is_causal\n",
+        "    is_causal = False if is_causal is None else is_causal\n",
         ("tests/ops/test_attention.py::test_no_position_sees_a_later_one",),
     ),
     Mutant(

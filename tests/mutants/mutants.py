@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from tests.mutants.convert import CONVERT
+from tests.mutants.counted import COUNTED_MASKS
 from tests.mutants.data import DATA
 from tests.mutants.dropout import DROPOUT
+from tests.mutants.generate import GENERATE
 from tests.mutants.gradients import GRADIENTS
+from tests.mutants.guard import GUARDED
+from tests.mutants.launch import LAUNCH
+from tests.mutants.legacy import LEGACY
 from tests.mutants.mixture import MIXTURE
 from tests.mutants.norms import NORMS
 from tests.mutants.overlap import OVERLAP
@@ -13,18 +18,23 @@ from tests.mutants.packing import PACKING
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.reading import READING
 from tests.mutants.resumed import RESUMED
+from tests.mutants.saves import SAVES
 from tests.mutants.sharing import SHARING
 from tests.mutants.sources import SOURCES
 from tests.mutants.stages import STAGES
 from tests.mutants.steps import STEPS
+from tests.mutants.store import STORE
 from tests.mutants.t5 import T5
 from tests.mutants.tensor import TENSOR
 from tests.mutants.tokenizers import TOKENIZERS
 from tests.mutants.tools import TOOLS
 from tests.mutants.train import TRAIN
+from tests.mutants.watch import WATCHED
+from tests.mutants.zero import ZERO_1
 
-IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *SHARING, *CONVERT)
-IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5)
-IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS)
+IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING, *CONVERT)
+IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1)
+IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
-MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER)
+IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED)
+MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER, *IN_FAULTS)
