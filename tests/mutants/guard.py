@@ -6,7 +6,6 @@ from tests.mutants.mutant import Mutant
 
 GUARD = "tests/training/test_guard.py"
 DRIFT = "tests/training/test_drift.py"
-LEFT_OUT = f"{GUARD}::test_a_bad_step_is_left_out_on_all_ranks[grid spike]"
 BACK = f"{GUARD}::test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data[pipe]"
 STOPPED = f"{GUARD}::test_a_stopped_run_goes_back_where_an_undisturbed_one_does[in between]"
 FLIPPED = f"{DRIFT}::test_one_flipped_bit_ends_the_run_with_parameter_and_ranks"
@@ -17,7 +16,7 @@ GUARDED = (
         "megatron/training/guard.py",
         "agreed = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), world, dist.ReduceOp.MAX)",
         "agreed = torch.tensor(values, dtype=torch.float64, device=device)",
-        (LEFT_OUT,),
+        (f"{GUARD}::test_what_one_rank_finds_bad_is_bad_for_all",),
     ),
     Mutant(
         "a bad step counts among those that the next is judged by",
@@ -25,6 +24,13 @@ GUARDED = (
         "            self.history.streak += 1\n            return reason\n",
         "            self.history.streak += 1\n",
         (f"{GUARD}::test_too_many_bad_steps_in_a_row_end_the_run_with_advice",),
+    ),
+    Mutant(
+        "samples of a bad step come again",
+        "megatron/training/loop.py",
+        "    progress.samples_consumed += samples\n",
+        "    progress.samples_consumed += 0 if result.is_refused else samples\n",
+        (f"{GUARD}::test_a_bad_step_is_left_out_on_all_ranks[replicas no number]",),
     ),
     Mutant(
         "a good step does not end a row of bad ones",

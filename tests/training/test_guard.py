@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from hypothesis import strategies as st
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu.grads import counts_here
+from megatron.mpu.groups import build_grid
+from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.guard import Guard
 from megatron.training.journal import NAME, Journal, read_journal
 from megatron.training.metrics import read_metrics
 from megatron.training.recent import SMALLEST_SPREAD, Recent
 from megatron.training.samples import StepSamples
+from tests.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
 from tests.training.test_loss_scale import FP16, allow_fp16_on_cpu
 
@@ -149,6 +154,23 @@ def test_a_bad_step_is_left_out_on_all_ranks(
     assert (record["event"], record["step"]) == ("skipped", 5)
     assert (record["first_sample"], record["last_sample"]) == (4 * count, 5 * count - 1)
     assert ("not finite" in record["reason"]) == (record["loss"] is None) == math.isnan(factor)
+
+
+def judge_alone(rank: int) -> list[Any]:
+    guard = Guard(parse(GUARDED.split(), world_size=1).stability)
+    guard.losses, guard.norms = Recent(4, 3.0, [1.0] * 4), Recent(4, 3.0, [1.0] * 4)
+    thrown_away: list[None] = []
+    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(zero_grad=lambda: thrown_away.append(None)))
+    guard.watch(engine, build_grid(Topology.of_world(2, tensor=1, pipe=1), rank).world, torch.device("cpu"), 0)
+    allowed = []
+    for loss, norm in ((1.0, 1.0), (1.0, 1.0 + rank), (9.0 - 8.0 * rank, 1.0), (math.nan if rank else 1.0, 1.0)):
+        engine.on_loss(loss)
+        allowed.append(engine.optimizer.judge(norm))
+    return [*allowed, len(thrown_away)]
+
+
+def test_what_one_rank_finds_bad_is_bad_for_all() -> None:
+    assert run_ranks(2, judge_alone) == [[True, False, False, False, 0], [True, False, False, False, 1]]
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run_with_advice(corpus: Path, tmp_path: Path) -> None:
