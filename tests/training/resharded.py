@@ -1,0 +1,181 @@
+"""A state that is known by the names of its tensors, saved in one layout and gathered from another."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import pretrain_gpt2
+import pretrain_t5
+from megatron import device
+from megatron.checkpoint import TensorRecord, named_parameters
+from megatron.config import Config, parse
+from megatron.mpu.shard import Shard, shard_of
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training import arguments, world
+from megatron.training.assembly import build_model, make_optimizer, make_streams
+from megatron.training.stand_in import stand_in_tokenizer
+from megatron.training.state import Progress, open_for, restore, save_state
+from megatron.training.state_tensors import make_moments, optimizer_records, set_optimizer_steps, weight_records
+from tests.harness import run_ranks
+
+VOCAB = 101  # a prime: padded for every tensor size
+COMMON = (
+    f"--hidden-size 32 --num-attention-heads 4 --vocab-size {VOCAB} --attention-dropout 0 --hidden-dropout 0 "
+    "--data-path none --device cpu --train-iters 20 --lr 1e-3 --batch-size 2 --gas 4 --keep-last 1000"
+)
+SIZES = {
+    pretrain_gpt2: f"--num-layers 4 --max-position-embeddings 16 --hidden-bias --seq-length 16 {COMMON}",
+    pretrain_t5: f"--enc-layers 2 --dec-layers 3 --enc-seq-length 24 --vocab-extra-ids 8 {COMMON}",
+}
+PROGRESS = Progress(step=7, updates=6, samples_consumed=168)
+
+Parts = dict[str, tuple[Shard, torch.Tensor]]
+"""What a rank holds of each tensor, without padding."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the grid, and what else may change between a save and a load."""
+
+    tensor: int
+    pipe: int
+    data: int
+    zero: int = 0
+    dtype: str = "fp32"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipe * self.data
+
+    def flags(self, script: ModuleType) -> list[str]:
+        cut = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero}"
+        return f"{SIZES[script]} {cut} --fp32".split()
+
+    def __str__(self) -> str:
+        return f"{self.tensor}-{self.pipe}-{self.data}-zero{self.zero}-{self.dtype}"
+
+
+@dataclass
+class Rank:
+    """One rank of a layout: its part of the model and of the optimizer's state."""
+
+    config: Config
+    here: world.World
+    module: torch.nn.Module
+    optimizer: MixedPrecisionOptimizer
+
+    @classmethod
+    def of(cls, layout: Layout, script: ModuleType) -> Rank:
+        """Build what this process is in ``layout``. Collective."""
+        family = script.__name__.removeprefix("pretrain_")
+        argv, defaults = layout.flags(script), getattr(script, "DEFAULTS", None)
+        config = parse(argv, world_size=layout.num_ranks, family=family, defaults=defaults).with_vocab(VOCAB)
+        here = world.start(config)
+        # only now: parse refuses fp16 on a CPU, since its arithmetic is slow there; there is none here
+        config = replace(config, precision=replace(config.precision, dtype=layout.dtype))
+        arguments.set_current(config, stand_in_tokenizer(config), make_streams(config, here))
+        module = build_model(config, here, script.model_provider)
+        optimizer = make_optimizer(config, module, here)
+        make_moments(optimizer)
+        return cls(config, here, module, optimizer)
+
+    def records(self) -> Iterator[TensorRecord]:
+        """Yield masters and moments."""
+        yield from weight_records(self.module, self.optimizer)
+        yield from optimizer_records(self.module, self.optimizer)
+
+    def fill(self, seed: int) -> None:
+        """Take the state that goes by the name of ``seed``. Collective."""
+        for record in self.records():
+            shard = record.shard
+            shard.unpadded(record.tensor).copy_(shard.cut(whole(record.name, shard.global_shape, seed)))
+        self.optimizer.copy_masters_to_parameters()
+        set_optimizer_steps(self.optimizer, seed)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint as a run does. Collective."""
+        save_state(folder, PROGRESS, fingerprint="data", **self._parts())
+
+    def load(self, folder: Path) -> None:
+        """Take up the checkpoint in ``folder`` as a run does. Collective."""
+        progress = restore(open_for(folder, self.here), fingerprint="data", **self._parts())
+        assert progress == PROGRESS
+
+    def parts(self) -> Parts:
+        """Return copies of masters, moments and, under ``model/``, the parameters that the model computes with."""
+        held = {record.name: (record.shard, record.tensor) for record in self.records()}
+        for name, parameter in named_parameters(self.module):
+            held[f"model/{name}"] = (shard_of(parameter), parameter.detach())
+        return {name: (shard, shard.unpadded(tensor).clone()) for name, (shard, tensor) in held.items()}
+
+    def _parts(self) -> dict[str, Any]:
+        return {"config": self.config, "module": self.module, "optimizer": self.optimizer, "world": self.here}
+
+
+def whole(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Return the whole tensor ``name`` of the state ``seed``, in 32 bits."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed))
+
+
+def gather(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
+    """Return the whole tensors, put together from what all ranks hold, copies compared bit for bit.
+
+    Raises:
+        AssertionError: two ranks hold different bits of the same part, or nobody holds a part.
+    """
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for parts in ranks:
+        for name, (shard, part) in parts.items():
+            value, is_there = found.setdefault(
+                name, (part.new_zeros(shard.global_shape), torch.zeros(shard.global_shape, dtype=torch.bool))
+            )
+            seen = shard.cut(is_there)
+            assert torch.equal(shard.cut(value)[seen], part[seen]), f"copies of {name} differ"
+            shard.cut(value).copy_(part)
+            seen.fill_(True)
+    assert all(is_there.all() for _, is_there in found.values())
+    return {name: value for name, (value, _) in found.items()}
+
+
+def assert_is_state(found: Mapping[str, torch.Tensor], seed: int, dtype: str) -> None:
+    """Every tensor is, bit for bit, that of the state ``seed``; parameters are rounded to ``dtype``."""
+    for name, value in found.items():
+        if name.startswith("model/"):
+            wanted = whole(name.replace("model/", "weights/"), value.shape, seed).to(device.DTYPES[dtype])
+        else:
+            wanted = whole(name, value.shape, seed)
+        assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
+
+
+def _save(rank: int, layout: Layout, script: ModuleType, root: Path, seed: int) -> None:
+    own = Rank.of(layout, script)
+    own.fill(seed)
+    own.save(root / str(layout))
+
+
+def _load(rank: int, layout: Layout, script: ModuleType, folders: Sequence[Path]) -> list[Parts]:
+    own, found = Rank.of(layout, script), []
+    for folder in folders:
+        own.fill(99)
+        own.load(folder)
+        found.append(own.parts())
+    return found
+
+
+def save_by(layout: Layout, script: ModuleType, root: Path, seed: int) -> Path:
+    """Let the ranks of ``layout`` save the state ``seed``; return the run folder."""
+    run_ranks(layout.num_ranks, _save, layout, script, root, seed)
+    return root / str(layout)
+
+
+def load_by(layout: Layout, script: ModuleType, folders: Sequence[Path]) -> list[dict[str, torch.Tensor]]:
+    """Let the ranks of ``layout`` load each of ``folders``; return what they then hold, gathered."""
+    ranks = run_ranks(layout.num_ranks, _load, layout, script, folders)
+    return [gather([found[place] for found in ranks]) for place in range(len(folders))]
