@@ -1,0 +1,191 @@
+"""One life of the launcher, forked from this process, which has imported torch: a start takes about a second."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.kill_parts.moments import ALL, LAUNCHER, START, Moment, phase_of
+from benchmarks.kill_parts.preload import MODULES
+from megatron.launch.__main__ import main
+from megatron.training import position
+
+SCRIPT = Path(__file__).with_name("script.py")
+
+DEADLINE_S = 240.0
+"""A start that has not ended by then hangs."""
+_POLL_S = 0.002
+
+
+class Stuck(RuntimeError):
+    """A start has not ended in time."""
+
+
+class Job:
+    """The launcher with a run's ranks.
+
+    Args:
+        place: folder for what is said and for the launcher's own files.
+        life: number of this launcher in the run's history.
+        record: folder that the ranks record into.
+        max_restarts: starts that the launcher may add by itself.
+    """
+
+    def __init__(
+        self, place: Path, life: int, record: Path, argv: list[str], num_ranks: int, max_restarts: int
+    ) -> None:
+        self.place, self.num_ranks = place, num_ranks
+        place.mkdir()
+        self.code: int | None = None
+        own = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts), "--preload", ",".join(MODULES)]
+        self.pid = _fork([*own, str(SCRIPT), *argv], place, {"KILL_LIFE": str(life), "KILL_RECORD": str(record)})
+        self._deadline = time.monotonic() + DEADLINE_S
+
+    @property
+    def output(self) -> str:
+        return (self.place / "output").read_text(errors="replace")
+
+    def next_start(self, after: int) -> int | None:
+        """Wait for a start with a higher number than ``after`` to have all its ranks; None: the launcher has ended."""
+        while not self.has_ended():
+            number = self._newest()
+            if number > after and len(self.ranks()) == self.num_ranks:
+                return number
+            time.sleep(_POLL_S)
+        return None
+
+    def reaches(self, start: int, moment: Moment) -> bool:
+        """Wait until ``start`` is at ``moment``; False if the start or the launcher ends before."""
+        page = None if moment.phase == START else self._page(start, moment.rank)
+        entries, before = int(moment.phase == START), ""
+        while entries < moment.entry:
+            if self._is_over(start):
+                return False
+            page = page or self._page(start, moment.rank)
+            now = position.read(page[:])[1] if page else ""
+            entries += _is_entry(before, now, moment.phase)
+            before = now
+            time.sleep(_POLL_S)
+        end = time.monotonic() + moment.delay_s
+        while time.monotonic() < end:
+            if self._is_over(start):
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def phase(self, start: int, rank: int) -> str:
+        """Return the phase in which a rank is."""
+        page = self._page(start, rank)
+        return phase_of(position.read(page[:])[1] if page else "")
+
+    def kill(self, moment: Moment, draw: random.Random) -> bool:
+        """Send SIGKILL to the victims; return whether there was one."""
+        ranks = self.ranks()
+        if moment.victims == LAUNCHER:
+            os.kill(self.pid, signal.SIGKILL)  # the ranks go with it
+            _wait_until_gone(ranks, self._deadline)
+            return True
+        victims = draw.sample(ranks, len(ranks)) if moment.victims == ALL else ranks[moment.rank : moment.rank + 1]
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(victims)
+
+    def ranks(self) -> list[int]:
+        """Return the process ids of the ranks that live, in the order in which they were started."""
+        try:
+            words = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        return sorted(pid for pid in map(int, words) if _is_alive(pid))
+
+    def has_ended(self) -> bool:
+        """Whether the launcher has ended; ``code`` is its exit code then.
+
+        Raises:
+            Stuck: it takes too long; it has been ended.
+        """
+        if self.code is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > self._deadline:
+                self.end()
+                raise Stuck(f"not ended after {DEADLINE_S:.0f} s:\n{self.output[-3000:]}")
+        return self.code is not None
+
+    def end(self) -> None:
+        """End the launcher, and with it its ranks, if they still run."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _is_over(self, start: int) -> bool:
+        return self.has_ended() or self._newest() != start
+
+    def _newest(self) -> int:
+        return max((int(path.name.removeprefix("start-")) for path in self._starts()), default=-1)
+
+    def _starts(self) -> list[Path]:
+        return list(self.place.glob("megatron-launch-*/start-*"))
+
+    def _page(self, start: int, rank: int) -> mmap.mmap | None:
+        """Return the page in which a rank notes what it is at, once there is one; it outlives the rank."""
+        for path in self.place.glob(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
+            with suppress(OSError, ValueError), open(path, "rb") as file:
+                return mmap.mmap(file.fileno(), position.SIZE, access=mmap.ACCESS_READ)
+        return None
+
+
+def _is_entry(before: str, now: str, phase: str) -> bool:
+    """Whether a rank has come into ``phase``; each step counts."""
+    if phase_of(now) != phase:
+        return False
+    return phase_of(before) != phase or (now.startswith("step ") and now.split(",")[0] != before.split(",")[0])
+
+
+def _wait_until_gone(pids: list[int], deadline: float) -> None:
+    while any(_is_alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            raise Stuck(f"ranks {pids} have outlived their launcher")
+        time.sleep(_POLL_S)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _fork(argv: list[str], place: Path, env: dict[str, str]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        tempfile.tempdir = str(place)
+        descriptor = os.open(place / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        os.environ.update(env, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+        code = main(argv)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,77 @@
+"""What a rank of a killed run executes: ``pretrain_gpt2.py`` as it is, with a record of its starts and steps.
+
+Each rank appends lines of JSON to ``$KILL_RECORD/rank-R.jsonl``, one call a line, so that a kill cuts none off:
+
+| line | says |
+|---|---|
+| ``begins``, ``loaded`` | the step that the start goes on after, and the checkpoint it has taken up |
+| ``step``, ``loss``, ``tokens`` | a step that was done, its loss in hexadecimal, a checksum of each sample read |
+| ``durable`` | rank 0 has told the launcher of this checkpoint |
+
+Each line also holds ``start``, the number of the launcher's life and of its start, and ``at``, the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt2  # noqa: E402
+from megatron.training import entry, loop, metrics, progress_file, report, timed_batches  # noqa: E402
+
+START = [int(os.environ["KILL_LIFE"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
+_record = os.open(
+    Path(os.environ["KILL_RECORD"], f"rank-{os.environ['RANK']}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+)
+_read: list[int] = []
+
+
+def tell(**told: Any) -> None:
+    """Append one line."""
+    os.write(_record, json.dumps({"start": START, "at": time.time(), **told}).encode() + b"\n")
+
+
+def record_run() -> None:
+    """Let the parts of a run tell what they do; leave out what only costs time."""
+    report.MATMUL_SECONDS = 0.0
+    metrics.draw_losses = lambda *_: None
+    prepare, advance, say_durable = loop._prepare, loop._advance, progress_file.tell
+    take = timed_batches.TimedBatches.__next__
+
+    def prepare_and_tell(run: loop.Run) -> Any:
+        tell(begins=run.progress.step, loaded=run.loaded.name if run.loaded else None)
+        return prepare(run)
+
+    def take_and_sum(batches: timed_batches.TimedBatches) -> Any:
+        batch = take(batches)
+        _read.extend(zlib.crc32(row.numpy().tobytes()) for row in batch["text"])
+        return batch
+
+    def advance_and_tell(run: loop.Run, result: Any, samples: int) -> None:
+        advance(run, result, samples)
+        tell(step=run.progress.step, loss=float(result.loss).hex(), tokens=list(_read))
+        _read.clear()
+
+    def say_durable_and_tell(step: int) -> None:
+        say_durable(step)
+        tell(durable=step)
+
+    loop._prepare, loop._advance, progress_file.tell = prepare_and_tell, advance_and_tell, say_durable_and_tell
+    timed_batches.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    record_run()
+    entry.pretrain(
+        pretrain_gpt2.train_valid_test_datasets_provider,
+        pretrain_gpt2.model_provider,
+        pretrain_gpt2.forward_step,
+        name="gpt2",
+    )
