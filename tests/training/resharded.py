@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from megatron.checkpoint import TensorRecord, named_parameters
 from megatron.config import Config, parse
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import arguments, world
+from megatron.training import arguments, resume, saver, world
 from megatron.training.assembly import build_model, make_optimizer, make_streams
 from megatron.training.stand_in import stand_in_tokenizer
 from megatron.training.state import Progress, open_for, restore, save_state
@@ -86,14 +87,9 @@ class Rank:
         make_moments(optimizer)
         return cls(config, here, module, optimizer)
 
-    def records(self) -> Iterator[TensorRecord]:
-        """Yield masters and moments."""
-        yield from weight_records(self.module, self.optimizer)
-        yield from optimizer_records(self.module, self.optimizer)
-
     def fill(self, seed: int) -> None:
         """Take the state that goes by the name of ``seed``. Collective."""
-        for record in self.records():
+        for record in records_of(self.module, self.optimizer):
             shard = record.shard
             shard.unpadded(record.tensor).copy_(shard.cut(whole(record.name, shard.global_shape, seed)))
         self.optimizer.copy_masters_to_parameters()
@@ -110,13 +106,55 @@ class Rank:
 
     def parts(self) -> Parts:
         """Return copies of masters, moments and, under ``model/``, the parameters that the model computes with."""
-        held = {record.name: (record.shard, record.tensor) for record in self.records()}
+        held = parts_of(self.module, self.optimizer)
         for name, parameter in named_parameters(self.module):
-            held[f"model/{name}"] = (shard_of(parameter), parameter.detach())
-        return {name: (shard, shard.unpadded(tensor).clone()) for name, (shard, tensor) in held.items()}
+            shard = shard_of(parameter)
+            held[f"model/{name}"] = (shard, shard.unpadded(parameter.detach()).clone())
+        return held
 
     def _parts(self) -> dict[str, Any]:
         return {"config": self.config, "module": self.module, "optimizer": self.optimizer, "world": self.here}
+
+
+def records_of(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
+    """Yield masters and moments."""
+    yield from weight_records(module, optimizer)
+    yield from optimizer_records(module, optimizer)
+
+
+def parts_of(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Parts:
+    """Return copies of masters and moments."""
+    held = records_of(module, optimizer)
+    return {record.name: (record.shard, record.shard.unpadded(record.tensor).clone()) for record in held}
+
+
+def keep_parts(folder: Path) -> Callable[[int], None]:
+    """Return a plant: each rank of a run keeps in ``folder`` what it holds at a save and, later, right after a load."""
+
+    def keep(name: str, module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(pickle.dumps(parts_of(module, optimizer)))
+
+    def plant(rank: int) -> None:
+        save, load = saver.save_state, resume.restore
+
+        def save_and_keep(*args: Any, **given: Any) -> Any:
+            keep(f"saved-{rank}", given["module"], given["optimizer"])
+            return save(*args, **given)
+
+        def load_and_keep(*args: Any, **given: Any) -> Any:
+            progress = load(*args, **given)
+            keep(f"loaded-{rank}", given["module"], given["optimizer"])
+            return progress
+
+        saver.save_state, resume.restore = save_and_keep, load_and_keep
+
+    return plant
+
+
+def kept(folder: Path, what: str) -> dict[str, torch.Tensor]:
+    """Return what the ranks of a run kept in ``folder``, gathered; ``what`` is "saved" or "loaded"."""
+    return gather([pickle.loads(path.read_bytes()) for path in sorted(folder.glob(f"{what}-*"))])
 
 
 def whole(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:

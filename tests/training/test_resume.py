@@ -18,6 +18,7 @@ from megatron.mpu.shard import Shard
 from megatron.training import loop
 from megatron.training.metrics import read_metrics
 from megatron.training.state import CHECKPOINTS
+from tests.training.resharded import keep_parts, kept
 from tests.training.runs import flags, together, train_ranks
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -110,11 +111,15 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_same(
 def test_checkpoint_of_one_layout_goes_on_in_another(
     script: ModuleType, variant: str, corpus: Path, tmp_path: Path
 ) -> None:
-    """Row E15."""
+    """Row E15: the bits right after the load, gathered, and the losses from there on."""
     folder, exact = tmp_path / "run", f"--fp64 --hidden-dropout 0 --attention-dropout 0 {variant}"
     pipeline = "--model-parallel-size 2 --pipe-parallel-size 2 --exit-interval 10"
-    assert train_ranks(4, flags(corpus, folder, f"{exact} {pipeline}", script), script=script)[0] == [75] * 4
-    train_ranks(1, flags(corpus, tmp_path / "other", f"{exact} --load {folder}", script), script=script)
+    one, other = keep_parts(tmp_path / "one"), keep_parts(tmp_path / "two")
+    assert train_ranks(4, flags(corpus, folder, f"{exact} {pipeline}", script), one, script)[0] == [75] * 4
+    train_ranks(1, flags(corpus, tmp_path / "other", f"{exact} --load {folder}", script), other, script)
+    saved, loaded = kept(tmp_path / "one", "saved"), kept(tmp_path / "two", "loaded")
+    assert {name.split("/")[0] for name in saved} == {"weights", "optimizer"} and saved.keys() == loaded.keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in saved.items())
     train_ranks(1, flags(corpus, tmp_path / "whole", exact, script), script=script)
     resumed, whole = read_metrics(tmp_path / "other" / "metrics.jsonl"), read_metrics(tmp_path / "whole/metrics.jsonl")
     wanted = [r["loss"] for r in whole if r["kind"] == "train" and r["step"] > 10]

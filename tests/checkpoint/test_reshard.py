@@ -1,0 +1,120 @@
+"""Weights and moments are bit-equal after any chain of layouts (rows K15 and K18).
+
+Where a rank's part lies is arithmetic, so one process is all ranks of a layout here, one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint import TensorRecord, open_checkpoint, save
+from megatron.mpu.groups import SINGLE, Grid, Group
+from megatron.mpu.shard import Shard
+from megatron.mpu.topology import Topology
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.state_tensors import make_moments, optimizer_records, weight_records
+from tests.optim.zero import WHOLE, Weights, optimizer_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NAMES = [f"weights/{name}" for name in WHOLE] + [f"optimizer/{key}/{name}" for key in MOMENTS for name in WHOLE]
+TIED = "table"  # the first and the last stage have it; the first writes it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid of ranks, ZeRO's stage, and the type of the model's parameters."""
+
+    tensor: int
+    pipe: int
+    data: int
+    zero: int
+    dtype: torch.dtype = torch.float32
+
+    def grids(self) -> list[Grid]:
+        """Return the grid of each rank; its groups know who is in them, and cannot talk."""
+        topology = Topology(pipe=self.pipe, data=self.data, tensor=self.tensor)
+        return [_grid(topology, rank) for rank in range(topology.world_size)]
+
+
+def _grid(topology: Topology, rank: int) -> Grid:
+    axes = (("tensor",), ("pipe",), ("data",), ("pipe", "tensor"), ("pipe", "data", "tensor"))
+    own = [next(ranks for ranks in topology.groups(*names) if rank in ranks) for names in axes]
+    groups = [Group(ranks=tuple(ranks), rank=ranks.index(rank)) for ranks in own]
+    return Grid(topology, rank, *groups, groups[-1])
+
+
+LAYOUTS = st.builds(
+    Layout,
+    tensor=st.sampled_from([1, 2]),
+    pipe=st.integers(1, 3),
+    data=st.integers(1, 4),
+    zero=st.integers(0, 1),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+
+
+def _records(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid) -> list[TensorRecord]:
+    """Return what a rank hands to ``save``: the tensors of its stage."""
+    stages, own = grid.topology.pipe, grid.pipe.rank
+    stage_of = {name: place * stages // len(WHOLE) for place, name in enumerate(WHOLE)}
+    found = []
+    for record in [*weight_records(module, optimizer), *optimizer_records(module, optimizer)]:
+        name = record.name.rpartition("/")[2]
+        if stage_of.get(name) == own:
+            found.append(record)
+        elif name == TIED and own == stages - 1:
+            found.append(TensorRecord(record.name, record.tensor, record.shard, is_owner=False))
+    return found
+
+
+def _ranks(layout: Layout) -> list[list[TensorRecord]]:
+    ranks = []
+    for grid in layout.grids():
+        module = Weights(grid)
+        optimizer = optimizer_of(module, grid, layout.zero, dtype=layout.dtype)
+        make_moments(optimizer)
+        ranks.append(_records(module, optimizer, grid))
+        for record in ranks[-1]:
+            record.shard.unpadded(record.tensor.detach()).fill_(-1.0)
+    return ranks
+
+
+def _state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randn(WHOLE[name.rpartition("/")[2]], generator=generator) for name in NAMES}
+
+
+def _save(ranks: list[list[TensorRecord]], root: Path, step: int) -> Path:
+    return save(root, step, [record for records in ranks for record in records], {}, SINGLE)
+
+
+@given(chain=st.lists(LAYOUTS, min_size=3, max_size=4))
+@example(chain=[Layout(2, 1, 2, 1), Layout(1, 3, 1, 0, torch.bfloat16), Layout(2, 2, 4, 1), Layout(1, 1, 1, 0)])
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_every_bit_comes_through_any_chain_of_layouts(
+    chain: list[Layout], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root, state = tmp_path_factory.mktemp("chain"), _state()
+    path = save(root, 0, [TensorRecord(name, value, _whole(value)) for name, value in state.items()], {}, SINGLE)
+    for step, layout in enumerate(chain, start=1):
+        ranks, before = _ranks(layout), open_checkpoint(path, SINGLE)
+        for records in ranks:
+            before.load(records)
+            for record in records:
+                expected = record.shard.cut(state[record.name])
+                assert torch.equal(record.shard.unpadded(record.tensor), expected), record.name
+        path = _save(ranks, root, step)
+        after = open_checkpoint(path, SINGLE)
+        assert sorted(after.names()) == sorted(NAMES)
+        for name, value in state.items():
+            assert torch.equal(after.read(name, _whole(value)), value), (name, layout)
+
+
+def _whole(value: torch.Tensor) -> Shard:
+    return Shard(tuple(value.shape))
