@@ -61,8 +61,8 @@ def problems(config: Config) -> Iterator[str]:
     has_saves = checkpoint.save_interval or checkpoint.minutes
     if stability.goes_back and not has_saves and not checkpoint.eval_only:
         yield (
-            "--stability-guard rollback goes back to a checkpoint of this run, got --save-interval-minutes 0: there is none "
-            "before the end. Add --save-interval N, or use --stability-guard skip"
+            "--stability-guard rollback goes back to a checkpoint of this run, got --save-interval-minutes 0: there is "
+            "none before the end. Add --save-interval N, or use --stability-guard skip"
         )
 
 

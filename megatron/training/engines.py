@@ -32,6 +32,7 @@ class StepEngine(Protocol):
     """What the loop needs of an engine.
 
     Attributes:
+        engine: DeepSpeed's or tds's.
         on_loss: called on every rank with the mean loss of a step, ahead of its update.
         micro_losses: of the last step, this rank's own losses (or sums of losses) by micro-batch, on the last stage.
     """
@@ -40,6 +41,7 @@ class StepEngine(Protocol):
     optimizer: MixedPrecisionOptimizer
     on_loss: Callable[[float], None]
     micro_losses: dict[int, torch.Tensor]
+    engine: Any
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult: ...
 
@@ -92,7 +94,7 @@ class SingleStageEngine:
         self.grid, self.streams = grid, streams
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self.device = torch.device(engine.device)
-        self.on_loss = FiniteOnly(self.optimizer).take_loss
+        self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
         self.micro_losses: dict[int, torch.Tensor] = {}
         self._clock = clock_for(self.device)
         self._busy = BubbleMeter(self._clock)
@@ -186,7 +188,7 @@ class PipelineEngine:
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
-        self.on_loss = FiniteOnly(self.optimizer).take_loss
+        self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
         engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
         engine.module.loss_fn = self._noting(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
