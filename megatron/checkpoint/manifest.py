@@ -23,6 +23,7 @@ from megatron.mpu.shard import Shard
 
 NAME = "manifest.json"
 FORMAT_VERSION = 1
+_FIELDS = {"crc32", "format_version", "sequence", "step", "state", "files", "index"}
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 _SECOND_LINE = re.compile(rb'\n"format_version": \d+, "sequence": (\d+), "step": \d+,')
 
@@ -109,6 +110,11 @@ def from_bytes(content: bytes, path: Path) -> Manifest:
         if version > FORMAT_VERSION:
             raise NewerFormatError(
                 f"{path} has the format version {version}; this program reads up to {FORMAT_VERSION}. "
+                "Install the version that wrote it, or a later one."
+            )
+        if unknown := sorted(fields.keys() - _FIELDS):
+            raise NewerFormatError(
+                f"{path} has fields that this program does not know: {', '.join(unknown)}. "
                 "Install the version that wrote it, or a later one."
             )
         return Manifest(
