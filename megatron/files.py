@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+_HELD_BYTES = 1 << 20
 
 
 def _nothing(operation: str, path: Path) -> None:
@@ -50,6 +53,63 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
         file.flush()
         os.fsync(file.fileno())
     return size, crc
+
+
+class Stream:
+    """A file that is being written; it collects small pieces, and counts bytes and checksum on the way."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.size = self.crc = 0
+        self.error: OSError | None = None
+        self._file, self._path, self._held = file, path, bytearray()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Take ``data`` and return its length."""
+        if len(self._held) + len(data) > _HELD_BYTES:
+            self.flush()
+        if len(data) > _HELD_BYTES:
+            self._write(data)
+        else:
+            self._held += data
+        return len(data)
+
+    def flush(self) -> None:
+        """Write what has been collected."""
+        held, self._held = self._held, bytearray()
+        if held:
+            self._write(held)
+
+    def _write(self, data: bytes | bytearray | memoryview) -> None:
+        try:
+            before_operation("write", self._path)
+            self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.size += len(data)
+        self.crc = zlib.crc32(data, self.crc)
+
+
+def write_by(path: Path, produce: Callable[[Stream], None]) -> tuple[int, int]:
+    """Let ``produce`` write to ``path``, flush it to the disk, and return (bytes, crc32) of what was written.
+
+    Raises:
+        OSError: the disk's own, also where ``produce`` made another error of it, as ``torch.save`` does.
+    """
+    before_operation("create", path)
+    with open(path, "wb") as file:
+        stream = Stream(file, path)
+        try:
+            produce(stream)
+            stream.flush()
+        except Exception:
+            if stream.error is not None:
+                raise stream.error from None
+            raise
+        before_operation("fsync", path)
+        file.flush()
+        os.fsync(file.fileno())
+    return stream.size, stream.crc
 
 
 def size_and_crc(path: Path, chunk_bytes: int = 1 << 22) -> tuple[int, int]:

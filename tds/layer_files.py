@@ -37,11 +37,15 @@ def index_in_one_run(module: Any, local_index: int) -> int:
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """A part of this stage that has a state, and the file it is read from."""
+    """A part of this stage that has a state, and the file it is read from.
+
+    ``is_elsewhere``: the file is another layer's, which may hold more than the tied weight that this part has.
+    """
 
     part: Any
     path: str
     number_of_files: int
+    is_elsewhere: bool = False
 
 
 def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
@@ -56,7 +60,7 @@ def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
     for key, index in _only_as_functions(module).items():
         own = tied_path(module, folder, index)
         path = own if os.path.exists(own) else _path_of_first(module, key, own)
-        yield SavedLayer(module.tied_modules[key], path, module._grid.get_slice_parallel_world_size())
+        yield SavedLayer(module.tied_modules[key], path, module._grid.get_slice_parallel_world_size(), path != own)
     for key in _shared_here(module):
         files = glob.glob(os.path.join(glob.escape(folder), f"shared_{key}-*model_states.pt"))
         yield SavedLayer(module.tied_modules[key], shared_path(module, folder, key), len(files))

@@ -185,6 +185,8 @@ def _load_layers(engine: LayerCheckpoints, folder: str, strict: bool) -> str | N
     for layer in layers_to_load(engine.module, folder):
         try:
             state = engine.checkpoint_engine.load(layer.path, map_location="cpu")
+            if layer.is_elsewhere:
+                state = {name: state[name] for name in layer.part.state_dict() if name in state}
             layer.part.load_state_dict(state, strict=strict)
         except Exception as error:  # whatever a damaged file makes torch raise
             return f"{layer.path} cannot be loaded: {error}"

@@ -26,6 +26,13 @@ class CheckpointConfig:
         minimum=0,
         shown_default=f"{DEFAULT_MINUTES:g}, of which the last {DEFAULT_KEPT} stay; 0 with --save-interval",
     )
+    checkpoint_format: str | None = option(
+        None,
+        "what is saved. native: any layout loads it; deepspeed: DeepSpeed's own files, which load in the layout that "
+        "saved them. --load knows them apart",
+        choices=("native", "deepspeed"),
+        shown_default="that of the run folder's checkpoints; native in a new one",
+    )
     async_save: bool = option(False, "copy the state and write it while training goes on")
     on_save_error: str = option(
         "continue",
@@ -60,6 +67,11 @@ class CheckpointConfig:
     def is_default_interval(self) -> bool:
         """Whether nobody has said when to save in mid-run."""
         return not self.save_interval and self.save_interval_minutes is None
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether checkpoints are written in DeepSpeed's layout."""
+        return self.checkpoint_format == "deepspeed"
 
     @property
     def minutes(self) -> float:

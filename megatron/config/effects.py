@@ -26,7 +26,7 @@ PIPELINE = {
 }
 """Fields that act on a pipeline only, and their flags."""
 IN_TRAINING = (
-    "save_interval", "save_interval_minutes", "async_save", "on_save_error",
+    "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
     "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule",
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
@@ -60,6 +60,7 @@ def problems(config: Config) -> Iterator[str]:
             "--layout-independent-dropout needs something to drop, got --attention-dropout 0 and --hidden-dropout 0. "
             "Leave it out, or raise one of the two"
         )
+    yield from format_problems(config)
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
         yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
     named = [flag for name, flag in PIPELINE.items() if name in given]
@@ -76,6 +77,28 @@ def problems(config: Config) -> Iterator[str]:
     named = _flags(config, IN_TRAINING) if config.checkpoint.eval_only else []
     if named:
         yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
+
+
+def format_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot be saved in the format of the checkpoints, where that is known and is DeepSpeed's."""
+    if not config.checkpoint.is_deepspeed:
+        return
+    for name in ("async_save", "keep_every", "no_save_optim"):
+        if getattr(config.checkpoint, name):
+            yield (
+                f"--{name.replace('_', '-')} acts on --checkpoint-format native only, got deepspeed. Leave one of them "
+                "out; in a folder with checkpoints in DeepSpeed's layout also give --save another folder"
+            )
+    if config.optimizer.zero_stage:
+        yield (
+            "--checkpoint-format deepspeed holds whole optimizer states, got --zero-stage 1, which cuts them over the "
+            "replicas. Use --zero-stage 0, or --checkpoint-format native"
+        )
+    if config.stability.stability_guard == "rollback":
+        yield (
+            "--stability-guard rollback goes back to checkpoints of our own format, got --checkpoint-format deepspeed. "
+            "Use --stability-guard skip, or --checkpoint-format native"
+        )
 
 
 def scaling_problems(config: Config) -> Iterator[str]:

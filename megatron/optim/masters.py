@@ -65,6 +65,13 @@ class Masters:
         for bucket in buckets(Piece(p.detach(), self.of[p].detach(), cut) for p, cut in self._cuts.items()):
             gather(bucket, self.data_group)
 
+    @torch.no_grad()
+    def from_parameters(self) -> None:
+        """Let each master hold what its part of the parameter holds."""
+        for parameter, master in self.of.items():
+            if parameter is not master:
+                master.copy_(self.part(parameter, parameter))
+
     @contextmanager
     def contiguous(self) -> Iterator[None]:
         """Let every master lie in one run of memory: fused optimizers take for granted that it does."""

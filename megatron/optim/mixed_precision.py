@@ -15,6 +15,7 @@ from megatron.errors import NumericsError
 from megatron.mpu.grads import clip_coefficient, counts_here, global_norm
 from megatron.mpu.groups import SINGLE, Group
 from megatron.optim.masters import WIDE, Masters
+from megatron.optim.optimizer_state import state_of, take_state
 from megatron.optim.scaler import LossScaler
 
 
@@ -136,6 +137,29 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Let the inner optimizer step on the gradients that the masters have, as they are."""
         with self._masters.contiguous():
             self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return masters, moments and loss scale of this rank, for checkpoints in DeepSpeed's layout.
+
+        Raises:
+            RuntimeError: with ZeRO 1, whose parts of masters no file of DeepSpeed's would hold.
+        """
+        if any(self._masters.is_cut(parameter) for parameter in self._masters.of):
+            raise RuntimeError("a state_dict is of whole masters, got ZeRO 1: save with --checkpoint-format native")
+        return state_of(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` returned, and let the parameters follow; rates and decay stay those of now.
+
+        Raises:
+            ValueError: it is of other parameters; nothing has been changed then.
+        """
+        take_state(self, state_dict)
+        self.copy_masters_to_parameters()
+
+    def refresh_fp32_params(self) -> None:
+        """Let the masters take what the parameters hold: DeepSpeed's name, called when weights alone were loaded."""
+        self._masters.from_parameters()
 
     def gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return (parameter, gradient) pairs in the order of the groups."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron import log
+from megatron.checkpoint import Checkpoint
 from megatron.errors import marked
-from megatron.training import data_order
+from megatron.training import data_order, deepspeed_format, deepspeed_format_folder
 from megatron.training.parts import Run
 from megatron.training.resume_rules import check_tokenizer, layout_text, warn_of_changes
 from megatron.training.run_folder import Place
-from megatron.training.state import CHECKPOINTS, EVERYTHING, Taken, open_for, restore
+from megatron.training.run_source import is_deepspeed_folder, saves_in
+from megatron.training.state import EVERYTHING, Progress, Taken, check_fits, open_for, restore
 
 
 def load(run: Run, place: Place) -> None:
     """Take up what the checkpoint of ``place`` holds, as far as the flags say; a restart takes all. Collective."""
     flags, topology = run.config.checkpoint, run.world.grid.topology
-    checkpoint = open_for(place.source or place.folder, run.world, strict=flags.strict_load)
+    checkpoint = _open(run, place.source or place.folder)
     state = checkpoint.state
     taken = EVERYTHING if place.is_restart else Taken.of(flags)
     order = None
@@ -23,15 +27,7 @@ def load(run: Run, place: Place) -> None:
         if taken.data:
             run.data_loaded = data_order.Saved(state.get("data_fingerprint"), state.get("data_order"))
             order = data_order.resumed(run.data, state, allow_change=flags.allow_data_change)
-    run.progress = restore(
-        checkpoint,
-        config=run.config,
-        module=run.engine.module,
-        optimizer=run.engine.optimizer,
-        world=run.world,
-        fingerprint=run.data.fingerprint if run.data.order is None else None,
-        taken=taken,
-    )
+    run.progress = _restored(run, checkpoint, taken)
     if order is not None:
         run.data.use_order(order)
     if taken.optimizer:
@@ -52,5 +48,30 @@ def load(run: Run, place: Place) -> None:
 def is_same_run(run: Run, place: Place) -> bool:
     """Whether the run goes on in the folder and at the step of what it has loaded."""
     flags = run.config.checkpoint
-    is_here = run.loaded is not None and run.loaded.parent == run.folder / CHECKPOINTS
+    is_here = run.loaded is not None and run.loaded.parent == saves_in(run.folder, flags)
     return is_here and (place.is_restart or not (flags.finetune or flags.eval_only))
+
+
+def _open(run: Run, source: Path) -> Checkpoint:
+    strict = run.config.checkpoint.strict_load
+    if is_deepspeed_folder(source):
+        return deepspeed_format_folder.open_newest(source, run.world.grid.host, strict=strict)
+    return open_for(source, run.world, strict=strict)
+
+
+def _restored(run: Run, checkpoint: Checkpoint, taken: Taken) -> Progress:
+    """Put the state of ``checkpoint``, in whichever format, into model and optimizer. Collective."""
+    fingerprint = run.data.fingerprint if run.data.order is None else None
+    if deepspeed_format_folder.is_of_this_format(checkpoint):
+        with marked(is_of_this_rank=False):
+            check_fits(checkpoint, run.config, fingerprint, taken)
+        return deepspeed_format.restore(checkpoint, run.engine.engine, run.config, run.world, taken)
+    return restore(
+        checkpoint,
+        config=run.config,
+        module=run.engine.module,
+        optimizer=run.engine.optimizer,
+        world=run.world,
+        fingerprint=fingerprint,
+        taken=taken,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from megatron import device, log
 from megatron.checkpoint import BackgroundSaver
 from megatron.config import Config, resolve_dtype
+from megatron.config.effects import format_problems
+from megatron.config.validate import raise_all
 from megatron.errors import StopRequest
 from megatron.training import arguments, data_order, position, report, run_folder, run_lock, timeline, world
 from megatron.training.assembly import build_engine, make_learning_rate, make_streams
@@ -79,10 +82,22 @@ def run(
         phases.follow(engine)
         seed_replicas(config.run.seed, here)
         place = run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder behind
+        config = with_format(config, place)
         rate, identity = make_learning_rate(config), getattr(tokenizer, "identity", None)
         this = Run(config, here, engine, data, rate, place.folder, stop, tokenizer=identity, phases=phases)
         with run_lock.held(place.folder, here):
             _go_on(this, place)
+
+
+def with_format(config: Config, place: Place) -> Config:
+    """Return ``config`` with the format of the checkpoints that are saved there.
+
+    Raises:
+        ConfigError: flags do not go with it; the same on every rank.
+    """
+    config = replace(config, checkpoint=replace(config.checkpoint, checkpoint_format=place.checkpoint_format))
+    raise_all(list(format_problems(config)))
+    return config
 
 
 def _go_on(this: Run, place: Place) -> None:
@@ -160,7 +175,8 @@ def _open_reports(this: Run, place: Place) -> None:
         log.info(note)
     this.screen = Screen(config.run.progress, config.batch.train_iters)
     tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else this.folder / "tensorboard"
-    resumed_step = this.progress.step if is_same_run(this, place) else None
+    goes_on = place.begins_again or is_same_run(this, place)
+    resumed_step = this.progress.step if goes_on else None  # steps after it have been recorded, and come again
     this.metrics = MetricsWriter(this.folder, tensorboard, resumed_step)
     this.rates = report.Rates(config, peak, counted)
     sizes, left = config.batch.sizes(here.grid.data.size), config.batch.train_iters - this.progress.step

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,17 @@ from megatron.checkpoint import check_writable, manifest
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.training.rank_zero import by_rank_0
-from megatron.training.state import CHECKPOINTS, checkpoints_in
+from megatron.training.run_source import (
+    NATIVE,
+    RUNS,
+    format_of,
+    is_run_folder,
+    newest_run,
+    require_checkpoint,
+    saved_in,
+)
 from megatron.training.world import World
 
-RUNS = Path("runs")
 _BY_LAUNCH = ".by-launch"  # runs/.by-launch/<run id>: the folder that a launch chose, for its restarts
 
 
@@ -31,11 +38,15 @@ class Place:
     """Where a run writes, and the run folder or checkpoint that it goes on from (None: from the start).
 
     ``is_restart``: the job has saved there already and goes on with everything, whatever its flags say of the start.
+    ``checkpoint_format``: what it saves.
+    ``begins_again``: an earlier start of the run may have been there, which ended before its first checkpoint.
     """
 
     folder: Path
     source: Path | None = None
     is_restart: bool = False
+    checkpoint_format: str = NATIVE
+    begins_again: bool = False
 
 
 def choose(config: Config, name: str, world: World) -> Place:
@@ -51,27 +62,13 @@ def choose(config: Config, name: str, world: World) -> Place:
 
     def chosen() -> Place:
         place = _chosen(config, name)
+        place = replace(place, checkpoint_format=format_of(place.folder, config.checkpoint))
         check_writable(place.folder)
         if config.run.tensorboard_dir:
             check_writable(Path(config.run.tensorboard_dir))
         return place
 
     return by_rank_0(world, chosen)
-
-
-def newest_run(name: str) -> Path:
-    """Return the run folder of this kind of model with the newest checkpoint.
-
-    Raises:
-        CheckpointError: no run here has one.
-    """
-    runs = [run for run in RUNS.glob(f"{name}-*") if any((run / CHECKPOINTS).glob("step-*"))]
-    if not runs:
-        raise CheckpointError(
-            f"--resume needs a run with a checkpoint in {RUNS.resolve()}/{name}-*, found none. "
-            "Start without --resume, or name a folder with --load."
-        )
-    return max(runs, key=lambda run: max(p.stat().st_mtime for p in (run / CHECKPOINTS).glob("step-*")))
 
 
 def describe(folder: Path, config: Config, world: World) -> None:
@@ -122,13 +119,14 @@ def _chosen(config: Config, name: str) -> Place:
     flags = config.checkpoint
     source = _source(config, name)
     folder = Path(flags.save) if flags.save else None
-    if folder is None and source is not None and (source / CHECKPOINTS).is_dir() and not flags.finetune:
+    if folder is None and source is not None and is_run_folder(source) and not flags.finetune:
         folder = source  # the same run goes on in the same place
     folder = folder or _kept_by_restarts(name)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if is_restart and _has_saved(folder / CHECKPOINTS):
+    if is_restart and _has_saved(folder):
         return Place(folder, folder, is_restart=True)
-    return Place(folder, source)
+    goes_on = is_restart or flags.load_if_exists
+    return Place(folder, source, begins_again=goes_on and not saved_in(folder))
 
 
 def _source(config: Config, name: str) -> Path | None:
@@ -147,23 +145,9 @@ def _source(config: Config, name: str) -> Path | None:
     return source
 
 
-def require_checkpoint(source: Path) -> None:
-    """Check that ``source``, a run folder, a folder of checkpoints or a checkpoint, holds one, whole or not.
-
-    Raises:
-        CheckpointError: it is not there, or holds none.
-    """
-    place = checkpoints_in(source)
-    if not place.is_dir():
-        found_instead = "a file" if place.exists() else "not there"
-        raise CheckpointError(f"--load must name a folder of checkpoints; {place} is {found_instead}")
-    if not (place / manifest.NAME).exists() and not any(place.glob("step-*")):
-        raise CheckpointError(f"no checkpoint found in {place}: a checkpoint is a folder like step-00000020")
-
-
-def _has_saved(checkpoints: Path) -> bool:
-    """Return whether this job has saved into ``checkpoints``, in which an earlier one may have, too."""
-    return job() is not None and any(_job_of(path) == job() for path in checkpoints.glob("step-*"))
+def _has_saved(folder: Path) -> bool:
+    """Return whether this job has saved into ``folder``, in which an earlier one may have, too."""
+    return job() is not None and any(_job_of(path) == job() for path in saved_in(folder))
 
 
 def _job_of(checkpoint: Path) -> str | None:

@@ -19,12 +19,13 @@ from megatron.checkpoint import Checkpoint, Staged, open_checkpoint
 from megatron.checkpoint.agree import together
 from megatron.checkpoint.folders import newest_first, step_of
 from megatron.errors import CheckpointError
+from megatron.training import deepspeed_format
 from megatron.training.data_order import to_save
 from megatron.training.parts import Run
 from megatron.training.phases import LOADING, SAVING
 from megatron.training.run_folder import job
 from megatron.training.save_news import look, note_durable, note_failure, settle, tell
-from megatron.training.state import CHECKPOINTS, EVERYTHING, restore, save_state
+from megatron.training.state import CHECKPOINTS, EVERYTHING, described, restore, save_state
 
 
 def wants_by_time(run: Run) -> bool:
@@ -154,16 +155,19 @@ def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
 def _write(run: Run) -> Path | Staged:
     """Write the checkpoint of now, or stage it. Collective."""
     told, background = to_save(run.data, run.progress.samples_consumed, run.data_loaded), run.saves.background
-    given: dict[str, Any] = {
+    said: dict[str, Any] = {
         "config": run.config,
-        "module": run.engine.module,
         "optimizer": run.engine.optimizer,
         "world": run.world,
         "fingerprint": told.fingerprint,
         "order": told.order,
-        "loaded": run.loaded,
         "more": {"tokenizer": run.tokenizer, "job": job(), "guard": run.guard.state()},
     }
+    if run.config.checkpoint.is_deepspeed:
+        state, keep = described(run.progress, **said), run.config.checkpoint.keep_last
+        place = (run.folder, run.progress.step, state, run.engine.engine, run.world)
+        return deepspeed_format.save(*place, keep_last=keep, loaded=run.loaded)
+    given = {**said, "module": run.engine.module, "loaded": run.loaded}
     if background is None:
         return save_state(run.folder, run.progress, **given)
 

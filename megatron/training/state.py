@@ -100,12 +100,34 @@ def save_state(
     Raises:
         RuntimeError: in the midst of a step: gradients are held, which no checkpoint keeps.
     """
-    _check_between_steps(optimizer)
     records = list(weight_records(module, optimizer))
     if not config.checkpoint.no_save_optim:
         records += optimizer_records(module, optimizer)
     records += rng_records(world)
-    state = {
+    state = described(
+        progress, config=config, optimizer=optimizer, world=world, fingerprint=fingerprint, order=order, more=more
+    )
+    kept = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every, "loaded": loaded}
+    return write(folder / CHECKPOINTS, progress.step, records, state, world.grid.host, **kept)
+
+
+def described(
+    progress: Progress,
+    *,
+    config: Config,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    fingerprint: str | None,
+    order: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what a checkpoint of now says beside its tensors, as JSON can hold it; the rest as in ``save_state``.
+
+    Raises:
+        RuntimeError: in the midst of a step: gradients are held, which no checkpoint keeps.
+    """
+    _check_between_steps(optimizer)
+    return {
         "progress": asdict(progress),
         "scaler": optimizer.scaler.state(),
         "optimizer": config.optimizer.optimizer,
@@ -119,8 +141,6 @@ def save_state(
         "machine": machine(world.kind),
         **(more or {}),
     }
-    kept = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every, "loaded": loaded}
-    return write(folder / CHECKPOINTS, progress.step, records, state, world.grid.host, **kept)
 
 
 def open_for(source: Path, world: World, *, strict: bool = False) -> Checkpoint:
@@ -162,11 +182,9 @@ def restore(
     """
     taken = taken or Taken.of(config.checkpoint)
     with marked(is_of_this_rank=False):
-        compare_model_config(checkpoint.state["model"], config.identity())
-        if taken.data:
-            _check_data(checkpoint, fingerprint, config.checkpoint.allow_data_change)
+        check_fits(checkpoint, config, fingerprint, taken)
         if taken.optimizer:
-            _check_moments(checkpoint, config)
+            _check_moments(checkpoint)
     records = list(weight_records(module, optimizer))
     if taken.optimizer and not checkpoint.state["optimizer_steps"]:
         optimizer.inner.state.clear()  # fp16 had skipped every step: there were no moments
@@ -183,6 +201,23 @@ def restore(
     return Progress(**checkpoint.state["progress"]) if taken.counters else Progress()
 
 
+def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, taken: Taken) -> None:
+    """Check that ``checkpoint`` is of this model, these data and this optimizer, as far as they are ``taken``.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    compare_model_config(checkpoint.state["model"], config.identity())
+    if taken.data:
+        _check_data(checkpoint, fingerprint, config.checkpoint.allow_data_change)
+    saved, now = checkpoint.state.get("optimizer"), config.optimizer.optimizer
+    if taken.optimizer and saved != now:
+        raise CheckpointError(
+            f"the optimizer must be that of the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
+            "Give the same one, or add --no-load-optim to go on with a fresh optimizer."
+        )
+
+
 def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
     if any(master.grad is not None for group in optimizer.param_groups for master in group["params"]):
         raise RuntimeError(
@@ -191,13 +226,7 @@ def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
         )
 
 
-def _check_moments(checkpoint: Checkpoint, config: Config) -> None:
-    saved, now = checkpoint.state.get("optimizer"), config.optimizer.optimizer
-    if saved != now:
-        raise CheckpointError(
-            f"the optimizer must be that of the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
-            "Give the same one, or add --no-load-optim to go on with a fresh optimizer."
-        )
+def _check_moments(checkpoint: Checkpoint) -> None:
     if not any(name.startswith("optimizer/") for name in checkpoint.names()) and checkpoint.state["optimizer_steps"]:
         raise CheckpointError(
             f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "

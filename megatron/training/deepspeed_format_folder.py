@@ -1,0 +1,132 @@
+"""A run folder in DeepSpeed's own layout (``--checkpoint-format deepspeed``): its names, its commit, the way back.
+
+| name | is |
+|---|---|
+| ``global_step20`` | a checkpoint: DeepSpeed's files and our ``manifest.json``, which DeepSpeed passes over |
+| ``global_step20-1`` | the same step saved once more: nothing is written over |
+| ``latest`` | the name that DeepSpeed loads; our loader goes by the manifests |
+| ``.tmp-...``, ``.deleted-...`` | a save or a removal that was killed; the next save removes it |
+
+The rename of the temporary folder is the commit; ``latest`` follows in one step. So a kill at any moment leaves the
+checkpoint before, whole, for both loaders. DeepSpeed by itself writes into the folder that it names, and names it while
+other ranks still write.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron import files, log
+from megatron.checkpoint import Checkpoint, folders, manifest, open_checkpoint
+from megatron.checkpoint.agree import together
+from megatron.checkpoint.manifest import FileFacts, Manifest
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import Group
+
+FORMAT = "deepspeed"
+_TAG = re.compile(r"global_step(\d+)(-\d+)?")
+_LEFTOVER = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
+
+
+def tags_in(source: Path) -> list[Path]:
+    """Return the checkpoints of this layout in ``source``, the last saved first; ``source`` itself if it is one."""
+    if _TAG.fullmatch(source.resolve().name) and (source / manifest.NAME).exists():
+        return [source]
+    named = _named(source) if source.is_dir() else []
+    found = [(manifest.peek_sequence(path), path) for path in named if (path / manifest.NAME).exists()]
+    return [path for _, path in sorted(((s or 0, p) for s, p in found), reverse=True)]
+
+
+def foreign_tags_in(source: Path) -> list[Path]:
+    """Return folders that DeepSpeed wrote without us: they say nothing of the run, and are not resumed from."""
+    return [path for path in _named(source) if not (path / manifest.NAME).exists()] if source.is_dir() else []
+
+
+def is_of_this_format(checkpoint: Checkpoint) -> bool:
+    """Tell whether ``checkpoint`` holds DeepSpeed's files."""
+    return checkpoint.state.get("format") == FORMAT
+
+
+def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoint:
+    """Return the last one saved in ``source`` that verifies; those passed over are named. Collective.
+
+    Args:
+        strict: nothing is passed over.
+
+    Raises:
+        CheckpointError: none verifies.
+    """
+    reasons: list[str] = []
+    for path in together(world, lambda: None, lambda _: tags_in(source)):
+        try:
+            found = open_checkpoint(path, world)
+        except CheckpointError as error:
+            if strict:
+                raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {error}") from error
+            reasons.append(str(error))
+            continue
+        if reasons and world.rank == 0:
+            log.warning(f"going back to {found.path.name} (step {found.step}), since: " + " | ".join(reasons))
+        return found
+    raise CheckpointError(f"no checkpoint in {source} verifies: " + " | ".join(reasons))
+
+
+def prepare(root: Path, step: int) -> Path:
+    """Make the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
+    files.make_folder(root)
+    for path in sorted(root.iterdir()):
+        if path.name.startswith(_LEFTOVER):
+            files.remove_tree(path) if path.is_dir() else files.remove_file(path)
+    temporary = root / f".tmp-global_step{step}-{os.getpid()}"
+    files.make_folder(temporary)
+    return temporary
+
+
+def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, FileFacts]) -> Path:
+    """Let ``temporary`` be a checkpoint from now on and return its path. Rank 0 only."""
+    root = temporary.parent
+    sequence = max((manifest.peek_sequence(path) or 0 for path in _named(root)), default=0) + 1
+    content = Manifest(sequence, step, state, facts, {})
+    files.write_bytes(temporary / manifest.NAME, manifest.to_bytes(content))
+    files.sync_folder(temporary)
+    target = _free_name(root, step)
+    files.rename(temporary, target)
+    return target
+
+
+def tidy(path: Path, keep_last: int | None, loaded: Path | None) -> None:
+    """Point ``latest`` at ``path`` and delete old ones: the save has succeeded whatever happens here. Rank 0 only."""
+    root = path.parent
+    try:
+        files.replace_bytes(root / folders.LATEST, path.name.encode())
+        for old in _removable(root, keep_last) if keep_last else ():
+            if loaded is None or not loaded.exists() or not old.samefile(loaded):
+                folders.remove(old)
+    except OSError as error:
+        log.warning(f"{root}: {error}; {path} is complete, but `latest` or older checkpoints are as they were")
+
+
+def _removable(root: Path, keep_last: int) -> list[Path]:
+    """Return what came before the last ``keep_last`` whole ones."""
+    kept, old = 0, []
+    for path in tags_in(root):
+        if kept >= keep_last:
+            old.append(path)
+        elif folders.is_complete(path):
+            kept += 1
+    return old
+
+
+def _named(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if _TAG.fullmatch(path.name)]
+
+
+def _free_name(root: Path, step: int) -> Path:
+    path, number = root / f"global_step{step}", 0
+    while path.exists():
+        number += 1
+        path = root / f"global_step{step}-{number}"
+    return path

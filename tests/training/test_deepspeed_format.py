@@ -1,0 +1,107 @@
+"""Checkpoints in DeepSpeed's own files: a resumed run is the same, a kill leaves one whole, DeepSpeed reads them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
+
+from megatron import files
+from megatron.errors import CheckpointError
+from megatron.mpu.groups import SINGLE
+from megatron.training import deepspeed_format_folder as folder_of
+from megatron.training import metrics, report
+from tds.safe_loading import load_safely
+from tests.harness import run_ranks
+from tests.tds.toys import _share_groups
+from tests.training.runs import flags, start_script, together, train_ranks
+from tests.training.test_resume import draw_numbers, kill_after, losses
+
+SHORT = "--train-iters 6 --hidden-dropout 0.1 --eval-iters 0 --device cpu"
+FORMAT = "--checkpoint-format deepspeed"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_runs() -> Iterator[None]:
+    """Leave out what costs most of a small run: the picture, and measuring the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "draw_losses", lambda *_: None)
+        patch.setattr(report, "MATMUL_SECONDS", 0.0)
+        yield
+
+
+def flat(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every plain value and tensor in ``value`` by its place."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(inner, f"{place}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from flat(inner, f"{place}/{number}")
+    else:
+        yield place, value
+
+
+def content(tag: Path) -> dict[str, Any]:
+    """Return everything that DeepSpeed's files in ``tag`` hold, but what names the run's own folder and job."""
+    found = {}
+    for path in sorted(tag.glob("*.pt")):
+        for place, value in flat(load_safely(str(path))):
+            if "/config/" not in place:
+                found[f"{path.name}{place}"] = value
+    return found
+
+
+def assert_same(one: Path, other: Path) -> None:
+    a, b = content(one), content(other)
+    assert a.keys() == b.keys()
+    for place, value in a.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, b[place]), place
+        elif not place.startswith("/global_samples"):
+            assert value == b[place], place
+
+
+def tags(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if "global_step" in path.name)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipe", "world_size", "more"),
+    [
+        (1, 1, 2, "--bf16"),
+        (2, 2, 4, ""),
+        pytest.param(1, 2, 4, "--bf16 --pipeline-chunks 1", marks=pytest.mark.slow),
+        pytest.param(2, 1, 4, "--optimizer sgd", marks=pytest.mark.slow),
+    ],
+    ids=["1-1-2 bf16", "2-2-4", "1-2-4 bf16", "2-1-4 sgd"],
+)
+def test_a_killed_and_resumed_run_is_bit_for_bit_the_same(
+    tensor: int, pipe: int, world_size: int, more: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Row A01; losses of the run that did not stop are those of the native format, too."""
+    layout = f"{SHORT} --model-parallel-size {tensor} --pipe-parallel-size {pipe} {more}"
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    saving = f"{layout} {FORMAT} --save-interval 3 --keep-last 1"
+    assert train_ranks(world_size, flags(corpus, whole, f"{layout} {FORMAT}"), draw_numbers)[0] == [0] * world_size
+    codes, _ = train_ranks(world_size, flags(corpus, cut, saving), together(draw_numbers, kill_after(5)))
+    assert -signal.SIGKILL in codes
+    assert (tags(cut), (cut / "latest").read_text()) == (["global_step3"], "global_step3")
+    again = flags(corpus, cut, f"{saving} --load {cut}")
+    assert train_ranks(world_size, again, draw_numbers)[0] == [0] * world_size
+    assert losses(cut) == losses(whole) and len(losses(cut)) == 6
+    assert tags(cut) == ["global_step3", "global_step6"], "the one loaded is never deleted"
+    assert_same(cut / "global_step6", whole / "global_step6")
+    names = {path.name for path in (cut / "global_step6").iterdir()}
+    wanted = {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(tensor * pipe)} | {"manifest.json"}
+    assert wanted <= names and any(name.startswith("layer_0") for name in names) == (pipe > 1)
