@@ -35,6 +35,7 @@ os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # both are read wh
 
 from benchmarks.kill_parts.cases import LAYOUTS, Case, write_corpus  # noqa: E402
 from benchmarks.kill_parts.chain import Outcome, Whole, run_killed, run_whole  # noqa: E402
+from benchmarks.kill_parts.moments import draw_moments  # noqa: E402
 from benchmarks.kill_parts.preload import preload  # noqa: E402
 
 
@@ -111,8 +112,9 @@ def _kill_all(args: argparse.Namespace, place: Path) -> Tally:
         case = _draw_case(draw, args.layout[number % len(args.layout)], args.steps)
         if case.layout not in wholes:
             wholes[case.layout] = run_whole(Case(case.layout, case.steps), corpus, place / f"whole-{case.layout}")
-        left = args.kills - tally.kills
-        outcome = run_killed(case, wholes[case.layout], place / f"run-{number}", random.Random(draw.random()), left)
+        own = random.Random(draw.random())
+        moments = draw_moments(own, case.num_ranks, args.kills - tally.kills)
+        outcome = run_killed(case, wholes[case.layout], place / f"run-{number}", own, moments)
         tally.outcomes.append(outcome)
         tally.seconds = time.monotonic() - began
         _tell(tally, outcome)

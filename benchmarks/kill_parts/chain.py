@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.kill_parts import folder as folders
 from benchmarks.kill_parts.cases import Case
 from benchmarks.kill_parts.job import Job, Stuck
-from benchmarks.kill_parts.moments import LAUNCHER, SAVE, STEP, Moment, draw_moment
+from benchmarks.kill_parts.moments import LAUNCHER, SAVE, STEP, Moment
 from benchmarks.kill_parts.records import Number, Start, losses, lost_steps, problems, read_starts
 
 RESTARTED = 4
@@ -70,20 +70,12 @@ def run_whole(case: Case, corpus: Path, place: Path) -> Whole:
     return Whole(start, losses(chain.run), corpus)
 
 
-def run_killed(
-    case: Case, whole: Whole, place: Path, draw: random.Random, most_kills: int, phases: list[str] | None = None
-) -> Outcome:
-    """Kill runs of ``case`` at random moments until it is done or ``most_kills`` have come; then let it end. Check it.
+def run_killed(case: Case, whole: Whole, place: Path, draw: random.Random, moments: Iterable[Moment]) -> Outcome:
+    """Kill runs of ``case`` at these moments, start after start, until it is done; check all that they did.
 
-    Args:
-        phases: of the kills, in this order; None: random ones.
+    Moments that the run does not come to are let go. A run without fault leaves nothing in ``place``.
     """
-
-    def moments() -> Iterator[Moment]:
-        for number in range(most_kills if phases is None else len(phases)):
-            yield draw_moment(draw, case.num_ranks, phases and phases[number])
-
-    chain = Chain(case, whole.corpus, place, draw, moments())
+    chain = Chain(case, whole.corpus, place, draw, iter(moments))
     began = time.monotonic()
     while not chain.is_done:
         chain.live(draw.randint(0, MOST_RESTARTS))
@@ -172,7 +164,8 @@ class Chain:
         if not out.is_bricked:
             if losses(self.run) != whole.losses:
                 out.problems.append("the metrics are not those of the undisturbed run")
-            out.problems += folders.left_over(self.run, self.case.keep_last)
+            has_saved = bool(starts[max(starts)].durable)
+            out.problems += folders.left_over(self.run, self.case.keep_last, has_saved=has_saved)
 
     def _seconds_to_next_step(self, starts: dict[Number, Start]) -> Iterator[float]:
         """Yield how long the launcher took from a kill to the next step, where its next start came so far."""

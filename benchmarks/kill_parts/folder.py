@@ -52,8 +52,12 @@ def saving_now(run: Path) -> str:
     return "being removed" if any(name.startswith(".deleted-") for name in names) else ""
 
 
-def left_over(run: Path, kept: int) -> Iterator[str]:
-    """Yield what a run that is done has left beside its results."""
+def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
+    """Yield what a run that is done has left beside its results.
+
+    Args:
+        has_saved: the last start has saved. One that finds all steps done writes nothing, not even a hint anew.
+    """
     root = run / CHECKPOINTS
     for path in [*run.iterdir(), *root.iterdir()]:
         if path.name.startswith(".") or path.name == LOCK:
@@ -61,5 +65,5 @@ def left_over(run: Path, kept: int) -> Iterator[str]:
     whole = len(newest_first(root))
     if kept and whole > kept + 1:  # the one that the last start has loaded stays too
         yield f"{whole} checkpoints are left, of which --keep-last wants {kept}"
-    if (root / LATEST).read_text().strip() != newest_first(root)[0].name:
+    if has_saved and (root / LATEST).read_text().strip() != newest_first(root)[0].name:
         yield f"{LATEST} does not name the newest checkpoint"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 START, LOAD, STEP, SAVE, END = "start", "load", "step", "save", "end"
@@ -28,12 +29,13 @@ class Moment:
     rank: int
 
 
-def draw_moment(draw: random.Random, num_ranks: int, phase: str | None = None) -> Moment:
-    """Return a random moment, of ``phase`` if it is given."""
-    phase = phase or draw.choices(PHASES, WEIGHTS)[0]
-    entry = draw.randint(1, MOST_ENTRIES) if phase in (STEP, SAVE) else 1
-    victims = draw.choices(VICTIMS, VICTIM_WEIGHTS)[0]
-    return Moment(phase, entry, draw.uniform(0, SPAN_S[phase]), victims, draw.randrange(num_ranks))
+def draw_moments(draw: random.Random, num_ranks: int, number: int) -> Iterator[Moment]:
+    """Yield ``number`` random moments."""
+    for _ in range(number):
+        phase = draw.choices(PHASES, WEIGHTS)[0]
+        entry = draw.randint(1, MOST_ENTRIES) if phase in (STEP, SAVE) else 1
+        victims = draw.choices(VICTIMS, VICTIM_WEIGHTS)[0]
+        yield Moment(phase, entry, draw.uniform(0, SPAN_S[phase]), victims, draw.randrange(num_ranks))
 
 
 def phase_of(at: str) -> str:
