@@ -6,13 +6,13 @@ import random
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.kill_parts import folder as folders
 from benchmarks.kill_parts.cases import Case
 from benchmarks.kill_parts.job import Job, Stuck
-from benchmarks.kill_parts.moments import LAUNCHER, SAVE, STEP, Moment
+from benchmarks.kill_parts.moments import LAUNCHER, LOAD, SAVE, STEP, Moment
 from benchmarks.kill_parts.records import Number, Start, losses, lost_steps, problems, read_starts
 
 RESTARTED = 4
@@ -136,6 +136,8 @@ class Chain:
 
     def _kill(self, job: Job, start: int, moment: Moment) -> str | None:
         """Kill ``start`` at ``moment``; return who was killed, None if the start has ended before."""
+        if moment.phase == LOAD and not folders.newest_step(self.run):
+            moment = replace(moment, phase=STEP)  # there is nothing to load yet
         if not job.reaches(start, moment):
             return None
         kill = Kill((self.outcome.lives, start), self._phase(job, start, moment), moment.victims, time.time())
