@@ -137,11 +137,17 @@ class Job:
         return max((int(path.name.removeprefix("start-")) for path in self._starts()), default=-1)
 
     def _starts(self) -> list[Path]:
-        return list(self.place.glob("megatron-launch-*/start-*"))
+        return self._found("megatron-launch-*/start-*")
+
+    def _found(self, pattern: str) -> list[Path]:
+        """Return the launcher's own files of this name; none where it is just removing them."""
+        with suppress(FileNotFoundError):
+            return list(self.place.glob(pattern))
+        return []
 
     def _page(self, start: int, rank: int) -> mmap.mmap | None:
         """Return the page in which a rank notes what it is at, once there is one; it outlives the rank."""
-        for path in self.place.glob(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
+        for path in self._found(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
             with suppress(OSError, ValueError), open(path, "rb") as file:
                 return mmap.mmap(file.fileno(), position.SIZE, access=mmap.ACCESS_READ)
         return None
