@@ -118,7 +118,7 @@ def test_a_start_without_its_checkpoint_ends_before_it_makes_a_folder(source: st
         _chosen(config(load=source), "gpt2")
     assert not (place / "runs").exists()
     made = _chosen(config(load=source, load_if_exists=True, save="new"), "gpt2")
-    assert made == Place(Path("new"))
+    assert made == Place(Path("new"), begins_again=True)
     with pytest.raises(CheckpointError, match="--resume needs a run"):
         _chosen(config(resume=True), "gpt2")
     assert _chosen(config(resume=True, load_if_exists=True), "gpt2").source is None
@@ -145,6 +145,18 @@ def test_a_restart_goes_on_with_everything_from_what_its_own_job_has_saved(
     assert _chosen(start, "gpt2") == Place(Path("run"), Path("run"), is_restart=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert _chosen(start, "gpt2") == Place(Path("run"), Path("old")), "a new start of the job follows its flags"
+
+
+def test_what_may_have_run_before_its_first_checkpoint_begins_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row A01: what was recorded by a start that was killed so early must not stand there twice."""
+    assert not _chosen(config(save="run"), "gpt2").begins_again, "another run's records may be there"
+    assert _chosen(config(save="run", resume=True, load_if_exists=True), "gpt2").begins_again
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert _chosen(config(save="run"), "gpt2").begins_again
+    save_as("job-0", place / "run")
+    assert not _chosen(config(save="run"), "gpt2").begins_again, "an earlier job's records are there"
 
 
 def test_a_restart_finds_the_folder_that_its_first_start_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
