@@ -215,5 +215,5 @@ def save_by(layout: Layout, script: ModuleType, root: Path, seed: int) -> Path:
 
 def load_by(layout: Layout, script: ModuleType, folders: Sequence[Path]) -> list[dict[str, torch.Tensor]]:
     """Let the ranks of ``layout`` load each of ``folders``; return what they then hold, gathered."""
-    ranks = run_ranks(layout.num_ranks, _load, layout, script, folders)
+    ranks = run_ranks(layout.num_ranks, _load, layout, script, folders, deadline_s=120.0)
     return [gather([found[place] for found in ranks]) for place in range(len(folders))]

@@ -1,4 +1,4 @@
-"""Whatever layout saved, any other loads the same bits: weights, moments, and what the model computes with (K15, K18)."""
+"""Any layout loads the bits that any other saved: weights, moments, and what the model computes with (K15, K18)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def test_some_layouts_load_what_others_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_t5], ids=["gpt2", "t5"])
 def test_every_ordered_pair_of_the_ten_layouts(script: ModuleType, tmp_path: Path) -> None:
     sizes = [(layout.tensor, layout.pipe, layout.data) for layout in SAVED]
