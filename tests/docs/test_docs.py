@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 
 from megatron.config import parse
 from megatron.config.deepspeed_keys import KNOWN
 from megatron.errors import EXIT_CODES
+from megatron.generate import options as generate
 from megatron.launch.options import parse as parse_launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,8 +30,13 @@ PAIRS = [
     ("docs/t5.md", "docs/zh/t5.md"),
     ("docs/preprocessing.md", "docs/zh/preprocessing.md"),
     ("docs/data.md", "docs/zh/data.md"),
+    ("docs/checkpoints.md", "docs/zh/checkpoints.md"),
+    ("docs/running.md", "docs/zh/running.md"),
+    ("docs/generate.md", "docs/zh/generate.md"),
 ]
 SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
+OF_THE_LAUNCHER = ("--max-restarts", "--stop-grace", "--exit-grace", "--init-timeout")
+"""Flags that the run scripts hand to the launcher."""
 
 MADE = ("data/", "runs/", ".venv", "rank-0000", "step-0000")
 MADE_FILES = {
@@ -108,6 +116,7 @@ def tool_flags() -> set[str]:
     sources = [
         *(path for folder in folders for path in folder.glob("*.py")),
         ROOT / "megatron" / "launch" / "options.py",
+        ROOT / "megatron" / "generate" / "options.py",
     ]
     return {flag for source in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', source.read_text(encoding="utf-8"))}
 
@@ -118,6 +127,13 @@ def test_flags_are_in_the_table_of_flags_or_a_tools_own(page: Path) -> None:
     assert len(known) > 80
     unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w/-])", page.read_text(encoding="utf-8"))) - known
     assert not unknown
+
+
+def without_the_launchers(flags: list[str]) -> list[str]:
+    """Return the flags that the training script gets."""
+    launch = [i for i, flag in enumerate(flags) if flag in OF_THE_LAUNCHER]
+    parse_launch([*(word for i in launch for word in flags[i : i + 2]), "script.py"], env={"DS_ACCELERATOR": "cpu"})
+    return [flag for i, flag in enumerate(flags) if i not in launch and i - 1 not in launch]
 
 
 def check_command(words: list[str]) -> None:
@@ -132,7 +148,13 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / words[-1]).is_file()
     elif script == "-m" and flags[0] == "megatron.launch":
         options = parse_launch(flags[1:], env={"DS_ACCELERATOR": "cpu"})
-        parse(options.script_args, world_size=options.nproc_per_node)
+        if options.script == "tools/generate.py":
+            with mock.patch.dict(os.environ, {"WORLD_SIZE": str(options.nproc_per_node)}):
+                generate.parse_args("", options.script_args)
+        else:
+            parse(options.script_args, world_size=options.nproc_per_node)
+    elif script == "tools/generate.py":
+        generate.parse_args("", flags)
     elif script == "-m":
         assert importlib.util.find_spec(flags[0])
     elif script.startswith("tools/"):
@@ -144,6 +166,8 @@ def check_command(words: list[str]) -> None:
         parse(rest, world_size=1, family="t5" if is_t5 else "gpt2")
     else:
         assert (ROOT / script).is_file(), f"{script} is not there"
+        if script in SCRIPTS.values():
+            flags = without_the_launchers(flags)
         if script == "run_t5.sh":
             parse(flags, world_size=4, family="t5")
         elif script in ("run_gpt2.sh", "examples/own_model.py"):

@@ -13,12 +13,7 @@ from megatron.training import metrics, report
 from megatron.training.metrics import read_metrics
 from megatron.training.plan import dry_run
 from tests.reliability.cases import CASES, GPT2, T5, Case, told
-from tests.training.runs import ROOT, flags, start_script, train_ranks, write_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+from tests.training.runs import ROOT, flags, start_script, train_ranks
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.row} {case.line or case.json!r}")
