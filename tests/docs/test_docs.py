@@ -132,7 +132,9 @@ def test_flags_are_in_the_table_of_flags_or_a_tools_own(page: Path) -> None:
 def without_the_launchers(flags: list[str]) -> list[str]:
     """Return the flags that the training script gets."""
     launch = [i for i, flag in enumerate(flags) if flag in OF_THE_LAUNCHER]
-    parse_launch([*(word for i in launch for word in flags[i : i + 2]), "script.py"], env={"DS_ACCELERATOR": "cpu"})
+    parse_launch(
+        [*(word for i in launch for word in flags[i : i + 2]), "pretrain_gpt2.py"], env={"DS_ACCELERATOR": "cpu"}
+    )
     return [flag for i, flag in enumerate(flags) if i not in launch and i - 1 not in launch]
 
 
