@@ -91,6 +91,8 @@ def test_a_killed_and_resumed_run_is_bit_for_bit_the_same(
     assert losses(cut) == losses(whole) and len(losses(cut)) == 6
     assert tags(cut) == ["global_step3", "global_step6"], "the one loaded is never deleted"
     assert_same(cut / "global_step6", whole / "global_step6")
+    states = [value for place, value in content(cut / "global_step6").items() if "/rng/" in place]
+    assert len({bytes(state.tolist()) for state in states}) == len(states) == world_size
     names = {path.name for path in (cut / "global_step6").iterdir()}
     wanted = {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(tensor * pipe)} | {"manifest.json"}
     assert wanted <= names and any(name.startswith("layer_0") for name in names) == (pipe > 1)

@@ -113,6 +113,7 @@ def test_a_kill_ahead_of_any_file_operation_leaves_a_whole_checkpoint_for_both_l
             break
     else:
         raise AssertionError("a save ends")
+    assert not {"write latest", "create latest"} & set(seen), "`latest` changes by a rename only"
     assert number > 12 and len(tags_in(root)) == 1
 
 
@@ -163,6 +164,9 @@ def test_damage_is_found_and_an_older_one_taken_loudly(tmp_path: Path, capfd: py
     content = newest.read_bytes()
     (tmp_path / "latest").write_text("junk")
     assert value_of(tmp_path) == 2.0
+    write(tmp_path / "back", 2)
+    write(tmp_path / "back", 1)
+    assert value_of(tmp_path / "back") == 1.0, "the newest is the last saved, also of a run that went back"
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 4
     for damaged, told in ((content[:-1], "is truncated"), (bytes(flipped), "was altered"), (None, "No such file")):
