@@ -1,0 +1,130 @@
+"""Save, stall, verification, load and reshard of one state, beside torch.save and DeepSpeed's own, in one run.
+
+    python benchmarks/checkpoint.py --json checkpoint.json
+    python benchmarks/checkpoint.py --ranks 1 --rounds 3 --skip-run
+
+Weights in fp32 and AdamW's moments are cut over tensor ranks, so each rank holds and writes its part, whoever saves.
+Contenders take turns in the same processes, the order rotates, each load is checked for every bit; medians over rounds
+are reported and ratios within rounds. What is read has just been written, so it comes from memory. Bars:
+
+| what | at most |
+|---|---|
+| a save with checksums, flush and commit, over torch.save and a flush of its file | 1.3 |
+| the time that an async save stalls training, over the same | 0.45 |
+| verification of every byte, over the save | 0.25 |
+| the stall, over the 30 minutes between saves of a run that says nothing of them | 0.01 |
+
+Last a small run of GPT-2 saves in the background, and its own metrics tell the stall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.checkpoint_parts.bars import bars_of  # noqa: E402
+from benchmarks.checkpoint_parts.small_run import run_small  # noqa: E402
+from benchmarks.checkpoint_parts.team import Task, run_team  # noqa: E402
+from benchmarks.machine import surroundings  # noqa: E402
+
+DEFAULT_INTERVAL_S = 30.0 * 60.0
+SMOKE = "--megabytes 2 --rounds 1 --skip-run"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the benchmark's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="processes of each team (default: 1 2)")
+    parser.add_argument("--megabytes", type=float, default=450.0, help="of the whole state, about (default: 450)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender that count (default: 9)")
+    parser.add_argument("--folder", type=Path, help="write below it, on the disk that matters (default: the system's)")
+    parser.add_argument("--skip-run", action="store_true", help="leave out the small run")
+    parser.add_argument("--steps", type=int, default=40, help="of the small run, which saves four times (default: 40)")
+    parser.add_argument("--smoke", action="store_true", help=f"a run of seconds that says nothing: {SMOKE}")
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    words = list(sys.argv[1:] if argv is None else argv)
+    return parser.parse_args([*SMOKE.split(), *words] if "--smoke" in words else words)
+
+
+def measure(args: argparse.Namespace, folder: Path, start_method: str) -> dict[str, Any]:
+    """Return what each team and the small run told."""
+    num_bytes, cores = int(args.megabytes * 1e6), len(os.sched_getaffinity(0))
+    teams, saved = {}, {}
+    for ranks in {*args.ranks, *map(_other, args.ranks)}:
+        saved[ranks] = run_team(Task(ranks, num_bytes, 0, 1, folder / f"{ranks}-saves"), start_method).saved
+    for ranks in args.ranks:
+        threads, other = max(1, cores // ranks), saved[_other(ranks)]
+        task = Task(ranks, num_bytes, args.rounds, threads, folder / f"{ranks}-ranks", other)
+        teams[ranks] = run_team(task, start_method)
+    result: dict[str, Any] = {"teams": teams, "bars": {}}
+    for ranks, told in teams.items():
+        result["bars"][ranks] = bars_of(told.seconds, DEFAULT_INTERVAL_S)
+    if not args.skip_run:
+        result["small run"] = run_small(folder / "run", args.steps, max(1, args.steps // 4))
+    return result
+
+
+def _other(ranks: int) -> int:
+    """Return how many ranks saved what a team of ``ranks`` reshards."""
+    return 1 if ranks > 1 else 2
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as lines of text."""
+    lines = []
+    for ranks, told in result["teams"].items():
+        lines.append(f"{ranks} rank{'s' if ranks > 1 else ''}, {told.state_bytes / 1e6:,.0f} MB")
+        plain = statistics.median(told.seconds["torch.save + fsync"])
+        for name, values in told.seconds.items():
+            middle = statistics.median(values)
+            rate = told.state_bytes / 1e6 / middle
+            lines.append(f"  {name:38}{middle:9.3f} s{rate:10,.0f} MB/s{middle / plain:9.2f} of torch.save + fsync")
+        lines += [f"  {bar.told}" for bar in result["bars"][ranks]]
+    if "small run" in result:
+        run = result["small run"]
+        stall, share = statistics.median(run.seconds), statistics.median(run.shares)
+        lines.append(
+            f"small run, {run.staged_bytes / 1e6:.0f} MB: a save stalls training for {stall:.3f} s, {share:.2%} of the "
+            f"time between its saves, {stall / DEFAULT_INTERVAL_S:.4%} of 30 minutes"
+        )
+    return "\n".join(lines)
+
+
+def as_json(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result as plain values."""
+    told: dict[str, Any] = {"teams": {}}
+    for ranks, team in result["teams"].items():
+        bars = [asdict(bar) | {"met": bar.is_met} for bar in result["bars"][ranks]]
+        facts = {"state_bytes": team.state_bytes, "files_bytes": team.files_bytes}
+        told["teams"][str(ranks)] = {"seconds": team.seconds, "bars": bars, **facts}
+    if "small run" in result:
+        told["small_run"] = asdict(result["small run"])
+    return told
+
+
+def main(argv: Sequence[str] | None = None, start_method: str = "fork") -> dict[str, Any]:
+    """Measure, print the table, write the JSON."""
+    args = parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="megatron-checkpoints-", dir=args.folder) as folder:
+        result = measure(args, Path(folder), start_method)
+    print(table(result))
+    told = surroundings() | {"options": {name: str(value) for name, value in vars(args).items()}} | as_json(result)
+    if args.json:
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    return told
+
+
+if __name__ == "__main__":
+    main()

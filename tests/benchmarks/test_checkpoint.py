@@ -1,0 +1,59 @@
+"""The benchmark of checkpoints runs every contender, checks what they load, and holds times to its bars."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import checkpoint
+from benchmarks.checkpoint_parts.bars import Ceiling, bars_of
+from benchmarks.checkpoint_parts.contenders import Contenders
+from benchmarks.checkpoint_parts.small_run import Stalls
+from benchmarks.checkpoint_parts.state import State
+from megatron.mpu.groups import single_grid
+
+
+def test_a_bar_is_the_median_of_ratios_within_rounds() -> None:
+    ours, theirs = [1.0, 10.0, 3.0], [1.0, 5.0, 2.0]  # the second round was slow for both
+    bar = Ceiling.of("save", 1.5, ours, theirs)
+    assert bar.quartiles[1] == 1.5 and bar.is_met and "met" in bar.told
+    assert not Ceiling.of("save", 1.49, ours, theirs).is_met
+
+
+def test_each_bar_divides_what_it_says() -> None:
+    seconds = {"torch.save + fsync": [2.0], "save": [1.0], "stall of an async save": [0.5], "verification": [0.1]}
+    assert [bar.quartiles[1] for bar in bars_of(seconds, 50.0)] == [0.5, 0.25, 0.1, 0.01]
+
+
+def test_a_load_that_leaves_something_out_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.checkpoint_parts.contenders._deepspeed_engine", lambda *_: None)
+    state = State(1 << 20, single_grid())
+    contenders = Contenders(state, single_grid(), tmp_path, tmp_path)
+    assert set(contenders.ours()) == {"save", "verification", "load", "verification + load"}
+    monkeypatch.setattr(torch, "load", lambda path, weights_only: dict.fromkeys(state.tensors(), torch.tensor(0.0)))
+    with pytest.raises(RuntimeError, match="did not load the state that it saved"):
+        contenders.torch()
+
+
+def test_a_smoke_run_tells_every_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = checkpoint.main(["--smoke", "--ranks", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json")])
+    team = told["teams"]["1"]
+    assert {"save", "verification", "DeepSpeed save_checkpoint + fsync", "reshard (verification + load)"} <= set(
+        team["seconds"]
+    )
+    assert all(len(values) == 1 and values[0] > 0 for values in team["seconds"].values())
+    for name in ("ours", "torch", "DeepSpeed"):
+        assert team["state_bytes"] <= team["files_bytes"][name] <= 1.1 * team["state_bytes"], name
+    assert json.loads((tmp_path / "out.json").read_text())["teams"] == json.loads(json.dumps(told["teams"]))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert "verification / save" in capsys.readouterr().out
+
+
+def test_the_small_run_is_told_as_a_share() -> None:
+    said = checkpoint.table({"teams": {}, "bars": {}, "small run": Stalls([0.1, 0.3], [0.01, 0.03], 2_000_000)})
+    assert (
+        "2 MB: a save stalls training for 0.200 s, 2.00% of the time between its saves, 0.0111% of 30 minutes" in said
+    )
