@@ -56,14 +56,17 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
     """Yield what a run that is done has left beside its results.
 
     Args:
-        has_saved: the last start has saved. One that finds all steps done writes nothing, not even a hint anew.
+        has_saved: the last start has saved. One that finds all steps done writes nothing: what a kill behind the last
+            commit has left to tidy is left to the next save.
     """
     root = run / CHECKPOINTS
-    for path in [*run.iterdir(), *root.iterdir()]:
+    for path in [*run.iterdir(), *(root.iterdir() if has_saved else ())]:
         if path.name.startswith(".") or path.name == LOCK:
             yield f"{path.relative_to(run)} is left behind"
-    whole = len(newest_first(root))
-    if kept and whole > kept + 1:  # the one that the last start has loaded stays too
-        yield f"{whole} checkpoints are left, of which --keep-last wants {kept}"
-    if has_saved and (root / LATEST).read_text().strip() != newest_first(root)[0].name:
+    if not has_saved:
+        return
+    whole = newest_first(root)
+    if kept and len(whole) > kept + 1:  # the one that the last start has loaded stays too
+        yield f"{len(whole)} checkpoints are left, of which --keep-last wants {kept}"
+    if (root / LATEST).read_text().strip() != whole[0].name:
         yield f"{LATEST} does not name the newest checkpoint"

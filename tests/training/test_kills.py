@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import kill
 from benchmarks.kill_parts.cases import Case, write_corpus
-from benchmarks.kill_parts.chain import run_killed, run_whole
+from benchmarks.kill_parts.chain import Outcome, run_killed, run_whole
 from benchmarks.kill_parts.folder import broken, newest_step
 from benchmarks.kill_parts.moments import ALL, LOAD, STEP, Moment, draw_moments
 from benchmarks.kill_parts.preload import preload
@@ -38,13 +38,19 @@ def cheap_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "MATMUL_SECONDS", 0.0)
 
 
+def assert_undisturbed(outcome: Outcome, kills: int) -> None:
+    """The run has survived so many kills, and nothing else was found."""
+    told = "\n".join(outcome.problems)
+    assert not outcome.problems, told
+    assert len(outcome.kills) == kills
+
+
 def test_ten_random_kills_in_one_run_cost_nothing_but_time(tokens: Path, tmp_path: Path) -> None:
     """Rows A01, A02, A05, A18, D21: two tensor ranks by two stages, dropout, saved in the background at each step."""
     case, draw = Case("t2p2", steps=40, interval=1, keep_last=2, is_async=True), random.Random(6)
     whole = run_whole(case, tokens, tmp_path / "whole")
     outcome = run_killed(case, whole, tmp_path / "killed", draw, draw_moments(draw, 4, 10))
-    assert not outcome.problems
-    assert len(outcome.kills) == 10
+    assert_undisturbed(outcome, 10)
 
 
 def kills_in_loads(number: int, num_ranks: int, draw: random.Random) -> Iterator[Moment]:
@@ -60,8 +66,7 @@ def test_a_load_that_is_killed_five_times_in_a_row_succeeds_at_last(layout: str,
     case, draw = Case(layout, steps=5), random.Random(7)
     whole = run_whole(case, tokens, tmp_path / "whole")
     outcome = run_killed(case, whole, tmp_path / "killed", draw, kills_in_loads(5, case.num_ranks, draw))
-    assert not outcome.problems
-    assert len(outcome.kills) == 6
+    assert_undisturbed(outcome, 6)
 
 
 def keep_each_moment(run: Path, kept: Path) -> Callable[[int], None]:
@@ -148,5 +153,4 @@ def test_ten_random_kills_in_other_layouts(layout: str, tokens: Path, tmp_path: 
     case, draw = Case(layout, steps=40, interval=2, is_async=layout in ("t2d2", "p2")), random.Random(8)
     whole = run_whole(case, tokens, tmp_path / "whole")
     outcome = run_killed(case, whole, tmp_path / "killed", draw, draw_moments(draw, case.num_ranks, 10))
-    assert not outcome.problems
-    assert len(outcome.kills) == 10
+    assert_undisturbed(outcome, 10)
