@@ -6,6 +6,7 @@ from tests.mutants.convert import CONVERT
 from tests.mutants.counted import COUNTED_MASKS
 from tests.mutants.data import DATA
 from tests.mutants.dropout import DROPOUT
+from tests.mutants.dsfmt import DSFMT
 from tests.mutants.generate import GENERATE
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.guard import GUARDED
@@ -18,6 +19,7 @@ from tests.mutants.packing import PACKING
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.reading import READING
 from tests.mutants.resumed import RESUMED
+from tests.mutants.rows import ROWS
 from tests.mutants.saves import SAVES
 from tests.mutants.sharing import SHARING
 from tests.mutants.sources import SOURCES
@@ -36,5 +38,5 @@ IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
-IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED)
+IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *ROWS)
 MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER, *IN_FAULTS)
