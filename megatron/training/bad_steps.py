@@ -15,7 +15,7 @@ from megatron.errors import CheckpointError, NumericsError
 from megatron.training.journal import NAME
 from megatron.training.parts import Run
 from megatron.training.samples import StepSamples, range_text
-from megatron.training.saver import finish_saves, load_back
+from megatron.training.saver import await_saves, load_back
 from megatron.training.step_result import StepResult
 
 MOST_RETURNS = 3
@@ -41,7 +41,7 @@ def after_step(run: Run, result: StepResult, samples: StepSamples) -> bool:
     if not guard.is_out_of_patience:
         return False
     if not guard.settings.goes_back:
-        finish_saves(run)
+        await_saves(run)
         raise _gives_up(run, samples, reason)
     _go_back(run, samples, reason)
     return True

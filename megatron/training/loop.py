@@ -16,7 +16,7 @@ from megatron.training.parts import Run
 from megatron.training.phases import OPENING_DATA, STEP
 from megatron.training.report import set_learning_rate
 from megatron.training.samples import StepSamples
-from megatron.training.saver import finish_saves, save, save_when_due
+from megatron.training.saver import await_saves, finish_saves, save, save_when_due
 from megatron.training.step_result import StepResult
 from megatron.training.stop import how_to_go_on
 from megatron.training.telling import tell_step
@@ -48,7 +48,7 @@ def train_step(run: Run) -> bool:
     try:
         result = run.engine.train_step(run.batches, run.progress.step, span.num_micro_batches)
     except NumericsError as error:
-        finish_saves(run)
+        await_saves(run)  # a failure of it must not hide this one
         raise explained(error, run.engine, run.world.grid, span) from error
     _advance(run, result, samples)
     tell_step(run, result, lr, samples)
@@ -95,7 +95,7 @@ def _between_steps(run: Run, copies: Sequence[Copies]) -> Vote:
     decided = vote(run, bool(drift))
     run.phases.step_done()
     if decided.has_drift:
-        finish_saves(run)
+        await_saves(run)
         raise error_of(drift, step, max(step - interval, 0))
     if not (run.guard.settings.goes_back and run.guard.history.streak):  # the way back is not pushed out by bad ones
         with _Pause(run):

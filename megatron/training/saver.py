@@ -78,10 +78,19 @@ def finish_saves(run: Run) -> None:
     """
     if run.saves.background is None:
         return
-    with run.phases.over(SAVING):
-        settle(run)
+    await_saves(run)
     if run.saves.failure is not None and run.saves.failed_step == run.progress.step:
         raise run.saves.failure
+
+
+def await_saves(run: Run) -> None:
+    """Wait until the save in the background has ended; a failure is told only, since the run ends for another reason.
+
+    Collective.
+    """
+    if run.saves.background is not None:
+        with run.phases.over(SAVING):
+            settle(run)
 
 
 def load_back(run: Run, up_to_step: int) -> Path:
@@ -133,15 +142,17 @@ def _newest_of(run: Run, up_to_step: int) -> Checkpoint:
 
 
 def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
-    began = time.perf_counter()
-    settle(run)
-    if stops and run.saves.failure is not None:
-        raise run.saves.failure
-    step = run.progress.step
-    if run.saved_step == step:
+    if run.saves.background is None and run.saved_step == run.progress.step:
         return
-    run.saves.failure, run.saves.is_unasked = None, is_unasked
-    with run.phases.over(SAVING):
+    began = time.perf_counter()
+    with run.phases.over(SAVING):  # the wait for the save before, too
+        settle(run)
+        if stops and run.saves.failure is not None:
+            raise run.saves.failure
+        step = run.progress.step
+        if run.saved_step == step:
+            return
+        run.saves.failure, run.saves.is_unasked = None, is_unasked
         written = _write(run)
     run.saved_step, stall_s = step, time.perf_counter() - began
     stall = {"save_stall_s": stall_s, "save_stall_share": run.saves.share_since_last(stall_s)}

@@ -19,7 +19,7 @@ class Saves:
 
     Attributes:
         background: writes while training goes on; None: saves are written at once.
-        last_at: ``time.monotonic()`` of the last save, or of the start.
+        last_at: ``time.monotonic()`` of the last save, also one that failed, or of the start.
         failure: of the last save, if it failed, and its step.
         unasked: checkpoints of the default interval that are durable, the oldest first.
         foreign: names in the folder of checkpoints that are of an earlier run; known on rank 0.
@@ -42,8 +42,9 @@ class Saves:
         return share
 
     def note_failure(self, error: CheckpointError, step: int) -> None:
-        """Remember that the save of ``step`` failed."""
+        """Remember that the save of ``step`` failed; by time the next one is as far off as after one that did not."""
         self.failure, self.failed_step, self.is_unasked = error, step, False
+        self.last_at = time.monotonic()
 
     def note_durable(self, path: Path, *, deletes: bool) -> None:
         """Remember that ``path`` is whole; of those that nobody asked for ``deletes`` all but the last few."""

@@ -53,9 +53,23 @@ SAVES = (
     Mutant(
         "a rank that has not heard of the failure saves on",
         "megatron/training/saver.py",
-        "    if stops and run.saves.failure is not None:\n        raise run.saves.failure\n",
+        "        if stops and run.saves.failure is not None:\n            raise run.saves.failure\n",
         "",
         (f"{SAVER}::test_with_stop_a_failure_in_the_background_is_brought_to_all_ranks_by_the_vote",),
+    ),
+    Mutant(
+        "the wait for the save before is under the limit of a step",
+        "megatron/training/saver.py",
+        "    with run.phases.over(SAVING):  # the wait for the save before, too\n        settle(run)\n",
+        "    settle(run)\n    with run.phases.over(SAVING):\n",
+        (f"{SAVER}::test_the_wait_for_the_save_before_is_under_the_limit_of_saving",),
+    ),
+    Mutant(
+        "by time a save that failed is tried again at every step",
+        "megatron/training/saves.py",
+        "self.failed_step, self.is_unasked = error, step, False\n        self.last_at = time.monotonic()\n",
+        "self.failed_step, self.is_unasked = error, step, False\n",
+        (f"{SAVER}::test_by_time_a_save_that_failed_is_tried_again_after_the_interval_only",),
     ),
     Mutant(
         "a staged checkpoint is told as durable",

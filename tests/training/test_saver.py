@@ -16,8 +16,8 @@ from megatron.errors import CheckpointError
 from megatron.mpu.groups import single_grid
 from megatron.optim import build_optimizer
 from megatron.training import save_news, saver
-from megatron.training.phases import Phases
-from megatron.training.saver import finish_saves, save, save_when_due, wants_by_time
+from megatron.training.phases import SAVING, Phases
+from megatron.training.saver import await_saves, finish_saves, save, save_when_due, wants_by_time
 from megatron.training.saves import Saves
 from megatron.training.state import Progress, save_state
 from megatron.training.world import World
@@ -37,6 +37,7 @@ class Stand:
         self.errors: list[str] = []
         self.records: list[tuple[int, dict[str, Any]]] = []
         self.written: list[int] = []
+        self.attempts: list[int] = []
         self.told: list[int] = []
         self.fails = False
         self.screen = SimpleNamespace(line=self.lines.append)
@@ -51,6 +52,7 @@ class Stand:
             self.written.append(step)
             return Staged(step, 0.25, 1000, 0.0)
         if self.fails:
+            self.attempts.append(step)
             raise CheckpointError("the disk is full")
         self.written.append(step)
         path = self.folder / f"step-{step:08d}"
@@ -146,6 +148,15 @@ def test_a_save_that_fails_in_mid_run_is_told_and_the_run_goes_on(tmp_path: Path
     assert run.written == [1, 2], "the last one of a run is tried again"
 
 
+def test_by_time_a_save_that_failed_is_tried_again_after_the_interval_only(tmp_path: Path, monkeypatch) -> None:
+    run = Stand(tmp_path, monkeypatch, save_interval_minutes=1.0)
+    run.fails = True
+    for minutes in (1.1, 0.0, 0.0, 0.5, 0.6, 0.0):
+        run.later(minutes)
+        run.step()
+    assert run.attempts == [1, 5]
+
+
 def test_on_save_error_stop_ends_the_run(tmp_path: Path, monkeypatch) -> None:
     run = Stand(tmp_path, monkeypatch, save_interval=1, on_save_error="stop")
     run.fails = True
@@ -191,6 +202,25 @@ def test_a_failure_in_the_background_is_told_and_the_next_save_goes_on(tmp_path:
     disk.outcomes.append(CheckpointError("the disk is full"))
     with pytest.raises(CheckpointError, match="disk is full"):
         finish_saves(run)  # type: ignore[arg-type]
+
+
+def test_the_wait_for_the_save_before_is_under_the_limit_of_saving(tmp_path: Path, monkeypatch) -> None:
+    run, names = Stand(tmp_path, monkeypatch, save_interval=2), []
+    disk = background(run)
+    monkeypatch.setattr(disk, "finish", lambda: names.append(run.phases.name))
+    for _ in range(4):
+        run.step()
+    assert run.written == [2, 4] and names == [SAVING] * 2
+
+
+def test_a_failure_in_the_background_does_not_hide_why_a_run_ends(tmp_path: Path, monkeypatch) -> None:
+    run = Stand(tmp_path, monkeypatch, save_interval=2)
+    disk = background(run)
+    for _ in range(2):
+        run.step()
+    disk.outcomes.append(CheckpointError("the disk is full"))
+    await_saves(run)  # type: ignore[arg-type]
+    assert len(run.errors) == 1 and "step 2: NOT SAVED" in run.errors[0]
 
 
 def test_with_stop_a_failure_in_the_background_is_brought_to_all_ranks_by_the_vote(tmp_path: Path, monkeypatch) -> None:
