@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 
 NUM_FLIPS = 1000
 FLIPS_OF_EACH_REGION = 30
+SEGMENTS = (256, verify.SEGMENT_BYTES)  # bytes: a file in many of them, and in one
 MANIFEST_LINES = ("checksum", "version, sequence, step", "state", "files", "index")
 
 
@@ -106,7 +107,7 @@ def test_a_thousand_flipped_bits_are_all_found(
     assert len(flips) == NUM_FLIPS and {region for region, _, _ in flips} == set(regions)
     missed = []
     for number, (region, place, bit) in enumerate(flips):
-        monkeypatch.setattr(verify, "SEGMENT_BYTES", (256, 32 << 20)[number % 2])
+        monkeypatch.setattr(verify, "SEGMENT_BYTES", SEGMENTS[number % 2])
         with Flipped(region.path, place, bit):
             try:
                 open_checkpoint(saved, SINGLE)
@@ -114,7 +115,9 @@ def test_a_thousand_flipped_bits_are_all_found(
             except CheckpointError as error:
                 assert region.path.name in str(error) and "damaged" in str(error)
     assert not missed
-    assert_holds(open_checkpoint(saved, SINGLE), 20)
+    for segment_bytes in SEGMENTS:  # with every bit back in its place
+        monkeypatch.setattr(verify, "SEGMENT_BYTES", segment_bytes)
+        assert_holds(open_checkpoint(saved, SINGLE), 20)
 
 
 def test_after_a_flip_in_any_region_the_older_checkpoint_serves(
