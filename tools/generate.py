@@ -6,6 +6,7 @@
     python tools/generate.py --load runs/my-run                        asks for a line at a time
     python -m megatron.launch --nproc-per-node 4 tools/generate.py --model-parallel-size 2 --pipe-parallel-size 2 \\
         --load runs/my-run --input prompts.txt
+    python -m megatron.launch --nproc-per-node 2 --stdin tools/generate.py --pipe-parallel-size 2 --load runs/my-run
 
 The checkpoint may be of any layout, and the text is the same in every layout: in a batch each prompt gets what it would
 get alone. Without --temperature, --top-k or --top-p the likeliest token is taken each time. Ends with code 0, 2 (an
@@ -85,7 +86,7 @@ def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
         return single_grid(), device.bind(kind, 0), "rank 0"
     values: dict[str, Any] = {"pipe_parallel_size": args.pipe_parallel_size, "dtype": args.dtype}
     values |= {"model_parallel_size": args.model_parallel_size, "device": args.device}
-    here = world.start(Config.of_values({**values, "distributed_timeout_s": TIMEOUT_S}))
+    here = world.start(Config.of_values({**values, "step_timeout": TIMEOUT_S}))
     log.configure(here.rank)
     return here.grid, here.device, here.name
 

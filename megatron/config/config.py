@@ -103,7 +103,14 @@ class Config:
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any], **others: Any) -> Config:
-        """Return a Config from flat field names to values; what is missing takes its default."""
+        """Return a Config from flat field names to values; what is missing takes its default.
+
+        Raises:
+            TypeError: a name that no section has.
+        """
+        unknown = values.keys() - {option.name for _, option in all_options()}
+        if unknown:
+            raise TypeError(f"each name must be a field of a section, got {', '.join(sorted(unknown))}")
         sections = {
             name: section(**{o.name: values[o.name] for o in options_of(section) if o.name in values})
             for name, section in SECTIONS.items()

@@ -63,8 +63,11 @@ def _input_problems(args: argparse.Namespace) -> Iterator[str]:
         given = [flag for flag, value in for_many.items() if value]
         if given:
             yield f"{', '.join(given)}: only with --prompt or --input, got none of them"
-        if world_size() > 1 and _is_without_input():
-            yield "asking for lines needs a standard input, and the launcher gives ranks none. Use --prompt or --input"
+        if world_size() > 1 and os.environ.get("RANK", "0") == "0" and _is_without_input():
+            yield (
+                "asking for lines needs a standard input, and the launcher gives rank 0 none. Add --stdin to the "
+                "launcher's flags (python -m megatron.launch --stdin ...), or use --prompt or --input"
+            )
     if args.output is not None and not args.output.parent.is_dir():
         yield f"the folder of --output {args.output} must exist"
 
@@ -104,7 +107,7 @@ def world_size() -> int:
 
 
 def _is_without_input() -> bool:
-    """Whether file 0 is the null device, as the launcher's ranks have it."""
+    """Whether file 0 is the null device, as the launcher's ranks have it; all but the first have it in any case."""
     return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
 
 

@@ -84,7 +84,7 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Shapes:
         logits, output fp64 [b, v]
     """
-    logits = logits / sampling.temperature
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature  # the largest stays finite
     if 0 < sampling.top_k < logits.shape[-1]:
         lowest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, float("-inf"))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron import log
+from megatron.errors import DataError
 from megatron.generate.writer import Writer
 from megatron.mpu.groups import Group
 
@@ -19,47 +21,64 @@ ROUND_S = 60.0
 
 
 def talk(writer: Writer, world: Group) -> None:
-    """Answer each line of standard input on standard output, until it ends. Collective; rank 0 reads and writes."""
+    """Answer each line of standard input on standard output, until it ends. Collective; rank 0 reads and writes.
+
+    A line that cannot be answered is told, and the next one is read.
+    """
     for line in _lines(world):
         if not line.strip():
             continue
-        shown: list[str] = []
+        try:
+            _answer(writer, _text(line), is_teller=world.rank == 0)
+        except DataError as error:  # on every rank, ahead of anything that they do together
+            log.info(str(error))
 
-        def show(text: str, shown: list[str] = shown) -> None:
-            shown.append(text)
-            if world.rank == 0:
-                sys.stdout.write(text)
-                sys.stdout.flush()
 
-        (answer,) = writer.answer([line], show)
-        if world.rank == 0:
-            sys.stdout.write(answer.text.removeprefix("".join(shown)) + "\n")  # what was no whole character, too
+def _text(line: bytes) -> str:
+    try:
+        return line.removesuffix(b"\n").removesuffix(b"\r").decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"a line must be a text in UTF-8: {error}") from None
+
+
+def _answer(writer: Writer, text: str, *, is_teller: bool) -> None:
+    shown: list[str] = []
+
+    def show(piece: str) -> None:
+        shown.append(piece)
+        if is_teller:
+            sys.stdout.write(piece)
             sys.stdout.flush()
 
+    (answer,) = writer.answer([text], show)
+    if is_teller:
+        sys.stdout.write(answer.text.removeprefix("".join(shown)) + "\n")  # what was no whole character, too
+        sys.stdout.flush()
 
-def _lines(world: Group) -> Iterator[str]:
+
+def _lines(world: Group) -> Iterator[bytes]:
     """Yield the lines of rank 0's standard input on every rank."""
-    asked: queue.Queue[str] = queue.Queue()
+    asked: queue.Queue[bytes] = queue.Queue()
     if world.rank == 0:
         threading.Thread(target=_read_lines, args=(asked,), daemon=True).start()
     while True:
         line = _next(asked, world)
-        if line == "":
+        if line == b"":
             return
         if line is not None:
-            yield line.removesuffix("\n")
+            yield line
 
 
-def _read_lines(asked: queue.Queue[str]) -> None:
+def _read_lines(asked: queue.Queue[bytes]) -> None:
     while True:
-        line = sys.stdin.readline()
+        line = sys.stdin.buffer.readline()
         asked.put(line)
-        if line == "":
+        if line == b"":
             return
 
 
-def _next(asked: queue.Queue[str], world: Group) -> str | None:
-    """Return the next line, "" at the end, None when none came in a round."""
+def _next(asked: queue.Queue[bytes], world: Group) -> bytes | None:
+    """Return the next line, nothing at the end, None when none came in a round."""
     box: list[Any] = [None]
     if world.rank == 0:
         with suppress(queue.Empty):

@@ -8,10 +8,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,10 @@ from megatron.checkpoint.hf.settings import saved_config
 from megatron.checkpoint.hf.tokens import vocabulary_of
 from megatron.checkpoint.whole import open_folder
 from megatron.errors import CheckpointError, ConfigError, DataError, JobError
-from megatron.generate import load
+from megatron.generate import load, options
 from megatron.generate.options import parse_args
 from megatron.generate.prompts import Prompts
+from megatron.generate.talk import ROUND_S
 from megatron.mpu.groups import Group
 from tests.generate.models import save_model
 from tests.harness import run_ranks
@@ -177,7 +179,7 @@ def test_prompts_come_from_lines_or_objects_and_answers_go_to_a_file(run_of: Pla
 def test_without_prompts_each_line_is_answered_as_it_comes(
     name: str, run_of: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPTS[0]}\n\n{PROMPTS[3]}"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{PROMPTS[0]}\r\n\n{PROMPTS[3]}".encode())))
     pieces: list[str] = []
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys.stdout, "write", pieces.append)
@@ -185,6 +187,47 @@ def test_without_prompts_each_line_is_answered_as_it_comes(
     generate.run(parse_args("", list(map(str, words))), {})
     texts = [answer["text"] for answer in alone(run_of(name))]
     assert "".join(pieces) == f"{texts[0]}\n{texts[3]}\n" and len(pieces) > 4
+
+
+def told_of_lines(rank: int, run: Path, lines: bytes) -> tuple[str, str]:
+    """Return what a rank writes to standard output and standard error when rank 0 reads ``lines``."""
+    sys.stdin = io.TextIOWrapper(io.BytesIO(b"" if rank else lines))
+    options._is_without_input = lambda: False  # that of the test
+    words = ["--load", run, "--dtype", "fp64", "--device", "cpu", "--max-new-tokens", NEW, "--pipe-parallel-size", 2]
+    err = io.StringIO()
+    with redirect_stderr(err):
+        return asked(words), err.getvalue()
+
+
+def test_a_line_that_cannot_be_answered_is_told_and_the_next_one_is_answered(run_of: Place) -> None:
+    lines = f"{'x' * 60}\n{PROMPTS[0]}\n".encode() + b"ab\xff\n" + f"{PROMPTS[3]}\n".encode()
+    (out, err), other = run_ranks(2, told_of_lines, run_of("gpt2"), lines)
+    texts = [answer["text"] for answer in alone(run_of("gpt2"))]
+    assert out == f"{texts[0]}\n{texts[3]}\n" and other == ("", "")
+    assert err.index("prompt 1 has 60 tokens") < err.index("a line must be a text in UTF-8: ") and "0xff" in err
+
+
+def test_ranks_wait_long_for_each_others_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person may take longer for a line than a step of training, and the first pass of a CPU too."""
+    seen: list[Any] = []
+    monkeypatch.setattr("megatron.training.world.start", lambda config: seen.append(config) or SimpleNamespace(
+        rank=0, grid=None, device=None, name="rank 0"))  # fmt: skip
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    generate.start(parse_args("", ["--load", "x", "--prompt", "y", "--pipe-parallel-size", "2"]))
+    assert seen[0].parallel.step_timeout_s == generate.TIMEOUT_S > 5 * ROUND_S
+    assert seen[0].parallel.pipe_parallel_size == 2
+
+
+@pytest.mark.parametrize(("rank", "is_refused"), [("0", True), ("1", False)])
+def test_the_rank_that_reads_lines_alone_needs_an_input(
+    rank: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("megatron.generate.options._is_without_input", lambda: True)
+    refusal = pytest.raises(ConfigError, match="Add --stdin to the launcher's flags") if is_refused else nullcontext()
+    with refusal:
+        parse_args("", ["--load", "x", "--pipe-parallel-size", "2"])
 
 
 @pytest.mark.parametrize(
@@ -252,25 +295,27 @@ def test_a_checkpoint_with_other_weights_than_its_configuration_tells_of_is_refu
         load(checkpoint, tied)
 
 
+def launched(*words: Any, flags: Sequence[str] = (), given: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Start two ranks of the tool with the launcher, which reads ``given``."""
+    launcher = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", *flags]
+    command = [*launcher, "tools/generate.py", *map(str, words)]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    return subprocess.run(command, cwd=ROOT, env=env, input=given, capture_output=True, text=True, timeout=120)
+
+
+def test_two_ranks_of_the_launcher_answer_lines(run_of: Place) -> None:
+    words = ["--load", run_of("gpt2"), "--dtype", "fp64", "--max-new-tokens", NEW, "--pipe-parallel-size", 2]
+    done = launched(*words, flags=["--stdin"], given=f"{PROMPTS[0]}\n{PROMPTS[3]}\n")
+    texts = [answer["text"] for answer in alone(run_of("gpt2"))]
+    assert (done.returncode, done.stdout) == (0, f"{texts[0]}\n{texts[3]}\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_the_launcher_starts_it_and_an_error_gives_its_code_and_one_line(run_of: Place) -> None:
-    def launched(*words: Any) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "megatron.launch",
-            "--nproc-per-node",
-            "2",
-            "tools/generate.py",
-            *map(str, words),
-        ]
-        env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-
     run = run_of("gpt2")
     done = launched(*usual(run, "--pipe-parallel-size", 2))
     assert done.returncode == 0 and answers(done.stdout) == alone(run)
     failed = launched("--load", run, "--prompt", "x" * 60, "--pipe-parallel-size", 2)
     assert failed.returncode == 2 and failed.stderr.count("prompt 1 has 60 tokens") == 1
     without = launched("--load", run, "--pipe-parallel-size", 2)
-    assert without.returncode == 2 and "the launcher gives ranks none" in without.stderr
+    assert without.returncode == 2 and "the launcher gives rank 0 none. Add --stdin" in without.stderr

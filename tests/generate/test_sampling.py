@@ -36,6 +36,13 @@ def test_the_same_tokens_are_left_out_as_by_hugging_faces_warpers(temperature: f
     assert torch.allclose(found, wanted.softmax(-1), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1e-30, 1e300])
+def test_any_temperature_gives_numbers(temperature: float) -> None:
+    found = probabilities(torch.tensor([[3.0, 900.0, -7.0]]).double(), Sampling(temperature=temperature))
+    wanted = [1 / 3] * 3 if temperature > 1 else [0.0, 1.0, 0.0]
+    assert found[0].tolist() == pytest.approx(wanted)
+
+
 def test_a_number_falls_on_the_token_whose_share_of_the_line_it_lies_in() -> None:
     found = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64).expand(6, 5)
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
