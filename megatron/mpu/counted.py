@@ -99,10 +99,13 @@ class CountedDropout(DropoutStreams):
         is_cut: bool,
     ) -> torch.Tensor:
         """Return what ``function`` gives with the probabilities dropped that belong to this place."""
-        key = self.key(layer, site, is_cut)  # now: the position may move on
-        return function(drop=partial(self._drop_probabilities, probability=probability, key=key, is_cut=is_cut))
+        key, samples = self.key(layer, site, is_cut), self._samples(device)  # now: the position may move on
+        drop = partial(self._drop_probabilities, probability=probability, key=key, samples=samples, is_cut=is_cut)
+        return function(drop=drop)
 
-    def _drop_probabilities(self, x: torch.Tensor, *, probability: float, key: int, is_cut: bool) -> torch.Tensor:
+    def _drop_probabilities(
+        self, x: torch.Tensor, *, probability: float, key: int, samples: torch.Tensor, is_cut: bool
+    ) -> torch.Tensor:
         """Return ``x`` with elements dropped.
 
         Shapes:
@@ -113,7 +116,7 @@ class CountedDropout(DropoutStreams):
             key,
             probability,
             rows=_range(queries, x.device).view(-1, 1),
-            samples=self._samples(x.device).view(-1, 1, 1, 1),
+            samples=samples.view(-1, 1, 1, 1),
             planes=_range(heads, x.device, self.tensor_rank * heads if is_cut else 0).view(-1, 1, 1),
             columns=_columns(0, keys),
         )

@@ -140,6 +140,19 @@ def test_kept_elements_are_scaled_up_and_dropped_ones_pass_no_gradient():
     assert torch.equal(x.grad, y.detach())
 
 
+@pytest.mark.parametrize("moved", [Position(3, 1, 2), Position(4, 0, 2)], ids=["micro-batch", "step"])
+def test_attention_keeps_the_place_where_it_began(moved):
+    """A function that drops when backward computes again comes to it later."""
+    streams, ones = streams_of(micro=(0, 2)), torch.ones(SAMPLES // 2, HEADS, LENGTH, 6)
+
+    def later(drop):
+        streams.position = moved
+        return drop(ones)
+
+    found = streams.attend(later, 0.5, device=ones.device, **PLACE, is_cut=False)
+    assert torch.equal(found != 0, attention_mask(micro=(0, 2)))
+
+
 def test_recomputing_draws_the_same_masks_even_when_the_position_has_moved_on():
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(16, 16, generator=generator) for _ in range(2)]
