@@ -50,7 +50,8 @@ class Guard:
     """Judges the steps of one run; made on every rank, and the same on all of them.
 
     Attributes:
-        seen: loss and gradient norm of the last step that was judged; infinite where any rank has no number.
+        seen: loss and gradient norm of the last step that was judged; infinite where any rank has no number. The norm
+            is NaN where the loss is no number.
     """
 
     def __init__(self, settings: StabilityConfig) -> None:
@@ -83,7 +84,8 @@ class Guard:
             values = [value if math.isfinite(value) else math.inf for value in (self._loss, norm)]
             agreed = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), world, dist.ReduceOp.MAX)
             loss, norm = agreed.tolist()
-            self.seen, self._reason = (loss, norm), self.problem(loss, norm)
+            has_gradients = math.isfinite(loss)  # else they were thrown away ahead of the norm
+            self.seen, self._reason = (loss, norm if has_gradients else math.nan), self.problem(loss, norm)
             return self._reason is None
 
         engine.on_loss = take_loss

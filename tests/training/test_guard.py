@@ -154,6 +154,7 @@ def test_a_bad_step_is_left_out_on_all_ranks(
     assert (record["event"], record["step"]) == ("skipped", 5)
     assert (record["first_sample"], record["last_sample"]) == (4 * count, 5 * count - 1)
     assert ("not finite" in record["reason"]) == (record["loss"] is None) == math.isnan(factor)
+    assert (record["grad_norm"] is None) == math.isnan(factor), "its gradients were thrown away"
 
 
 def judge_alone(rank: int) -> list[Any]:
