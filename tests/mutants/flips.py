@@ -81,7 +81,8 @@ FLIPPED = (
         "moments begin where the weight of another tensor rank does",
         "megatron/training/state_tensors.py",
         "    return Shard(whole, shard.partition_dim, shard.start, shard.length)\n",
-        "    return Shard(whole, shard.partition_dim, whole[shard.partition_dim] - shard.start - shard.length, shard.length)\n",
+        "    return Shard(whole, shard.partition_dim, whole[shard.partition_dim] - shard.start - shard.length, "
+        "shard.length)\n",
         (
             "tests/optim/test_zero_checkpoints.py::test_a_checkpoint_goes_through_stages_and_layouts_with_every_bit[dtype0]",
         ),

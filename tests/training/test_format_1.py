@@ -1,0 +1,60 @@
+"""A run whose checkpoint an earlier version wrote goes on with the losses that this version would have had (row K22).
+
+``format_1`` is of commit 858821c: a small GPT-2 after three steps, saved by one rank in fp32. ``losses.txt`` are those
+of its next three steps, by the same commit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt2
+from megatron.config import parse
+from megatron.training import arguments, world
+from megatron.training.assembly import build_engine, make_learning_rate, make_streams
+from megatron.training.data import RunData
+from megatron.training.report import set_learning_rate
+from megatron.training.stand_in import RandomTokens, stand_in_tokenizer
+from megatron.training.state import Progress, open_for, restore, save_state
+from tests.harness import run_ranks
+
+FORMAT_1 = Path(__file__).parent / "format_1"
+VOCAB, SEQ, ROWS, STEPS = 101, 16, 8, 3
+SIZES = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 16 --hidden-bias "
+    f"--seq-length {SEQ} --vocab-size {VOCAB} --init-method-std 0.1 --attention-dropout 0 --hidden-dropout 0 --fp32 "
+    "--data-path none --device cpu --train-iters 20 --lr 1e-2 --warmup 0 --clip-grad 1 --batch-size 4 --gas 2"
+)
+
+
+def go_on(rank: int, source: Path | None, target: Path | None, layout: str = "", num_ranks: int = 1) -> list[float]:
+    """Take three steps from ``source``, or from the beginning, and save to ``target``; return the losses."""
+    config = parse([*SIZES.split(), *layout.split()], world_size=num_ranks).with_vocab(VOCAB)
+    here = world.start(config)
+    streams = make_streams(config, here)
+    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
+    parts = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": here}
+    progress = Progress()
+    if source is not None:
+        progress = restore(open_for(source, here), fingerprint=None, **parts)
+    data = RunData({"train": RandomTokens(VOCAB, SEQ, seed=progress.step)} if here.reads_data else {}, None)
+    batches, losses = data.batches("train", config, here), []
+    for step in range(progress.step, progress.step + STEPS):
+        set_learning_rate(engine.optimizer, make_learning_rate(config).at(step))
+        losses.append(engine.train_step(batches, step, config.batch.num_micro_batches).loss)
+    if target is not None:
+        done = progress.step + STEPS
+        save_state(target, Progress(done, done, done * ROWS), fingerprint=None, **parts)
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["", "--model-parallel-size 2"], ids=["1-1-1", "2-1-1"])
+def test_a_run_that_format_1_saved_goes_on_with_its_losses(layout: str) -> None:
+    num_ranks = 2 if layout else 1
+    wanted = [float(line) for line in (FORMAT_1 / "losses.txt").read_text().split()]
+    assert len(wanted) == STEPS and max(wanted) - min(wanted) > 0.01
+    for losses in run_ranks(num_ranks, go_on, FORMAT_1, None, layout, num_ranks):
+        assert losses == pytest.approx(wanted, abs=2e-5, rel=0)
