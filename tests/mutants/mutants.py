@@ -7,6 +7,7 @@ from tests.mutants.counted import COUNTED_MASKS
 from tests.mutants.data import DATA
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
+from tests.mutants.flips import FLIPPED
 from tests.mutants.generate import GENERATE
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.guard import GUARDED
@@ -38,5 +39,5 @@ IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
-IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *ROWS)
+IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS)
 MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER, *IN_FAULTS)
