@@ -10,7 +10,7 @@ PAIRS = "tests/training/test_reshard.py::test_some_layouts_load_what_others_save
 
 FLIPPED = (
     Mutant(
-        "the header of a shard is not in its checksum",
+        "later segments are cut as before, the first begins behind the length of the header",
         "megatron/checkpoint/verify.py",
         "    starts = range(0, max(size, 1), SEGMENT_BYTES)\n    return [Segment(name, start,",
         "    starts = range(0, max(size, 1), SEGMENT_BYTES)\n    return [Segment(name, start or 8,",
@@ -25,7 +25,7 @@ FLIPPED = (
         (FLIPS,),
     ),
     Mutant(
-        "the checksum of a manifest ends with its state",
+        "a manifest that has an index is believed whatever its checksum",
         "megatron/checkpoint/manifest.py",
         'b"%08x" % zlib.crc32(content[first.end() :]):',
         'b"%08x" % zlib.crc32(content[first.end() :]) and not content.count(b"index"):',
