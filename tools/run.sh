@@ -84,6 +84,7 @@ export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$va
 if [ -n "$is_dry" ]; then
   WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) exec "$PYTHON" "$program" ${flags[@]+"${flags[@]}"} "$@"
 fi
+trap '' USR1                                      # the launcher has a handler of its own, an instant after it begins
 # shellcheck disable=SC2086 # LAUNCH_FLAGS is empty or several words
 exec "$PYTHON" -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" $LAUNCH_FLAGS ${launch[@]+"${launch[@]}"} "$program" \

@@ -9,6 +9,8 @@
 | board | what the nodes of a job tell each other about its end |
 | ranks | starting, signalling and reaping the processes |
 | verdict | which rank is the culprit, and the job's exit code |
+| ending | what becomes of the job where no other start follows: its code and a line |
+| remains | what a rank that has ended left in files |
 | memory | what can be known of the OOM killer |
 | attempt | one start of the ranks, from the first process to the verdict |
 | restarts | whether a job that failed starts again |

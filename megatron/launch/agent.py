@@ -22,6 +22,7 @@ from torch.distributed.elastic.events import Event, EventSource
 from megatron import log
 from megatron.launch.attempt import BOARD_S, MEET_S, Attempt
 from megatron.launch.board import Board
+from megatron.launch.ending import settle
 from megatron.launch.machine import threads_per_rank
 from megatron.launch.options import Options
 from megatron.launch.rendezvous import NodeRendezvous
@@ -103,52 +104,30 @@ class LaunchAgent(SimpleElasticAgent):
         self.job_code = code
         if code == 0:
             return RunResult(WorkerState.SUCCEEDED, {one.rank: None for one in self._of_this_start().ranks})
-        goes_on = code != RESUMABLE and not self._signals.is_ended and self._goes_on(code)
-        if self._signals.is_ended:
-            self.job_code = 128 + self._signals.seen[1]
-            log.error(f"launch: ended at once by a second signal, code {self.job_code}")
+        goes_on, reason = self._agree(code)
+        end = self._of_this_start().end(code)
+        if goes_on:
+            self._restarts.done += 1
+            which = f"restart {self._restarts.done} of {self._restarts.most}"
+            log.error(f"launch: {end}; starting again {reason} ({which})")
+        else:
+            durable, most = self._restarts.durable, self._restarts.most
+            self.job_code, told = settle(end, self._signals, durable, restarts=most, reason=reason)
+            if told is not None:
+                log.error(f"launch: {told}")
         self._remaining_restarts = int(goes_on)  # the elastic agent starts again while some remain
         return RunResult(WorkerState.FAILED)
 
-    def _goes_on(self, code: int) -> bool:
-        """Settle with the other nodes whether the job starts again, and say so."""
-        attempt = self._of_this_start()
+    def _agree(self, code: int) -> tuple[bool, str]:
+        """Settle with the other nodes whether the job starts again after ``code``, and why."""
+        if code == RESUMABLE or self._signals.is_ended:
+            return False, ""
         against = self._restarts.against(code, is_node_0=self._node.node_rank == 0)
         if self._signals.is_asked_to_stop:
             against = against or f"{self._signals.first_name} came"
-        goes_on, reason = False, ""
-        if self._restarts.most and code in RESTARTED:
-            goes_on, reason = self._board.agree(against, MEET_S, self._restarts.origin)
-        if goes_on:
-            self._restarts.done += 1
-            log.error(
-                f"launch: {attempt.describe()}; starting again {reason} "
-                f"(restart {self._restarts.done} of {self._restarts.most})"
-            )
-            return True
-        if not self._is_resumable(code) and not attempt.is_told_already(code):
-            why = f"; {reason}" if reason else ""
-            log.error(f"launch: {attempt.describe()}{why}; the job ends with code {self.job_code}")
-        return False
-
-    def _is_resumable(self, code: int) -> bool:
-        """Settle the code of a job that was asked to stop while its ranks could not save; return whether it is 75."""
-        if not self._signals.is_asked_to_stop:
-            return False
-        durable, attempt = self._restarts.durable, self._of_this_start()
-        if attempt.is_ended_by_signal():
-            self.job_code = self._signals.code if durable is None else RESUMABLE
-        elif code in RESTARTED and durable is not None and self._restarts.most and not attempt.was_asked_to_stop:
-            self.job_code = RESUMABLE  # the signal came between the failure and the next start
-        if self.job_code != RESUMABLE:
-            return False
-        told = (
-            "nothing was lost: start the same command later"
-            if durable is None
-            else (f"the checkpoint of step {durable} is durable: go on with the same command and --load RUN_FOLDER")
-        )
-        log.error(f"launch: {self._signals.first_name} while the ranks could not save; {told}; code {RESUMABLE}")
-        return True
+        if not self._restarts.most or code not in RESTARTED:
+            return False, ""
+        return self._board.agree(against, MEET_S, self._restarts.origin)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._of_this_start().kill()

@@ -3,18 +3,13 @@
 When a rank fails, the launcher writes the failure file, waits a moment in which the others notice by themselves, then
 sends SIGTERM, then SIGKILL: all are gone within a second. The failure file (environment variable
 MEGATRON_FAILURE_FILE of each rank) is there, whole, before that SIGTERM; a SIGTERM without it is a request to save and
-leave with 75. It holds one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL".
-
-| file beside it | a rank leaves there |
-|---|---|
-| ``.at-R`` | its place and what it is at (megatron/training/position.py) |
-| ``.trace-R`` | the trace of a crash in native code |
+leave with 75. It holds one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL". What ranks leave beside
+it is in megatron/training/failure_files.py, and where they are at in position.py.
 """
 
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +17,12 @@ from pathlib import Path
 from megatron import log
 from megatron.launch import memory, ranks
 from megatron.launch.board import Board
+from megatron.launch.ending import End
 from megatron.launch.options import Options
+from megatron.launch.remains import position_of, show_trace
 from megatron.launch.signals import RESUMABLE, Signals
-from megatron.launch.verdict import Exit, culprit
-from megatron.training import failure, position
+from megatron.launch.verdict import Exit, culprit, first_stuck
+from megatron.training import failure_files
 
 QUIET_S = 0.2
 """After a failure the others may notice by themselves for this long."""
@@ -52,7 +49,8 @@ class Attempt:
         self._told = self._has_left = False
         self._stop_deadline: float | None = None
         self._next_look = 0.0
-        self.verdict: Exit | None = None
+        self._verdict: Exit | None = None
+        self._began = time.monotonic()
 
     def start(self, rank: int, local_rank: int, env: Mapping[str, str]) -> int:
         """Start one rank and return its process id."""
@@ -79,31 +77,25 @@ class Attempt:
             return self._end()
         return max(one.status for one in self._exits)  # 0, or 75 when a rank stopped on request
 
-    def describe(self) -> str:
-        """Say in words what ended this start."""
-        verdict = self.verdict
-        if verdict is not None and verdict.status not in (0, RESUMABLE):
-            return f"ended by {verdict}{f' ({verdict.hint})' if verdict.hint else ''}"
-        late = [str(one.rank) for one in self.ranks if one.status not in (0, RESUMABLE)]
-        if self._stop_deadline is not None and late:
-            return f"rank {', '.join(late)} did not leave within --stop-grace {self._options.stop_grace_s:g} s"
-        if verdict is not None:
-            return f"ended by {verdict}"
-        return "ended by another node, or node 0 was lost"
-
-    def is_told_already(self, code: int) -> bool:
-        """Whether the ranks agreed that the user's input is wrong: rank 0 has said so, and who ended is no news."""
+    def end(self, code: int) -> End:
+        """Return how this start ended, once ``watch`` has returned ``code``."""
         own = [one for one in self._exits if not one.is_consequence]
-        is_said = self._node_rank > 0 or any(one.rank == 0 for one in own)
-        return code == 2 and is_said and bool(own) and all(one.status == 2 for one in own)
+        has_teller = self._node_rank > 0 or any(one.rank == 0 for one in own)
+        return End(
+            code=code,
+            verdict=self._verdict,
+            exits=self._exits,
+            late=self._late(),
+            was_asked_to_stop=self._stop_deadline is not None,
+            is_said=failure_files.is_said(str(self.failure_file)),
+            is_alike=has_teller and bool(own) and all(one.status == 2 for one in own),
+        )
 
-    @property
-    def was_asked_to_stop(self) -> bool:
-        return self._stop_deadline is not None
-
-    def is_ended_by_signal(self) -> bool:
-        """Whether what ended the ranks is the request to stop, which they were not ready for."""
-        return self._signals.is_asked_to_stop and self.verdict is not None and self.verdict.status == -signal.SIGTERM
+    def _late(self) -> str:
+        late = [str(one.rank) for one in self.ranks if one.status not in (0, RESUMABLE)]
+        if self._stop_deadline is None or not late:
+            return ""
+        return f"rank {', '.join(late)} did not leave within --stop-grace {self._options.stop_grace_s:g} s"
 
     def kill(self) -> None:
         """End all ranks at once, and wait until they have."""
@@ -119,36 +111,15 @@ class Attempt:
                 self._exits.append(self._exit_of(one, one.status))
 
     def _exit_of(self, one: ranks.RankProcess, status: int) -> Exit:
-        place, doing = self._position_of(one.rank)
+        place, doing = position_of(self.failure_file, one.rank)
         if status < 0 and not self._told:
-            self._show_trace(one.rank)
+            show_trace(self.failure_file, one.rank)
         hint = memory.told(self._kills, memory.oom_kills()) if status == -signal.SIGKILL and not self._told else ""
+        words = failure_files.words_of(str(self.failure_file), one.rank) if status > 0 else ""
         return Exit(
-            rank=one.rank,
-            pid=one.pid,
-            status=status,
-            at=one.ended_at,
-            was_told=self._told,
-            place=place,
-            doing=doing,
-            hint=hint,
-        )
-
-    def _position_of(self, rank: int) -> tuple[str, str]:
-        try:
-            return position.read(Path(position.page_of(str(self.failure_file), rank)).read_bytes())
-        except OSError:
-            return "", ""
-
-    def _show_trace(self, rank: int) -> None:
-        """Show what a crash in native code has left, each line with the rank's number."""
-        try:
-            trace = Path(failure.trace_of(str(self.failure_file), rank)).read_text(errors="replace")
-        except OSError:
-            return
-        if trace.strip():
-            sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in trace.splitlines() if line.strip()))
-            sys.stderr.flush()
+            rank=one.rank, pid=one.pid, status=status, at=one.ended_at - self._began, was_told=self._told,
+            place=place, doing=doing, words=words, hint=hint,
+        )  # fmt: skip
 
     def _ask_to_stop(self) -> None:
         self._stop_deadline = time.monotonic() + self._options.stop_grace_s
@@ -170,7 +141,8 @@ class Attempt:
         if self._stop_deadline is not None:
             return any(one.is_alive for one in self.ranks) and time.monotonic() > self._stop_deadline
         is_waiting = self._has_left or any(one.is_alive for one in self.ranks)
-        return is_waiting and any(time.time() > one.at + self._options.exit_grace_s for one in self._exits)
+        spent = time.monotonic() - self._began
+        return is_waiting and any(spent > one.at + self._options.exit_grace_s for one in self._exits)
 
     def _all_nodes_left(self) -> bool:
         self._leave()
@@ -204,20 +176,23 @@ class Attempt:
         return self._settle()
 
     def _settle(self) -> int:
-        self._board.tell_failed(culprit(self._exits))
+        self._board.tell_failed(culprit(self._exits) or first_stuck(self._exits))
         self._leave()
         end = time.monotonic() + MEET_S
         while not self._board.all_left() and time.monotonic() < end and not self._signals.is_ended:
             self._signals.wait(0.02)
-        self.verdict = self._culprit()
-        return 4 if self.verdict is None else self.verdict.job_code
+        self._verdict = self._culprit()
+        return 4 if self._verdict is None else self._verdict.job_code
 
     def _culprit(self) -> Exit | None:
         return culprit([*self._exits, *self._board.verdicts()])
 
     def _write_failure(self, verdict: Exit | None) -> None:
         """Put the failure file in place in one step."""
-        told = f"a peer died: {verdict}" if verdict is not None else f"the job ends: {self.describe()}"
+        if verdict is None:
+            told = f"the job ends: {self._late() or 'another node failed, or node 0 was lost'}"
+        else:
+            told = f"{'the job ends' if verdict.words else 'a peer died'}: {verdict}"
         temporary = self.failure_file.with_suffix(".tmp")
         temporary.write_text(told + "\n")
         temporary.replace(self.failure_file)

@@ -41,7 +41,7 @@ class RankProcess:
         """Whether it has ended just now; what it had started is ended with it."""
         if not self.is_alive or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
-        self.ended_at = time.time()
+        self.ended_at = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # before waitpid: until then nobody else can have this number
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -102,6 +102,7 @@ def _become_rank(launcher: int, keeps_input: bool) -> None:
     for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM may warn all processes; one that can save listens later
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     if not keeps_input:
         null = os.open(os.devnull, os.O_RDONLY)

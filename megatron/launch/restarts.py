@@ -1,8 +1,8 @@
 """Whether a job that has failed starts again: --max-restarts, and progress.
 
-A start makes progress when a checkpoint becomes durable whose step is higher than any before it; rank 0 tells of it in
-the progress file (megatron/training/progress_file.py). ``FRUITLESS`` starts in a row without progress end the job:
-what ends them will end the next one too.
+A start makes progress when a checkpoint becomes durable whose step is above that of the last one before it, which may
+have been a step back; rank 0 tells of it in the progress file (megatron/training/progress_file.py). ``FRUITLESS``
+starts in a row without progress end the job: what ends them will end the next one too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Restarts:
     def __init__(self, most: int, progress: Path) -> None:
         self.most, self.done = most, 0
         self._progress = progress
-        self._best: int | None = None
+        self._last: int | None = None
         self._fruitless = 0
 
     @property
@@ -43,7 +43,7 @@ class Restarts:
         if code not in RESTARTED:
             return f"code {code} comes back as it is"
         if is_node_0 and self._is_fruitless():
-            newest = "no checkpoint is durable" if self._best is None else f"the newest is that of step {self._best}"
+            newest = "no checkpoint is durable" if self._last is None else f"the newest is that of step {self._last}"
             return (
                 f"{FRUITLESS} starts in a row ended before a new checkpoint was durable ({newest}), so no further one "
                 "is made. Look at what ended them above, and lower --save-interval if they only came too short"
@@ -63,9 +63,7 @@ class Restarts:
 
     def _is_fruitless(self) -> bool:
         """Whether this start was the last of ``FRUITLESS`` without progress."""
-        durable = self.durable
-        if durable is not None and (self._best is None or durable > self._best):
-            self._best, self._fruitless = durable, 0
-        else:
-            self._fruitless += 1
+        last, self._last = self._last, self.durable
+        has_grown = self._last is not None and (last is None or self._last > last)
+        self._fruitless = 0 if has_grown else self._fruitless + 1
         return self._fruitless >= FRUITLESS

@@ -10,12 +10,15 @@ and among equals the first:
 | 1 | by a signal; by any other exception | 4; 1 |
 | 2 | well (0) while others were still running | 4 |
 | 3 | 4: it lost a peer or timed out | 4 |
+
+Where all have lost a peer and a rank did not leave with them, so that the launcher had to kill it, that rank is named:
+the others waited for it.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 SPECIFIC = (2, 3, 5, 75)
@@ -30,12 +33,15 @@ class Exit:
     pid: int
     status: int
     at: float
+    """Seconds since the start of the ranks, which all nodes begin together."""
     was_told: bool = False
     """The launcher had already told it to leave because a peer had died."""
     place: str = ""
     """Such as "stage 1, tensor 0, data 0"; empty if the rank did not come so far as to know it."""
     doing: str = ""
     """What it was at, such as "step 7, forward of micro-batch 3"."""
+    words: str = ""
+    """The error, if it is one that all ranks raised alike; rank 0 prints it unless it is ended before."""
     hint: str = ""
     """What may be behind it; the launcher alone says it."""
 
@@ -51,6 +57,11 @@ class Exit:
         return self.was_told and self.status in (0, 4, 75, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether it did not leave when the launcher told it to, and had to be killed."""
+        return self.was_told and self.status == -signal.SIGKILL
+
+    @property
     def job_code(self) -> int:
         if self.status in SPECIFIC:
             return self.status
@@ -59,22 +70,33 @@ class Exit:
     def __str__(self) -> str:
         who = f"rank {self.rank} ({self.place + '; ' if self.place else ''}pid {self.pid})"
         at = f", at {self.doing}" if self.doing else ""
+        if self.is_stuck:
+            return f"{who}, which did not leave with the others and had to be killed{at}"
         if self.status < 0:
             return f"{who} by {_signal_name(-self.status)}{at}"
         if self.status == 0:
             return f"{who} left early with 0 while others were still running{at}"
-        return f"{who} with exit code {self.status}{at}"
+        alike = "every rank alike, first by " if self.words else ""
+        return f"{alike}{who} with exit code {self.status}{at}"
 
 
-def culprit(exits: Iterable[Exit]) -> Exit | None:
+def culprit(exits: Collection[Exit]) -> Exit | None:
     """Return the rank that caused the end, or None if no rank ended of itself."""
     own = [one for one in exits if not one.is_consequence]
     if not own:
         return None
     failed = [one.at for one in own if one.status not in (0, 75)]
     start = min(failed) if failed else min(one.at for one in own)
+    stuck = first_stuck(exits)
+    if stuck is not None and all(one.status == 4 for one in own):
+        return stuck
     near = [one for one in own if one.at <= start + WINDOW_S]
     return min(near, key=lambda one: (one.weight, one.at))
+
+
+def first_stuck(exits: Collection[Exit]) -> Exit | None:
+    """Return the lowest rank that had to be killed, or None."""
+    return min((one for one in exits if one.is_stuck), key=lambda one: one.rank, default=None)
 
 
 def _signal_name(number: int) -> str:

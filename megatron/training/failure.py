@@ -1,7 +1,6 @@
 """How a process ends: one line that says which rank failed and why, and the job's exit code.
 
-The launcher names a file in MEGATRON_FAILURE_FILE. Once a rank has died it writes there who, then sends SIGTERM:
-that means leave, not save.
+Once a rank has died the launcher says so in a file (failure_files.py), then sends SIGTERM: that means leave, not save.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
-from megatron.errors import JobError, PeerError, exit_code
-from megatron.training import position
+from megatron.errors import JobError, PeerError, StopRequest, exit_code
+from megatron.training import failure_files, position
 
 _PEER_SIGNS = (
     "connection closed by peer",
@@ -34,9 +32,11 @@ _PEER_SIGNS = (
     "write error",
     "application timeout",
 )
-
-
-_leaving = threading.Lock()
+_leaving = threading.RLock()
+"""Held for good by the thread whose error ends this process."""
+_code: int | None = None
+"""The exit code of the error that has been told."""
+_is_guarded = _is_saying = _is_hurried = False
 _MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -45,17 +45,15 @@ def trace_crashes() -> None:
     failure = os.environ.get("MEGATRON_FAILURE_FILE")
     if failure:
         try:
-            file = os.open(trace_of(failure, int(os.environ.get("RANK", "0"))), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            file = os.open(
+                failure_files.trace_of(failure, int(os.environ.get("RANK", "0"))),
+                os.O_CREAT | os.O_WRONLY | os.O_APPEND,
+            )
             faulthandler.enable(file)
             return
         except OSError:
             pass  # the launcher is gone, or its disk is full: standard error is left
     faulthandler.enable(sys.__stderr__ or 2)
-
-
-def trace_of(failure_file: str, rank: int) -> str:
-    """Return the path of what a crash of this rank leaves."""
-    return f"{failure_file}.trace-{rank}"
 
 
 def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
@@ -64,6 +62,8 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
     Args:
         who: returns this rank's name for the message, such as "rank 3 (stage 1, tensor 1, data 0)".
     """
+    global _is_guarded
+    _is_guarded = True
     try:
         main()
     except SystemExit:
@@ -72,38 +72,88 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
         leave(error, who())
 
 
+def tell(error: BaseException, who: str) -> None:
+    """Say now what will end this process: undoing what it holds takes a while, in which the launcher may end it.
+
+    Below ``guard`` alone; what is raised later counts for nothing then. Elsewhere the caller may go on.
+    """
+    if _is_guarded and not isinstance(error, SystemExit):
+        _say(error, who)
+
+
 def leave(error: BaseException, who: str, linger: Callable[[], object] | None = None) -> NoReturn:
     """Say what happened and end this process at once, without waiting for peers that may never answer.
 
-    Of several threads the first one says it.
+    Of several threads, and of several errors, the first one says it and gives the code.
 
     Args:
         linger: called between the last words and the end, while other threads are silent; its errors count for nothing.
     """
+    code = _say(error, who)
+    if linger is not None:
+        with suppress(Exception):
+            linger()
+    os._exit(code)
+
+
+def leave_for_dead_peer(death: str) -> None:
+    """End this process, from a signal's handler in the main thread, since the launcher says that a peer died.
+
+    An error of this rank that is on its way out counts more: it may be why the peer left. Returns only if its last
+    words are in the midst of being said, and the process ends behind them.
+    """
+    global _is_hurried
+    _is_hurried = True
+    if _code is not None:
+        os._exit(_code)
+    if _is_saying:
+        return
+    who = f"rank {os.environ.get('RANK', '0')}"
+    handled = sys.exc_info()[1]
+    if isinstance(handled, JobError) and not isinstance(handled, StopRequest):
+        leave(handled, who)
+    os.write(2, f"{who}: leaving, {death}\n".encode())  # the signal may have fallen into a print
+    os._exit(4)
+
+
+def _say(error: BaseException, who: str) -> int:
+    """Say what happened, unless this thread has said before what ends this process; return the exit code."""
+    global _code, _is_saying
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()
+    if _code is not None:
+        return _code
+    _is_saying = True
     if threading.current_thread() is threading.main_thread():
         signal.signal(
             signal.SIGCHLD, signal.SIG_DFL
         )  # torch's handler raises of a dead reader in the midst of the line
     failure = as_peer_error(error)
-    code = exit_code(failure)
+    with suppress(OSError):  # nobody reads it any more; the code is news all the same
+        _print(error, failure, who)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    _code = exit_code(failure)
+    if _is_hurried:
+        os._exit(_code)
+    return _code
+
+
+def _print(error: BaseException, failure: BaseException, who: str) -> None:
     if is_same_everywhere(failure):
-        if os.environ.get("RANK", "0") == "0":
+        rank = os.environ.get("RANK", "0")
+        failure_files.leave_words(str(failure), int(rank))
+        if rank == "0":
             print_line(str(failure))
+            failure_files.note_said()
     elif isinstance(failure, PeerError):
         at = position.now()
         print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:
         print_line(f"{who} failed: {out_of_memory(error) or f'{type(error).__name__}: {error}'}")
-        if not isinstance(failure, JobError) and is_first_to_tell():
+        failure_files.note_said()
+        if not isinstance(failure, JobError) and failure_files.is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if linger is not None:
-        with suppress(Exception):
-            linger()
-    os._exit(code)
 
 
 def is_same_everywhere(error: BaseException) -> bool:
@@ -119,7 +169,7 @@ def as_peer_error(error: BaseException) -> BaseException:
     while cause is not None:
         text = str(cause).lower()
         if isinstance(cause, kinds) or (type(cause) is RuntimeError and any(sign in text for sign in _PEER_SIGNS)):
-            return PeerError(told_by_launcher() or f"another rank is gone or did not answer ({error})")
+            return PeerError(failure_files.told_by_launcher() or f"another rank is gone or did not answer ({error})")
         cause = cause.__cause__
     return error
 
@@ -143,32 +193,11 @@ def out_of_memory(error: BaseException) -> str | None:
     )
 
 
-def is_first_to_tell() -> bool:
-    """Return whether no other rank of this node has shown its traceback: the same one from each says nothing new."""
-    place = os.environ.get("MEGATRON_FAILURE_FILE")
-    if not place:
-        return True
-    try:
-        os.close(os.open(f"{place}.traceback", os.O_CREAT | os.O_EXCL))
-        return True
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-
-
-def told_by_launcher() -> str | None:
-    """Return what the launcher has written of a dead peer, or None while all live."""
-    place = os.environ.get("MEGATRON_FAILURE_FILE")
-    if not place:
-        return None
-    try:
-        return Path(place).read_text().strip() or None
-    except OSError:
-        return None
-
-
 def print_line(text: str) -> None:
     """Write one line to standard error in one call, so that lines of several ranks do not mix."""
-    sys.stderr.write(text.rstrip("\n") + "\n")
-    sys.stderr.flush()
+    line = text.rstrip("\n") + "\n"
+    try:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    except RuntimeError:  # a signal's handler, in the midst of a print
+        os.write(2, line.encode())

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from megatron import files
+from megatron import files, log
 
 
 class MetricsWriter:
@@ -58,12 +58,19 @@ class MetricsWriter:
                 if isinstance(number, int | float):
                     self._events.add_scalar(f"{kind}/{name}" + (f"/{inner}" if inner else ""), number, step)
 
-    def close(self) -> None:
-        """Flush everything and draw the picture."""
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
-        draw_losses(self.path, self.picture)
+    def close(self, *, draws: bool = True) -> None:
+        """Close the files and draw the picture. What fails here is said and counts for nothing: every record is there.
+
+        Args:
+            draws: False where an error ends the run: drawing takes seconds, which the launcher does not give.
+        """
+        events = [self._events.close] if self._events is not None else []
+        picture = [lambda: draw_losses(self.path, self.picture)] if draws else []
+        for step in (self._file.close, *events, *picture):
+            try:
+                step()
+            except Exception as error:
+                log.warning(f"the metrics were not closed as they should ({type(error).__name__}: {error})")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

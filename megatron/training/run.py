@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from megatron import device, log
 from megatron.checkpoint import BackgroundSaver
+from megatron.checkpoint.folders import last_sequence, newest_first
 from megatron.config import Config, resolve_dtype
 from megatron.config.effects import format_problems
 from megatron.config.validate import raise_all
 from megatron.errors import StopRequest
-from megatron.training import arguments, data_order, position, report, run_folder, run_lock, timeline, world
+from megatron.training import arguments, data_order, failure, position, report, run_folder, run_lock, timeline, world
 from megatron.training.assembly import build_engine, make_learning_rate, make_streams
+from megatron.training.branch import Branch
 from megatron.training.data import DatasetsProvider, open_data
 from megatron.training.engines import ForwardStep
 from megatron.training.loop import evaluate, train
@@ -28,9 +30,8 @@ from megatron.training.phases import LOADING, OPENING_DATA, Phases
 from megatron.training.plan import with_tokenizer
 from megatron.training.resume import is_same_run, load
 from megatron.training.run_folder import Place
-from megatron.training.saves import Saves
+from megatron.training.run_source import saved_in
 from megatron.training.screen import Screen
-from megatron.training.state import CHECKPOINTS
 from megatron.training.stop import StopRequests
 from megatron.training.world import World
 
@@ -111,12 +112,26 @@ def _go_on(this: Run, place: Place) -> None:
         _work(this, time.monotonic())
     except StopRequest:
         _draw_pipeline(this)
+        _close_reports(this)
         raise
-    finally:
-        if this.screen is not None:
+    except BaseException as error:
+        _close_screen(this)
+        failure.tell(error, this.world.name)
+        _close_reports(this, draws=False)
+        raise
+    _close_reports(this)
+
+
+def _close_screen(this: Run) -> None:
+    if this.screen is not None:
+        with suppress(Exception):  # an error on its way out counts more, and a run that is done is done
             this.screen.close()
-        if this.metrics is not None:
-            this.metrics.close()
+
+
+def _close_reports(this: Run, *, draws: bool = True) -> None:
+    _close_screen(this)
+    if this.metrics is not None:
+        this.metrics.close(draws=draws)
 
 
 def _work(this: Run, start: float) -> None:
@@ -158,10 +173,18 @@ def seed_replicas(seed: int, here: World) -> None:
 
 def _open_saves(this: Run, place: Place) -> None:
     """Begin to count the time between saves; make ready to save in the background. Collective."""
-    flags, checkpoints = this.config.checkpoint, this.folder / CHECKPOINTS
-    this.saves = Saves(BackgroundSaver(this.world.grid.host) if flags.async_save else None)
-    if this.world.rank == 0 and not is_same_run(this, place) and checkpoints.is_dir():
-        this.saves.foreign = frozenset(path.name for path in checkpoints.iterdir())
+    flags, saves = this.config.checkpoint, this.saves
+    saves.last_at = time.monotonic()
+    saves.background = BackgroundSaver(this.world.grid.host) if flags.async_save else None
+    if this.world.rank != 0 or flags.eval_only or is_same_run(this, place):
+        return
+    found = newest_first(saved_in(this.folder))
+    saves.branch = Branch(last_sequence(found))
+    if found:
+        log.warning(
+            f"{this.folder} holds {len(found)} checkpoints of an earlier run, which stay as they are; --resume goes on "
+            "with them"
+        )
 
 
 def _open_reports(this: Run, place: Place) -> None:

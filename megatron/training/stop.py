@@ -12,11 +12,14 @@ from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 
-from megatron.training.failure import print_line, told_by_launcher
+from megatron.training.failure import leave_for_dead_peer
+from megatron.training.failure_files import told_by_launcher
 
 WARNING = signal.SIGUSR1
 """What SLURM sends ahead of the time limit with ``--signal=USR1@120``; a first one is as a SIGTERM."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, WARNING)
+LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng")
+"""Flags that leave out something of a checkpoint: a run that goes on needs all of it (``state.Taken``)."""
 
 
 class StopRequests:
@@ -62,8 +65,8 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         death = told_by_launcher()
         if death:
-            print_line(f"rank {os.environ.get('RANK', '0')}: leaving, {death}")
-            os._exit(4)
+            leave_for_dead_peer(death)
+            return
         if self.signal_name and number == WARNING:
             return
         if self.signal_name and "MEGATRON_FAILURE_FILE" not in os.environ:
@@ -79,22 +82,26 @@ def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[s
     """
     given = _flags([*shlex.split(env.get("MEGATRON_DEFAULTS", "")), *(sys.argv[1:] if argv is None else argv)])
     where = shlex.quote(str(folder))
-    saves_here = given.get("--save") == str(folder)
-    loads_here = given.get("--load") == str(folder) or (saves_here and "--resume" in given)
-    goes_on = loads_here and "--finetune" not in given
-    if goes_on:
-        told = "Go on with the same command as before"
+    saves_here = _is_folder(given.get("--save"), folder)
+    loads_here = _is_folder(given.get("--load"), folder) or (saves_here and "--resume" in given)
+    losing = [name for name in LOSING if name in given]
+    if loads_here:
+        told = "Go on with the same command " + (f"without {' and '.join(losing)}" if losing else "as before")
     else:
         script = "of the run script " if "MEGATRON_VARIABLES" in env else ""
-        instead = [name for name in ("--load", "--resume", "--finetune") if name in given]
+        instead = [name for name in ("--load", "--resume", *LOSING) if name in given]
         without = f" in place of {' and '.join(instead)}" if instead else ""
         told = f"Go on with the same command {script}and --load {where}{without}"
     job = env.get("SLURM_JOB_ID")
     if job is None:
         return told
-    if goes_on:
+    if loads_here and not losing:
         return f"{told}, or `scontrol requeue {job}`; a script as in examples/slurm does so by itself"
     return f"{told}; with --save {where} --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"
+
+
+def _is_folder(given: str | None, folder: Path) -> bool:
+    return given is not None and Path(given).resolve() == folder.resolve()
 
 
 def _flags(argv: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,8 @@ from typing import Any
 from torch._C import _distributed_c10d
 
 NUMBER = 20
+_CLOCK_S = time.time() - time.monotonic()
+"""The wall clock, in which torch's times are, against the one that nobody sets; as it was at first."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,16 @@ def operations(groups: Mapping[str, str] | None = None) -> list[Operation]:
 
 
 def idle_s() -> float:
-    """Return the seconds since this process has started an operation; infinite if it has started none."""
+    """Return the seconds since this process has started an operation; infinite if it has started none.
+
+    Where the wall clock was set meanwhile, the operation may be of before or after that: the shorter time counts.
+    """
     found = operations()
-    return max(0.0, time.time() - found[-1].began_s) if found else float("inf")
+    if not found:
+        return float("inf")
+    now = time.monotonic()
+    since = [now + clock_s - found[-1].began_s for clock_s in (_CLOCK_S, time.time() - now)]
+    return min((each for each in since if each >= 0), default=0.0)
 
 
 def told(groups: Mapping[str, str]) -> str:

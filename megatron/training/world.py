@@ -60,7 +60,7 @@ def start(config: Config) -> World:
     place = device.bind(kind, local_rank)
     if kind == "cpu":
         device.keep_freed_memory()
-    timeout = timedelta(seconds=config.parallel.step_timeout_s)
+    timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # Phases sets that of a step once there is one
     _init_process_group(config.parallel.distributed_backend or device.backend(kind), kind, timeout)
     parallel = config.parallel
     grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)
@@ -92,8 +92,8 @@ def _init_process_group(backend: str, kind: str, timeout: timedelta) -> None:
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise PeerError(
-            f"all {os.environ.get('WORLD_SIZE')} ranks must meet at {where} within {timeout.total_seconds():.0f} s, "
-            f"got: {error}. Is rank 0 up? Check MASTER_ADDR, MASTER_PORT and NNODES."
+            f"all {os.environ.get('WORLD_SIZE')} ranks must meet at {where} within {timeout.total_seconds():.0f} s "
+            f"(--phase-timeout-minutes), got: {error}. Is rank 0 up? Check MASTER_ADDR, MASTER_PORT and NNODES."
         ) from error
 
 

@@ -56,11 +56,12 @@ def test_three_starts_without_progress_end_the_job(tmp_path):
         ([5, 5, 5, 5, 5], 4),
         ([5, 5, 10, 10, 10, 15], 6),
         ([None, None, 5, 5, 5, 5], 6),
-        ([5, 3, 4, 5, 6], 4),
+        ([5, 3, 3, 3, 4], 4),
+        ([5, 3, 3, 4, 3, 4], 6),
         ([1, 2, 3, 4, 5, 6, 7], 7),
     ],
 )
-def test_progress_is_a_step_above_any_before(durable, starts, tmp_path, monkeypatch):
+def test_progress_is_a_step_above_the_last_one_also_after_a_way_back(durable, starts, tmp_path, monkeypatch):
     restarts = Restarts(6, tmp_path / "progress")
     monkeypatch.setenv(progress_file.VARIABLE, str(tmp_path / "progress"))
     done = 0

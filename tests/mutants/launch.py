@@ -21,9 +21,9 @@ LAUNCH = (
     Mutant(
         "a checkpoint that was there before counts as progress",
         "megatron/launch/restarts.py",
-        "durable > self._best",
-        "durable >= self._best",
-        (f"{RESTARTS}::test_progress_is_a_step_above_any_before",),
+        "self._last > last)",
+        "self._last >= last)",
+        (f"{RESTARTS}::test_progress_is_a_step_above_the_last_one_also_after_a_way_back",),
     ),
     Mutant(
         "a job starts again after a user's mistake",
