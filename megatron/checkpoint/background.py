@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.folders import Keep
+from megatron.checkpoint.keeping import Keep
 from megatron.checkpoint.records import TensorRecord
 from megatron.checkpoint.saving import check_keep, save_from
 from megatron.checkpoint.staging import Staging
@@ -79,6 +79,8 @@ class BackgroundSaver:
         keep_last: int | None = None,
         keep_every: int | None = None,
         loaded: Path | None = None,
+        keep_unasked: int | None = None,
+        earlier: int = 0,
     ) -> Staged:
         """Copy the tensors and begin to write them as ``saving.save`` would; return when they are copied. Collective.
 
@@ -94,7 +96,7 @@ class BackgroundSaver:
         told = copy.deepcopy(state) if self._world.rank == 0 else {}
         source, num_bytes = self._copy(records)
         staged = Staged(step, time.perf_counter() - began - waited_s, num_bytes, waited_s)
-        keep = Keep(keep_last, keep_every, loaded)
+        keep = Keep(keep_last, keep_every, loaded, keep_unasked, earlier)
         write = partial(save_from, source, root, step, told, self._world, keep)
         # a daemon: a job that fails does not wait for a disk
         self._thread = Thread(target=self._write, args=(write, step, num_bytes), name=f"save-{step}", daemon=True)

@@ -1,4 +1,4 @@
-"""The names in a folder of checkpoints, and what may be deleted there.
+"""The names in a folder of checkpoints, and which one is the newest.
 
 | name | is |
 |---|---|
@@ -16,29 +16,70 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import files, log
 from megatron.checkpoint import manifest
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import ConfigError
 
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in a run folder."""
 LATEST = "latest"
 _CHECKPOINT = re.compile(r"step-\d{8,}(-\d+)?")
 _LEFTOVER = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
 
 
-def newest_first(root: Path) -> list[Path]:
-    """Return the folders in ``root`` that carry a checkpoint's name and a manifest's head, the last saved first."""
-    found = [(manifest.peek_sequence(path), path) for path in root.iterdir() if _CHECKPOINT.fullmatch(path.name)]
+def checkpoints_in(source: Path) -> Path:
+    """Return the folder of checkpoints, or the one checkpoint, that ``source`` means, which may be a run folder."""
+    inner = source / CHECKPOINTS
+    return inner if inner.is_dir() else source
+
+
+def named(root: Path) -> list[Path]:
+    """Return the folders in ``root`` that carry a checkpoint's name, whole or not; none where there is no ``root``."""
+    return [path for path in root.iterdir() if _CHECKPOINT.fullmatch(path.name)] if root.is_dir() else []
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Return those whose manifest verifies, the last saved first."""
+    found = [(manifest.read_sequence(path), path) for path in paths]
     return [path for _, path in sorted(((s, p) for s, p in found if s is not None), reverse=True)]
 
 
-def without_manifest(root: Path) -> list[Path]:
-    """Return the folders in ``root`` that carry a checkpoint's name only."""
-    named = [path for path in root.iterdir() if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(path for path in named if manifest.peek_sequence(path) is None)
+def last_sequence(paths: Iterable[Path]) -> int:
+    """Return the highest sequence number, 0 where no manifest verifies."""
+    return max((manifest.read_sequence(path) or 0 for path in paths), default=0)
+
+
+def in_turn(paths: Iterable[Path]) -> list[Path]:
+    """Return the order in which to try checkpoints: the last saved first.
+
+    One without a manifest that verifies cannot say when it was saved. It comes first if it may be the last one, going
+    by its step and the times of its files, so that nobody takes an older one without a word.
+    """
+    paths = list(paths)
+    whole = newest_first(paths)
+    broken = sorted(set(paths) - set(whole), key=_written_at, reverse=True)
+    ahead = [path for path in broken if not whole or _may_be_newer(path, whole[0])]
+    return [*ahead, *whole, *(path for path in broken if path not in ahead)]
+
+
+def _may_be_newer(path: Path, other: Path) -> bool:
+    return step_of(path) >= step_of(other) or _written_at(path) > _written_at(other)
+
+
+def _written_at(path: Path) -> int:
+    """Return when the last file in ``path`` was written, in ns."""
+    with suppress(OSError):
+        return max((child.stat().st_mtime_ns for child in path.iterdir()), default=0)
+    return 0
+
+
+def step_of(path: Path) -> int:
+    """Return the step that the name of a checkpoint, in either format, says."""
+    return int(re.findall(r"\d+", path.name)[0])
 
 
 def free_name(root: Path, step: int) -> Path:
@@ -56,62 +97,14 @@ def temporary_name(target: Path) -> Path:
     return target.with_name(f".tmp-{target.name}-{os.getpid()}")
 
 
-def remove(path: Path) -> None:
-    """Delete the checkpoint ``path``: the rename takes it away in one step, then its files go."""
-    gone = path.with_name(f".deleted-{path.name}-{os.getpid()}")
-    files.rename(path, gone)
-    files.remove_tree(gone)
-
-
-def remove_leftovers(root: Path) -> None:
-    """Delete what killed saves and removals left in ``root``."""
+def remove_leftovers(root: Path, prefixes: tuple[str, ...] = _LEFTOVER) -> None:
+    """Delete what killed saves and removals left in ``root``; what cannot be deleted costs a warning only."""
     for path in sorted(root.iterdir()):
-        if path.name.startswith(_LEFTOVER):
-            files.remove_tree(path) if path.is_dir() else files.remove_file(path)
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Which checkpoints stay: the last so many complete ones, each whose step is a multiple, and the one loaded.
-
-    ``last`` None: all.
-    """
-
-    last: int | None = None
-    every: int | None = None
-    loaded: Path | None = None
-
-    def protects(self, path: Path) -> bool:
-        """Tell whether ``path`` stays however many came after it."""
-        if self.every is not None and step_of(path) % self.every == 0:
-            return True
-        return self.loaded is not None and self.loaded.exists() and path.samefile(self.loaded)
-
-
-def step_of(path: Path) -> int:
-    """Return the step that the name of a checkpoint says."""
-    return int(path.name.split("-")[1])
-
-
-def remove_old(root: Path, keep: Keep) -> None:
-    """Delete the checkpoints in ``root`` that need not stay. A broken one does not count among the last ones."""
-    if keep.last is None:
-        return
-    kept = 0
-    for path in newest_first(root):
-        if kept >= keep.last and not keep.protects(path):
-            remove(path)
-        elif is_complete(path):
-            kept += 1
-
-
-def is_complete(path: Path) -> bool:
-    """Tell whether the manifest of ``path`` verifies and its files have their sizes (their bytes are not read)."""
-    try:
-        content = manifest.from_bytes((path / manifest.NAME).read_bytes(), path)
-        return all((path / name).stat().st_size == facts.size for name, facts in content.files.items())
-    except (OSError, CheckpointError):
-        return False
+        if path.name.startswith(prefixes):
+            try:
+                files.remove_tree(path) if path.is_dir() else files.remove_file(path)
+            except OSError as error:
+                log.warn_once(f"{path}, which a killed save or removal has left, cannot be deleted: {error}")
 
 
 def write_latest(root: Path, path: Path) -> None:

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """A verified checkpoint: ``step``, ``state`` and named global tensors, of which any part can be read."""
+    """A verified checkpoint: ``step``, ``sequence``, ``state`` and named global tensors, of which any part is read."""
 
     def __init__(self, path: Path, content: Manifest, world: Group = SINGLE) -> None:
         self.path = path
         self.step = content.step
+        self.sequence = content.sequence
         self.state: dict[str, Any] = content.state
         self._content, self._index, self._world = content, content.index, world
         self._reader: ShardReader | None = None

@@ -101,8 +101,7 @@ def from_bytes(content: bytes, path: Path) -> Manifest:
         NewerFormatError: a later version wrote it.
         CheckpointError: it is not whole, was altered, or describes what cannot be.
     """
-    first = _FIRST_LINE.match(content)
-    if first is None or first[1] != b"%08x" % zlib.crc32(content[first.end() :]):
+    if not _is_whole(content):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit ({len(content)} bytes)")
     try:
         fields = json.loads(content)
@@ -147,11 +146,16 @@ def _entry(name: str, fields: dict[str, Any]) -> Entry:
     return Entry(fields["dtype"], shape, pieces)
 
 
-def peek_sequence(folder: Path) -> int | None:
-    """Return the sequence number in the head of ``folder``'s manifest, unverified; None where there is none."""
+def read_sequence(folder: Path) -> int | None:
+    """Return the sequence number of the checkpoint ``folder``; None without a manifest whose checksum fits."""
     try:
-        with open(folder / NAME, "rb") as file:
-            found = _SECOND_LINE.search(file.read(256))
+        content = (folder / NAME).read_bytes()
     except OSError:
         return None
+    found = _SECOND_LINE.search(content[:256]) if _is_whole(content) else None
     return int(found[1]) if found else None
+
+
+def _is_whole(content: bytes) -> bool:
+    first = _FIRST_LINE.match(content)
+    return first is not None and first[1] == b"%08x" % zlib.crc32(content[first.end() :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron import log
@@ -14,19 +15,30 @@ from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group
 
 
-def open_latest(root: Path, world: Group, *, strict: bool = False) -> Checkpoint:
+def open_latest(
+    root: Path, world: Group, *, strict: bool = False, accept: Callable[[Path], bool] | None = None
+) -> Checkpoint:
     """Return the newest checkpoint in ``root`` that verifies, or ``root`` itself if it is one. Collective.
 
     All ranks get the same one. Each that had to be passed over is named in a warning with its reason.
 
     Args:
         strict: nothing is passed over: the newest must verify.
+        accept: which ones to look at; asked on rank 0.
 
     Raises:
         CheckpointError: there is no folder ``root``, no checkpoint in it, or none that verifies.
     """
     root = Path(root)
-    candidates = together(world, lambda: None, lambda _: _candidates(root, strict))
+    candidates = together(world, lambda: None, lambda _: _candidates(root, accept))
+    found = open_first(candidates, world, root, strict=strict)
+    if world.rank == 0 and accept is None and found.path != root:
+        _compare_hint(root, found)
+    return found
+
+
+def open_first(candidates: list[Path], world: Group, root: Path, *, strict: bool = False) -> Checkpoint:
+    """Return the first of ``candidates``, the same on all ranks, that verifies; else as ``open_latest``. Collective."""
     if candidates == [root]:
         return open_checkpoint(root, world)
     reasons = []
@@ -40,39 +52,26 @@ def open_latest(root: Path, world: Group, *, strict: bool = False) -> Checkpoint
                 raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {error}") from error
             reasons.append(str(error))
             continue
-        if world.rank == 0:
-            _tell_detours(root, found, reasons)
+        if reasons and world.rank == 0:
+            log.warning(f"going back to {found.path.name} (step {found.step}), since: " + " | ".join(reasons))
         return found
     raise CheckpointError(f"no checkpoint in {root} verifies: " + " | ".join(reasons))
 
 
-def _candidates(root: Path, strict: bool) -> list[Path]:
+def _candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]:
     """Return what may be opened in ``root``, the newest first. Rank 0 only."""
     if not root.is_dir():
         found_instead = "a file" if root.exists() else "not there"
-        raise CheckpointError(f"--load must name a folder of checkpoints; {root} is {found_instead}")
+        raise CheckpointError(f"checkpoints must lie in a folder; {root} is {found_instead}")
     if (root / manifest.NAME).exists():
         return [root]
-    whole, broken = folders.newest_first(root), folders.without_manifest(root)
-    if not whole and not broken:
+    found = [path for path in folders.in_turn(folders.named(root)) if accept is None or accept(path)]
+    if not found:
         raise CheckpointError(f"no checkpoint found in {root}: a checkpoint is a folder like step-00000020")
-    lost = _ahead(broken, whole)
-    if strict and lost:
-        names = ", ".join(path.name for path in lost)
-        raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {names} has no manifest")
-    return whole + broken
+    return found
 
 
-def _ahead(broken: list[Path], whole: list[Path]) -> list[Path]:
-    """Return those without a manifest that may be newer than all others, going by their step."""
-    return [path for path in broken if not whole or folders.step_of(path) >= folders.step_of(whole[0])]
-
-
-def _tell_detours(root: Path, found: Checkpoint, reasons: list[str]) -> None:
-    broken = _ahead(folders.without_manifest(root), [found.path])
-    reasons = [*(f"{path} has no manifest" for path in broken if path != found.path), *reasons]
-    if reasons:
-        log.warning(f"going back to {found.path.name} (step {found.step}), since: " + " | ".join(reasons))
+def _compare_hint(root: Path, found: Checkpoint) -> None:
     hint = folders.read_latest(root)
     if hint != found.path.name:
         log.warning(f"{root / folders.LATEST} says {hint!r}; the newest complete checkpoint is {found.path.name}")

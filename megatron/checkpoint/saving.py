@@ -19,7 +19,7 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import folders
 from megatron.checkpoint.agree import broadcast
-from megatron.checkpoint.folders import Keep
+from megatron.checkpoint.keeping import Keep, remove_old
 from megatron.checkpoint.records import TensorRecord
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import Group
@@ -35,6 +35,8 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
     loaded: Path | None = None,
+    keep_unasked: int | None = None,
+    earlier: int = 0,
 ) -> Path:
     """Write the checkpoint ``root/step-00000020`` and return its path. Collective over ``world``.
 
@@ -44,13 +46,16 @@ def save(
         keep_last: afterwards delete all but so many complete checkpoints (at least 1); None keeps all.
         keep_every: never delete one whose step is a multiple of this.
         loaded: the checkpoint that this run started from, which is never deleted.
+        keep_unasked: without ``keep_last``: delete all but so many of those whose state says ``keeping.UNASKED``.
+        earlier: never delete one of this sequence number or a lower one.
 
     Raises:
         CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are as they were.
         ConfigError: ``keep_last`` or ``keep_every`` is below 1.
     """
     check_keep(keep_last, keep_every)
-    return save_from(lambda: records, root, step, state, world, Keep(keep_last, keep_every, loaded))
+    keep = Keep(keep_last, keep_every, loaded, keep_unasked, earlier)
+    return save_from(lambda: records, root, step, state, world, keep)
 
 
 def check_keep(keep_last: int | None, keep_every: int | None) -> None:
@@ -86,6 +91,6 @@ def _tidy(root: Path, path: Path, keep: Keep) -> None:
     """Point the hint at ``path`` and delete old checkpoints: the save has succeeded whatever happens here."""
     folders.write_latest(root, path)
     try:
-        folders.remove_old(root, keep)
+        remove_old(folders.named(root), keep)
     except OSError as error:
         log.warning(f"old checkpoints in {root} could not be deleted ({error}); {path} is complete")

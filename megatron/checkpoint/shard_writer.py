@@ -95,8 +95,7 @@ class ShardWriter(StorageWriter):
         with in_words(is_of_this_rank=False):
             assert self._temporary is not None  # DCP calls prepare_global_plan on this rank before
             facts = {result.index.fqn: result.storage_data for of_rank in results for result in of_rank}
-            sequences = [manifest.peek_sequence(path) or 0 for path in folders.newest_first(self._root)]
-            sequence = max(sequences, default=0) + 1
+            sequence = folders.last_sequence(folders.named(self._root)) + 1
             content = Manifest(sequence, self._step, self._state, facts, metadata.planner_data)
             files.write_bytes(self._temporary / manifest.NAME, manifest.to_bytes(content))
             files.sync_folder(self._temporary)

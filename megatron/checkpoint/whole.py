@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.folders import checkpoints_in
 from megatron.checkpoint.loading import Checkpoint
 from megatron.checkpoint.opening import open_latest
 from megatron.errors import CheckpointError
@@ -14,8 +15,6 @@ from megatron.mpu.shard import Shard
 
 WEIGHTS = "weights/"
 """What the names of weights begin with."""
-CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in a run folder."""
 
 
 def open_folder(path: Path, world: Group = SINGLE) -> Checkpoint:
@@ -27,8 +26,7 @@ def open_folder(path: Path, world: Group = SINGLE) -> Checkpoint:
     if not path.is_dir():
         found = "a file" if path.exists() else "not there"
         raise CheckpointError(f"{path} is {found}: name a run folder, its checkpoints folder, or one checkpoint")
-    inner = path / CHECKPOINTS
-    return open_latest(inner if inner.is_dir() else path, world)
+    return open_latest(checkpoints_in(path), world)
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:

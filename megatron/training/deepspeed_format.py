@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron import device, files
 from megatron.checkpoint import Checkpoint
 from megatron.checkpoint.agree import together
+from megatron.checkpoint.keeping import ALL, Keep
 from megatron.checkpoint.manifest import FileFacts
 from megatron.config import Config
 from megatron.errors import CheckpointError, marked
@@ -75,15 +76,12 @@ class Files:
         return self._written
 
 
-def save(
-    root: Path, step: int, state: Mapping[str, Any], engine: Any, world: World, *, keep_last: int | None = None,
-    loaded: Path | None = None,
-) -> Path:  # fmt: skip
+def save(root: Path, step: int, state: Mapping[str, Any], engine: Any, world: World, *, keep: Keep = ALL) -> Path:
     """Write the checkpoint ``root/global_step20`` by DeepSpeed's ``engine`` and return its path. Collective.
 
     Args:
         state: plain values: what our own format keeps.
-        keep_last: afterwards delete all but so many; None keeps all. ``loaded`` is never deleted.
+        keep: what is not deleted afterwards.
 
     Raises:
         CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are as they were.
@@ -104,7 +102,7 @@ def save(
                 files.remove_tree(temporary)
         raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}") from error
     if world.rank == 0:
-        folder.tidy(path, keep_last, loaded)
+        folder.tidy(path, keep)
     return path
 
 

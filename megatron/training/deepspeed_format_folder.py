@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron import files, log
-from megatron.checkpoint import Checkpoint, folders, manifest, open_checkpoint
+from megatron.checkpoint import Checkpoint, folders, manifest
 from megatron.checkpoint.agree import together
+from megatron.checkpoint.keeping import Keep, remove_old
 from megatron.checkpoint.manifest import FileFacts, Manifest
-from megatron.errors import CheckpointError
+from megatron.checkpoint.opening import open_first
 from megatron.mpu.groups import Group
 
 FORMAT = "deepspeed"
@@ -32,12 +33,11 @@ _LEFTOVER = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp
 
 
 def tags_in(source: Path) -> list[Path]:
-    """Return the checkpoints of this layout in ``source``, the last saved first; ``source`` itself if it is one."""
+    """Return the checkpoints of this layout in ``source`` as ``folders.in_turn``; ``source`` itself if it is one."""
     if _TAG.fullmatch(source.resolve().name) and (source / manifest.NAME).exists():
         return [source]
     named = _named(source) if source.is_dir() else []
-    found = [(manifest.peek_sequence(path), path) for path in named if (path / manifest.NAME).exists()]
-    return [path for _, path in sorted(((s or 0, p) for s, p in found), reverse=True)]
+    return folders.in_turn(path for path in named if (path / manifest.NAME).exists())
 
 
 def foreign_tags_in(source: Path) -> list[Path]:
@@ -59,27 +59,13 @@ def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoi
     Raises:
         CheckpointError: none verifies.
     """
-    reasons: list[str] = []
-    for path in together(world, lambda: None, lambda _: tags_in(source)):
-        try:
-            found = open_checkpoint(path, world)
-        except CheckpointError as error:
-            if strict:
-                raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {error}") from error
-            reasons.append(str(error))
-            continue
-        if reasons and world.rank == 0:
-            log.warning(f"going back to {found.path.name} (step {found.step}), since: " + " | ".join(reasons))
-        return found
-    raise CheckpointError(f"no checkpoint in {source} verifies: " + " | ".join(reasons))
+    return open_first(together(world, lambda: None, lambda _: tags_in(source)), world, source, strict=strict)
 
 
 def prepare(root: Path, step: int) -> Path:
     """Make the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
     files.make_folder(root)
-    for path in sorted(root.iterdir()):
-        if path.name.startswith(_LEFTOVER):
-            files.remove_tree(path) if path.is_dir() else files.remove_file(path)
+    folders.remove_leftovers(root, _LEFTOVER)
     temporary = root / f".tmp-global_step{step}-{os.getpid()}"
     files.make_folder(temporary)
     return temporary
@@ -88,8 +74,7 @@ def prepare(root: Path, step: int) -> Path:
 def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, FileFacts]) -> Path:
     """Let ``temporary`` be a checkpoint from now on and return its path. Rank 0 only."""
     root = temporary.parent
-    sequence = max((manifest.peek_sequence(path) or 0 for path in _named(root)), default=0) + 1
-    content = Manifest(sequence, step, state, facts, {})
+    content = Manifest(folders.last_sequence(_named(root)) + 1, step, state, facts, {})
     files.write_bytes(temporary / manifest.NAME, manifest.to_bytes(content))
     files.sync_folder(temporary)
     target = _free_name(root, step)
@@ -97,27 +82,14 @@ def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, F
     return target
 
 
-def tidy(path: Path, keep_last: int | None, loaded: Path | None) -> None:
+def tidy(path: Path, keep: Keep) -> None:
     """Point ``latest`` at ``path`` and delete old ones: the save has succeeded whatever happens here. Rank 0 only."""
     root = path.parent
     try:
         files.replace_bytes(root / folders.LATEST, path.name.encode())
-        for old in _removable(root, keep_last) if keep_last else ():
-            if loaded is None or not loaded.exists() or not old.samefile(loaded):
-                folders.remove(old)
+        remove_old(tags_in(root), keep)
     except OSError as error:
         log.warning(f"{root}: {error}; {path} is complete, but `latest` or older checkpoints are as they were")
-
-
-def _removable(root: Path, keep_last: int) -> list[Path]:
-    """Return what came before the last ``keep_last`` whole ones."""
-    kept, old = 0, []
-    for path in tags_in(root):
-        if kept >= keep_last:
-            old.append(path)
-        elif folders.is_complete(path):
-            kept += 1
-    return old
 
 
 def _named(root: Path) -> list[Path]:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from megatron import log
 from megatron.checkpoint import Checkpoint
+from megatron.checkpoint.folders import last_sequence
 from megatron.errors import marked
 from megatron.training import data_order, deepspeed_format, deepspeed_format_folder
+from megatron.training.branch import Branch
 from megatron.training.parts import Run
 from megatron.training.resume_rules import check_tokenizer, layout_text, warn_of_changes
 from megatron.training.run_folder import Place
-from megatron.training.run_source import is_deepspeed_folder, saves_in
+from megatron.training.run_source import is_deepspeed_folder, saved_in, saves_in
 from megatron.training.state import EVERYTHING, Progress, Taken, check_fits, open_for, restore
 
 
@@ -35,6 +37,9 @@ def load(run: Run, place: Place) -> None:
     run.loaded = checkpoint.path
     if is_same_run(run, place):
         run.saved, run.saved_step = checkpoint.path, run.progress.step
+        run.saves.branch = Branch.of(state)
+        if run.world.rank == 0:
+            run.saves.branch.go_on_from(checkpoint.sequence, last_sequence(saved_in(run.folder)))
     log.info(f"loaded {checkpoint.path}: going on after step {run.progress.step}")
     if moved := layout_text(state["layout"], topology):
         anew = "; torch's generators start from --seed" if taken.generators else ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.checkpoint import manifest
+from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in
 from megatron.config import CheckpointConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training import deepspeed_format_folder
-from megatron.training.state import CHECKPOINTS, checkpoints_in
 
 RUNS = Path("runs")
 NATIVE = "native"

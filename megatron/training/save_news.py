@@ -27,7 +27,6 @@ def settle(run: Run) -> None:
 def note_durable(run: Run, step: int, path: Path, text: str, values: Mapping[str, float]) -> None:
     """The checkpoint ``path`` of ``step`` is whole and committed."""
     run.saved = path
-    run.saves.note_durable(path, deletes=run.world.rank == 0)
     tell(run, step, text, values)
     if run.world.rank == 0:
         progress_file.tell(step)

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import Checkpoint, Staged, open_checkpoint
-from megatron.checkpoint.agree import together
-from megatron.checkpoint.folders import newest_first, step_of
+from megatron.checkpoint import Checkpoint, Staged, open_latest
+from megatron.checkpoint.folders import CHECKPOINTS, last_sequence, named, step_of
+from megatron.checkpoint.keeping import UNASKED, Keep
+from megatron.checkpoint.manifest import read_sequence
 from megatron.errors import CheckpointError
 from megatron.training import deepspeed_format
 from megatron.training.data_order import to_save
@@ -25,7 +26,7 @@ from megatron.training.parts import Run
 from megatron.training.phases import LOADING, SAVING
 from megatron.training.run_folder import job
 from megatron.training.save_news import look, note_durable, note_failure, settle, tell
-from megatron.training.state import CHECKPOINTS, EVERYTHING, described, restore, save_state
+from megatron.training.state import EVERYTHING, described, kept_by, restore, save_state
 
 
 def wants_by_time(run: Run) -> bool:
@@ -115,6 +116,8 @@ def load_back(run: Run, up_to_step: int) -> Path:
             taken=EVERYTHING,
         )
     run.guard.load(checkpoint.state.get("guard"))
+    if run.world.rank == 0:
+        run.saves.branch.go_on_from(checkpoint.sequence, last_sequence(named(checkpoint.path.parent)))
     run.saved, run.saved_step = checkpoint.path, run.progress.step
     if run.metrics is not None:
         run.metrics.go_back(run.progress.step)
@@ -125,20 +128,19 @@ def load_back(run: Run, up_to_step: int) -> Path:
 
 def _newest_of(run: Run, up_to_step: int) -> Checkpoint:
     """Return the newest checkpoint of this run of at most ``up_to_step`` that verifies. Collective."""
-    root, host = run.folder / CHECKPOINTS, run.world.grid.host
+    root = run.folder / CHECKPOINTS
 
-    def candidates(_: object) -> list[Path]:
-        found = newest_first(root) if root.is_dir() else []
-        return [path for path in found if step_of(path) <= up_to_step and path.name not in run.saves.foreign]
+    def is_on_the_way(path: Path) -> bool:
+        sequence = read_sequence(path)  # None: damaged, which is found and named
+        return step_of(path) <= up_to_step and (sequence is None or run.saves.branch.has(sequence))
 
-    reasons = []
-    for path in together(host, lambda: None, candidates):
-        try:
-            return open_checkpoint(path, host)
-        except CheckpointError as error:
-            reasons.append(str(error))
-    why = " | ".join(reasons) or "none was saved; --save-interval N or --save-interval-minutes M saves more often"
-    raise CheckpointError(f"no checkpoint of this run up to step {up_to_step} in {root} to go back to: {why}")
+    try:
+        return open_latest(root, run.world.grid.host, accept=is_on_the_way)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"no checkpoint of this run up to step {up_to_step} in {root} to go back to: {error}. "
+            "--save-interval N or --save-interval-minutes M saves more often"
+        ) from error
 
 
 def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
@@ -152,8 +154,8 @@ def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
         step = run.progress.step
         if run.saved_step == step:
             return
-        run.saves.failure, run.saves.is_unasked = None, is_unasked
-        written = _write(run)
+        run.saves.failure = None
+        written = _write(run, is_unasked)
     run.saved_step, stall_s = step, time.perf_counter() - began
     stall = {"save_stall_s": stall_s, "save_stall_share": run.saves.share_since_last(stall_s)}
     if isinstance(written, Staged):
@@ -163,8 +165,9 @@ def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
         note_durable(run, step, written, f"saved {written}", {"durable_s": stall_s, **stall})
 
 
-def _write(run: Run) -> Path | Staged:
+def _write(run: Run, is_unasked: bool) -> Path | Staged:
     """Write the checkpoint of now, or stage it. Collective."""
+    branch, unasked = run.saves.branch, {UNASKED: True} if is_unasked else {}
     told, background = to_save(run.data, run.progress.samples_consumed, run.data_loaded), run.saves.background
     said: dict[str, Any] = {
         "config": run.config,
@@ -172,13 +175,13 @@ def _write(run: Run) -> Path | Staged:
         "world": run.world,
         "fingerprint": told.fingerprint,
         "order": told.order,
-        "more": {"tokenizer": run.tokenizer, "job": job(), "guard": run.guard.state()},
+        "more": {"tokenizer": run.tokenizer, "job": job(), "guard": run.guard.state(), **branch.state(), **unasked},
     }
     if run.config.checkpoint.is_deepspeed:
-        state, keep = described(run.progress, **said), run.config.checkpoint.keep_last
-        place = (run.folder, run.progress.step, state, run.engine.engine, run.world)
-        return deepspeed_format.save(*place, keep_last=keep, loaded=run.loaded)
-    given = {**said, "module": run.engine.module, "loaded": run.loaded}
+        flags, state = run.config.checkpoint, described(run.progress, **said)
+        keep = Keep(flags.keep_last, None, run.loaded, kept_by(flags)["keep_unasked"], branch.earlier)
+        return deepspeed_format.save(run.folder, run.progress.step, state, run.engine.engine, run.world, keep=keep)
+    given = {**said, "module": run.engine.module, "loaded": run.loaded, "earlier": branch.earlier}
     if background is None:
         return save_state(run.folder, run.progress, **given)
 

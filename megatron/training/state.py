@@ -11,7 +11,10 @@ import torch
 
 from megatron import log
 from megatron.checkpoint import Checkpoint, compare_model_config, open_latest, save
+from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
+from megatron.checkpoint.folders import checkpoints_in
 from megatron.config import CheckpointConfig, Config
+from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.errors import CheckpointError, marked
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.resume_rules import machine
@@ -25,8 +28,6 @@ from megatron.training.state_tensors import (
     weight_records,
 )
 from megatron.training.world import World
-
-CHECKPOINTS = "checkpoints"  # folder of checkpoints in a run folder
 
 Written = TypeVar("Written")
 
@@ -87,6 +88,7 @@ def save_state(
     fingerprint: str | None,
     order: Mapping[str, Any] | None = None,
     loaded: Path | None = None,
+    earlier: int = 0,
     more: Mapping[str, Any] | None = None,
     write: Callable[..., Written] = save,  # type: ignore[assignment]
 ) -> Written:
@@ -94,6 +96,7 @@ def save_state(
 
     Args:
         order: where each corpus is, of data that say so.
+        loaded, earlier: are not deleted, see ``megatron.checkpoint.save``.
         more: what else the state says, as JSON can hold it.
         write: takes what ``megatron.checkpoint.save`` takes; what it returns is returned.
 
@@ -107,8 +110,14 @@ def save_state(
     state = described(
         progress, config=config, optimizer=optimizer, world=world, fingerprint=fingerprint, order=order, more=more
     )
-    kept = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every, "loaded": loaded}
+    kept = {**kept_by(config.checkpoint), "loaded": loaded, "earlier": earlier}
     return write(folder / CHECKPOINTS, progress.step, records, state, world.grid.host, **kept)
+
+
+def kept_by(flags: CheckpointConfig) -> dict[str, int | None]:
+    """Return how many checkpoints the flags keep, in the words of ``megatron.checkpoint.save``."""
+    unasked = DEFAULT_KEPT if flags.is_default_interval else None
+    return {"keep_last": flags.keep_last, "keep_every": flags.keep_every, "keep_unasked": unasked}
 
 
 def described(
@@ -153,12 +162,6 @@ def open_for(source: Path, world: World, *, strict: bool = False) -> Checkpoint:
         CheckpointError: there is none there, or none that verifies.
     """
     return open_latest(checkpoints_in(source), world.grid.host, strict=strict)
-
-
-def checkpoints_in(source: Path) -> Path:
-    """Return the folder of checkpoints, or the one checkpoint, that ``source`` means."""
-    inner = source / CHECKPOINTS
-    return inner if inner.is_dir() else source
 
 
 def restore(

@@ -118,6 +118,9 @@ def test_a_newer_format_is_refused_rather_than_passed_over(two):
     path.write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(body) + body)
     with pytest.raises(CheckpointError, match="format version 2; this program reads up to 1"):
         open_latest(two.parent.parent, SINGLE)
+    for step in (30, 40):
+        save_alone(two.parent.parent, step, keep_last=1)
+    assert path.exists(), "it is not deleted either"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +172,21 @@ def test_a_pickle_in_place_of_a_shard_is_never_executed(two, tmp_path):
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         assert_holds(open_checkpoint(two.parent, SINGLE), 20)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("steps", [(10, 20), (20, 10)])
+def test_a_digit_of_the_newest_sequence_number_costs_it_its_place_and_is_told(steps, tmp_path, warnings):
+    for step in steps:
+        path = save_alone(tmp_path, step) / "manifest.json"
+    content = path.read_bytes()
+    assert b'"sequence": 2,' in content
+    path.write_bytes(content.replace(b'"sequence": 2,', b'"sequence": 0,'))
+    with pytest.raises(CheckpointError, match=f"the newest checkpoint must verify.*{path.parent.name}.*damaged"):
+        open_latest(tmp_path, SINGLE, strict=True)
+    assert open_latest(tmp_path, SINGLE).step == steps[0]
+    assert "going back to" in warnings[0] and f"{path} is damaged" in warnings[0]
+    assert save_alone(tmp_path, 30, keep_last=1).exists() and path.exists(), "what cannot be read is left alone"
+    assert open_latest(tmp_path, SINGLE, strict=True).step == 30
 
 
 @pytest.mark.parametrize("lost", ["rank-00000.safetensors", "manifest.json"])

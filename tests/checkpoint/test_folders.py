@@ -1,11 +1,15 @@
 """Which checkpoint is the newest, and which are deleted."""
 
+import errno
+
 import pytest
 
-from megatron.checkpoint import open_latest
+from megatron import files
+from megatron.checkpoint import open_latest, save
+from megatron.checkpoint.keeping import UNASKED
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE
-from tests.checkpoint.samples import assert_holds, save_alone
+from tests.checkpoint.samples import assert_holds, records_for, save_alone
 
 
 def _names(root):
@@ -74,3 +78,45 @@ def test_every_so_many_steps_alone_deletes_nothing(tmp_path):
     for step in (10, 20, 30):
         save_alone(tmp_path, step, keep_every=20)
     assert _names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
+
+
+def _save_unasked(root, step, **settings):
+    return save(root, step, records_for(0, 1, step), {UNASKED: True}, SINGLE, **settings)
+
+
+def test_of_those_that_nobody_asked_for_the_last_few_stay_beside_all_others(tmp_path):
+    _save_unasked(tmp_path, 10)
+    save_alone(tmp_path, 20)
+    for step in (30, 40, 50):
+        _save_unasked(tmp_path, step, keep_unasked=2)
+    assert _names(tmp_path) == ["step-00000020", "step-00000040", "step-00000050"]
+
+
+def test_whoever_says_what_to_keep_gets_that(tmp_path):
+    for step in (10, 20, 30, 40, 50):
+        _save_unasked(tmp_path, step, keep_unasked=2, keep_last=3, keep_every=20)
+    assert _names(tmp_path) == ["step-00000020", "step-00000030", "step-00000040", "step-00000050"]
+
+
+def test_those_of_an_earlier_run_are_neither_counted_nor_deleted(tmp_path):
+    for step in (10, 20):
+        save_alone(tmp_path, step)
+    for step in (1, 2, 3):
+        save_alone(tmp_path, step, keep_last=2, earlier=2)
+    assert _names(tmp_path) == ["step-00000002", "step-00000003", "step-00000010", "step-00000020"]
+
+
+def test_a_leftover_that_cannot_be_deleted_costs_a_warning_only(tmp_path, monkeypatch):
+    (tmp_path / ".deleted-step-00000009-1").mkdir()
+    (tmp_path / ".deleted-step-00000009-1" / ".nfs01").write_text("open elsewhere")
+    (tmp_path / ".tmp-step-00000009-1").mkdir()
+    told = []
+    monkeypatch.setattr("megatron.log.warn_once", told.append)
+
+    def busy(operation, path):
+        if operation == "remove" and path.name == ".nfs01":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(files, "before_operation", busy)
+    assert_holds(open_latest(save_alone(tmp_path, 10), SINGLE), 10)
+    assert len(told) == 1 and "busy" in told[0] and not (tmp_path / ".tmp-step-00000009-1").exists()

@@ -29,25 +29,24 @@ DSFMT = (
     Mutant(
         "old checkpoints go before the pointer has left them",
         "megatron/training/deepspeed_format_folder.py",
-        "        files.replace_bytes(root / folders.LATEST, path.name.encode())\n        for old in "
-        "_removable(root, keep_last) if keep_last else ():\n            if loaded is None or not loaded.exists() or "
-        "not old.samefile(loaded):\n                folders.remove(old)\n",
-        "        for old in _removable(root, keep_last) if keep_last else ():\n            folders.remove(old)\n"
+        "        files.replace_bytes(root / folders.LATEST, path.name.encode())\n"
+        "        remove_old(tags_in(root), keep)\n",
+        "        remove_old(tags_in(root), keep)\n"
         "        files.replace_bytes(root / folders.LATEST, path.name.encode())\n",
         (CRASH,),
     ),
     Mutant(
         "the newest is the one of the highest step",
         "megatron/training/deepspeed_format_folder.py",
-        "    found = [(manifest.peek_sequence(path), path) for",
-        "    found = [(0, path) for",
+        "    return folders.in_turn(path for",
+        "    return list(path for",
         (f"{FILES}::test_damage_is_found_and_an_older_one_taken_loudly",),
     ),
     Mutant(
         "a killed save is left for ever",
         "megatron/training/deepspeed_format_folder.py",
-        "        if path.name.startswith(_LEFTOVER):\n",
-        "        if False:\n",
+        "    folders.remove_leftovers(root, _LEFTOVER)\n",
+        "",
         (CRASH,),
     ),
     Mutant(

@@ -27,8 +27,8 @@ FLIPPED = (
     Mutant(
         "a manifest that has an index is believed whatever its checksum",
         "megatron/checkpoint/manifest.py",
-        'b"%08x" % zlib.crc32(content[first.end() :]):',
-        'b"%08x" % zlib.crc32(content[first.end() :]) and not content.count(b"index"):',
+        'first[1] == b"%08x" % zlib.crc32(content[first.end() :])',
+        'b"index" in content',
         (FLIPS,),
     ),
     Mutant(

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 RUNS = "tests/training/test_saves_in_runs.py"
 KILLED = f"{RUNS}::test_a_run_killed_while_it_saves_in_the_background_goes_on_as_if_it_had_not"
 BACK = f"{RUNS}::test_a_run_goes_back_to_its_own_checkpoints_only"
+LEFT = f"{RUNS}::test_a_run_does_not_go_back_to_a_branch_that_it_has_left"
 OTHERS = f"{RUNS}::test_other_settings_are_warned_of_and_weights_alone_are_taken"
 SAVER = "tests/training/test_saver.py"
 LOCK = "tests/training/test_run_lock.py"
@@ -26,14 +27,14 @@ SAVES = (
         "megatron/training/saver.py",
         "is_unasked=by_time and flags.is_default_interval",
         "is_unasked=False",
-        (f"{SAVER}::test_saves_that_nobody_asked_for_do_not_fill_the_disk",),
+        (f"{SAVER}::test_a_save_knows_whether_anybody_asked_for_it",),
     ),
     Mutant(
         "saves that somebody asked for are deleted",
         "megatron/training/saver.py",
         "is_unasked=by_time and flags.is_default_interval",
         "is_unasked=by_time",
-        (f"{SAVER}::test_saves_that_nobody_asked_for_do_not_fill_the_disk",),
+        (f"{SAVER}::test_a_save_knows_whether_anybody_asked_for_it",),
     ),
     Mutant(
         "a step whose save failed in the background counts as saved",
@@ -67,8 +68,8 @@ SAVES = (
     Mutant(
         "by time a save that failed is tried again at every step",
         "megatron/training/saves.py",
-        "self.failed_step, self.is_unasked = error, step, False\n        self.last_at = time.monotonic()\n",
-        "self.failed_step, self.is_unasked = error, step, False\n",
+        "self.failed_step = error, step\n        self.last_at = time.monotonic()\n",
+        "self.failed_step = error, step\n",
         (f"{SAVER}::test_by_time_a_save_that_failed_is_tried_again_after_the_interval_only",),
     ),
     Mutant(
@@ -88,9 +89,30 @@ SAVES = (
     Mutant(
         "a run goes back to a checkpoint of an earlier one",
         "megatron/training/saver.py",
-        " and path.name not in run.saves.foreign]",
-        "]",
+        " and (sequence is None or run.saves.branch.has(sequence))",
+        "",
         (BACK,),
+    ),
+    Mutant(
+        "a run goes back to a branch that it has left",
+        "megatron/training/resume.py",
+        "            run.saves.branch.go_on_from(checkpoint.sequence, last_sequence(saved_in(run.folder)))\n",
+        "            pass\n",
+        (LEFT,),
+    ),
+    Mutant(
+        "a run deletes the checkpoints of an earlier one",
+        "megatron/training/saver.py",
+        '"loaded": run.loaded, "earlier": branch.earlier}',
+        '"loaded": run.loaded}',
+        (BACK,),
+    ),
+    Mutant(
+        "a restart forgets that its folder has checkpoints of an earlier run",
+        "megatron/training/branch.py",
+        "return cls(**state.get(_NAME, {}))",
+        "return cls()",
+        ("tests/training/test_branch.py::test_an_earlier_run_in_the_folder_is_not_on_the_way_of_a_restart_either",),
     ),
     Mutant(
         "what is recorded after the checkpoint stays when a run goes back",

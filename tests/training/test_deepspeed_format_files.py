@@ -15,6 +15,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megatron import files
 from megatron.checkpoint import manifest
+from megatron.checkpoint.keeping import ALL, Keep
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE, Group, single_grid
@@ -56,8 +57,8 @@ class Engine:
         return tag, found
 
 
-def write(root: Path, step: int, **keep: Any) -> Path:
-    return format.save(root, step, STATE, Engine(float(step)), WORLD, **keep)
+def write(root: Path, step: int, keep: Keep = ALL) -> Path:
+    return format.save(root, step, STATE, Engine(float(step)), WORLD, keep=keep)
 
 
 def value_of(path: Path) -> float:
@@ -95,7 +96,7 @@ def test_a_kill_ahead_of_any_file_operation_leaves_a_whole_checkpoint_for_both_l
         with monkeypatch.context() as patch:
             seen = after(patch, number, Killed())
             try:
-                write(root, 3, keep_last=1)
+                write(root, 3, Keep(last=1))
                 is_done = True
             except Killed:
                 is_done = False
@@ -105,7 +106,7 @@ def test_a_kill_ahead_of_any_file_operation_leaves_a_whole_checkpoint_for_both_l
         assert value_of(root) == float(left[0][-1])
         named = (root / "latest").read_text()  # what DeepSpeed loads
         assert named in left and value_of(root / named) == float(named[-1])
-        again = write(root, 3, keep_last=1)
+        again = write(root, 3, Keep(last=1))
         assert value_of(root) == 3.0 and (root / "latest").read_text() == again.name
         assert not [path for path in root.iterdir() if path.name.startswith(".")]
         if is_done:

@@ -19,7 +19,7 @@ from megatron.training import save_news, saver
 from megatron.training.phases import SAVING, Phases
 from megatron.training.saver import await_saves, finish_saves, save, save_when_due, wants_by_time
 from megatron.training.saves import Saves
-from megatron.training.state import Progress, save_state
+from megatron.training.state import Progress, kept_by, save_state
 from megatron.training.world import World
 
 
@@ -38,16 +38,19 @@ class Stand:
         self.records: list[tuple[int, dict[str, Any]]] = []
         self.written: list[int] = []
         self.attempts: list[int] = []
+        self.unasked: list[int] = []
         self.told: list[int] = []
         self.fails = False
         self.screen = SimpleNamespace(line=self.lines.append)
         self.metrics = SimpleNamespace(write=lambda kind, step, values: self.records.append((step, values)))
-        monkeypatch.setattr(saver, "_write", lambda run: run.write())
+        monkeypatch.setattr(saver, "_write", lambda run, is_unasked: run.write(is_unasked))
         monkeypatch.setattr(save_news.progress_file, "tell", self.told.append)
         monkeypatch.setattr(save_news.log, "error", self.errors.append)
 
-    def write(self) -> Path | Staged:
+    def write(self, is_unasked: bool) -> Path | Staged:
         step = self.progress.step
+        if is_unasked:
+            self.unasked.append(step)
         if self.saves.background is not None:
             self.written.append(step)
             return Staged(step, 0.25, 1000, 0.0)
@@ -106,20 +109,29 @@ def test_time_asks_for_a_save(flags: dict[str, Any], passed: float, saves: bool,
     assert run.written == ([2] if saves else []), "the time counts from the last save on"
 
 
-def test_saves_that_nobody_asked_for_do_not_fill_the_disk(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "step-00000000").mkdir()
+def test_a_save_knows_whether_anybody_asked_for_it(tmp_path: Path, monkeypatch) -> None:
     run = Stand(tmp_path, monkeypatch)
-    for _ in range(4):
-        run.later(31)
-        run.step()
+    run.later(31)
+    run.step()
     run.progress.step = 9
     save(run)  # type: ignore[arg-type]
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["0", "3", "4", "9"]
+    assert run.unasked == [1], "the last one of a run is always wanted"
     asked = Stand(tmp_path / "asked", monkeypatch, save_interval_minutes=1.0)
-    for _ in range(4):
-        asked.later(2)
-        asked.step()
-    assert len(list((tmp_path / "asked").iterdir())) == 4
+    asked.later(2)
+    asked.step()
+    assert asked.written == [1] and asked.unasked == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ({}, {"keep_last": None, "keep_every": None, "keep_unasked": 2}),
+        ({"save_interval": 5, "keep_last": 3, "keep_every": 10},
+         {"keep_last": 3, "keep_every": 10, "keep_unasked": None}),
+    ],
+)  # fmt: skip
+def test_only_the_default_interval_has_a_number_of_its_own(flags: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert kept_by(CheckpointConfig(**flags)) == kept
 
 
 def test_a_step_is_saved_once_and_told_once(tmp_path: Path, monkeypatch) -> None:

@@ -21,6 +21,7 @@ from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training import loop, metrics, report, saver
+from megatron.training import run as run_module
 from megatron.training.metrics import read_metrics
 from megatron.training.run_lock import NAME
 from megatron.training.state import CHECKPOINTS
@@ -166,11 +167,15 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
     shutil.copytree(whole / CHECKPOINTS, folder / CHECKPOINTS)  # of an earlier run in this folder
 
     def go_back_once(rank: int) -> None:
-        step, seen = loop.train_step, SimpleNamespace(back=False)
+        step, seen, told = loop.train_step, SimpleNamespace(back=False), []
+        run_module.log.warning = told.append
 
         def step_or_back(run: Any) -> bool:
             if run.progress.step == 1:
-                with pytest.raises(CheckpointError, match="no checkpoint of this run up to step 99.*none was saved"):
+                assert any("holds 2 checkpoints of an earlier run" in line for line in told)
+                with pytest.raises(
+                    CheckpointError, match="no checkpoint of this run up to step 99.*no checkpoint found"
+                ):
                     saver.load_back(run, 99)
             if run.progress.step != 7 or seen.back:
                 return step(run)
@@ -182,10 +187,29 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
 
         loop.train_step = step_or_back
 
-    argv = flags(corpus, folder, f"{SHORT} --save-interval 3 --async-save")
+    argv = flags(corpus, folder, f"{SHORT} --save-interval 3 --keep-last 2 --async-save")
     assert train_ranks(1, argv, together(draw_numbers, go_back_once))[0] == [0]
     assert losses(folder) == losses(whole)
     assert_same(open_latest(folder / CHECKPOINTS, SINGLE), at(whole, 8))
+    found = sorted(path.name[10:] for path in (folder / CHECKPOINTS).glob("step-*"))
+    assert found == ["004", "006-1", "008", "008-1"], "--keep-last is about the run's own"
+
+
+def test_a_run_does_not_go_back_to_a_branch_that_it_has_left(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+
+    def go_back_at_the_end(rank: int) -> None:
+        save = loop.save
+
+        def go_back_and_save(run: Any) -> None:
+            assert run.progress.step == 9 and saver.load_back(run, 9).name == "step-00000004"
+            save(run)
+
+        loop.save = go_back_and_save
+
+    extra = f"{SHORT} --train-iters 9 --load {folder}/{CHECKPOINTS}/step-00000004"
+    assert train_ranks(1, flags(corpus, folder, extra), together(draw_numbers, go_back_at_the_end))[0] == [0]
 
 
 def test_another_tokenizer_ends_with_3(whole: Path, corpus: Path, tmp_path: Path) -> None:

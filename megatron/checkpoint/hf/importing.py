@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.checkpoint.hf import folder as hf_folder
 from megatron.checkpoint.hf import settings, tensors, tokens
 from megatron.checkpoint.records import TensorRecord
 from megatron.checkpoint.saving import save
-from megatron.checkpoint.whole import CHECKPOINTS, WEIGHTS
+from megatron.checkpoint.whole import WEIGHTS
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
