@@ -43,7 +43,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         judge: asked with the norm ahead of each update, overflows of fp16 aside; False leaves the weights as they
             are. It must answer the same on every rank. None: a norm that is not finite raises.
         was_refused: ``judge`` said False in the last step.
-        _global_grad_norm: norm of the last step's gradients before clipping, without loss scale.
+        _global_grad_norm: ``grad_norm`` by the name that DeepSpeed asks for.
     """
 
     clips_gradients = True
@@ -79,6 +79,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """The factor on the loss, for the backward pass of the next micro-batch."""
         return self.scaler.scale
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the last step's gradients before clipping, without loss scale."""
+        return self._global_grad_norm
 
     def master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """Return the tensor that the inner optimizer updates for ``parameter``; ``shard_of`` says where it lies."""
@@ -191,10 +196,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self.judge is not None:
             return not self.judge(norm)
         if not math.isfinite(norm):
-            raise NumericsError(self._not_finite(norm))
+            raise NumericsError(self.not_finite_text(norm))
         return False
 
-    def _not_finite(self, norm: float) -> str:
+    def not_finite_text(self, norm: float) -> str:
+        """Return what to say of a norm that is not finite, where no smaller loss scale can help."""
         if self.scaler.is_dynamic:
             return (
                 f"overflow at the smallest loss scale ({self.loss_scale:g}); the gradients themselves are not finite: "

@@ -19,6 +19,7 @@ from megatron.training.saves import Saves
 from megatron.training.screen import Screen
 from megatron.training.state import Progress
 from megatron.training.stop import StopRequests
+from megatron.training.straggler import Suspect
 from megatron.training.timed_batches import TimedBatches
 from megatron.training.world import World
 
@@ -53,6 +54,7 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     guard: Guard = field(init=False)
     journal: Journal | None = None
+    suspect: Suspect = field(default_factory=Suspect)
 
     def __post_init__(self) -> None:
         self.guard = Guard(self.config.stability)

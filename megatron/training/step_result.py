@@ -56,7 +56,7 @@ class FiniteOnly:
                 "the samples, or leave such steps out with --stability-guard skip."
             )
         if not math.isfinite(norm):
-            raise NumericsError(self._optimizer._not_finite(norm))
+            raise NumericsError(self._optimizer.not_finite_text(norm))
         return True
 
 
@@ -65,7 +65,7 @@ def result_of(loss: float, scale: float, optimizer: MixedPrecisionOptimizer, los
     has_gradients = math.isfinite(loss) or not optimizer.was_refused  # else they were thrown away ahead of the norm
     return StepResult(
         loss=loss,
-        grad_norm=optimizer._global_grad_norm if has_gradients else math.nan,
+        grad_norm=optimizer.grad_norm if has_gradients else math.nan,
         loss_scale=scale,
         is_skipped=optimizer.overflow or optimizer.was_refused,
         losses=losses,

@@ -2,12 +2,15 @@
 
 Own work is the time of forward and backward passes without waits for other stages. Where weights are cut, a rank waits
 for its tensor group within that time: all ranks of the group then look alike, and are named together.
+
+Who is slow once may be anybody. ``Suspect`` names those who are so in several reports in a row.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron.mpu.topology import Topology
 
@@ -16,10 +19,33 @@ AS_REPLICA, AS_STAGE = 1.5, 2.0
 AT_LEAST_S = 0.02
 """More than its peers, a step; less is the noise of small models."""
 ALIKE = 0.9
+IN_A_ROW = 3
 
 
-def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topology) -> str | None:
-    """Say which rank holds the others up, or return None.
+class Straggler(NamedTuple):
+    """Who holds the others up: one rank, or its tensor group; ``place`` is their (stage, replica)."""
+
+    place: tuple[int, int]
+    text: str
+
+
+class Suspect:
+    """Who was the slowest up to now, and in how many reports in a row."""
+
+    def __init__(self) -> None:
+        self._place: tuple[int, int] | None = None
+        self._times = 0
+
+    def judge(self, found: Straggler | None) -> str | None:
+        """Take note of the slowest of one more report; return what to say of it: once in ``IN_A_ROW`` in a row."""
+        place = None if found is None else found.place
+        self._times = self._times + 1 if place == self._place else 1
+        self._place = place
+        return None if found is None or self._times % IN_A_ROW else found.text
+
+
+def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topology) -> Straggler | None:
+    """Return which rank holds the others up, or None.
 
     A rank's peers are the same stage of other replicas, or the other stages where there is one replica.
 
@@ -39,10 +65,11 @@ def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topo
     alike = [r for r in _same_tensor_group(rank, topology) if per_step[r] > ALIKE * per_step[rank]]
     names = f"rank {rank}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
     of_data = f", {waited_s[rank]:.3f} s of it waiting for data" if waited_s[rank] > AT_LEAST_S else ""
-    return (
+    text = (
         f"slowest: {names} (stage {place.pipe}, data {place.data}) with {per_step[rank]:.3f} s of own work a step"
         f"{of_data}; its peers need {usual:.3f} s"
     )
+    return Straggler((place.pipe, place.data), text)
 
 
 def _peers(rank: int, topology: Topology) -> list[int]:

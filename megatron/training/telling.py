@@ -30,9 +30,9 @@ def tell_step(run: Run, result: StepResult, lr: float, samples: int) -> None:
     run.pause_s = 0.0
     epochs = epochs_text(run.data, run.progress.samples_consumed)
     run.screen.line(progress_line(run.progress, total, result, lr, rates, epochs))
-    straggler = slowest(own_s, waited_each_s, run.world.grid.topology)
-    if straggler is not None:
-        run.screen.line(f"step {step} | {straggler}")
+    told = run.suspect.judge(slowest(own_s, waited_each_s, run.world.grid.topology))
+    if told is not None:
+        run.screen.line(f"step {step} | {told}")
     if run.metrics is not None:
         run.metrics.write("train", step, _values(run, result, lr, rates))
 

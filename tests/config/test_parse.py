@@ -46,6 +46,11 @@ def test_a_config_can_be_made_without_a_command_line():
     assert config.model.kv_hidden_size == 16
 
 
+def test_a_name_that_no_section_has_is_no_value():
+    with pytest.raises(TypeError, match="got distributed_timeout_s, layers$"):
+        Config.of_values({"num_layers": 2, "layers": 3, "distributed_timeout_s": 60})
+
+
 def test_data_parallel_size_and_global_batch_follow_from_the_world():
     config = read(SMALL + " --model-parallel-size 2 --pipe-parallel-size 2 --batch-size 3 --gas 5", 8)
     assert config.parallel.data_parallel_size(8) == 2

@@ -15,7 +15,7 @@ from megatron.checkpoint import named_parameters
 from megatron.mpu.topology import Topology
 from megatron.training import engines, loop
 from megatron.training.drift import checksum
-from megatron.training.straggler import slowest
+from megatron.training.straggler import Straggler, Suspect, slowest
 from tests.training.guarded import GRID, train
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -132,13 +132,20 @@ def test_the_slowest_is_named_where_it_is_clearly_slower(
     own_s: list[float], waited_s: list[float], topology: Topology, told: str | None
 ) -> None:
     found = slowest(own_s, waited_s, topology)
-    assert found is None if told is None else told in str(found)
+    assert found is None if told is None else told in found.text  # type: ignore[union-attr]
+
+
+def test_only_who_is_the_slowest_again_and_again_is_named() -> None:
+    """Small log intervals are noisy: ranks alternate there, and the ranks of a tensor group do anyway."""
+    suspect, a, b = Suspect(), Straggler((0, 0), "a"), Straggler((1, 0), "b")
+    assert not any(suspect.judge(one) for one in (a, b, a, b, None, None, None, a, a, None, a, a, b))
+    assert [suspect.judge(one) for one in (b, Straggler((1, 0), "c"), b, b, b)] == [None, "c", None, None, "b"]
 
 
 @pytest.mark.parametrize(
     "layout", ["", pytest.param("--pipe-parallel-size 2", marks=pytest.mark.slow)], ids=["replicas", "stages"]
 )
-def test_a_straggler_is_named_once_a_log_interval(
+def test_a_straggler_is_named_once_in_three_log_intervals(
     layout: str, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Row A20: the run goes on."""
@@ -153,9 +160,8 @@ def test_a_straggler_is_named_once_a_log_interval(
 
             engines.Position = slow  # type: ignore[assignment, misc]
 
-    seen = train(2, corpus, tmp_path / "run", f"{layout} --train-iters 4 --log-interval 2", plant)
+    seen = train(2, corpus, tmp_path / "run", f"{layout} --train-iters 4", plant)
     assert not any(one.error for one in seen)
     lines = [line for line in capfd.readouterr().out.splitlines() if "slowest" in line]
-    assert [line.split(" with ")[0] for line in lines] == [
-        f"step {step} | slowest: rank 1 (stage {int(bool(layout))}, data {int(not layout)})" for step in (2, 4)
-    ]
+    place = f"(stage {int(bool(layout))}, data {int(not layout)})"
+    assert [line.split(" with ")[0] for line in lines] == [f"step 3 | slowest: rank 1 {place}"]
