@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tds import stacks
 from tds.verdict import Report, verdict
 
 POLL_S = 0.2
@@ -96,6 +98,16 @@ class Alarms:
         """Return where those who do not answer were last heard of, as far as they have left word."""
         silent = [rank for rank in range(len(self._names)) if rank not in reports][:8]
         return {rank: self._store.get(f"at/{rank}").decode() for rank in silent if self._store.check([f"at/{rank}"])}
+
+
+def tell(line: str, own: Report) -> None:
+    """Write ``line`` to standard error, and the stack of the main thread if it waits for nobody.
+
+    It is one call, so that lines of several ranks do not mix.
+    """
+    stack = "" if own.is_waiting else stacks.told_stack(stacks.main_frame())
+    sys.stderr.write(f"{line}\n{stack}")
+    sys.stderr.flush()
 
 
 def own_store(run: str, prefix: str = "tds/watchdog") -> Any:

@@ -14,7 +14,6 @@ A rank that dies closes its connections, so its neighbours fail at once, and the
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
@@ -22,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tds import peers, stacks
-from tds.alarm import PATIENCE_S, POLL_S, Alarms
+from tds import peers
+from tds.alarm import PATIENCE_S, POLL_S, Alarms, tell
 from tds.verdict import Report, State, report, told_messages
 
 GRACE_S = 1.0
@@ -162,17 +161,10 @@ class Watchdog:
         return report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
 
     def _tell(self, own: Report) -> None:
-        """Write this rank's one line to standard error in one call, so that lines of several ranks do not mix.
-
-        That of a rank that waits for nobody is followed by the stack of its main thread.
-        """
-        if self._has_told:
-            return
-        self._has_told = True
-        messages = told_messages(self._exchange.history)
-        stack = "" if own.is_waiting else stacks.told_stack(stacks.main_frame())
-        sys.stderr.write(f"tds watchdog: {self._name} {own.words}; {messages}\n{stack}")
-        sys.stderr.flush()
+        """Write this rank's one line."""
+        if not self._has_told:
+            self._has_told = True
+            tell(f"tds watchdog: {self._name} {own.words}; {told_messages(self._exchange.history)}", own)
 
 
 def _watch(watchdog: weakref.ref[Watchdog], wake: threading.Event) -> None:

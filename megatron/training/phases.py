@@ -13,6 +13,7 @@ that nobody is left to watch.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,9 +50,10 @@ AXES = ("host", "world", "model", "data", "pipe", "tensor")
 
 
 class Phases:
-    """The phases of one run on this rank; without a world, or with one rank, nothing is limited or watched.
+    """The phases of one run on this rank; without a world nothing is limited or watched.
 
-    Making it is collective, and so is ``over``.
+    So it is with one rank that a person has started: a debugger may hold it for as long as it likes. One that the
+    launcher has started is watched as several are. Making it is collective, and so is ``over``.
     """
 
     def __init__(self, world: World | None = None, config: Config | None = None) -> None:
@@ -60,12 +62,14 @@ class Phases:
         self._step_s = self._long_s = inf
         self._watch: Watch | None = None
         self._limit_waits: Callable[[float], None] | None = None
-        if world is None or config is None or world.grid.world.size == 1:
+        if world is None or config is None or (world.grid.world.size == 1 and _is_attended()):
             return
         self._world, self._grid = world, world.grid
         self._step_s, self._long_s = float(config.parallel.step_timeout_s), config.parallel.phase_timeout_s
-        limit_groups([world.grid.host.handle], timedelta(seconds=self._long_s + NET_S))
-        store = own_store(_agreed_name(world.grid), "megatron/watch")
+        is_alone = world.grid.world.size == 1
+        if not is_alone:
+            limit_groups([world.grid.host.handle], timedelta(seconds=self._long_s + NET_S))
+        store = dist.HashStore() if is_alone else own_store(_agreed_name(world.grid), "megatron/watch")
         names = [world.name_of(rank) for rank in range(world.grid.world.size)]
         titles = {handle.group_name: axis for axis, handle in _handles(world.grid)}
         alarms = Alarms(store, world.rank, names)
@@ -124,7 +128,7 @@ class Phases:
             self._limit(self._limit_of(name))
 
     def _meet(self, doing: str) -> None:
-        if self._watch is not None:
+        if self._watch is not None and self._grid.world.size > 1:
             with waiting_together(self._grid.pipe.rank, doing):
                 dist.barrier(group=self._grid.host.handle)
 
@@ -152,6 +156,11 @@ class Phases:
 def _handles(grid: Grid) -> list[tuple[str, Any]]:
     groups = [(axis, getattr(grid, axis).handle) for axis in AXES]
     return [(axis, handle) for axis, handle in groups if handle is not None]
+
+
+def _is_attended() -> bool:
+    """Return whether a person may be at this process: it is not the launcher's, or it has a terminal to read from."""
+    return "MEGATRON_FAILURE_FILE" not in os.environ or os.isatty(0)
 
 
 def _agreed_name(grid: Grid) -> str:

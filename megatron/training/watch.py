@@ -11,7 +11,6 @@ Nothing is asked of the main thread but that it names its phase and counts its s
 from __future__ import annotations
 
 import faulthandler
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,11 +18,11 @@ from typing import Any
 
 import torch
 
-from megatron import device
+from megatron import device, log
 from megatron.errors import PeerError
 from megatron.training import failure, watch_record
 from tds import peers, stacks
-from tds.alarm import LINGER_S, PATIENCE_S, Alarms
+from tds.alarm import LINGER_S, PATIENCE_S, Alarms, tell
 from tds.verdict import Report, State, report, told_messages
 
 LOOK_S = 0.3
@@ -107,9 +106,15 @@ class Watch:
     def _arm(self) -> None:
         """Have the stacks shown, without Python's help, where this thread is not called for so long as the limit.
 
-        That is so while code holds Python's lock.
+        That is so while code holds Python's lock, and where the whole process was stopped; which of them it was shows
+        only once this thread is called again.
         """
         now, limit_s = time.monotonic(), self.limit_s
+        if now - self._armed[0] > self._armed[1] > 0:
+            log.warning(
+                f"{self._name}: the stacks above were shown because nothing ran here for {now - self._armed[0]:.0f} s: "
+                "the process was stopped, its machine slept, or code held Python's lock. It goes on now"
+            )
         if limit_s != self._armed[1] or now - self._armed[0] > REARM_S:
             self._armed = now, limit_s
             faulthandler.dump_traceback_later(limit_s, file=2)
@@ -173,14 +178,13 @@ class Watch:
         return Report(is_waiting, own.waits_for, since_s, f"{words}, at {stacks.told_place(frame)}")
 
     def _tell(self, own: Report) -> None:
-        """Write what this rank is at in one call, so that lines of several ranks do not mix."""
-        lines = [f"{self._name} {own.words}; {watch_record.told(self._groups)}"]
+        """Write what this rank is at."""
+        told = [f"{self._name} {own.words}", watch_record.told(self._groups)]
         if self.exchange.history:
-            lines.append(told_messages(self.exchange.history))
-        stack = "" if own.is_waiting else stacks.told_stack(stacks.main_frame())
-        sys.stderr.write("; ".join(lines) + f"\n{stack}")
-        sys.stderr.flush()
+            told.append(told_messages(self.exchange.history))
+        tell("; ".join(told), own)
 
     def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
         told = found if found.startswith(self._name) else f"{found}. This rank {own.words}"
-        failure.leave(PeerError(told), self._name, linger)
+        limit = f"{self.limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
+        failure.leave(PeerError(f"{told}. It may get no further for {limit}"), self._name, linger)

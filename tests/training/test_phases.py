@@ -309,7 +309,40 @@ def test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone() -> 
         assert found[7] == [phases.ENDING, 2] and found[8] == 1, "no thread of the engine's, none of ours once closed"
 
 
-def test_a_run_of_one_rank_is_not_watched() -> None:
+def _alone(rank: int, place: Path) -> None:
+    os.environ["MEGATRON_FAILURE_FILE"] = str(place / "failure")
+    this = Phases(World("cpu", CPU, single_grid(), 0), _config())
+
+    def main() -> None:
+        with this.over(STEP):
+            for _ in range(3):
+                this.step_done()
+            position.note("step 4, forward of micro-batch 1")
+            _be_stuck("sleep")
+
+    _guarded(rank, place, main)
+
+
+def test_a_single_rank_of_the_launcher_that_is_stuck_ends_with_its_stack(tmp_path: Path) -> None:
+    """Row A19: with --max-restarts the launcher starts it again."""
+    codes, _, reports = fork_ranks(1, _alone, tmp_path, deadline_s=LIMIT_S + 2 * SLACK_S)
+    told = (tmp_path / "lines-0").read_text()
+    assert codes == [4], reports
+    assert "_be_stuck\n" in told and "time.sleep(" in told
+    name = re.escape("rank 0 (stage 0, tensor 0, data 0)")
+    assert re.search(rf"leaving.*, {name} did not come: it has been in step 4, forward of micro-batch 1 for ", told)
+    assert "no further for 1 s (--step-timeout; " in told
+
+
+@pytest.mark.parametrize("has_launcher", [False, True])
+def test_a_run_of_one_rank_that_a_person_may_be_at_is_not_watched(
+    has_launcher: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A debugger may hold it."""
+    monkeypatch.delenv("MEGATRON_FAILURE_FILE", raising=False)
+    if has_launcher:
+        monkeypatch.setenv("MEGATRON_FAILURE_FILE", "nowhere")
+        monkeypatch.setattr(phases.os, "isatty", lambda file: True)
     number = threading.active_count()
     for this in (Phases(), Phases(World("cpu", CPU, single_grid(), 0), _config())):
         with this.over(STEP):

@@ -81,6 +81,20 @@ def test_a_process_that_was_itself_stopped_or_starved_is_not_late_for_that(dog: 
     assert not dog.look(4.0) and dog.look(2.0)
 
 
+@pytest.mark.parametrize(("stopped_s", "is_told"), [(60.0, True), (2.0, False)])
+def test_stacks_that_a_stop_of_the_whole_process_has_shown_are_explained(
+    stopped_s: float, is_told: bool, dog: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    armed: list[float] = []
+    monkeypatch.setattr(watch.faulthandler, "dump_traceback_later", lambda limit_s, file: armed.append(limit_s))
+    dog._arm()
+    dog.clock.now += stopped_s
+    dog._arm()
+    dog._arm()
+    told = "rank 0: the stacks above were shown because nothing ran here for 60 s: the process was stopped, "
+    assert capfd.readouterr().err.count(told) == is_told and armed == [10.0, 10.0]
+
+
 def test_a_limit_that_changes_holds_at_once(dog: Any) -> None:
     dog.limit_s = 1000.0
     assert not dog.look(500.0)
@@ -118,6 +132,20 @@ def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() ->
         assert told.endswith("all_reduce float[2] (data)") and "float[7]" not in told
         assert idle_s < SLACK_S
         assert number == 1 and "20 x all_reduce float[3] (default_pg)" in str(many)
+
+
+@pytest.mark.parametrize("set_by_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_wall_clock_that_is_set_makes_no_rank_late(
+    set_by_s: float, is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operation began 5 s ago, before or after the clock was set."""
+    now = watch_record.time.monotonic()
+    began = watch_record.Operation("", now - 5.0 + watch_record._CLOCK_S + (0.0 if is_before else set_by_s))
+    monkeypatch.setattr(watch_record, "operations", lambda: [began])
+    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now + watch_record._CLOCK_S + set_by_s)
+    monkeypatch.setattr(watch_record, "time", clock)
+    assert watch_record.idle_s() == pytest.approx(5.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("operation", [None, "all_reduce"])
