@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 
 from tests.launch.jobs import Job, is_alive
@@ -35,6 +38,13 @@ def test_a_rank_that_leaves_early_with_0_fails_the_job(tmp_path):
     assert job.wait() == 4
     assert "rank 1" in job.output
     assert "left early with 0" in job.output
+
+
+def test_a_wall_clock_that_is_set_ahead_ends_nothing(tmp_path, monkeypatch):
+    now = itertools.count(time.time(), 1000)
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    job = Job(tmp_path, [["sleep:0.4", "exit:0"], ["exit:0"]])
+    assert job.wait() == 0
 
 
 def test_a_peer_that_notices_an_early_leaver_is_not_the_culprit(tmp_path):

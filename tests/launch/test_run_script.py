@@ -276,3 +276,13 @@ def test_flags_of_the_launcher_reach_it_and_not_the_script(fake_python):
     launcher, _, script = said.partition("pretrain_gpt2.py")
     assert "--max-restarts 3 --stop-grace=9" in launcher
     assert "--lr 1e-3 --train-iters 5" in script and "--max-restarts" not in script
+
+
+def test_slurms_warning_is_not_lost_on_a_launcher_that_only_begins(fake_python, tmp_path):
+    """Until its handler is there nothing may end it: its default would be death without a checkpoint."""
+    warned = tmp_path / "python"
+    warn = 'case "$*" in *set_up.py*) echo "$0"; exit ;; *--nproc*) kill -USR1 $$ && echo lives ;; esac'
+    warned.write_text(f'#!/usr/bin/env bash\n{warn}\nexec {fake_python} "$@"\n')
+    warned.chmod(0o755)
+    done = run(warned, DATA_PATH="x")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "lives")

@@ -82,6 +82,17 @@ def test_a_second_signal_after_slurms_warning_ends_everything_at_once(tmp_path):
     assert job.wait(5) == 143
 
 
+def test_slurms_warning_to_all_processes_ahead_of_any_handler_asks_for_another_start(tmp_path):
+    """As `scancel --signal=USR1` sends it: the ranks outlive it, and the launcher ends them."""
+    job = Job(tmp_path, [["wait"], ["wait"]])
+    for rank in job.ranks(2):
+        os.kill(rank["pid"], signal.SIGUSR1)
+    time.sleep(0.1)
+    job.signal(signal.SIGUSR1)
+    assert job.wait(5) == 75
+    assert "nothing was lost: start the same command later; code 75" in job.output
+
+
 def test_slurms_warning_before_the_ranks_exist_asks_for_another_start(tmp_path):
     job = Job(tmp_path, [["exit:0"]], "--nnodes", "2")
     time.sleep(0.3)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.training import failure, loop, run
-from megatron.training.stop import StopRequests, how_to_go_on
+from megatron.training.state import EVERYTHING, Taken
+from megatron.training.stop import LOSING, StopRequests, how_to_go_on
 from tests.harness import fork_ranks
 from tests.training.runs import flags, start_script
 
@@ -28,6 +31,11 @@ JOB = {"SLURM_JOB_ID": "77"}
         ("--load old --finetune", {}, "--load runs/gpt2-1 in place of --load and --finetune"),
         ("--save=runs/gpt2-1 --resume", {}, "Go on with the same command as before"),
         ("--load runs/gpt2-1", {}, "Go on with the same command as before"),
+        ("--save runs/../runs/gpt2-1/ --resume", {}, "Go on with the same command as before"),
+        ("--load old --no-load-optim", {}, "--load runs/gpt2-1 in place of --load and --no-load-optim"),
+        ("--load ./runs/gpt2-1 --no-load-rng", {}, "Go on with the same command without --no-load-rng"),
+        ("--save runs/gpt2-1 --resume --load-weights-only", JOB, "the same command without --load-weights-only; with"),
+        ("--load runs/gpt2-1 --finetune", {}, "Go on with the same command without --finetune"),
         ("", JOB, "with --save runs/gpt2-1 --resume --load-if-exists a requeued job goes on by itself"),
         ("--save runs/gpt2-1 --resume --load-if-exists", JOB, "the same command as before, or `scontrol requeue 77`"),
     ],
@@ -40,6 +48,12 @@ def test_defaults_of_a_run_script_count_and_odd_names_are_quoted():
     env = {"MEGATRON_DEFAULTS": "--load 'my run'"}
     assert how_to_go_on(Path("my run"), [], env) == "Go on with the same command as before"
     assert "--load 'my run'" in how_to_go_on(Path("my run"), [], {})
+
+
+def test_the_flags_that_are_advised_against_are_all_that_leave_something_out():
+    off = {field.name: False for field in fields(CheckpointConfig) if field.type in (bool, "bool")}
+    losing = {name for name in off if Taken.of(replace(CheckpointConfig(), **(off | {name: True}))) != EVERYTHING}
+    assert losing - {"eval_only"} == {flag[2:].replace("-", "_") for flag in LOSING}  # --eval-only makes no checkpoint
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""The reason for an ended job is told, whichever rank leaves first and however long rank 0 takes to leave."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.launch.ending import End, settle
+from megatron.launch.verdict import Exit
+from megatron.training import failure
+from tests.harness import fork_ranks
+from tests.launch.jobs import Job
+from tests.training.runs import flags, write_corpus
+
+RANKS = """\
+import os, sys, time
+from pathlib import Path
+from megatron.errors import NumericsError, PeerError, marked
+from megatron.training import failure, failure_files
+from megatron.training.stop import StopRequests
+
+rank, place = int(os.environ["RANK"]), Path(sys.argv[1])
+StopRequests().listen()
+
+def main():
+    plan = sys.argv[2 + rank]
+    if plan == "peer":
+        while not (place / "ready").exists():
+            time.sleep(0.005)
+        raise PeerError("another rank is gone")
+    if plan == "alike":
+        with marked(is_of_this_rank=False):
+            raise NumericsError("all steps were bad")
+    try:
+        raise NumericsError("bad") if plan == "saves" else ArithmeticError("planted")
+    except ArithmeticError as error:
+        if plan == "closes":
+            failure.tell(error, "rank 0")
+        (place / "ready").touch()
+        time.sleep(60)
+
+failure.guard(main, lambda: f"rank {rank}")
+"""
+BAD_LOSSES = """\
+import os, time
+import pretrain_gpt2 as script
+from megatron.training import engines, losses
+from megatron.training.entry import pretrain
+from megatron.training.metrics import MetricsWriter
+from tds.loss import Weighted
+
+plain = losses.as_weighted
+
+def spoiled(loss):
+    weighted = plain(loss)
+    return Weighted(weighted.total * float("nan"), weighted.count)
+
+def close_late(self, *, draws=True):
+    time.sleep(20)
+    raise OSError("no space left")
+
+engines.as_weighted = losses.as_weighted = spoiled
+MetricsWriter.close = close_late
+pretrain(script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
+"""
+
+
+def start(place: Path, *plans: str) -> Job:
+    place.mkdir(exist_ok=True)
+    script = place / "ranks.py"
+    script.write_text(RANKS)
+    preload = ("--preload", "megatron.training.failure,megatron.training.stop")
+    return Job(place, [[] for _ in plans], *preload, script=script, arguments=[str(place), *plans])
+
+
+def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real ranks: rank 1 leaves at once, and what closing raises replaces neither the reason nor its code."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script = tmp_path / "bad.py"
+    script.write_text(BAD_LOSSES)
+    argv = flags(write_corpus(tmp_path), tmp_path / "run", "--stability-guard skip --stability-patience 2")
+    preload = "torch,deepspeed,torch._dynamo,torch.distributed.checkpoint,megatron.training.run"
+    job = Job(tmp_path, [[], []], "--preload", preload, script=script, arguments=argv)
+    assert job.wait(60) == 5, job.output
+    assert job.output.count("--stability-patience") == 1 and "a peer died" not in job.output
+    assert "launch: ended by every rank alike, first by rank 1 (stage 0, tensor 0, data 1" in job.output
+    assert "the job ends with code 5" in job.output
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "told"),
+    [("closes", 1, "rank 0 failed: ArithmeticError: planted"), ("saves", 5, "rank 0 failed: NumericsError: bad")],
+    ids=["that was told", "that waits for a save"],
+)
+def test_an_error_on_its_way_out_counts_more_than_a_dead_peer(plan: str, code: int, told: str, tmp_path: Path) -> None:
+    job = start(tmp_path, plan, "peer")
+    assert job.wait(20) == code
+    assert job.output.count(told) == 1 and "leaving, a peer died" not in job.output
+    assert f"launch: ended by rank 0 (pid {job.output.partition('by rank 0 (pid ')[2]}" in job.output
+
+
+def test_the_launcher_says_what_rank_0_did_not_come_to_say(tmp_path: Path) -> None:
+    job = start(tmp_path, "peer", "alike")
+    assert job.wait(20) == 5
+    assert "rank 0: leaving, the job ends: every rank alike, first by rank 1" in job.output
+    assert job.output.count("with exit code 5: all steps were bad; the job ends with code 5") == 1
+
+
+def test_the_launcher_does_not_say_again_what_rank_0_has_said(tmp_path: Path) -> None:
+    job = start(tmp_path, "alike", "alike")
+    assert job.wait(20) == 5
+    assert job.output.count("all steps were bad") == 1
+
+
+def test_what_is_raised_after_an_error_was_told_does_not_change_the_code() -> None:
+    def end(rank: int) -> None:
+        def main() -> None:
+            failure.tell(failure.PeerError("gone"), "rank 0")
+            raise OSError("while closing")
+
+        failure.guard(main, lambda: "rank 0")
+
+    assert fork_ranks(1, end, init=False)[0] == [4]
+
+
+def test_a_dead_peer_is_told_from_within_a_print(tmp_path: Path) -> None:
+    """A signal may come while standard error writes, which takes no second write then."""
+
+    class Busy:
+        def write(self, text: str) -> None:
+            raise RuntimeError("reentrant call")
+
+        flush = write
+
+    def end(rank: int) -> None:
+        sys.stderr = Busy()  # type: ignore[assignment]
+        failure.leave_for_dead_peer("a peer died: rank 1")
+
+    assert fork_ranks(1, end, init=False)[0] == [4]
+
+
+class Heard:
+    """Stands for the launcher's signals, as it has seen them."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.seen = list(numbers)
+        self.is_asked_to_stop, self.is_ended = bool(numbers), len(numbers) > 1
+        self.first_name = signal.Signals(numbers[0]).name if numbers else ""
+        self.code = 75 if numbers[:1] == (signal.SIGUSR1,) else 128 + sum(numbers[:1])
+
+
+TERM, WARNING = signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "numbers", "durable", "settled", "told"),
+    [
+        (4, -TERM, [TERM], None, 143, "ended by rank 1 (pid 9) by SIGTERM"),
+        (4, -TERM, [TERM], 5, 75, "the checkpoint of step 5 is durable"),
+        (4, -WARNING, [WARNING], None, 75, "nothing was lost"),
+        (4, -signal.SIGINT, [signal.SIGINT], None, 130, "by SIGINT"),
+        (4, -signal.SIGKILL, [TERM], 5, 4, "by SIGKILL"),
+        (143, None, [TERM, TERM], 5, 143, "ended at once by a second signal, code 143"),
+        (75, 75, [TERM], 5, 75, None),
+        (2, 2, [], None, 2, None),
+        (5, 5, [], None, 5, "with exit code 5; the job ends with code 5"),
+    ],
+)
+def test_what_becomes_of_a_job_by_its_table(
+    code: int, status: int | None, numbers: list[int], durable: int | None, settled: int, told: str | None
+) -> None:
+    verdict = None if status is None else Exit(rank=1, pid=9, status=status, at=0.0)
+    end = End(code=code, verdict=verdict, exits=[], late="", was_asked_to_stop=True, is_said=True, is_alike=status == 2)
+    found, line = settle(end, Heard(*numbers), durable, restarts=1, reason="")  # type: ignore[arg-type]
+    assert found == settled
+    assert (line is None) == (told is None) and (told or "") in (line or "")
+
+
+def test_ranks_that_did_not_leave_are_named_where_all_others_lost_a_peer(tmp_path: Path) -> None:
+    job = Job(tmp_path, [["sleep:0.1", "exit:4"], ["at:saving", "stubborn", "wait"], ["stubborn", "wait"]])
+    pid = job.ranks(3)[1]["pid"]
+    assert job.wait(20) == 4
+    told = f"ended by rank 1 (stage 1, tensor 0, data 0; pid {pid}), which did not leave with the others"
+    assert f"launch: {told} and had to be killed, at saving, as had rank 2; the job ends with code 4" in job.output

@@ -1,0 +1,116 @@
+"""Mistakes in how the end of a job is told and what its code is."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+REASONS = "tests/launch/test_reasons.py"
+SIGNALS = "tests/launch/test_signals.py"
+STOP = "tests/training/test_stop.py"
+ON_ITS_WAY = f"{REASONS}::test_an_error_on_its_way_out_counts_more_than_a_dead_peer"
+TABLE = f"{REASONS}::test_what_becomes_of_a_job_by_its_table"
+
+TOLD = (
+    Mutant(
+        "an error is told once all is closed",
+        "megatron/training/run.py",
+        "        failure.tell(error, this.world.name)\n",
+        "",
+        (f"{REASONS}::test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files",),
+    ),
+    Mutant(
+        "a rank that has told its error leaves as one that lost a peer",
+        "megatron/training/failure.py",
+        "    if _code is not None:\n        os._exit(_code)\n",
+        "",
+        (f"{ON_ITS_WAY}[that was told]",),
+        refuses=True,
+    ),
+    Mutant(
+        "an error that waits for a save is forgotten when a peer dies",
+        "megatron/training/failure.py",
+        "isinstance(handled, JobError) and",
+        "handled is None and",
+        (f"{ON_ITS_WAY}[that waits for a save]",),
+    ),
+    Mutant(
+        "what closing raises replaces the code of the error",
+        "megatron/training/failure.py",
+        "    if _code is not None:\n        return _code\n",
+        "",
+        (f"{REASONS}::test_what_is_raised_after_an_error_was_told_does_not_change_the_code",),
+    ),
+    Mutant(
+        "what all ranks raised is lost when rank 0 does not come to say it",
+        "megatron/launch/ending.py",
+        "if verdict.words and not self.is_said:",
+        "if verdict.words and self.is_said:",
+        (f"{REASONS}::test_the_launcher_says_what_rank_0_did_not_come_to_say",),
+    ),
+    Mutant(
+        "the launcher repeats what rank 0 has said",
+        "megatron/training/failure.py",
+        "            print_line(str(failure))\n            failure_files.note_said()\n",
+        "            print_line(str(failure))\n",
+        (f"{REASONS}::test_the_launcher_does_not_say_again_what_rank_0_has_said",),
+    ),
+    Mutant(
+        "the ranks that waited are named in place of the one that is stuck",
+        "megatron/launch/verdict.py",
+        "    if stuck is not None and all(",
+        "    if stuck is not None and not all(",
+        (f"{REASONS}::test_ranks_that_did_not_leave_are_named_where_all_others_lost_a_peer",),
+    ),
+    Mutant(
+        "SLURM's warning to all processes ends a job that has only begun with 4",
+        "megatron/launch/ranks.py",
+        "    signal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+        "    signal.signal(signal.SIGUSR1, signal.SIG_DFL)",
+        (f"{SIGNALS}::test_slurms_warning_to_all_processes_ahead_of_any_handler_asks_for_another_start",),
+        refuses=True,
+    ),
+    Mutant(
+        "a rank that a signal ended ahead of its handler counts as dead",
+        "megatron/launch/ending.py",
+        "BY_REQUEST = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)",
+        "BY_REQUEST = (-signal.SIGTERM,)",
+        (TABLE,),
+    ),
+    Mutant(
+        "--no-load-optim is left in the command that goes on",
+        "megatron/training/stop.py",
+        '"--no-load-optim", ',
+        "",
+        (f"{STOP}::test_the_flags_that_are_advised_against_are_all_that_leave_something_out",),
+    ),
+    Mutant(
+        "the limit of a step bounds the start",
+        "megatron/training/world.py",
+        "timedelta(seconds=config.parallel.phase_timeout_s)",
+        "timedelta(seconds=config.parallel.step_timeout_s)",
+        ("tests/training/test_world.py::test_the_start_is_limited_by_the_phase_and_not_by_the_step",),
+        refuses=True,
+    ),
+    Mutant(
+        "a wall clock that is set makes a rank late",
+        "megatron/training/watch_record.py",
+        "for clock_s in (_CLOCK_S, time.time() - now)]",
+        "for clock_s in (time.time() - now,)]",
+        ("tests/training/test_watch_record.py::test_a_wall_clock_that_is_set_makes_no_rank_late",),
+    ),
+    Mutant(
+        "the grace of ranks that leave is measured on the wall clock",
+        "megatron/launch/attempt.py",
+        "        spent = time.monotonic() - self._began\n        return",
+        "        spent = time.time() - self._began\n        return",
+        ("tests/launch/test_exit_codes.py::test_a_wall_clock_that_is_set_ahead_ends_nothing",),
+    ),
+    Mutant(
+        "the run script lets SLURM's warning end a launcher that only begins",
+        "tools/run.sh",
+        "trap '' USR1 ",
+        "trap - USR1  ",
+        ("tests/launch/test_run_script.py::test_slurms_warning_is_not_lost_on_a_launcher_that_only_begins",),
+        refuses=True,
+    ),
+)

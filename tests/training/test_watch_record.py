@@ -1,0 +1,23 @@
+"""How long ago this process has started its last operation, whatever is done to the wall clock."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.training import watch_record
+
+
+@pytest.mark.parametrize("set_by_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_wall_clock_that_is_set_makes_no_rank_late(
+    set_by_s: float, is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operation began 5 s ago, before or after the clock was set."""
+    now = watch_record.time.monotonic()
+    began = watch_record.Operation("", now - 5.0 + watch_record._CLOCK_S + (0.0 if is_before else set_by_s))
+    monkeypatch.setattr(watch_record, "operations", lambda: [began])
+    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now + watch_record._CLOCK_S + set_by_s)
+    monkeypatch.setattr(watch_record, "time", clock)
+    assert watch_record.idle_s() == pytest.approx(5.0, abs=1e-3)

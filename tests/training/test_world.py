@@ -1,0 +1,44 @@
+"""How long ranks wait for each other while the world forms."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt2
+from megatron.errors import PeerError
+from megatron.mpu.groups import Grid
+from megatron.training import phases, world
+from tests.harness import run_ranks
+from tests.training.runs import flags, parse_as
+
+
+def test_the_start_is_limited_by_the_phase_and_not_by_the_step(corpus: Path, tmp_path: Path) -> None:
+    argv = flags(corpus, tmp_path, "--step-timeout 3 --phase-timeout-minutes 2")
+
+    def timeouts(rank: int) -> list[timedelta]:
+        found: list[timedelta] = []
+        world._init_process_group = lambda backend, kind, timeout: found.append(timeout)  # type: ignore[assignment]
+        world.initialize_model_parallel = lambda t, p, place, timeout: found.append(timeout) or 1 / 0  # type: ignore
+        with pytest.raises(ZeroDivisionError):
+            world.start(parse_as(pretrain_gpt2, argv, 1))
+        return found
+
+    assert run_ranks(1, timeouts, init=False) == [[timedelta(minutes=2)] * 2]
+
+
+def test_ranks_that_do_not_come_are_told_with_the_flag_that_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("wait timeout")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(world.dist, "init_process_group", refuse)
+    with pytest.raises(PeerError, match=r"within 120 s \(--phase-timeout-minutes\), got: wait timeout"):
+        world._init_process_group("gloo", "cpu", timedelta(minutes=2))
+
+
+def test_each_group_of_the_grid_gets_the_limit_of_each_phase() -> None:
+    assert {field.name for field in fields(Grid)} - {"topology", "rank"} == set(phases.AXES)
