@@ -134,20 +134,6 @@ def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() ->
         assert number == 1 and "20 x all_reduce float[3] (default_pg)" in str(many)
 
 
-@pytest.mark.parametrize("set_by_s", [0.0, 3600.0, -3600.0])
-@pytest.mark.parametrize("is_before", [True, False])
-def test_a_wall_clock_that_is_set_makes_no_rank_late(
-    set_by_s: float, is_before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The operation began 5 s ago, before or after the clock was set."""
-    now = watch_record.time.monotonic()
-    began = watch_record.Operation("", now - 5.0 + watch_record._CLOCK_S + (0.0 if is_before else set_by_s))
-    monkeypatch.setattr(watch_record, "operations", lambda: [began])
-    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now + watch_record._CLOCK_S + set_by_s)
-    monkeypatch.setattr(watch_record, "time", clock)
-    assert watch_record.idle_s() == pytest.approx(5.0, abs=1e-3)
-
-
 @pytest.mark.parametrize("operation", [None, "all_reduce"])
 def test_a_rank_in_a_collective_says_that_it_waits(
     operation: str | None, dog: Any, monkeypatch: pytest.MonkeyPatch
