@@ -8,7 +8,7 @@ Source: Peterson and Brown 1961, "Cyclic codes for error detection"; IEEE 802.3 
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 
 _MODULUS = 0xEDB88320  # without its x^32
 _ONE, _X = 1 << 31, 1 << 30
@@ -29,6 +29,7 @@ def _times(a: int, b: int) -> int:
     return product
 
 
+@cache
 def _x_to(power: int) -> int:
     result, square = _ONE, _X
     while power:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 LATEST = "latest"
 _CHECKPOINT = re.compile(r"step-\d{8,}(-\d+)?")
-_LEFTOVER = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
+_PROBE, _PROBE_S = ".probe-", 3600.0  # an older one is of a start that was killed
+_LEFTOVER = (".tmp-", ".deleted-", f".{LATEST}.tmp-", _PROBE)
 
 
 def checkpoints_in(source: Path) -> Path:
@@ -97,6 +99,20 @@ def temporary_name(target: Path) -> Path:
     return target.with_name(f".tmp-{target.name}-{os.getpid()}")
 
 
+def commit(temporary: Path, target: Path) -> None:
+    """Let what was put together in ``temporary`` be the checkpoint ``target``: from the rename on it is.
+
+    Raises:
+        OSError: it was not renamed.
+    """
+    try:
+        files.rename(temporary, target)
+    except OSError as error:
+        if temporary.exists() or not target.exists():
+            raise
+        log.warning(f"{target} is complete, but its name may not have reached the disk: {error}")
+
+
 def remove_leftovers(root: Path, prefixes: tuple[str, ...] = _LEFTOVER) -> None:
     """Delete what killed saves and removals left in ``root``; what cannot be deleted costs a warning only."""
     for path in sorted(root.iterdir()):
@@ -125,12 +141,17 @@ def read_latest(root: Path) -> str | None:
 def check_writable(root: Path) -> None:
     """Create ``root`` and write a probe file in it, so that a bad target is found at the start, not at the first save.
 
+    What killed probes have left there is removed.
+
     Raises:
         ConfigError: ``root`` cannot be created or written.
     """
     try:
         files.make_folder(root)
-        descriptor, probe = tempfile.mkstemp(prefix=".probe-", dir=root)
+        for left in root.glob(f"{_PROBE}*"):
+            if time.time() - left.stat().st_mtime > _PROBE_S:
+                left.unlink()
+        descriptor, probe = tempfile.mkstemp(prefix=_PROBE, dir=root)
         os.close(descriptor)
         try:
             files.write_bytes(Path(probe), b"probe")

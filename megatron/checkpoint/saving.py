@@ -80,7 +80,7 @@ def save_from(
     try:
         path = dcp.save(writer, dcp.RecordSavePlanner(source), world)
     except CheckpointError as error:
-        left = broadcast(world, writer.abandon() if world.rank == 0 else "")
+        left = broadcast(world, writer.abandon(str(error)) if world.rank == 0 else "")
         raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}{left}") from error
     if world.rank == 0:
         _tidy(root, path, keep)

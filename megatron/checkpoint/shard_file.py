@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron import files
 from megatron.checkpoint.records import DTYPE_NAMES
-from megatron.checkpoint.visibility import wait_for
+from megatron.checkpoint.visibility import Patience
 from megatron.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 22  # a chunk stays in the cache between its checksum and its write
@@ -48,11 +48,6 @@ def header(tensors: dict[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def num_bytes(tensors: dict[str, torch.Tensor]) -> int:
-    """Return the size of the file that would hold ``tensors``."""
-    return len(header(tensors)) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
     """Write ``tensors`` to ``path``, flush, and return (bytes, crc32)."""
     return files.write_chunks(path, _chunks(tensors))
@@ -70,9 +65,9 @@ def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
 class ShardFile:
     """An open safetensors file; slices come from the memory map, so only what is asked for is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience: Patience | None = None) -> None:
         self._path = path
-        wait_for(path)
+        (patience or Patience()).wait_for(path)
         try:
             self._file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:

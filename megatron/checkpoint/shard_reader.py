@@ -22,6 +22,7 @@ from megatron.checkpoint.causes import in_words
 from megatron.checkpoint.manifest import Entry, Manifest, Piece
 from megatron.checkpoint.records import DTYPES, offsets, part_shape
 from megatron.checkpoint.shard_file import ShardFile
+from megatron.checkpoint.visibility import Patience
 from megatron.errors import CheckpointError
 
 
@@ -38,6 +39,7 @@ class ShardReader(StorageReader):
         tensors = {name: _tensor_metadata(entry) for name, entry in content.index.items()}
         self._metadata = Metadata(tensors, storage_data=pieces)  # type: ignore[arg-type]
         self._open: dict[str, ShardFile] = {}
+        self._patience = Patience()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP's hook; a reader reads one checkpoint."""
@@ -76,7 +78,7 @@ class ShardReader(StorageReader):
 
     def _read(self, piece: Piece, cuts: tuple[slice, ...]) -> torch.Tensor:
         if piece.file not in self._open:
-            self._open[piece.file] = ShardFile(self._path / piece.file)
+            self._open[piece.file] = ShardFile(self._path / piece.file, self._patience)
         part = self._open[piece.file].read(piece.key, cuts)
         said = tuple(cut.stop - cut.start for cut in cuts)
         if tuple(part.shape) != said:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -28,9 +29,10 @@ from megatron import files
 from megatron.checkpoint import folders, manifest, shard_file
 from megatron.checkpoint.causes import in_words
 from megatron.checkpoint.manifest import FileFacts, Manifest
-from megatron.checkpoint.visibility import wait_for
+from megatron.checkpoint.visibility import Patience
 from megatron.errors import CheckpointError
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MANIFEST_BYTES_PER_TENSOR = 400  # generous; for the check of the free space only
 
 
@@ -85,7 +87,7 @@ class ShardWriter(StorageWriter):
                 done.set_result([])
                 return done
             name = shard_file.name_of(self._rank)
-            wait_for(plan.storage_data)
+            Patience().wait_for(plan.storage_data)
             size, crc32 = shard_file.write(plan.storage_data / name, tensors)
             done.set_result([WriteResult(MetadataIndex(name), size, FileFacts(size, crc32))])
             return done
@@ -100,16 +102,18 @@ class ShardWriter(StorageWriter):
             files.write_bytes(self._temporary / manifest.NAME, manifest.to_bytes(content))
             files.sync_folder(self._temporary)
             target = folders.free_name(self._root, self._step)
-            files.rename(self._temporary, target)
+            folders.commit(self._temporary, target)
             metadata.planner_data = None  # no other rank needs the index
             metadata.storage_meta = StorageMeta(checkpoint_id=target)
 
-    def abandon(self) -> str:
-        """Remove the temporary folder; return the space that was needed and is free, where writing had begun."""
+    def abandon(self, why: str) -> str:
+        """Remove the temporary folder; return the space that was needed and is free, where that is ``why``."""
         if self._temporary is None:
             return ""
         with suppress(OSError):
             files.remove_tree(self._temporary)
+        if not any(f"[Errno {number}]" in why for number in _NO_ROOM):
+            return ""
         with suppress(OSError):
             free = _told_bytes(files.free_bytes(self._root))
             return f" (needed {_told_bytes(self._num_bytes)}, now free {free})"

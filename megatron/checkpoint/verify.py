@@ -15,7 +15,7 @@ from megatron import files
 from megatron.checkpoint.agree import together
 from megatron.checkpoint.crc32 import joined
 from megatron.checkpoint.manifest import FileFacts, Manifest
-from megatron.checkpoint.visibility import wait_for
+from megatron.checkpoint.visibility import Patience
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group
 
@@ -57,15 +57,17 @@ def segments(name: str, size: int) -> list[Segment]:
 
 def _read(path: Path, content: Manifest, own: list[Segment]) -> _Share:
     names = sorted({segment.name for segment in own})
-    found = {name: problem for name in names if (problem := _size_problem(path / name, content.files[name]))}
+    patience = Patience()
+    told = {name: _size_problem(path / name, content.files[name], patience) for name in names}
+    found = {name: problem for name, problem in told.items() if problem}
     readable = [segment for segment in own if segment.name not in found]
     with ThreadPoolExecutor(_num_threads()) as pool:
         read = pool.map(lambda one: files.segment_crc(path / one.name, one.start, one.stop), readable)
         return _Share(dict(zip(readable, read, strict=True)), found)
 
 
-def _size_problem(path: Path, facts: FileFacts) -> str | None:
-    wait_for(path, facts.size)
+def _size_problem(path: Path, facts: FileFacts, patience: Patience) -> str | None:
+    patience.wait_for(path, facts.size)
     try:
         size = path.stat().st_size
     except OSError as error:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 WAIT_S = 120.0
-"""How long a file on a network file system is waited for. NFS caches attributes for up to 60 s by default."""
+"""How long files on a network file system are waited for. NFS caches attributes for up to 60 s by default."""
 
 MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = (
@@ -32,16 +32,21 @@ _NETWORK = (
 _LOCAL_FUSE = ("fuseblk", "fuse.overlayfs", "fuse-overlayfs")
 
 
-def wait_for(path: Path, size: int = 0) -> None:
-    """Return once ``path`` is there with at least ``size`` bytes, or when waiting is of no use; raise nothing."""
-    pause, end = 0.05, None
-    while not _is_visible(path, size):
-        if end is None:
-            end = time.monotonic() + (WAIT_S if is_on_network(path) else 0.0)
-        if time.monotonic() >= end:
+class Patience:
+    """Waits for the files of one checkpoint, for all of them together ``WAIT_S`` from the first that is missed on."""
+
+    def __init__(self) -> None:
+        self._end: float | None = None
+
+    def wait_for(self, path: Path, size: int = 0) -> None:
+        """Return once ``path`` is there with at least ``size`` bytes, or when waiting is of no use; raise nothing."""
+        if _is_visible(path, size) or not is_on_network(path):
             return
-        time.sleep(pause)
-        pause = min(2 * pause, 2.0)
+        self._end = self._end or time.monotonic() + WAIT_S
+        pause = 0.05
+        while not _is_visible(path, size) and time.monotonic() < self._end:
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
 
 
 def _is_visible(path: Path, size: int) -> bool:

@@ -78,7 +78,7 @@ def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, F
     files.write_bytes(temporary / manifest.NAME, manifest.to_bytes(content))
     files.sync_folder(temporary)
     target = _free_name(root, step)
-    files.rename(temporary, target)
+    folders.commit(temporary, target)
     return target
 
 

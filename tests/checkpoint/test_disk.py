@@ -35,6 +35,7 @@ def test_a_disk_that_fills_at_any_operation_before_the_commit_leaves_the_old_che
         committed = operations.names.index("rename") + 1 if "rename" in operations.names else None
         if committed is None or k < committed:
             assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000010"]
+        assert outcomes[-1] == (10 if committed is None or k < committed else 20), "a rename is a commit"
         found = open_latest(root, SINGLE)
         assert_holds(found, found.step)
         if len(operations.names) <= k:
@@ -59,6 +60,12 @@ def test_a_save_that_fails_on_one_rank_is_reported_by_all_with_that_rank_and_tra
     assert f"rank {1 - culprit}:" not in told[0]
     assert "needed" in told[0] and "free" in told[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010"]
+
+
+def test_only_where_room_was_missing_the_room_is_told(tmp_path):
+    with FailAt(1, _refused, only="write"), pytest.raises(CheckpointError, match="Permission denied") as caught:
+        save_alone(tmp_path, 20)
+    assert "needed" not in str(caught.value)
 
 
 def _save_with_file_limit(rank, root):
@@ -117,3 +124,9 @@ def test_a_file_in_place_of_the_target_is_found_at_the_start(tmp_path):
 def test_a_good_target_is_created_and_left_empty(tmp_path):
     check_writable(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
+    left, young = tmp_path / "a" / ".probe-killed", tmp_path / "a" / ".probe-other"
+    for probe in (left, young):
+        probe.touch()
+    os.utime(left, (0, 0))
+    check_writable(tmp_path / "a")
+    assert not left.exists() and young.exists()

@@ -71,6 +71,18 @@ def test_one_that_never_comes_is_told_after_the_limit(tmp_path, mounts, monkeypa
     assert time.monotonic() - began >= 0.2
 
 
+def test_files_that_never_come_are_waited_for_together(tmp_path, mounts, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    mounts(tmp_path)
+    patience = visibility.Patience()
+    now[0] = 1000.0
+    for name in ("a", "b", "c"):
+        patience.wait_for(tmp_path / name)
+    assert visibility.WAIT_S <= now[0] - 1000.0 < visibility.WAIT_S + 3
+
+
 def test_on_a_local_disk_nobody_waits(tmp_path, mounts, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a missing file of a local disk was waited for"))
     mounts("/elsewhere")

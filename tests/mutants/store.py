@@ -73,9 +73,16 @@ STORE = (
     Mutant(
         "a missing shard of a local disk is waited for",
         "megatron/checkpoint/visibility.py",
-        "(WAIT_S if is_on_network(path) else 0.0)",
-        "WAIT_S",
+        "_is_visible(path, size) or not is_on_network(path)",
+        "_is_visible(path, size)",
         (f"{LATE}::test_on_a_local_disk_nobody_waits",),
+    ),
+    Mutant(
+        "each file is waited for anew",
+        "megatron/checkpoint/visibility.py",
+        "        self._end = self._end or time.monotonic() + WAIT_S\n",
+        "        self._end = time.monotonic() + WAIT_S\n",
+        (f"{LATE}::test_files_that_never_come_are_waited_for_together",),
     ),
     Mutant(
         "a shard that is there in part is taken for whole",
