@@ -97,8 +97,13 @@ def test_one_flipped_bit_ends_the_run_with_parameter_and_ranks(
     ], "nothing is saved once a difference is found"  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [GRID, "--model-parallel-size 2", "--pipe-parallel-size 2 --bf16"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--pipe-parallel-size 2 --bf16 --zero-stage 1",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (GRID, "--model-parallel-size 2", "--bf16")),
+    ],
+)
 def test_copies_of_a_sound_run_agree_to_the_bit(layout: str, corpus: Path, tmp_path: Path) -> None:
     flags = f"{layout} --train-iters 3 --drift-interval 1 --hidden-dropout 0.1"
     assert not any(one.error for one in train(4, corpus, tmp_path / "run", flags))

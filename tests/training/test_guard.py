@@ -188,8 +188,13 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_advice(corpus: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [("--pipe-parallel-size 2", 2), pytest.param(GRID, 4, marks=pytest.mark.slow)],
-    ids=["pipe", "tensor and pipe"],
+    [
+        ("--pipe-parallel-size 2", 2),
+        ("--async-save", 1),
+        pytest.param(f"--async-save {GRID}", 4, marks=pytest.mark.slow),
+        pytest.param(GRID, 4, marks=pytest.mark.slow),
+    ],
+    ids=["pipe", "async", "async, tensor and pipe", "tensor and pipe"],
 )
 def test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data(
     layout: str, ranks: int, corpus: Path, tmp_path: Path
