@@ -29,6 +29,7 @@ NAME = "run.lock"
 RESTART_WAIT_S = 30.0
 """A restart of the same job waits so long for the rank 0 before it, which may still be ending."""
 _POLL_S = 0.05
+_SILENCE_S = 1.0  # between taking the lock and writing who did
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -57,16 +58,15 @@ class RunLock:
 
     def __init__(self, folder: Path, wait_s: float = RESTART_WAIT_S) -> None:
         self.path = folder / NAME
-        folder.mkdir(parents=True, exist_ok=True)
         self._descriptor: int | None = None
-        until = time.monotonic() + wait_s
-        while self._descriptor is None:
-            found = self._try()
-            if found is None:
-                continue
-            if not _is_same_job(found) or time.monotonic() > until:
-                raise ConfigError(self._refusal(found))
-            time.sleep(_POLL_S)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._wait(wait_s)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} must be a file that can be written and locked, got: {error}. Name another folder with "
+                "--save, or remove what is there"
+            ) from error
 
     def release(self) -> None:
         """Let the folder go; a second call does nothing."""
@@ -75,6 +75,18 @@ class RunLock:
                 self.path.unlink()
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _wait(self, wait_s: float) -> None:
+        """Take the lock; wait for an earlier start of this job, and for a holder that has not said yet who it is."""
+        began = time.monotonic()
+        while self._descriptor is None:
+            found = self._try()
+            if found is None:
+                continue
+            limit_s = (wait_s if _is_same_job(found) else 0.0) if found else _SILENCE_S
+            if time.monotonic() - began >= limit_s:
+                raise ConfigError(self._refusal(found))
+            time.sleep(_POLL_S)
 
     def _try(self) -> dict[str, Any] | None:
         """Take the lock, or return what its holder has written; neither, if its file has just been removed."""
@@ -145,6 +157,8 @@ def _start_of(pid: int) -> str | None:
 
 
 def _told(found: dict[str, Any]) -> str:
+    if not found:
+        return "a process that has not written who it is"
     return f"host {found.get('host')}, pid {found.get('pid')}, since {found.get('since')}"
 
 

@@ -171,6 +171,13 @@ SAVES = (
         (f"{LOCK}::test_the_second_job_is_told_who_the_first_one_is",),
     ),
     Mutant(
+        "a holder that has not said who it is counts as nobody's",
+        "megatron/training/run_lock.py",
+        " if found else _SILENCE_S\n",
+        "\n",
+        (f"{LOCK}::test_a_holder_that_has_not_said_yet_who_it_is_is_asked_again[True]",),
+    ),
+    Mutant(
         "a number that went to another process counts as the job",
         "megatron/training/run_lock.py",
         'return started is not None and started == found.get("started")',

@@ -110,6 +110,35 @@ def test_a_restart_waits_for_the_start_before_it(tmp_path: Path, monkeypatch: py
         end(other)
 
 
+@pytest.mark.parametrize("says_it", [True, False])
+def test_a_holder_that_has_not_said_yet_who_it_is_is_asked_again(
+    says_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = in_child(lambda: RunLock(tmp_path), stays=True)
+    text = (tmp_path / NAME).read_bytes()
+    os.truncate(tmp_path / NAME, 0)
+    now = [0.0]
+    monkeypatch.setattr(run_lock.time, "monotonic", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        now[0] += 0.3
+        if says_it and now[0] > 0.5:
+            (tmp_path / NAME).write_bytes(text)
+
+    monkeypatch.setattr(run_lock.time, "sleep", sleep)
+    try:
+        with pytest.raises(ConfigError, match=f"pid {child}" if says_it else "not written who it is"):
+            RunLock(tmp_path)
+    finally:
+        end(child)
+
+
+def test_trouble_with_the_file_names_it(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(ConfigError, match=f"{NAME} must be a file that can be written and locked, got: .*directory"):
+        RunLock(tmp_path)
+
+
 def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lockf, calls = fcntl.lockf, []
 
