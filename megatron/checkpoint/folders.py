@@ -156,6 +156,7 @@ def check_writable(root: Path) -> None:
         try:
             files.write_bytes(Path(probe), b"probe")
         finally:
-            os.unlink(probe)
+            with suppress(FileNotFoundError):  # who holds the folder's lock takes it for a leftover
+                os.unlink(probe)
     except OSError as error:
         raise ConfigError(f"--save must name a folder that can be written, got {root}: {error}") from error

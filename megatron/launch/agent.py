@@ -60,7 +60,7 @@ class LaunchAgent(SimpleElasticAgent):
         self._board = Board(store, node.node_rank, node.num_nodes, self._signals)
         self._attempt = Attempt(self._options, node.node_rank, self._board, self._signals, place)
         self._signals.begin()
-        return {
+        pids = {
             worker.local_rank: self._attempt.start(
                 worker.global_rank,
                 worker.local_rank,
@@ -68,6 +68,8 @@ class LaunchAgent(SimpleElasticAgent):
             )
             for worker in worker_group.workers
         }
+        self._attempt.begin()
+        return pids
 
     def _environment(self, group: WorkerGroup, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
         spec = group.spec

@@ -51,13 +51,22 @@ class Attempt:
         self._next_look = 0.0
         self._verdict: Exit | None = None
         self._began = time.monotonic()
+        self._gate = ranks.Gate()
+
+    def begin(self) -> None:
+        """Let the ranks run, now that all are started."""
+        self._gate.open()
 
     def start(self, rank: int, local_rank: int, env: Mapping[str, str]) -> int:
-        """Start one rank and return its process id."""
+        """Start one rank and return its process id; with --preload it runs after ``begin``."""
         options = self._options
-        keeps_input = options.stdin and rank == 0
         pid = ranks.start(
-            options.script, options.script_args, env, in_fork=bool(options.preload), keeps_input=keeps_input
+            options.script,
+            options.script_args,
+            env,
+            in_fork=bool(options.preload),
+            keeps_input=options.stdin and rank == 0,
+            gate=self._gate,
         )
         self.ranks.append(ranks.RankProcess(rank, local_rank, pid))
         return pid

@@ -60,8 +60,36 @@ class RankProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
+class Gate:
+    """Holds the forked ranks of one start back until the last of them is there.
+
+    A rank that runs connects to the store, and the store's thread in the launcher then asks glibc for the name of the
+    other end, under a lock of glibc's. A rank that is forked at that moment has this lock for ever, and hangs.
+    """
+
+    def __init__(self) -> None:
+        self._inside, self._outside = os.pipe()
+
+    def open(self) -> None:
+        """Let all go on; in the launcher."""
+        os.close(self._outside)
+        os.close(self._inside)
+
+    def wait(self) -> None:
+        """Return when the launcher has opened the gate; in a rank."""
+        os.close(self._outside)
+        os.read(self._inside, 1)
+        os.close(self._inside)
+
+
 def start(
-    script: str, arguments: Sequence[str], env: Mapping[str, str], *, in_fork: bool, keeps_input: bool = False
+    script: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    in_fork: bool,
+    keeps_input: bool = False,
+    gate: Gate | None = None,
 ) -> int:
     """Start one rank and return its process id.
 
@@ -69,6 +97,7 @@ def start(
         in_fork: run the script in a fork of this process, with the modules that are imported already; else in a
             fresh Python.
         keeps_input: leave it the launcher's standard input; else it has none.
+        gate: a rank in a fork waits there before it does anything.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,6 +110,8 @@ def start(
     try:
         _become_rank(launcher, keeps_input)
         if in_fork:
+            if gate is not None:
+                gate.wait()
             os.environ.clear()
             os.environ.update(env)
             _close_inherited()

@@ -72,14 +72,22 @@ def choose(config: Config, name: str, world: World) -> Place:
 
 
 def describe(folder: Path, config: Config, world: World) -> None:
-    """Write what was run: config.json, command.txt, versions.json. Rank 0 only."""
+    """Write what was run: config.json, command.txt, versions.json. Rank 0 only, which holds the folder's lock."""
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
     files.replace_bytes(folder / "config.json", _json(config.to_dict()))
     with open(folder / "command.txt", "a", encoding="utf-8") as file:
         recipe = os.environ.get("MEGATRON_DEFAULTS", "")
         shown = f"MEGATRON_DEFAULTS={shlex.quote(recipe)} " if recipe else ""
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {shown}{shlex.join([sys.executable, *sys.argv])}\n")
     files.replace_bytes(folder / "versions.json", _json(versions(world)))
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete the files that killed starts were writing."""
+    for path in folder.glob(".*"):
+        if path.is_file() and (".tmp-" in path.name or path.name.startswith(".probe-")):
+            files.remove_file(path)
 
 
 def versions(world: World) -> dict[str, Any]:
