@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.folders import LATEST, newest_first, step_of
+from megatron.checkpoint.folders import LATEST, named, newest_first, step_of
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.training.run_lock import NAME as LOCK
@@ -31,8 +31,7 @@ def broken(run: Path) -> Iterator[str]:
 
 def newest_step(run: Path) -> int:
     """Return the step of the newest checkpoint, 0 if there is none."""
-    root = run / CHECKPOINTS
-    found = newest_first(root) if root.is_dir() else []
+    found = newest_first(named(run / CHECKPOINTS))
     return step_of(found[0]) if found else 0
 
 
