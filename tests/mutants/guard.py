@@ -87,6 +87,7 @@ GUARDED = (
         "        self._loss = loss\n",
         "        self._loss = loss\n        self._allows(0.0)\n",
         (f"{GUARD}::test_a_loss_that_is_not_finite_ends_all_ranks_before_the_update_and_is_placed[tensor and pipe]",),
+        refuses=True,  # the others wait until their watch ends them
     ),
     Mutant(
         "samples are named as if replicas took turns",

@@ -22,7 +22,7 @@ from tests.harness import run_ranks
 from tests.training import runs
 
 GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
-SHORT = "--train-iters 12 --eval-iters 0 --stability-window 4 --stability-sigma 20"
+SHORT = "--train-iters 12 --eval-iters 0 --stability-window 4 --stability-sigma 20 --step-timeout 25"
 Plant = Callable[[int], None]
 
 
