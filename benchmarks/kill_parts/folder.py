@@ -64,7 +64,7 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
             yield f"{path.relative_to(run)} is left behind"
     if not has_saved:
         return
-    whole = newest_first(root)
+    whole = newest_first(named(root))
     if kept and len(whole) > kept + 1:  # the one that the last start has loaded stays too
         yield f"{len(whole)} checkpoints are left, of which --keep-last wants {kept}"
     if (root / LATEST).read_text().strip() != whole[0].name:
