@@ -17,7 +17,7 @@ from benchmarks import kill
 from benchmarks.kill_parts.cases import Case, write_corpus
 from benchmarks.kill_parts.chain import Outcome, run_killed, run_whole
 from benchmarks.kill_parts.folder import broken, newest_step
-from benchmarks.kill_parts.moments import ALL, LOAD, STEP, Moment, draw_moments
+from benchmarks.kill_parts.moments import ALL, LOAD, PHASES, STEP, Moment, draw_moments
 from benchmarks.kill_parts.preload import preload
 from benchmarks.kill_parts.records import losses
 from megatron import files
@@ -47,9 +47,10 @@ def assert_undisturbed(outcome: Outcome, kills: int) -> None:
 
 def test_ten_random_kills_in_one_run_cost_nothing_but_time(tokens: Path, tmp_path: Path) -> None:
     """Rows A01, A02, A05, A18, D21: two tensor ranks by two stages, dropout, saved in the background at each step."""
-    case, draw = Case("t2p2", steps=40, interval=1, keep_last=2, is_async=True), random.Random(6)
+    case, moments = Case("t2p2", steps=30, keep_last=2, is_async=True), [*draw_moments(random.Random(10), 4, 10)]
+    assert {moment.phase for moment in moments} == {*PHASES}
     whole = run_whole(case, tokens, tmp_path / "whole")
-    outcome = run_killed(case, whole, tmp_path / "killed", draw, draw_moments(draw, 4, 10))
+    outcome = run_killed(case, whole, tmp_path / "killed", random.Random(6), moments)
     assert_undisturbed(outcome, 10)
 
 
@@ -88,7 +89,7 @@ def content(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "async"])
 def test_at_each_file_operation_of_each_rank_all_that_bears_a_checkpoints_name_is_whole(
     is_async: bool, tokens: Path, tmp_path: Path
 ) -> None:
