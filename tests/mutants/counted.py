@@ -116,4 +116,11 @@ COUNTED_MASKS = (
         '    elif kind == "gpu":\n',
         (f"{SETTLED}::test_the_start_table_says_how_exactly_a_run_resumes",),
     ),
+    Mutant(
+        "attention asks for its samples when it drops",
+        "megatron/mpu/counted.py",
+        "            samples=samples.view(-1, 1, 1, 1),\n",
+        "            samples=self._samples(x.device).view(-1, 1, 1, 1),\n",
+        ("tests/mpu/test_random_counted.py::test_attention_keeps_the_place_where_it_began",),
+    ),
 )

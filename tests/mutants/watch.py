@@ -1,4 +1,4 @@
-"""Mistakes in who is watched, for how long, and who is named for being stuck."""
+"""Mistakes in who is watched, for how long, and who is named for being stuck, slow or bad."""
 
 from __future__ import annotations
 
@@ -94,5 +94,40 @@ WATCHED = (
         "            self._watch.exchange = engine.engine.let_watch()\n",
         "            self._watch.exchange = engine.engine._stage.exchange\n",
         (LIMITS,),
+    ),
+    Mutant(
+        "a single rank of the launcher is not watched",
+        PHASES,
+        "(world.grid.world.size == 1 and _is_attended())",
+        "world.grid.world.size == 1",
+        (f"{RANKS}::test_a_single_rank_of_the_launcher_that_is_stuck_ends_with_its_stack",),
+    ),
+    Mutant(
+        "a debugger is ended with the process that it holds",
+        PHASES,
+        " or os.isatty(0)",
+        "",
+        (f"{RANKS}::test_a_run_of_one_rank_that_a_person_may_be_at_is_not_watched",),
+    ),
+    Mutant(
+        "stacks of a process that was stopped stand there without a word",
+        WATCH,
+        "        if now - self._armed[0] > self._armed[1] > 0:\n",
+        "        if now - self._armed[0] > self._armed[1] > limit_s:\n",
+        (f"{ALONE}::test_stacks_that_a_stop_of_the_whole_process_has_shown_are_explained",),
+    ),
+    Mutant(
+        "whoever was the slowest once is named",
+        "megatron/training/straggler.py",
+        "self._times + 1 if place == self._place else 1",
+        "self._times + 1",
+        ("tests/training/test_drift.py::test_only_who_is_the_slowest_again_and_again_is_named",),
+    ),
+    Mutant(
+        "a loss that is no number has a gradient norm of 0",
+        "megatron/training/guard.py",
+        "norm if has_gradients else math.nan",
+        "norm",
+        ("tests/training/test_guard.py::test_a_bad_step_is_left_out_on_all_ranks[replicas no number]",),
     ),
 )

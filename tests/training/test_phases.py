@@ -348,6 +348,7 @@ def test_a_run_of_one_rank_that_a_person_may_be_at_is_not_watched(
         with this.over(STEP):
             this.step_done()
         this.follow(SimpleNamespace(engine=None))
+        assert threading.active_count() == number
         this.close()
     assert threading.active_count() == number
 
