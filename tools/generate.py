@@ -86,7 +86,7 @@ def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
         return single_grid(), device.bind(kind, 0), "rank 0"
     values: dict[str, Any] = {"pipe_parallel_size": args.pipe_parallel_size, "dtype": args.dtype}
     values |= {"model_parallel_size": args.model_parallel_size, "device": args.device}
-    here = world.start(Config.of_values({**values, "step_timeout": TIMEOUT_S}))
+    here = world.start(Config.of_values({**values, "phase_timeout_minutes": TIMEOUT_S / 60}))
     log.configure(here.rank)
     return here.grid, here.device, here.name
 

@@ -214,7 +214,7 @@ def test_ranks_wait_long_for_each_others_layers(monkeypatch: pytest.MonkeyPatch)
         rank=0, grid=None, device=None, name="rank 0"))  # fmt: skip
     monkeypatch.setenv("WORLD_SIZE", "2")
     generate.start(parse_args("", ["--load", "x", "--prompt", "y", "--pipe-parallel-size", "2"]))
-    assert seen[0].parallel.step_timeout_s == generate.TIMEOUT_S > 5 * ROUND_S
+    assert seen[0].parallel.phase_timeout_s == generate.TIMEOUT_S > 5 * ROUND_S
     assert seen[0].parallel.pipe_parallel_size == 2
 
 

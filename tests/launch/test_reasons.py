@@ -59,6 +59,7 @@ def spoiled(loss):
     return Weighted(weighted.total * float("nan"), weighted.count)
 
 def close_late(self, *, draws=True):
+    os.write(2, b"closing\\n")
     time.sleep(20)
     raise OSError("no space left")
 
@@ -88,7 +89,9 @@ def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
     preload = "torch,deepspeed,torch._dynamo,torch.distributed.checkpoint,megatron.training.run"
     job = Job(tmp_path, [[], []], "--preload", preload, script=script, arguments=argv)
     assert job.wait(60) == 5, job.output
-    assert job.output.count("--stability-patience") == 1 and "a peer died" not in job.output
+    reason, _, later = job.output.partition("closing\n")
+    assert reason.count("--stability-patience") == 1 and "--stability-patience" not in later
+    assert "a peer died" not in job.output
     assert "launch: ended by every rank alike, first by rank 1 (stage 0, tensor 0, data 1" in job.output
     assert "the job ends with code 5" in job.output
 

@@ -105,12 +105,4 @@ TOLD = (
         "        spent = time.time() - self._began\n        return",
         ("tests/launch/test_exit_codes.py::test_a_wall_clock_that_is_set_ahead_ends_nothing",),
     ),
-    Mutant(
-        "the run script lets SLURM's warning end a launcher that only begins",
-        "tools/run.sh",
-        "trap '' USR1 ",
-        "trap - USR1  ",
-        ("tests/launch/test_run_script.py::test_slurms_warning_is_not_lost_on_a_launcher_that_only_begins",),
-        refuses=True,
-    ),
 )

@@ -234,7 +234,7 @@ def test_rank_that_never_comes_is_an_error_with_4(corpus: Path, tmp_path: Path) 
         if rank == 1:
             os._exit(0)
 
-    argv = flags(corpus, tmp_path / "run", "--distributed-timeout-s 2")
+    argv = flags(corpus, tmp_path / "run", "--phase-timeout-minutes 0.03")
     codes = start_script(2, argv, tmp_path / "log", stay_away)
     assert codes == [4, 0]
     assert "Is rank 0 up?" in (tmp_path / "log").read_text()
