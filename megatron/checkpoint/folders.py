@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -29,8 +28,7 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 LATEST = "latest"
 _CHECKPOINT = re.compile(r"step-\d{8,}(-\d+)?")
-_PROBE, _PROBE_S = ".probe-", 3600.0  # an older one is of a start that was killed
-_LEFTOVER = (".tmp-", ".deleted-", f".{LATEST}.tmp-", _PROBE)
+_LEFTOVER = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
 
 
 def checkpoints_in(source: Path) -> Path:
@@ -141,17 +139,12 @@ def read_latest(root: Path) -> str | None:
 def check_writable(root: Path) -> None:
     """Create ``root`` and write a probe file in it, so that a bad target is found at the start, not at the first save.
 
-    What killed probes have left there is removed.
-
     Raises:
         ConfigError: ``root`` cannot be created or written.
     """
     try:
         files.make_folder(root)
-        for left in root.glob(f"{_PROBE}*"):
-            if time.time() - left.stat().st_mtime > _PROBE_S:
-                left.unlink()
-        descriptor, probe = tempfile.mkstemp(prefix=_PROBE, dir=root)
+        descriptor, probe = tempfile.mkstemp(prefix=".probe-", dir=root)
         os.close(descriptor)
         try:
             files.write_bytes(Path(probe), b"probe")

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron import files, log
-from megatron.checkpoint import check_writable, manifest
+from megatron.checkpoint import check_writable
+from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.config import Config
 from megatron.errors import CheckpointError
+from megatron.training.own_job import has_saved, note_choice, noted_choice
 from megatron.training.rank_zero import by_rank_0
 from megatron.training.run_source import (
     NATIVE,
@@ -28,9 +30,8 @@ from megatron.training.run_source import (
     require_checkpoint,
     saved_in,
 )
+from megatron.training.shared_folder import check_shared
 from megatron.training.world import World
-
-_BY_LAUNCH = ".by-launch"  # runs/.by-launch/<run id>: the folder that a launch chose, for its restarts
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,25 @@ def choose(config: Config, name: str, world: World) -> Place:
 
     Raises:
         CheckpointError: --load or --resume finds no checkpoint.
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or not all nodes see it.
     """
 
     def chosen() -> Place:
         place = _chosen(config, name)
-        place = replace(place, checkpoint_format=format_of(place.folder, config.checkpoint))
+        source = None if place.source is None else place.source.absolute()
+        kind = format_of(place.folder, config.checkpoint)
+        place = replace(place, folder=place.folder.absolute(), source=source, checkpoint_format=kind)
         check_writable(place.folder)
+        if (checkpoints := place.folder / CHECKPOINTS).is_dir():
+            check_writable(checkpoints)
         if config.run.tensorboard_dir:
             check_writable(Path(config.run.tensorboard_dir))
         return place
 
-    return by_rank_0(world, chosen)
+    place = by_rank_0(world, chosen)
+    if not config.checkpoint.eval_only:
+        check_shared(place.folder, world)
+    return place
 
 
 def describe(folder: Path, config: Config, world: World) -> None:
@@ -118,23 +126,27 @@ def _git(root: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def job() -> str | None:
-    """Return the launcher's name for this job, which its restarts share; None without our launcher."""
-    return os.environ.get("MEGATRON_RUN_ID") or None
-
-
 def _chosen(config: Config, name: str) -> Place:
     flags = config.checkpoint
-    source = _source(config, name)
-    folder = Path(flags.save) if flags.save else None
-    if folder is None and source is not None and is_run_folder(source) and not flags.finetune:
-        folder = source  # the same run goes on in the same place
-    folder = folder or _kept_by_restarts(name)
+    noted = None if flags.save else noted_choice()
+    folder, source = noted or _by_flags(config, name)
+    if not flags.save and not noted:
+        note_choice(folder, source)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if is_restart and _has_saved(folder):
+    if is_restart and has_saved(folder):
         return Place(folder, folder, is_restart=True)
     goes_on = is_restart or flags.load_if_exists
     return Place(folder, source, begins_again=goes_on and not saved_in(folder))
+
+
+def _by_flags(config: Config, name: str) -> tuple[Path, Path | None]:
+    """Return the folder and the source that the flags mean; a new folder is made."""
+    flags, source = config.checkpoint, _source(config, name)
+    if flags.save:
+        return Path(flags.save), source
+    if source is not None and is_run_folder(source) and not flags.finetune:
+        return source, source  # the same run goes on in the same place
+    return _free(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), source
 
 
 def _source(config: Config, name: str) -> Path | None:
@@ -151,33 +163,6 @@ def _source(config: Config, name: str) -> Path | None:
         log.info(f"--load-if-exists: starting from scratch, since {error}")
         return None
     return source
-
-
-def _has_saved(folder: Path) -> bool:
-    """Return whether this job has saved into ``folder``, in which an earlier one may have, too."""
-    return job() is not None and any(_job_of(path) == job() for path in saved_in(folder))
-
-
-def _job_of(checkpoint: Path) -> str | None:
-    path = checkpoint / manifest.NAME
-    try:
-        return manifest.from_bytes(path.read_bytes(), path).state.get("job")
-    except (OSError, CheckpointError):
-        return None
-
-
-def _kept_by_restarts(name: str) -> Path:
-    """Return a new folder; where the launcher may restart the job, one that its next start finds again."""
-    launch = job()
-    if not launch or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        return _free(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    note = RUNS / _BY_LAUNCH / launch
-    if note.exists():
-        return Path(note.read_text().strip())
-    folder = _free(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    note.parent.mkdir(parents=True, exist_ok=True)
-    files.replace_bytes(note, str(folder).encode())
-    return folder
 
 
 def _free(folder: Path) -> Path:

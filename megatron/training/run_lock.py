@@ -21,8 +21,8 @@ from typing import Any
 
 from megatron import log
 from megatron.errors import ConfigError
+from megatron.training.own_job import job
 from megatron.training.rank_zero import by_rank_0
-from megatron.training.run_folder import job
 from megatron.training.world import World
 
 NAME = "run.lock"

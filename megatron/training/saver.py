@@ -22,9 +22,9 @@ from megatron.checkpoint.manifest import read_sequence
 from megatron.errors import CheckpointError
 from megatron.training import deepspeed_format
 from megatron.training.data_order import to_save
+from megatron.training.own_job import job
 from megatron.training.parts import Run
 from megatron.training.phases import LOADING, SAVING
-from megatron.training.run_folder import job
 from megatron.training.save_news import look, note_durable, note_failure, settle, tell
 from megatron.training.state import EVERYTHING, described, kept_by, restore, save_state
 

@@ -124,9 +124,3 @@ def test_a_file_in_place_of_the_target_is_found_at_the_start(tmp_path):
 def test_a_good_target_is_created_and_left_empty(tmp_path):
     check_writable(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
-    left, young = tmp_path / "a" / ".probe-killed", tmp_path / "a" / ".probe-other"
-    for probe in (left, young):
-        probe.touch()
-    os.utime(left, (0, 0))
-    check_writable(tmp_path / "a")
-    assert not left.exists() and young.exists()

@@ -151,10 +151,24 @@ SAVES = (
     ),
     Mutant(
         "a restart takes the checkpoint of an earlier job",
-        "megatron/training/run_folder.py",
+        "megatron/training/own_job.py",
         "job() is not None and any(_job_of(path) == job() for path",
         "any(True for path",
         (f"{RULES}::test_a_restart_goes_on_with_everything_from_what_its_own_job_has_saved",),
+    ),
+    Mutant(
+        "a restart takes the run that is the newest now",
+        "megatron/training/run_folder.py",
+        "noted or _by_flags(config, name)",
+        "_by_flags(config, name)",
+        (f"{RULES}::test_a_restart_takes_the_run_that_its_first_start_chose",),
+    ),
+    Mutant(
+        "a node that does not see the folder says nothing",
+        "megatron/training/shared_folder.py",
+        "platform.node() if is_blind else None",
+        "None",
+        (f"{RULES}::test_a_folder_that_a_node_does_not_see_is_found_at_the_start[1]",),
     ),
     Mutant(
         "a file that its holder has just removed counts as the lock",

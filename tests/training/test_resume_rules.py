@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import torch
 from megatron.checkpoint import TensorRecord, save
 from megatron.config import CheckpointConfig, Config
 from megatron.config.config import SECTIONS
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE
+from megatron.mpu.initialize import initialize_model_parallel
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
 from megatron.training import resume_rules, run_folder
 from megatron.training.resume_rules import RULES, check_tokenizer, layout_text, machine, settings_changed
 from megatron.training.run_folder import Place, _chosen
 from megatron.training.state import CHECKPOINTS, EVERYTHING, Taken
+from megatron.training.world import World
+from tests.harness import run_ranks
 
 
 def config(**flags: Any) -> Config:
@@ -167,3 +171,41 @@ def test_a_restart_finds_the_folder_that_its_first_start_made(place: Path, monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert _chosen(config(), "gpt2") == Place(first.folder, first.folder, is_restart=True)
     assert run_folder.newest_run("gpt2") == first.folder
+
+
+def test_a_restart_goes_on_with_the_run_that_its_first_start_chose(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_RUN_ID", "job-1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    save_as("job-0", place / "runs" / "gpt2-a")
+    first = _chosen(config(resume=True), "gpt2")
+    tuned = _chosen(config(resume=True), "gpt2")
+    save_as("job-2", place / "runs" / "gpt2-b")
+    os.utime(place / "runs" / "gpt2-b" / CHECKPOINTS / "step-00000001", (2**33, 2**33))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert first.source == Path("runs/gpt2-a") and _chosen(config(resume=True), "gpt2") == first == tuned
+    save_as("job-1", first.folder, 2)
+    assert _chosen(config(resume=True), "gpt2") == Place(first.folder, first.folder, is_restart=True)
+
+
+def _choose_as_node(rank: int, folder: Path, blind: int) -> Place | str:
+    """Choose as the only rank of a node of its own; ``blind`` does not see what the others write."""
+    node = World("cpu", torch.device("cpu"), initialize_model_parallel(), local_rank=0)
+    if rank == blind:
+        monkey = Path.exists
+        Path.exists = lambda path, **rest: ".probe-" not in path.name and monkey(path, **rest)  # type: ignore[method-assign]
+    try:
+        return run_folder.choose(config(save=str(folder)), "gpt2", node)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("blind", [-1, 1])
+def test_a_folder_that_a_node_does_not_see_is_found_at_the_start(blind: int, tmp_path: Path) -> None:
+    told = run_ranks(2, _choose_as_node, tmp_path / "run", blind)
+    assert told[0] == told[1] and list((tmp_path / "run").iterdir()) == []
+    if blind < 0:
+        assert told[0] == Place(tmp_path / "run")
+    else:
+        assert "--save must be a folder that all nodes share; node" in told[0]
