@@ -69,11 +69,13 @@ def test_a_failure_at_any_moment_leaves_no_folder_of_that_name(way: str, tmp_pat
     with FailAt(10**6, None) as counted:
         convert(tmp_path / "counted")
     last = len(counted.names) - 1 - counted.names[::-1].index("rename")  # what follows it flushes its name
+    commit = counted.names.index("rename")
+    harmless = range(commit + 1, commit + 6) if way == "import" else ()  # the checkpoint's name and the hint
 
     def fault() -> None:
         raise OSError("planted")
 
-    for k in range(0, last + 1, 1 if way == "export" else 5):
+    for k in set(range(0, last + 1, 1 if way == "export" else 5)) - set(harmless):
         with FailAt(k, fault), pytest.raises((ConfigError, CheckpointError), match="planted"):
             convert(tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["counted", "run", "theirs"]

@@ -173,9 +173,7 @@ def test_a_restart_finds_the_folder_that_its_first_start_made(place: Path, monke
     assert run_folder.newest_run("gpt2") == first.folder
 
 
-def test_a_restart_goes_on_with_the_run_that_its_first_start_chose(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_takes_the_run_that_its_first_start_chose(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_RUN_ID", "job-1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     save_as("job-0", place / "runs" / "gpt2-a")
