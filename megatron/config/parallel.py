@@ -70,7 +70,7 @@ class ParallelConfig:
     )
     phase_timeout_minutes: float = option(
         30.0,
-        "the same limit, in minutes, while data is opened and in the first step, loading, saving and evaluation",
+        "the same limit, in minutes, while ranks meet, open data, load, save and evaluate, and in the first step",
         above=0,
     )
 
