@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.kill_parts.moments import ALL, LAUNCHER, START, Moment, phase_of
+from benchmarks.kill_parts.moments import ALL, LAUNCHER, LOAD, START, Moment, phase_of
 from benchmarks.kill_parts.preload import MODULES
 from megatron.launch.__main__ import main
 from megatron.training import position
@@ -154,7 +154,9 @@ class Job:
 
 
 def _is_entry(before: str, now: str, phase: str) -> bool:
-    """Whether a rank has come into ``phase``; each step counts."""
+    """Whether a rank has come into ``phase``; each step counts. A load may be over before anybody looks."""
+    if phase == LOAD:
+        return phase_of(before) == START and phase_of(now) != START
     if phase_of(now) != phase:
         return False
     return phase_of(before) != phase or (now.startswith("step ") and now.split(",")[0] != before.split(",")[0])

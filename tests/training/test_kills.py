@@ -64,7 +64,7 @@ def kills_in_loads(number: int, num_ranks: int, draw: random.Random) -> Iterator
 @pytest.mark.parametrize("layout", ["one", pytest.param("t2p2", marks=pytest.mark.slow)])
 def test_a_load_that_is_killed_five_times_in_a_row_succeeds_at_last(layout: str, tokens: Path, tmp_path: Path) -> None:
     """Row A07."""
-    case, draw = Case(layout, steps=5), random.Random(7)
+    case, draw = Case(layout, steps=12), random.Random(7)
     whole = run_whole(case, tokens, tmp_path / "whole")
     outcome = run_killed(case, whole, tmp_path / "killed", draw, kills_in_loads(5, case.num_ranks, draw))
     assert_undisturbed(outcome, 6)

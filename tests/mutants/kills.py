@@ -1,0 +1,26 @@
+"""Mistakes that show when a run is killed: what it begins again, what forked ranks wait for, what is left behind."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+KILLS = "tests/training/test_kills.py"
+AT_EACH = f"{KILLS}::test_at_each_file_operation_of_each_rank_all_that_bears_a_checkpoints_name_is_whole"
+AMIDST = f"{KILLS}::test_a_run_goes_on_from_what_is_left_amidst_a_save"
+
+KILLED_RUNS = (
+    Mutant(
+        "a forked rank runs while the next one is forked",
+        "megatron/launch/ranks.py",
+        "                gate.wait()\n",
+        "                pass\n",
+        ("tests/launch/test_gate.py::test_no_rank_runs_before_the_last_one_is_forked",),
+    ),
+    Mutant(
+        "what a start killed before its first checkpoint has recorded stays",
+        "megatron/training/run_folder.py",
+        "begins_again=goes_on and not saved_in(folder)",
+        "begins_again=False",
+        ("tests/training/test_resume_rules.py::test_what_may_have_run_before_its_first_checkpoint_begins_again",),
+    ),
+)
