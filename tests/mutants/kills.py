@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-KILLS = "tests/training/test_kills.py"
-AT_EACH = f"{KILLS}::test_at_each_file_operation_of_each_rank_all_that_bears_a_checkpoints_name_is_whole"
-AMIDST = f"{KILLS}::test_a_run_goes_on_from_what_is_left_amidst_a_save"
+AT_EACH = (
+    "tests/training/test_kills.py::"
+    "test_at_each_file_operation_of_each_rank_all_that_bears_a_checkpoints_name_is_whole[async]"
+)
 
 KILLED_RUNS = (
     Mutant(
@@ -22,5 +23,12 @@ KILLED_RUNS = (
         "begins_again=goes_on and not saved_in(folder)",
         "begins_again=False",
         ("tests/training/test_resume_rules.py::test_what_may_have_run_before_its_first_checkpoint_begins_again",),
+    ),
+    Mutant(
+        "a checkpoint is put together under its own name",
+        "megatron/checkpoint/folders.py",
+        'return target.with_name(f".tmp-{target.name}-{os.getpid()}")',
+        "return target",
+        (AT_EACH,),
     ),
 )
