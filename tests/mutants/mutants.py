@@ -11,6 +11,7 @@ from tests.mutants.flips import FLIPPED
 from tests.mutants.generate import GENERATE
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.guard import GUARDED
+from tests.mutants.kills import KILLED_RUNS
 from tests.mutants.launch import LAUNCH
 from tests.mutants.legacy import LEGACY
 from tests.mutants.mixture import MIXTURE
@@ -19,6 +20,7 @@ from tests.mutants.overlap import OVERLAP
 from tests.mutants.packing import PACKING
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.reading import READING
+from tests.mutants.reasons import TOLD
 from tests.mutants.resumed import RESUMED
 from tests.mutants.rows import ROWS
 from tests.mutants.saves import SAVES
@@ -39,5 +41,5 @@ IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
-IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS)
+IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
 MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER, *IN_FAULTS)
