@@ -18,11 +18,11 @@ PACK = {".gz": gzip.compress, ".zst": zstandard.compress}
 @pytest.mark.parametrize(
     "name, content, text",
     [
-        ("c.jsonl", gzip.compress(b"x"), "looks like gzip; give it a name that ends in .gz"),
+        ("c.jsonl", gzip.compress(b"x", mtime=0), "looks like gzip; give it a name that ends in .gz"),
         ("c.jsonl", zstandard.compress(b"x"), "looks like zstandard; give it a name that ends in .zst"),
         ("c.jsonl.gz", b'{"text": "a"}\n', "must be what its name says, .gz; its first bytes are 7b 22.*take .gz off"),
-        ("c.jsonl.gz", gzip.compress(b"%PDF-1.7"), "(decompressed) must be UTF-8 text; it looks like PDF"),
-        ("c.tar.gz", gzip.compress(bytes(257) + b"ustar\x0000"), "looks like tar; unpack it"),
+        ("c.jsonl.gz", gzip.compress(b"%PDF-1.7", mtime=0), "(decompressed) must be UTF-8 text; it looks like PDF"),
+        ("c.tar.gz", gzip.compress(bytes(257) + b"ustar\x0000", mtime=0), "looks like tar; unpack it"),
         ("c.txt", b"\xfd7zXZ\x00", "looks like xz; unpack it: xz -d"),
         ("c.txt", b"BZh91AY", "looks like bzip2"),
         ("c.txt", b"PK\x03\x04", "looks like zip"),
