@@ -28,6 +28,7 @@ def test_a_few_contenders_from_options_to_files(tmp_path) -> None:
     assert (tmp_path / "table.txt").read_text().count("ours 1f1b") >= 2 and (tmp_path / "speed.png").exists()
 
 
+@pytest.mark.slow
 def test_a_t5_from_options_to_files(tmp_path) -> None:
     result = run(tmp_path, "--model", "t5", "--micro-batches", "8", "--cuts", "1", "--only", "side", "1f1b", "zb-h1")
     case = result["cases"]["t5 m=8"]

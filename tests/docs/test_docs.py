@@ -151,7 +151,9 @@ def check_command(words: list[str]) -> None:
     elif script == "-m" and flags[0] == "megatron.launch":
         options = parse_launch(flags[1:], env={"DS_ACCELERATOR": "cpu"})
         if options.script == "tools/generate.py":
-            with mock.patch.dict(os.environ, {"WORLD_SIZE": str(options.nproc_per_node)}):
+            size = {"WORLD_SIZE": str(options.nproc_per_node)}
+            asked = {"RANK": "1"} if options.stdin else {}  # rank 0 looks at its standard input, which a test has not
+            with mock.patch.dict(os.environ, {**size, **asked}):
                 generate.parse_args("", options.script_args)
         else:
             parse(options.script_args, world_size=options.nproc_per_node)

@@ -101,7 +101,8 @@ def test_a_resumed_run_equals_one_that_never_stopped_in_either_engine(tmp_path: 
     assert (tmp_path / "ours-ours" / "latest").read_text() == "global_step2"
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_bf16_with_zero_1_resumes_in_either_engine(tmp_path: Path, ranks: int) -> None:
     preload_zero()
     _check_continued(run_ranks(ranks, _continued, str(tmp_path), HALF, 2, PAIRS[1:]))
@@ -128,7 +129,7 @@ def _load_elsewhere(rank: int, place: str, num_stages: int, toy: Toy, options: d
 
 
 @pytest.mark.parametrize(
-    ("toy", "saver"), [(TOY, "stock"), (TOY, "ours"), (HALF, "stock")],
+    ("toy", "saver"), [(TOY, "stock"), (TOY, "ours"), pytest.param(HALF, "stock", marks=pytest.mark.slow)],
     ids=["fp32 tied of stock", "fp32 tied of ours", "bf16 zero-1"],
 )  # fmt: skip
 def test_weights_load_on_another_number_of_stages_and_optimizer_states_do_not(

@@ -26,6 +26,7 @@ def test_a_pipeline_of_two_stages_with_two_chunks_each_is_equal(capfd: pytest.Ca
     assert "allowed" in told
 
 
+@pytest.mark.slow
 def test_t5_in_three_stages_with_the_seam_by_hand_is_equal_with_dropout(capfd: pytest.CaptureFixture[str]) -> None:
     sizes = "--hidden-size 16 --num-attention-heads 2 --enc-seq-length 16 --enc-layers 1 --dec-layers 2 --steps 2"
     layout = "--pipe-parallel-size 3 --pipeline-split-rank 1 --reset-attention-mask --layout-independent-dropout"
