@@ -117,6 +117,11 @@ class Guard:
         return reason
 
     @property
+    def may_go_back(self) -> bool:
+        """True amidst bad steps that may lead back to the checkpoint before them."""
+        return self.settings.stability_guard == "rollback" and self.history.streak > 0
+
+    @property
     def is_out_of_patience(self) -> bool:
         """True once there have been as many bad steps in a row as --stability-patience says."""
         return self.history.streak >= self.settings.stability_patience

@@ -28,7 +28,8 @@ from megatron.training.world import World
 class Run:
     """All parts of one run on this rank. ``screen``, ``metrics``, ``rates`` and ``journal`` are on rank 0 only.
 
-    ``tokenizer`` is the identity of the run's, where it names one.
+    ``tokenizer`` is the identity of the run's, where it names one. ``loaded`` is the checkpoint that the run started
+    from, ``origin`` the same where everything was taken from it.
     """
 
     config: Config
@@ -40,6 +41,7 @@ class Run:
     stop: StopRequests
     progress: Progress = field(default_factory=Progress)
     loaded: Path | None = None
+    origin: Path | None = None
     saved: Path | None = None
     saved_step: int = -1
     last_loss: float | None = None

@@ -35,6 +35,7 @@ def load(run: Run, place: Place) -> None:
     if taken.optimizer:
         run.guard.load(state.get("guard"))
     run.loaded = checkpoint.path
+    run.origin = checkpoint.path if taken == EVERYTHING else None
     if is_same_run(run, place):
         run.saved, run.saved_step = checkpoint.path, run.progress.step
         run.saves.branch = Branch.of(state)

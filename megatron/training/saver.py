@@ -11,11 +11,12 @@ checkpoint that a kill cannot take away any more.
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import Checkpoint, Staged, open_latest
+from megatron.checkpoint import Checkpoint, Staged, open_checkpoint, open_latest
 from megatron.checkpoint.folders import CHECKPOINTS, last_sequence, named, step_of
 from megatron.checkpoint.keeping import UNASKED, Keep
 from megatron.checkpoint.manifest import read_sequence
@@ -116,7 +117,7 @@ def load_back(run: Run, up_to_step: int) -> Path:
             taken=EVERYTHING,
         )
     run.guard.load(checkpoint.state.get("guard"))
-    if run.world.rank == 0:
+    if run.world.rank == 0 and checkpoint.path.parent == run.folder / CHECKPOINTS:
         run.saves.branch.go_on_from(checkpoint.sequence, last_sequence(named(checkpoint.path.parent)))
     run.saved, run.saved_step = checkpoint.path, run.progress.step
     if run.metrics is not None:
@@ -127,7 +128,7 @@ def load_back(run: Run, up_to_step: int) -> Path:
 
 
 def _newest_of(run: Run, up_to_step: int) -> Checkpoint:
-    """Return the newest checkpoint of this run of at most ``up_to_step`` that verifies. Collective."""
+    """Return the newest checkpoint of this run of at most ``up_to_step`` that verifies, else its origin. Collective."""
     root = run.folder / CHECKPOINTS
 
     def is_on_the_way(path: Path) -> bool:
@@ -137,6 +138,8 @@ def _newest_of(run: Run, up_to_step: int) -> Checkpoint:
     try:
         return open_latest(root, run.world.grid.host, accept=is_on_the_way)
     except CheckpointError as error:
+        if run.origin is not None and step_of(run.origin) <= up_to_step:
+            return open_checkpoint(run.origin, run.world.grid.host)
         raise CheckpointError(
             f"no checkpoint of this run up to step {up_to_step} in {root} to go back to: {error}. "
             "--save-interval N or --save-interval-minutes M saves more often"
@@ -165,6 +168,11 @@ def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
         note_durable(run, step, written, f"saved {written}", {"durable_s": stall_s, **stall})
 
 
+def _left_alone(run: Run) -> int:
+    """Return up to which sequence number checkpoints stay: amidst bad steps all, since one of them is the way back."""
+    return sys.maxsize if run.guard.may_go_back else run.saves.branch.earlier
+
+
 def _write(run: Run, is_unasked: bool) -> Path | Staged:
     """Write the checkpoint of now, or stage it. Collective."""
     branch, unasked = run.saves.branch, {UNASKED: True} if is_unasked else {}
@@ -179,9 +187,9 @@ def _write(run: Run, is_unasked: bool) -> Path | Staged:
     }
     if run.config.checkpoint.is_deepspeed:
         flags, state = run.config.checkpoint, described(run.progress, **said)
-        keep = Keep(flags.keep_last, None, run.loaded, kept_by(flags)["keep_unasked"], branch.earlier)
+        keep = Keep(flags.keep_last, None, run.loaded, kept_by(flags)["keep_unasked"], _left_alone(run))
         return deepspeed_format.save(run.folder, run.progress.step, state, run.engine.engine, run.world, keep=keep)
-    given = {**said, "module": run.engine.module, "loaded": run.loaded, "earlier": branch.earlier}
+    given = {**said, "module": run.engine.module, "loaded": run.loaded, "earlier": _left_alone(run)}
     if background is None:
         return save_state(run.folder, run.progress, **given)
 

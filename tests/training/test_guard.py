@@ -215,16 +215,24 @@ def test_bad_steps_lead_back_to_a_good_checkpoint_and_behind_their_data(
 
 @pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 8], ids=["ahead", "in between"])
 def test_a_stopped_run_goes_back_where_an_undisturbed_one_does(stop: int, corpus: Path, tmp_path: Path) -> None:
-    """The window, the count of bad steps and the journal are part of a checkpoint."""
-    plant = spoil([28, 32], 1e3)
-    train(1, corpus, tmp_path / "whole", f"{BACK} --save-interval 4", plant)
+    """The window, the count of bad steps and the journal are part of a checkpoint; the way back is not deleted."""
+    plant, back = spoil([28, 32], 1e3), f"{BACK} --save-interval 4 --keep-last 1"
+    train(1, corpus, tmp_path / "whole", back, plant)
     whole = read_journal(tmp_path / "whole" / NAME)
     assert [r["event"] for r in whole] == ["skipped", "skipped", "went back"] and whole[2]["to_step"] == 4
     cut = tmp_path / "cut"
-    assert train(1, corpus, cut, f"{BACK} --save-interval 4 --exit-interval {stop}", plant)[0].was_stopped
-    train(1, corpus, cut, f"{BACK} --save-interval 4 --load {cut}", plant)
+    assert train(1, corpus, cut, f"{back} --exit-interval {stop}", plant)[0].was_stopped
+    train(1, corpus, cut, f"{back} --load {cut}", plant)
     assert read_journal(cut / NAME) == whole
     assert records(cut) == records(tmp_path / "whole")
+
+
+def test_the_way_back_may_lead_to_where_the_run_came_from(corpus: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert train(1, corpus, one, f"{BACK} --exit-interval 6")[0].was_stopped
+    (seen,) = train(1, corpus, other, f"{BACK} --save-interval 99 --load {one}", spoil([24, 28], math.nan))
+    assert seen.steps == [6, 7, *range(6, 12)] and not seen.error
+    assert read_journal(other / NAME)[2]["to_step"] == 6
 
 
 def test_a_way_back_that_does_not_help_ends(corpus: Path, tmp_path: Path) -> None:
