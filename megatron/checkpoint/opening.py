@@ -67,7 +67,9 @@ def _candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]
         return [root]
     found = [path for path in folders.in_turn(folders.named(root)) if accept is None or accept(path)]
     if not found:
-        raise CheckpointError(f"no checkpoint found in {root}: a checkpoint is a folder like step-00000020")
+        theirs = sorted(path.name for path in root.glob("global_step*"))
+        other = f"; {theirs[-1]} is in DeepSpeed's format, which training alone reads (--load)" if theirs else ""
+        raise CheckpointError(f"no checkpoint found in {root}: a checkpoint is a folder like step-00000020{other}")
     return found
 
 

@@ -76,9 +76,12 @@ def test_latest_is_a_hint_only_and_the_next_save_mends_it(two, hint, warnings):
 def test_no_folder_an_empty_one_a_file_or_only_broken_ones_end_the_job_with_code_3(tmp_path, two, warnings):
     empty = tmp_path / "empty"
     empty.mkdir()
+    other = tmp_path / "other"
+    (other / "global_step20").mkdir(parents=True)
     for path, told in [
         (tmp_path / "typo", "typo is not there"),
         (empty, f"no checkpoint found in {empty}"),
+        (other, "global_step20 is in DeepSpeed's format, which training alone reads"),
         (two, "is a file"),
     ]:
         with pytest.raises(CheckpointError, match=told) as caught:
