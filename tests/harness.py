@@ -7,6 +7,7 @@ its traceback. Children are waited for and ended by their own ids; nothing is le
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -22,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 20
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 class RankFailure(AssertionError):
@@ -72,6 +75,7 @@ def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # no rank outlives the test run that it is of
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
             DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", MASTER_PORT="0",
