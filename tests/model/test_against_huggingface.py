@@ -142,7 +142,7 @@ def theirs(parts, names):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]} {'tied' if kind[1] else 'untied'} {kind[2]}")
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind, size):
     _, before, logits, loss, gradients, after = reference(kind)
     ranks = seen(size)[kind]

@@ -103,7 +103,7 @@ SAVES = (
     Mutant(
         "a run deletes the checkpoints of an earlier one",
         "megatron/training/saver.py",
-        '"loaded": run.loaded, "earlier": branch.earlier}',
+        '"loaded": run.loaded, "earlier": _left_alone(run)}',
         '"loaded": run.loaded}',
         (BACK,),
     ),

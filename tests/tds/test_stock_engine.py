@@ -106,6 +106,7 @@ def _half_loss(output: torch.Tensor, labels: Any) -> torch.Tensor:
     return ((output.float() - labels[0].float()) ** 2).mean()
 
 
+@pytest.mark.slow
 def test_bf16_with_zero_1_trains_as_deepspeeds_engine_does() -> None:
     preload_zero()
     for stock, ours in run_ranks(4, _bf16):

@@ -16,6 +16,7 @@ TOOL = Path(check_layout.__file__)
 SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --steps 2".split()
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_two_stages_with_two_chunks_each_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
     layout = "--pipe-parallel-size 2 --pipeline-chunks 2".split()
     command = [sys.executable, str(TOOL), *SMALL, *layout, "--num-layers", "4"]

@@ -69,7 +69,7 @@ def tags(folder: Path) -> list[str]:
     ("tensor", "pipe", "world_size", "more"),
     [
         (1, 1, 2, "--bf16"),
-        (2, 2, 4, ""),
+        pytest.param(2, 2, 4, "", marks=pytest.mark.slow),
         pytest.param(1, 2, 4, "--bf16 --pipeline-chunks 1", marks=pytest.mark.slow),
         pytest.param(2, 1, 4, "--optimizer sgd", marks=pytest.mark.slow),
     ],
