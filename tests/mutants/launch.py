@@ -41,14 +41,6 @@ LAUNCH = (
         refuses=True,
     ),
     Mutant(
-        "a signal for a rank that has just been forked is lost in the launcher's handler",
-        "megatron/launch/ranks.py",
-        "signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)",
-        "signal.pthread_sigmask(signal.SIG_BLOCK, ())",
-        (f"{RESTARTS}::test_a_signal_before_the_ranks_can_save",),
-        refuses=True,
-    ),
-    Mutant(
         "a rank ends with the warning that its launcher has heard before",
         "megatron/launch/signals.py",
         "        if number == WARNING and self.seen:\n",

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from megatron.checkpoint.first import save_first
 from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.checkpoint.hf import folder as hf_folder
 from megatron.checkpoint.hf import settings, tensors, tokens
-from megatron.checkpoint.records import TensorRecord
-from megatron.checkpoint.saving import save
-from megatron.checkpoint.whole import WEIGHTS
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.mpu.groups import SINGLE
-from megatron.mpu.shard import Shard
-from megatron.mpu.topology import Topology
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer's files in the run folder
 NO_OPTIMIZER = "none (weights of a Hugging Face folder)"
@@ -50,30 +42,3 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
         ids = {name: theirs[name] for name in _IDS if isinstance(theirs.get(name), int)}
         saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, {"hugging_face_ids": ids})
     return output / CHECKPOINTS / saved.name, config
-
-
-def save_first(root: Path, weights: dict[str, torch.Tensor], config: Config, origin: str, more: dict[str, Any]) -> Path:
-    """Write the checkpoint of step 0 of a model whose weights come from elsewhere; return its path.
-
-    Args:
-        origin: stands where a run names its optimizer.
-        more: further entries of the state.
-    """
-    records = [TensorRecord(WEIGHTS + name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]
-    return save(root, 0, records, {**_state(config, origin), **more}, SINGLE)
-
-
-def _state(config: Config, origin: str) -> dict[str, Any]:
-    """Return what ``megatron.training.state`` saves, of a run that has not taken a step."""
-    return {
-        "progress": {"step": 0, "updates": 0, "samples_consumed": 0},
-        "scaler": {},
-        "optimizer": origin,
-        "optimizer_steps": 0,
-        "model": config.identity(),
-        "config": config.to_dict(),
-        "layout": asdict(Topology(pipe=1, data=1, tensor=1)),
-        "data_fingerprint": None,
-        "data_order": None,
-        "torch": torch.__version__,
-    }

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.first import save_first
 from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.checkpoint.hf import folder as folders
-from megatron.checkpoint.hf.importing import save_first
 from megatron.checkpoint.hf.tensors import require_own
 from megatron.checkpoint.legacy import weights as legacy
 from megatron.checkpoint.legacy.find import find
