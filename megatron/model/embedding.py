@@ -1,4 +1,4 @@
-"""Word and position embedding."""
+"""Word and position embedding, and words alone."""
 
 from __future__ import annotations
 
@@ -47,4 +47,25 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens) + self.position(position_ids)  # [b, s, h]
         x = x.transpose(0, 1).contiguous()  # [s, b, h]
+        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+
+
+class WordEmbedding(nn.Module):
+    """The embedding of words, with dropout, for models whose positions are in their attention.
+
+    Shapes:
+        tokens [b, s]
+        output [s, b, h]
+    """
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+        )
+        self.hidden_dropout = sizes.hidden_dropout
+        self.streams = place.streams
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.word(tokens).transpose(0, 1).contiguous()  # [s, b, h]
         return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")

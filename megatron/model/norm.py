@@ -15,14 +15,17 @@ class LayerNorm(nn.Module):
     Shapes:
         input, output [..., h]
 
+    Args:
+        bias: shift; False: scale alone.
+
     Source: Ba et al. 2016, "Layer normalization".
     """
 
-    def __init__(self, hidden_size: int, epsilon: float) -> None:
+    def __init__(self, hidden_size: int, epsilon: float, bias: bool = True) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.bias = nn.Parameter(torch.zeros(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.epsilon)
