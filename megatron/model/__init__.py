@@ -11,11 +11,14 @@ from typing import Any
 _HOME = {
     "GPT2Model": "gpt2",
     "T5Model": "t5",
+    "MptModel": "mpt",
     "Sizes": "sizes",
     "T5Sizes": "sizes",
+    "MptSizes": "sizes",
     "Place": "sizes",
     "sizes_from": "sizes",
     "t5_sizes_from": "sizes",
+    "mpt_sizes_from": "sizes",
 }
 
 

@@ -61,6 +61,15 @@ class T5Sizes(Sizes):
         return self.position_embedding_type == "relative"
 
 
+@dataclass(frozen=True, kw_only=True)
+class MptSizes(Sizes):
+    """Sizes of an MPT: no biases, no table of positions."""
+
+    hidden_bias: bool = False
+    alibi_bias_max: float = 8.0
+    clip_qkv: float = 0.0  # queries, keys and values are brought into -clip_qkv ... clip_qkv; 0: they are not
+
+
 def sizes_from(values: Any, **overrides: Any) -> Sizes:
     """Return the sizes held by ``values`` (a configuration section or an object with the same names)."""
     return Sizes(**{**_held(Sizes, values), **overrides})
@@ -69,6 +78,11 @@ def sizes_from(values: Any, **overrides: Any) -> Sizes:
 def t5_sizes_from(model: Any, t5: Any, **overrides: Any) -> T5Sizes:
     """Return the sizes held by the configuration sections ``model`` and ``t5``."""
     return T5Sizes(**{**_held(T5Sizes, model), **_held(T5Sizes, t5), **overrides})
+
+
+def mpt_sizes_from(model: Any, mpt: Any, **overrides: Any) -> MptSizes:
+    """Return the sizes held by the configuration sections ``model`` and ``mpt``."""
+    return MptSizes(**{**_held(MptSizes, model), **_held(MptSizes, mpt), **overrides})
 
 
 def _held(kind: Any, values: Any) -> dict[str, Any]:

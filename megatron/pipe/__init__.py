@@ -8,7 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME = {"GPT2ModelPipe": "gpt2", "T5ModelPipe": "t5", "pipe_topology": "topology"}
+_HOME = {
+    "GPT2ModelPipe": "gpt2",
+    "T5ModelPipe": "t5",
+    "MptModelPipe": "mpt",
+    "pipe_topology": "topology",
+}
 
 
 def __getattr__(name: str) -> Any:
