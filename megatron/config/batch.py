@@ -34,7 +34,7 @@ class BatchConfig:
         256,
         "tokens of a sample",
         minimum=1,
-        family="gpt2",
+        families=("gpt2", "llama", "mpt", "bert"),
         elsewhere="T5 has two lengths; use --enc-seq-length and --dec-seq-length",
     )
     train_iters: int = option(200, "optimizer steps of the run; 0: no step, evaluate and save only", minimum=0)

@@ -11,11 +11,15 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.config.batch import BatchConfig
+from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.family import FamilyConfig
+from megatron.config.llama import LlamaConfig
 from megatron.config.model import ModelConfig
+from megatron.config.mpt import MptConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.option import Option, options_of, require_family
+from megatron.config.option import FAMILIES, Option, options_of, require_family
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
@@ -27,6 +31,9 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
     {
         "model": ModelConfig,
         "t5": T5Config,
+        "llama": LlamaConfig,
+        "mpt": MptConfig,
+        "bert": BertConfig,
         "parallel": ParallelConfig,
         "batch": BatchConfig,
         "optimizer": OptimizerConfig,
@@ -37,7 +44,10 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "run": RunConfig,
     }
 )
-"""Name in ``Config`` -> dataclass; the groups of --help, in this order. The first two say what the model is."""
+"""Name in ``Config`` -> dataclass; the groups of --help, in this order.
+
+A section with the name of a family counts in that family only; with "model" it says what the model is.
+"""
 
 IDENTITY = (
     "num_layers",
@@ -51,15 +61,7 @@ IDENTITY = (
     "untie_embeddings",
     "activation",
 )
-"""Fields of the model that two runs must share for one's weights to fit the other."""
-T5_IDENTITY = (
-    "enc_layers",
-    "dec_layers",
-    "position_embedding_type",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-)
-"""The same of T5's own section; its numbers of layers stand for ``num_layers``."""
+"""Fields of the model that two runs must share for one's weights to fit the other; a family may add and leave out."""
 
 RANK_BOUND = ("local_rank",)
 """Fields that differ between the ranks of one job; they are in no dictionary that ranks compare."""
@@ -67,11 +69,14 @@ RANK_BOUND = ("local_rank",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One of each section, and what was said while reading them; ``t5`` counts where ``family`` is "t5" only."""
+    """One of each section, and what was said while reading them; of the families' sections only its own counts."""
 
     family: str = "gpt2"
     model: ModelConfig = field(default_factory=ModelConfig)
     t5: T5Config = field(default_factory=T5Config)
+    llama: LlamaConfig = field(default_factory=LlamaConfig)
+    mpt: MptConfig = field(default_factory=MptConfig)
+    bert: BertConfig = field(default_factory=BertConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -88,13 +93,10 @@ class Config:
 
     def __post_init__(self) -> None:
         require_family(self.family)
-        if self.is_t5:
-            t5 = self.t5.resolved(
-                self.model.num_layers, has_sets=bool(self.data.flag_of_set), cuts_spans=self.data.cuts_spans
-            )
-            object.__setattr__(self, "t5", t5)
-        has_positions = not (self.is_t5 and self.t5.has_relative_positions)
-        if has_positions and not self.model.max_position_embeddings:
+        own = self.own.resolved(self.model, self.data)
+        if self.family in SECTIONS:
+            object.__setattr__(self, self.family, own)
+        if own.has_max_positions and not self.model.max_position_embeddings:
             model = replace(self.model, max_position_embeddings=max(self.sequence_lengths))
             object.__setattr__(self, "model", model)
         if not self.optimizer.lr_decay_iters:
@@ -103,7 +105,7 @@ class Config:
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any], **others: Any) -> Config:
-        """Return a Config from flat field names to values; what is missing takes its default.
+        """Return a Config from flat field names to values; what is missing takes its default in the family.
 
         Raises:
             TypeError: a name that no section has.
@@ -111,6 +113,7 @@ class Config:
         unknown = values.keys() - {option.name for _, option in all_options()}
         if unknown:
             raise TypeError(f"each name must be a field of a section, got {', '.join(sorted(unknown))}")
+        values = {**defaults_of(others.get("family", "gpt2")), **values}
         sections = {
             name: section(**{o.name: values[o.name] for o in options_of(section) if o.name in values})
             for name, section in SECTIONS.items()
@@ -118,7 +121,13 @@ class Config:
         return cls(**sections, **others)
 
     @property
+    def own(self) -> FamilyConfig:
+        """The section of this family; of GPT-2, which has none, an empty one."""
+        return getattr(self, self.family) if self.family in SECTIONS else FamilyConfig()
+
+    @property
     def is_t5(self) -> bool:
+        """Whether it is the one family with an encoder and a decoder."""
         return self.family == "t5"
 
     @property
@@ -143,15 +152,14 @@ class Config:
 
     def sections(self) -> dict[str, Any]:
         """Return name -> section of those that count for this family."""
-        return {name: getattr(self, name) for name in SECTIONS if name != "t5" or self.is_t5}
+        return {name: getattr(self, name) for name in SECTIONS if name not in FAMILIES or name == self.family}
 
     def identity(self) -> dict[str, Any]:
         """Return what two models must share for one's weights to fit the other."""
-        sizes = {name: getattr(self.model, name) for name in IDENTITY}
-        if not self.is_t5:
-            return sizes
-        del sizes["num_layers"]
-        return {"family": self.family, **sizes, **{name: getattr(self.t5, name) for name in T5_IDENTITY}}
+        own = self.own
+        sizes = {name: getattr(self.model, name) for name in IDENTITY if name not in own.NO_IDENTITY}
+        family = {"family": self.family} if self.family in SECTIONS else {}  # the first checkpoints of GPT-2 name none
+        return {**family, **sizes, **{name: getattr(own, name) for name in own.IDENTITY}}
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain data for JSON, the same on every rank."""
@@ -219,6 +227,17 @@ class Config:
 def all_options() -> tuple[tuple[str, Option], ...]:
     """Return (section, option) for every flag of ours."""
     return tuple((name, item) for name, section in SECTIONS.items() for item in options_of(section))
+
+
+def defaults_of(family: str) -> Mapping[str, Any]:
+    """Return field -> its default in ``family``, of those that differ from the other families'.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    require_family(family)
+    section = SECTIONS.get(family)
+    return section.DEFAULTS if section is not None and issubclass(section, FamilyConfig) else {}
 
 
 def _attribute(flag: str) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron import mixtures, spans
-from megatron.config.option import option
+from megatron.config.option import DECODERS, option
 
 OWN_DATA = "none"
 """As --data-path: the script brings its own data, and no file is looked for."""
@@ -26,7 +26,7 @@ TOKENIZERS = ("TokenizersJSON", "GPT2BPETokenizer", "SentencePiece", "T5Sentence
 """``megatron.tokenizer.TYPES``, which is on the same floor; a test holds them equal."""
 
 _paths = partial(option, None, join=mixtures.join_words)
-_gpt2 = partial(option, family="gpt2")
+_decoder = partial(option, families=DECODERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,37 +74,47 @@ class DataConfig:
         minimum=0,
     )
     prefetch_factor: int = option(2, "micro-batches that each of these processes reads ahead", minimum=1)
-    packing: str = _gpt2(
+    packing: str = _decoder(
         "concat",
         "concat: documents end to end, cut into samples; best-fit: whole documents into samples that they fill, kept "
         "apart",
         choices=("concat", "best-fit"),
         elsewhere="T5 cuts its texts out of documents end to end; leave it out",
+        elsewhere_in={"bert": "BERT's samples are pairs of texts; leave it out"},
     )
-    fim_rate: float = _gpt2(
+    fim_rate: float = _decoder(
         0.0,
         "share of documents whose middle is moved to the end (fill in the middle)",
         minimum=0,
         maximum=1,
         elsewhere="T5 fills gaps anyway; leave it out",
+        elsewhere_in={"bert": "BERT fills gaps anyway; leave it out"},
     )
-    fim_spm_rate: float = _gpt2(
+    fim_spm_rate: float = _decoder(
         0.5,
         "share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle",
         minimum=0,
         maximum=1,
         elsewhere="T5 fills gaps anyway; leave it out",
+        elsewhere_in={"bert": "BERT fills gaps anyway; leave it out"},
     )
-    reset_position_ids: bool = _gpt2(
+    reset_position_ids: bool = _decoder(
         False,
         "count positions from 0 after each end of document",
         elsewhere="T5 keeps documents apart by --reset-attention-mask alone; use that",
+        elsewhere_in={"bert": "a sample of BERT's is of one document or a pair; leave it out"},
     )
-    reset_attention_mask: bool = option(False, "no attention across the end of a document")
-    eod_mask_loss: bool = _gpt2(
+    reset_attention_mask: bool = option(
+        False,
+        "no attention across the end of a document",
+        families=(*DECODERS, "t5"),
+        elsewhere="a sample of BERT's is of one document or a pair; leave it out",
+    )
+    eod_mask_loss: bool = _decoder(
         False,
         "no loss on the end-of-document token",
         elsewhere="T5 learns the one end of its targets, and no document's end but those in masked spans; leave it out",
+        elsewhere_in={"bert": "BERT has a loss on masked tokens alone; leave it out"},
     )
 
     @property

@@ -35,7 +35,9 @@ def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
         if name not in options:
             found.problems.append(unknown("name in the defaults of pretrain():", name, options))
         elif not options[name].acts_in(found.family):
-            found.problems.append(f"{name} in the defaults of pretrain() is refused: {options[name].elsewhere}")
+            found.problems.append(
+                f"{name} in the defaults of pretrain() is refused: {options[name].advice(found.family)}"
+            )
         elif problem := options[name].problem(value, f"the default of {name}"):
             found.problems.append(problem)
         else:

@@ -16,7 +16,8 @@ Made by `python -m megatron.config.flags_doc > docs/flags.md`; do not edit.
 
 A value comes from its flag, else from the JSON of `--deepspeed_config`, else from the flags in the environment variable
 MEGATRON_DEFAULTS, else from the script (`pretrain(args_defaults=...)`; pretrain_t5.py: `--activation relu` and
-`--layernorm-epsilon 1e-6`), else it is the default. A flag that is given and a JSON value that differ are an error;
+`--layernorm-epsilon 1e-6`), else from the family (LLaMA: `--activation gated-silu`, an untied head, no dropout; MPT: no
+dropout), else it is the default. A flag that is given and a JSON value that differ are an error;
 "auto" in the JSON means the flag or the default. The last of a repeated flag holds. Flags are not abbreviated. Every
 mistake of a command line is reported at once, with exit code 2; a flag that could not act is an error or, where scripts
 pass it by habit, a note at the start.
@@ -29,7 +30,7 @@ KINDS = """
 * **honoured**: sets the field that is named.
 * **alias**: another name of an honoured flag.
 * **already so**: accepted; what it asks for always holds, which the log says once.
-* **refused**: an error that says what to use instead. So is a flag of one model in a run of the other.
+* **refused**: an error that says what to use instead. So is a flag of one model in a run of another.
 """
 
 JSON_HEAD = """
@@ -68,20 +69,31 @@ def _honoured(flag: str, section: str, option: Option) -> tuple[str, str]:
         return "alias", f"of `{option.flag}`"
     if flag in option.constants:
         return "honoured", f"`{section}.{option.name}` = {option.constants[flag]}"
-    others = f"; in {FAMILIES[option.family]} only, elsewhere refused: {option.elsewhere}" if option.family else ""
-    return "honoured", f"`{section}.{option.name}`{others}"
+    return "honoured", f"`{section}.{option.name}`{_elsewhere(option)}"
+
+
+def _elsewhere(option: Option) -> str:
+    """Return in which families ``option`` acts, and what the others are told."""
+    if not option.families:
+        return ""
+    told = [f"; {FAMILIES[family]}: {advice}" for family, advice in option.elsewhere_in.items()]
+    return f"; in {_names(option)} only, elsewhere refused: {option.elsewhere}{''.join(told)}"
+
+
+def _names(option: Option) -> str:
+    return ", ".join(FAMILIES[family] for family in option.families)
 
 
 def lines() -> Iterator[str]:
     """Yield the lines of docs/flags.md."""
     yield HEAD
-    yield "## What can be set\n\nA flag of one model only names it.\n"
+    yield "## What can be set\n\nA flag of some models only names them.\n"
     yield "| flag | other names | model | value | default | meaning |"
     yield "|---|---|---|---|---|---|"
     for _, option in all_options():
         names = [f"`{flag}`" for flag in option.flags]
         value = "" if option.kind == "bool" else _cell(option.shown_kind)
-        model, default = FAMILIES.get(option.family, ""), _cell(option.shown_default)
+        model, default = _names(option), _cell(option.shown_default)
         yield f"| {names[0]} | {' '.join(names[1:])} | {model} | {value} | {default} | {_cell(option.help)} |"
     yield "\n## Flags of CPM-Pretrain\n" + KINDS
     yield from _rows(list(CPM_FLAGS))

@@ -30,7 +30,6 @@ ALREADY_SO = {
 """Flag without a value -> why what it asks for always holds."""
 
 _REALM = "REALM and ICT are not part of this project"
-_BERT = "BERT is not trained by this script; nothing here reads it"
 _AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
 _RECOMPUTE = "recompute is our own, with the random states of the first pass; use --checkpoint-activations"
 _ZERO = "ZeRO is switched by --zero-stage 0 or 1, or zero_optimization.stage of the JSON; leave it out"
@@ -49,8 +48,6 @@ CPM_REFUSED = {
     "--no-save-rng": "random states take a few kilobytes and are always saved; --no-load-rng leaves them out",
     "--fp16-lm-cross-entropy": "the loss is always computed in fp32, for its sum would overflow; leave it out",
     "--lazy-mpu-init": "process groups are made at the start; leave it out",
-    "--mask-prob": _BERT,
-    "--short-seq-prob": _BERT,
     "--mmap-warmup": "files are mapped and read when needed; `cat FILE.bin > /dev/null` before the start warms them",
     "--adlr-autoresume": _AUTORESUME,
     "--adlr-autoresume-interval": _AUTORESUME,
@@ -106,7 +103,10 @@ MEGATRON_REFUSED = {
     "--expert-model-parallel-size": "the models are dense; leave it out",
     "--use-rotary-position-embeddings": "GPT-2 has learned positions; leave it out",
     "--group-query-attention": "there are as many key heads as query heads; leave it out",
-    "--num-query-groups": "there are as many key heads as query heads; leave it out",
+    "--rotary-percent": "rotary positions turn the whole head; leave it out",
+    "--rotary-interleaved": "rotary positions turn halves against each other, as in Hugging Face's files; leave it out",
+    "--use-rope-scaling": "use --rotary-scaling llama3",
+    "--rotary-seq-len-interpolation-factor": "use --rotary-scaling linear and --rotary-scaling-factor",
     "--swiglu": "use --activation gated-silu, and --ff-hidden-size for its size",
     "--squared-relu": "use --activation relu, gelu or gelu-tanh",
     "--normalization": "GPT-2 has layer norms; leave it out",
@@ -135,12 +135,25 @@ REFUSED = {**CPM_REFUSED, **MEGATRON_REFUSED}
 REFUSED_IN: dict[str, dict[str, str]] = {
     "gpt2": {},
     "t5": {
-        "--mask-prob": "use --noise-density",
-        "--short-seq-prob": "every sample has the same length of text; leave it out",
         "--use-rotary-position-embeddings": "use --position-embedding-type relative or learned",
         "--normalization": "--position-embedding-type relative has RMS norms, learned has layer norms; leave it out",
         "--decoder-first-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
         "--decoder-last-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
+    },
+    "llama": {
+        "--use-rotary-position-embeddings": "LLaMA has rotary positions anyway; leave it out",
+        "--group-query-attention": "--num-query-groups does it alone; leave it out",
+        "--swiglu": "LLaMA has --activation gated-silu anyway; leave it out",
+        "--squared-relu": "LLaMA has a gated activation; leave it out",
+        "--normalization": "LLaMA has RMS norms; leave it out",
+    },
+    "mpt": {
+        "--use-rotary-position-embeddings": "MPT has ALiBi in place of positions; leave it out",
+        "--normalization": "MPT has layer norms without biases; leave it out",
+    },
+    "bert": {
+        "--use-rotary-position-embeddings": "BERT has learned positions; leave it out",
+        "--normalization": "BERT has layer norms; leave it out",
     },
 }
 """What a script says in place of the reason in REFUSED, by the family that it trains.

@@ -29,7 +29,12 @@ class ModelConfig:
         aliases=("--ffn-hidden-size",),
     )
     hidden_bias: bool = option(False, "give the linear layers biases")
-    max_position_embeddings: int = option(0, "learned positions", minimum=1, shown_default="the longest sequence")
+    max_position_embeddings: int = option(
+        0,
+        "learned positions; in LLaMA and MPT, which have none, the longest sequence that the model is made for",
+        minimum=1,
+        shown_default="the longest sequence",
+    )
     layernorm_epsilon: float = option(
         1e-5,
         "added to the variance in layer norms, to the mean square in RMS norms",
@@ -54,6 +59,8 @@ class ModelConfig:
         False,
         "give the output head weights of its own instead of the word embedding's",
         flag="--untie-embeddings-and-output-weights",
+        shown_default="tied, in LLaMA untied",
+        constants={"--tie-embeddings-and-output-weights": False},
     )
     activation: str = option(
         "gelu",
@@ -68,8 +75,13 @@ class ModelConfig:
     apply_residual_connection_post_layernorm: bool = option(
         False,
         "add to the normalised input of a layer's parts instead of the input itself",
-        family="gpt2",
+        families=("gpt2",),
         elsewhere="T5 adds to the input of a layer's parts; leave it out",
+        elsewhere_in={
+            "llama": "LLaMA adds to the input of a layer's parts; leave it out",
+            "mpt": "MPT adds to the input of a layer's parts; leave it out",
+            "bert": "BERT normalises behind the sum, with this flag or without; leave it out",
+        },
     )
     vocab_size: int | None = option(
         None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"

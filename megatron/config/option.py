@@ -11,8 +11,19 @@ from typing import Any
 
 LARGEST_INT = 2**31 - 1
 
-FAMILIES: Mapping[str, str] = {"gpt2": "GPT-2", "t5": "T5"}
-"""Kind of model that a script trains -> its name in messages."""
+FAMILIES: Mapping[str, str] = {"gpt2": "GPT-2", "t5": "T5", "llama": "LLaMA", "mpt": "MPT", "bert": "BERT"}
+"""Kind of model that a script trains -> its name in messages; the name of its own section, where it has one."""
+DECODERS = ("gpt2", "llama", "mpt")
+"""Families that predict the next token of a text from those before it."""
+PROGRAMS: Mapping[str, str] = {
+    family: f"pretrain_{family}.py" if family in ("gpt2", "t5") else f"examples/{family}/pretrain_{family}.py"
+    for family in FAMILIES
+}
+"""Family -> the program that trains it, from the root of the repository."""
+RUN_SCRIPTS: Mapping[str, str] = {
+    family: program.replace("pretrain_", "run_").replace(".py", ".sh") for family, program in PROGRAMS.items()
+}
+"""Family -> the script that starts its program."""
 
 KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
@@ -39,13 +50,14 @@ class Option:
     shown_default: str
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
-    constants: Mapping[str, str] = dataclasses.field(default_factory=dict)  # flag without a value -> the value it sets
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # flag without a value -> the value it sets
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
-    family: str = ""  # the only family of models in which it acts; "" for all
+    families: tuple[str, ...] = ()  # those in which it acts; () for all
     elsewhere: str = ""  # what a run of another family is told to do
+    elsewhere_in: Mapping[str, str] = dataclasses.field(default_factory=dict)  # family -> the same, of that one
     join: Callable[[Sequence[str]], str] | None = None  # takes all words to the next flag; makes one text of them
 
     @property
@@ -60,7 +72,11 @@ class Option:
 
     def acts_in(self, family: str) -> bool:
         """Return whether a run of ``family`` takes this flag."""
-        return self.family in ("", family)
+        return not self.families or family in self.families
+
+    def advice(self, family: str) -> str:
+        """Return what a run of ``family``, in which this flag does not act, is told to do."""
+        return self.elsewhere_in.get(family, self.elsewhere)
 
     def rule(self) -> str:
         """Say in words what a value must be."""

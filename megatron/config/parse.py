@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron.config import deepspeed
 from megatron.config import defaults as outside
-from megatron.config.config import SECTIONS, Config, all_options
-from megatron.config.option import Option, options_of, require_family
+from megatron.config.config import SECTIONS, Config, all_options, defaults_of
+from megatron.config.option import RUN_SCRIPTS, Option, options_of, require_family
 from megatron.config.scan import Scan, scan
 from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
 
@@ -50,7 +50,7 @@ def parse(
         extra_args_provider: Megatron's hook: adds a user's own flags to an argparse parser.
         defaults: field -> value that replaces our default, as a user's ``pretrain`` call gives it.
         has_gpu: whether a GPU can be used; None: not known here, ``check_device`` is called later.
-        family: kind of model that the script trains, gpt2 or t5; the flags of the other are refused.
+        family: kind of model that the script trains, one of ``option.FAMILIES``; flags of others are refused.
 
     Raises:
         ConfigError: all problems at once, numbered.
@@ -92,7 +92,7 @@ def help_text(
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the text of --help: every flag that acts in ``family``, by section, with its default."""
-    program = f"bash run_{family}.sh"
+    program, defaults = f"bash {RUN_SCRIPTS[family]}", {**defaults_of(family), **defaults}
     parser = _Parser(prog=program, usage=f"{program} [flags]", epilog=SOURCES, allow_abbrev=False)
     for name, section in SECTIONS.items():
         options = [option for option in options_of(section) if option.acts_in(family)]

@@ -55,7 +55,8 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
 def refusals(family: str) -> dict[str, str]:
     """Return flag -> why a script that trains ``family`` refuses it, and what to use instead."""
     foreign = [option for _, option in all_options() if not option.acts_in(family)]
-    return REFUSED | REFUSED_IN[family] | {flag: option.elsewhere for option in foreign for flag in option.flags}
+    advice = {flag: option.advice(family) for option in foreign for flag in option.flags}
+    return REFUSED | advice | REFUSED_IN.get(family, {})
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

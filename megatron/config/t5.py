@@ -5,19 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 from megatron import spans
+from megatron.config.data import DataConfig
+from megatron.config.family import FamilyConfig
+from megatron.config.model import ModelConfig
 from megatron.config.option import option
 
-_option = partial(option, family="t5", elsewhere="it is for T5; use pretrain_t5.py, or leave it out")
-_length = partial(option, family="t5", elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --seq-length here")
-_layers = partial(option, family="t5", elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --num-layers here")
-_LEARNED = "GPT-2 has learned positions; leave it out, or use pretrain_t5.py"
+_option = partial(option, families=("t5",), elsewhere="it is for T5; use pretrain_t5.py, or leave it out")
+_length = partial(
+    option, families=("t5",), elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --seq-length here"
+)
+_layers = partial(
+    option, families=("t5",), elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --num-layers here"
+)
+_relative = partial(
+    option,
+    families=("t5",),
+    elsewhere="GPT-2 has learned positions; leave it out, or use pretrain_t5.py",
+    elsewhere_in={
+        "llama": "LLaMA has rotary positions; leave it out, or use pretrain_t5.py",
+        "mpt": "MPT has ALiBi in place of positions; leave it out, or use pretrain_t5.py",
+        "bert": "BERT has learned positions; leave it out, or use pretrain_t5.py",
+    },
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5Config:
+class T5Config(FamilyConfig):
     """Encoder, decoder, and the spans between them; a size of 0 is derived when the whole Config is made."""
+
+    IDENTITY: ClassVar = (
+        "enc_layers",
+        "dec_layers",
+        "position_embedding_type",
+        "relative_attention_num_buckets",
+        "relative_attention_max_distance",
+    )
+    NO_IDENTITY: ClassVar = ("num_layers",)  # the numbers of layers of the sides stand for it
 
     enc_seq_length: int = _length(
         256, "tokens of the encoder's inputs, with sentinels and end", minimum=1, aliases=("--encoder-seq-length",)
@@ -36,17 +62,14 @@ class T5Config:
     dec_layers: int = _layers(
         0, "decoder layers", minimum=1, shown_default="num-layers", aliases=("--decoder-num-layers",)
     )
-    position_embedding_type: str = _option(
+    position_embedding_type: str = _relative(
         "relative",
         "relative: a bias on attention scores, RMS norms (T5); learned: a table of positions, layer norms (CPM)",
         choices=("relative", "learned"),
-        elsewhere=_LEARNED,
     )
-    relative_attention_num_buckets: int = _option(
-        32, "rows of a relative bias table; an even number", minimum=4, elsewhere=_LEARNED
-    )
-    relative_attention_max_distance: int = _option(
-        128, "distance from which on all share a row of the relative bias table", minimum=1, elsewhere=_LEARNED
+    relative_attention_num_buckets: int = _relative(32, "rows of a relative bias table; an even number", minimum=4)
+    relative_attention_max_distance: int = _relative(
+        128, "distance from which on all share a row of the relative bias table", minimum=1
     )
     noise_density: float = _option(0.15, "share of the text that is masked", above=0, below=1)
     mean_span_length: float = _option(3.0, "mean length of a masked span in tokens", minimum=1)
@@ -89,6 +112,10 @@ class T5Config:
     def has_relative_positions(self) -> bool:
         return self.position_embedding_type == "relative"
 
+    @property
+    def has_max_positions(self) -> bool:
+        return not self.has_relative_positions
+
     def has_segments(self, reset_attention_mask: bool) -> bool:
         """Return whether batches carry segments: documents are kept apart, or inputs are padded.
 
@@ -96,23 +123,22 @@ class T5Config:
         """
         return reset_attention_mask or spans.has_modes(self.kinds)
 
-    def resolved(self, num_layers: int, *, has_sets: bool = False, cuts_spans: bool = True) -> T5Config:
+    def resolved(self, model: ModelConfig, data: DataConfig) -> T5Config:
         """Return this section with the numbers that follow from others; what cannot be computed stays 0.
 
-        Args:
-            has_sets: a corpus is a set in three files, whose targets have no longest one.
-            cuts_spans: a corpus is none.
+        The targets of a set in three files have no longest one.
         """
         longest = self.dec_seq_length
         if not longest:
             try:
-                longest = max(self.enc_seq_length * has_sets, self.longest_target if cuts_spans else 0)
+                from_sets = self.enc_seq_length if data.flag_of_set else 0
+                longest = max(from_sets, self.longest_target if data.cuts_spans else 0)
             except ValueError:  # told by t5_checks
                 longest = 0
         return replace(
             self,
-            enc_layers=self.enc_layers or num_layers,
-            dec_layers=self.dec_layers or num_layers,
+            enc_layers=self.enc_layers or model.num_layers,
+            dec_layers=self.dec_layers or model.num_layers,
             dec_seq_length=longest,
         )
 

@@ -5,11 +5,12 @@ A message says what must hold, what was got, and what to do. Nothing is an ``ass
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import ModuleType
 
 from megatron import rampup
-from megatron.config import effects, stability, t5_checks
+from megatron.config import decoder_checks, effects, llama_checks, stability, t5_checks
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
@@ -17,6 +18,16 @@ from megatron.stages import bubble, candidates
 
 FALLBACKS = ("bf16", "fp16", "fp32")
 """Number formats in the order in which they are taken when the one before is excluded."""
+
+
+FAMILY_CHECKS: Mapping[str, ModuleType] = {
+    "gpt2": decoder_checks,
+    "t5": t5_checks,
+    "llama": llama_checks,
+    "mpt": decoder_checks,
+    "bert": decoder_checks,
+}
+"""Family -> the module with its ``problems(config)`` and ``notes(config)``."""
 
 
 def raise_all(problems: list[str]) -> None:
@@ -123,14 +134,8 @@ def _cut_problems(config: Config) -> Iterator[str]:
 
 
 def _cross_problems(config: Config) -> Iterator[str]:
-    batch, model, t = config.batch, config.model, config.parallel.model_parallel_size
-    if config.is_t5:
-        yield from t5_checks.problems(config)
-    elif batch.seq_length > model.max_position_embeddings:
-        yield (
-            f"--seq-length must not exceed --max-position-embeddings, got {batch.seq_length} and "
-            f"{model.max_position_embeddings}. Raise --max-position-embeddings, or shorten the sequence"
-        )
+    t = config.parallel.model_parallel_size
+    yield from FAMILY_CHECKS[config.family].problems(config)
     if not config.run.dry_run:
         yield from config.data.missing_files(config.family)
     if config.optimizer.optimizer == "adafactor" and t > 1:
@@ -218,7 +223,7 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
     return [
         *notes,
-        *(t5_checks.notes(config) if config.is_t5 else ()),
+        *FAMILY_CHECKS[config.family].notes(config),
         *effects.notes(config, world_size),
         *stability.notes(config, world_size),
     ]

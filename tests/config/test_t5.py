@@ -59,10 +59,10 @@ def test_a_config_of_t5_can_be_made_without_a_command_line():
     config = Config(family="t5", model=model, t5=T5Config(enc_seq_length=40))
     assert find_problems(config, 1) == []
     assert config.t5.dec_seq_length == config.t5.longest_target
-    with pytest.raises(ValueError, match="family must be gpt2 or t5, got 'bert'"):
-        Config(family="bert")
-    with pytest.raises(ValueError, match="got 'bert'"):
-        parse([], world_size=1, env={}, family="bert")
+    with pytest.raises(ValueError, match="family must be gpt2 or t5 or llama or mpt or bert, got 'opt'"):
+        Config(family="opt")
+    with pytest.raises(ValueError, match="got 'opt'"):
+        parse([], world_size=1, env={}, family="opt")
 
 
 def test_the_namespace_has_megatrons_names():
