@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 
 import torch
@@ -91,6 +92,41 @@ def finish_copies(place: torch.device) -> None:
     """Wait until what was given to the current stream of ``place`` is done."""
     if place.type == "cuda":
         torch.cuda.current_stream(place).synchronize()
+
+
+def host_memory(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+    """Return memory of the host for tensors of ``place``, pinned where copies can then run beside the computation."""
+    return torch.empty(shape, dtype=dtype, pin_memory=place.type == "cuda")
+
+
+def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``host_memory``, beside the computation; ``copy_from_host`` waits for it."""
+    if source.device.type != "cuda":
+        target.copy_(source)
+        return
+    beside = _copy_stream(source.device)
+    beside.wait_stream(torch.cuda.current_stream(source.device))
+    with torch.cuda.stream(beside):
+        target.copy_(source, non_blocking=True)
+    source.record_stream(beside)  # its memory is not given to another before the copy has read it
+
+
+def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return what ``copy_to_host`` has put into ``source``, on ``place``."""
+    if place.type != "cuda":
+        return source.clone()
+    target = torch.empty(source.shape, dtype=source.dtype, device=place)
+    beside, current = _copy_stream(place), torch.cuda.current_stream(place)
+    beside.wait_stream(current)
+    with torch.cuda.stream(beside):
+        target.copy_(source, non_blocking=True)
+    current.wait_stream(beside)
+    return target
+
+
+@functools.cache
+def _copy_stream(place: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(place)
 
 
 def is_busy(place: torch.device) -> bool:
