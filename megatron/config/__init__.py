@@ -5,6 +5,7 @@ from megatron.config.bert import BertConfig as BertConfig
 from megatron.config.checkpoint import CheckpointConfig as CheckpointConfig
 from megatron.config.config import Config as Config
 from megatron.config.data import DataConfig as DataConfig
+from megatron.config.debug import DebugConfig as DebugConfig
 from megatron.config.deepspeed import engine_dict as engine_dict
 from megatron.config.llama import LlamaConfig as LlamaConfig
 from megatron.config.model import ModelConfig as ModelConfig

@@ -14,6 +14,7 @@ from megatron.config.batch import BatchConfig
 from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.debug import DebugConfig
 from megatron.config.family import FamilyConfig
 from megatron.config.llama import LlamaConfig
 from megatron.config.model import ModelConfig
@@ -41,6 +42,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "data": DataConfig,
         "checkpoint": CheckpointConfig,
         "stability": StabilityConfig,
+        "debug": DebugConfig,
         "run": RunConfig,
     }
 )
@@ -84,6 +86,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     run: RunConfig = field(default_factory=RunConfig)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the JSON as read
     extra: Mapping[str, Any] = field(default_factory=dict)  # what extra_args_provider added

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from megatron import rampup
-from megatron.config import decoder_checks, effects, llama_checks, stability, t5_checks
+from megatron.config import debug, decoder_checks, effects, llama_checks, stability, t5_checks
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
@@ -146,6 +146,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
         )
     yield from effects.problems(config)
     yield from stability.problems(config)
+    yield from debug.problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
 

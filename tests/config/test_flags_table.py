@@ -19,6 +19,7 @@ ACTING = [(family, flag) for family in FAMILIES for flag in sorted(OURS) if OURS
 NEEDS = {
     "--checkpoint-num-layers": ["--checkpoint-activations"],
     "--stability-patience": ["--stability-guard", "skip"],
+    **dict.fromkeys(("--debug-dump-steps", "--debug-dump-modules", "--debug-dump-tensors"), ["--debug-dump", "x"]),
     "--recompute-num-layers": ["--checkpoint-activations"],
     "--min-lr": ["--lr", "1"],
     "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
@@ -112,6 +113,7 @@ def some_value(option, folder: Path) -> str:
         "rotary_scaling_factor": "2",
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
+        "debug_dump_steps": "2,5-7",
     }
     if option.name in chosen:
         return chosen[option.name]
