@@ -9,6 +9,9 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "BertModel": "bert",
+    "BertSizes": "sizes",
+    "bert_sizes_from": "sizes",
     "GPT2Model": "gpt2",
     "T5Model": "t5",
     "MptModel": "mpt",

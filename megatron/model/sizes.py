@@ -70,6 +70,14 @@ class MptSizes(Sizes):
     clip_qkv: float = 0.0  # queries, keys and values are brought into -clip_qkv ... clip_qkv; 0: they are not
 
 
+@dataclass(frozen=True, kw_only=True)
+class BertSizes(Sizes):
+    """Sizes of an encoder that finds masked words; ``binary_head``: and tells whether two segments belong together."""
+
+    binary_head: bool = True
+    num_token_types: int = 2
+
+
 def sizes_from(values: Any, **overrides: Any) -> Sizes:
     """Return the sizes held by ``values`` (a configuration section or an object with the same names)."""
     return Sizes(**{**_held(Sizes, values), **overrides})
@@ -83,6 +91,11 @@ def t5_sizes_from(model: Any, t5: Any, **overrides: Any) -> T5Sizes:
 def mpt_sizes_from(model: Any, mpt: Any, **overrides: Any) -> MptSizes:
     """Return the sizes held by the configuration sections ``model`` and ``mpt``."""
     return MptSizes(**{**_held(MptSizes, model), **_held(MptSizes, mpt), **overrides})
+
+
+def bert_sizes_from(model: Any, bert: Any, **overrides: Any) -> BertSizes:
+    """Return the sizes held by the configuration sections ``model`` and ``bert``."""
+    return BertSizes(**{**_held(BertSizes, model), **_held(BertSizes, bert), **overrides})
 
 
 def _held(kind: Any, values: Any) -> dict[str, Any]:

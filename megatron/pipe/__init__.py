@@ -11,6 +11,7 @@ from typing import Any
 _HOME = {
     "GPT2ModelPipe": "gpt2",
     "T5ModelPipe": "t5",
+    "BertModelPipe": "bert",
     "MptModelPipe": "mpt",
     "pipe_topology": "topology",
 }

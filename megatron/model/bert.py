@@ -1,0 +1,56 @@
+"""BERT on one pipeline rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.model.bert_head import NextSentence, Transform, WordHead
+from megatron.model.bert_layer import BertEmbedding, BertLayer
+from megatron.model.bert_loss import Logits, Pair, bert_loss
+from megatron.model.sizes import BertSizes, Place
+from megatron.model.stack import run_layers
+
+
+class BertModel(nn.Module):
+    """An encoder that finds masked words and, with ``binary_head``, tells whether two segments belong together.
+
+    Shapes:
+        tokens, token_types [b, s]
+        segments [b, s] or None; given, -1 is padding, which no other token sees
+        output logits [s, b, v/t], with ``binary_head`` also [b, 2]; with ``labels`` and the rest of what
+            ``bert_loss`` takes its losses
+
+    Source: Devlin et al. 2019, "BERT: Pre-training of deep bidirectional transformers for language understanding".
+    """
+
+    loss_weighting = "tokens"  # for the start table
+
+    def __init__(self, sizes: BertSizes, place: Place | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.place = place or Place()
+        self.embedding = BertEmbedding(sizes, self.place)
+        self.layers = nn.ModuleList(BertLayer(sizes, self.place, i) for i in range(sizes.num_layers))
+        self.transform = Transform(sizes)
+        self.next_sentence = NextSentence(sizes) if sizes.binary_head else None
+        self.head = WordHead(sizes, self.place)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        token_types: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        is_random: torch.Tensor | None = None,
+        step_predictions: torch.Tensor | None = None,
+    ) -> Logits | Pair | dict[str, Pair]:
+        x = self.embedding(tokens, token_types)  # [s, b, h]
+        every = self.sizes.checkpoint_num_layers if self.sizes.checkpoint_activations else 0
+        x = run_layers(list(self.layers), x, segments, streams=self.place.streams, recompute_every=every)
+        words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
+        logits = words if self.next_sentence is None else (words, self.next_sentence(x))
+        if labels is None or loss_mask is None:
+            return logits
+        return bert_loss(logits, labels, loss_mask, is_random, step_predictions, sizes=self.sizes, place=self.place)

@@ -1,0 +1,87 @@
+"""From BERT's hidden states to its two answers: which words are masked, and whether the segments belong together."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.model.norm import LayerNorm
+from megatron.model.sizes import BertSizes, Place
+from megatron.mpu.layers import vocab_range
+from megatron.mpu.mappings import copy_to_tensor_region
+from megatron.mpu.shard import Shard, empty_weight, set_shard
+from megatron.ops.activations import activation
+
+
+class WholeLinear(nn.Module):
+    """``Y = X A^T + b``. Every rank of the tensor group holds all of it and does the same.
+
+    Shapes:
+        input  [..., input_size]
+        output [..., output_size]
+    """
+
+    def __init__(self, input_size: int, output_size: int) -> None:
+        super().__init__()
+        shape = (output_size, input_size)
+        self.weight = empty_weight(shape, Shard(shape))
+        self.bias = nn.Parameter(torch.zeros(output_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Transform(nn.Module):
+    """What lies between the last layer and the vocabulary: a product, activation, norm.
+
+    Shapes:
+        input, output [s, b, h]
+    """
+
+    def __init__(self, sizes: BertSizes) -> None:
+        super().__init__()
+        self.dense = WholeLinear(sizes.hidden_size, sizes.hidden_size)
+        self.activation = activation(sizes.activation)
+        self.norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.activation(self.dense(x)))
+
+
+class NextSentence(nn.Module):
+    """Whether the second segment goes on where the first stops, from the first token of a sample.
+
+    Shapes:
+        input  [s, b, h]
+        output [b, 2], scores of: it does, it is from elsewhere
+    """
+
+    def __init__(self, sizes: BertSizes) -> None:
+        super().__init__()
+        self.pooler = WholeLinear(sizes.hidden_size, sizes.hidden_size)
+        self.classifier = WholeLinear(sizes.hidden_size, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(torch.tanh(self.pooler(x[0])))
+
+
+class WordHead(nn.Module):
+    """Logits by the word table, or by a table of its own, with a bias for each word.
+
+    Shapes:
+        x      [s, b, h], the same on every rank
+        table  [v/t, h], padded rows last; not looked at where the head has its own
+        output [s, b, v/t]
+    """
+
+    def __init__(self, sizes: BertSizes, place: Place) -> None:
+        super().__init__()
+        self.group = place.group
+        v, h = sizes.vocab_size, sizes.hidden_size
+        rows, start, num_real = vocab_range(v, place.group, sizes.make_vocab_size_divisible_by)
+        self.weight = empty_weight((rows, h), Shard((v, h), 0, start, num_real)) if sizes.untie_embeddings else None
+        self.bias = set_shard(nn.Parameter(torch.zeros(rows)), Shard((v,), 0, start, num_real))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(copy_to_tensor_region(x, self.group), table if self.weight is None else self.weight, self.bias)

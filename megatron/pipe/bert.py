@@ -1,0 +1,170 @@
+"""BERT as a list of layers for the pipeline engine.
+
+Between stages travel the hidden states [s, b, h] and, where samples are padded, their segments [b, s]; never a mask.
+Ahead of the head it is what the transform made of the hidden states and, with two heads, the scores [b, 2].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.model.bert_head import NextSentence, Transform, WordHead
+from megatron.model.bert_layer import AroundWords, BertLayer
+from megatron.model.bert_loss import Logits, bert_loss
+from megatron.model.sizes import BertSizes, Place
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.random import checkpoint
+from megatron.mpu.topology import Topology
+from megatron.pipe.topology import pipe_topology
+from tds.boundary import Boundary
+from tds.loss import Weighted
+from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec
+
+Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # hidden states, or hidden states and segments
+
+
+class EmbeddingPipe(AroundWords):
+    """(tokens, token types[, segments]) to hidden states[, segments], by a word table that the head may share."""
+
+    word: VocabParallelEmbedding
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> Stream:  # type: ignore[override]
+        tokens, token_types, *segments = inputs
+        x = super().forward(self.word(tokens.t()), token_types)  # [s, b, h]
+        return (x, *segments) if segments else x
+
+
+class BertLayerPipe(BertLayer):
+    """A layer that passes segments on and builds its mask from them here, on its own stage."""
+
+    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+        if isinstance(inputs, torch.Tensor):
+            return super().forward(inputs)
+        x, segments = inputs
+        return super().forward(x, segments), segments
+
+
+class TransformPipe(nn.Module):
+    """Hidden states[, segments] to what the head takes[, scores of the second segment]; segments end here."""
+
+    def __init__(self, sizes: BertSizes) -> None:
+        super().__init__()
+        self.transform = Transform(sizes)
+        self.next_sentence = NextSentence(sizes) if sizes.binary_head else None
+
+    def forward(self, inputs: Stream) -> Stream:
+        x = inputs if isinstance(inputs, torch.Tensor) else inputs[0]
+        transformed: torch.Tensor = self.transform(x)
+        return transformed if self.next_sentence is None else (transformed, self.next_sentence(x))
+
+
+class WordHeadPipe(WordHead):
+    """Logits of words; scores of the second segment pass by."""
+
+    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+        table = self.word.weight if hasattr(self, "word") else None
+        if isinstance(inputs, torch.Tensor):
+            return super().forward(inputs, table)
+        return super().forward(inputs[0], table), inputs[1]
+
+
+def layer_specs(sizes: BertSizes, place: Place) -> list[LayerSpec]:
+    """Return embedding, ``num_layers`` layers, transform and head."""
+    word = Shared(
+        "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
+        divisible_by=sizes.make_vocab_size_divisible_by, group=place.group,
+    )  # fmt: skip
+    tied = {} if sizes.untie_embeddings else {"word": word}
+    return [
+        SharingLayerSpec(EmbeddingPipe, sizes, place, shares={"word": word}),
+        *[LayerSpec(BertLayerPipe, sizes, place, i) for i in range(sizes.num_layers)],
+        LayerSpec(TransformPipe, sizes),
+        SharingLayerSpec(WordHeadPipe, sizes, place, shares=tied),
+    ]
+
+
+def boundary_before(layer: int, sizes: BertSizes, has_segments: bool) -> list[Boundary]:
+    """Return what crosses into a stage that begins with ``layer`` of the list."""
+    if layer == sizes.num_layers + 2:
+        return [Boundary("transformed states"), *([Boundary("next-sentence scores")] if sizes.binary_head else [])]
+    return [Boundary("hidden states"), *([Boundary("segments", "int")] if has_segments else [])]
+
+
+def random_batch(sizes: BertSizes, shape: tuple[int, int], has_segments: bool) -> tuple[Any, Any]:
+    """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
+
+    Shapes:
+        each tensor [b, s], by ``shape``, but for is_random [b] and the step's predictions [2]
+    """
+    tokens = torch.randint(sizes.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    types = torch.zeros_like(tokens)
+    segments = (torch.zeros(shape, dtype=torch.int32),) if has_segments else ()
+    more = (types[:, 0], torch.tensor([shape[1], 1])) if sizes.binary_head else ()
+    return (tokens, types, *segments), (tokens, torch.ones(shape), *more)
+
+
+class BertModelPipe(PipelineModule):
+    """BERT over the pipeline stages of ``topology``.
+
+    Args:
+        partition: bounds of the pieces in layers (embedding, layers, transform, head), or the name of a partition
+            method; "profile" times the layers on ``probe``.
+        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
+        has_segments: segments travel with the hidden states.
+        probe: (micro-batch size, sequence length).
+    """
+
+    loss_weighting = "tokens"  # for the start table
+
+    def __init__(
+        self,
+        sizes: BertSizes,
+        place: Place,
+        topology: Topology,
+        *,
+        partition: str | list[int] = "parameters",
+        chunks: int = 1,
+        has_segments: bool = False,
+        probe: tuple[int, int] | None = None,
+    ) -> None:
+        self.sizes, self.place, self.has_segments = sizes, place, has_segments
+        profile = {} if probe is None else {"profile_batch": random_batch(sizes, probe, has_segments)}
+        every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
+        super().__init__(
+            layer_specs(sizes, place),
+            topology=pipe_topology(topology),
+            loss_fn=self._loss,
+            partition_method=partition,
+            chunks=chunks,
+            activation_checkpoint_interval=every,
+            activation_checkpoint_func=partial(checkpoint, place.streams),
+            **profile,
+        )
+        ends = enumerate(self.parts[1:-1])
+        self.boundary = {piece: boundary_before(end, sizes, has_segments) for piece, end in ends}
+
+    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
+        return any(isinstance(func, BertLayerPipe) for func in funcs)
+
+    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, ...]) -> Weighted | dict[str, Weighted]:
+        losses = bert_loss(logits, *labels, sizes=self.sizes, place=self.place)
+        if isinstance(losses, dict):
+            return {name: Weighted(*pair) for name, pair in losses.items()}
+        return Weighted(*losses)
+
+    def logical_name(self, local_name: str) -> str:
+        """Return the name that this parameter has in the single-stage model."""
+        head, _, rest = local_name.partition(".")
+        last = self.sizes.num_layers + 2
+        if head in ("tied_modules", "0"):
+            return f"embedding.{rest}"  # tied is "word.weight"
+        index = int(head)
+        if index == last:
+            return f"head.{rest}"
+        return rest if index == last - 1 else f"layers.{index - 1}.{rest}"
