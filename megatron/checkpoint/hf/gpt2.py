@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.hf import recipes as made
+from megatron.checkpoint.hf.recipes import Recipe
 from megatron.errors import CheckpointError
 
 _TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
@@ -42,6 +44,17 @@ _ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu
 _WORD, _HEAD, _THEIR_HEAD = "embedding.word.weight", "head.weight", "lm_head.weight"
 
 
+def recipe(name: str, num_heads: int) -> Recipe | None:
+    """Return how our weight ``name`` is made of theirs, None when no GPT-2 has it."""
+    theirs = _their_name(name)
+    if theirs is None:
+        return None
+    layer_part = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
+    if layer_part == "attention.query_key_value":
+        return Recipe((theirs,), blocks=num_heads, parts_in_one=3, is_transposed=True)
+    return Recipe((theirs,), is_transposed=layer_part in _CONV1D)
+
+
 def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
     """Return our logical names and weights of ``GPT2LMHeadModel.state_dict()``; the input is not shared.
 
@@ -50,19 +63,15 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torc
     Raises:
         CheckpointError: listing the names that no GPT-2 has.
     """
-    ours, unknown = {}, []
-    for their_name, tensor in hf_state.items():
-        if _THEIR_MASKS.fullmatch(their_name):
-            continue
-        name = _our_name(their_name)
-        if name is None:
-            unknown.append(their_name)
-            continue
-        ours[name] = _change(name, tensor.detach(), num_heads, to_ours=True).clone(
-            memory_format=torch.contiguous_format
-        )
-    if unknown:
+    theirs = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
+    names = {their_name: _our_name(their_name) for their_name in theirs}
+    if unknown := [their_name for their_name, name in names.items() if name is None]:
         raise CheckpointError(f"these names are not of a GPT2LMHeadModel: {', '.join(unknown)}")
+    ours = {}
+    for their_name, tensor in theirs.items():
+        found = recipe(name := str(names[their_name]), num_heads)
+        assert found is not None  # their names and ours are one table
+        ours[name] = made.to_ours(found, dict.fromkeys(found.names, tensor))
     if _HEAD in ours and _WORD in ours and torch.equal(ours[_HEAD], ours[_WORD]):
         del ours[_HEAD]
     return ours
@@ -74,15 +83,13 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     Raises:
         CheckpointError: listing the names that are not ours.
     """
-    theirs, unknown = {}, []
-    for name, tensor in ours.items():
-        their_name = _their_name(name)
-        if their_name is None:
-            unknown.append(name)
-            continue
-        theirs[their_name] = _change(name, tensor.detach(), num_heads, to_ours=False).contiguous()
-    if unknown:
+    if unknown := [name for name in ours if recipe(name, num_heads) is None]:
         raise CheckpointError(f"these names are not of our GPT-2: {', '.join(unknown)}")
+    theirs: dict[str, torch.Tensor] = {}
+    for name, tensor in ours.items():
+        found = recipe(name, num_heads)
+        assert found is not None
+        theirs.update(made.from_ours(found, tensor))
     if _HEAD not in ours and _WORD in ours:
         theirs[_THEIR_HEAD] = theirs["transformer.wte.weight"]
     return theirs
@@ -140,27 +147,3 @@ def _their_name(ours: str) -> str | None:
     if found and found[2] in _LAYER:
         return f"transformer.h.{found[1]}.{_LAYER[found[2]]}.{kind}"
     return None
-
-
-def _change(name: str, tensor: torch.Tensor, num_heads: int, *, to_ours: bool) -> torch.Tensor:
-    """Return ``tensor`` of our name ``name`` in our arrangement, or in theirs."""
-    layer_part = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
-    is_conv1d = layer_part in _CONV1D and tensor.dim() == 2
-    if to_ours and is_conv1d:
-        tensor = tensor.t()
-    if layer_part == "attention.query_key_value":
-        tensor = _swap_heads(tensor, 3, num_heads) if to_ours else _swap_heads(tensor, num_heads, 3)
-    if not to_ours and is_conv1d:
-        tensor = tensor.t()
-    return tensor
-
-
-def _swap_heads(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Return the rows [outer, inner, d] of ``tensor`` in the order [inner, outer, d]."""
-    rows = tensor.shape[0]
-    if rows % (outer * inner):
-        raise CheckpointError(
-            f"query, key and value have {rows} rows, which is not a multiple of {outer} x {inner} heads"
-        )
-    blocks = tensor.reshape(outer, inner, rows // (outer * inner), *tensor.shape[1:])
-    return blocks.transpose(0, 1).reshape(tensor.shape)

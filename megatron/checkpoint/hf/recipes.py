@@ -8,14 +8,14 @@
 | the same | one tensor, all queries first | ``Recipe(("qkv",), blocks=heads, parts_in_one=3)`` |
 | gate and value in turns | two tensors of f rows | ``Recipe(("gate", "up"), blocks=f)`` |
 
-Our rows are the first block of each part, then the second of each, and so on; parts may have blocks of different heights
-(of grouped queries: several heads, one key, one value).
+Our rows are the first block of each part, then the second of each, and so on; parts may have blocks of different
+heights (of grouped queries: several heads, one key, one value).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +88,9 @@ def from_ours(recipe: Recipe, ours: torch.Tensor, heights: Mapping[str, int] | N
     return {name: part.contiguous() for name, part in zip(recipe.names, whole, strict=True)}
 
 
-def read_part(recipe: Recipe, theirs: Mapping[str, Readable], shapes: Mapping[str, list[int]], shard: Shard) -> torch.Tensor:
+def read_part(
+    recipe: Recipe, theirs: Mapping[str, Readable], shapes: Mapping[str, list[int]], shard: Shard
+) -> torch.Tensor:
     """Return the part of our weight that ``shard`` is, reading no more than it needs of ``theirs``.
 
     Args:
@@ -96,7 +98,7 @@ def read_part(recipe: Recipe, theirs: Mapping[str, Readable], shapes: Mapping[st
         shapes: theirs, by name.
 
     Raises:
-        CheckpointError: the cut goes through a block, or rows cannot be cut into blocks.
+        CheckpointError: rows cannot be cut into blocks.
     """
     dim, start, stop = shard.partition_dim, shard.start, shard.start + shard.length
     if dim is None:
@@ -107,7 +109,10 @@ def read_part(recipe: Recipe, theirs: Mapping[str, Readable], shapes: Mapping[st
     if recipe.is_plain:
         (name,) = recipe.names
         return to_ours(recipe, {name: _rows(recipe, theirs[name], start, stop)})
-    first, last = _block_range(recipe, sum(heights.values()), start, stop)
+    rows = sum(heights.values()) // recipe.blocks  # of ours in a block
+    if sum(heights.values()) % recipe.blocks:
+        raise _uneven(recipe, sum(heights.values()))
+    first, last = start // rows, -(-stop // rows)
     found = {}
     for name in recipe.names:
         height = heights[name] // recipe.parts_in_one
@@ -115,7 +120,8 @@ def read_part(recipe: Recipe, theirs: Mapping[str, Readable], shapes: Mapping[st
         spans = [(i * height + first * each, i * height + last * each) for i in range(recipe.parts_in_one)]
         axis = -1 if recipe.is_transposed else 0
         found[name] = torch.cat([_rows(recipe, theirs[name], *span) for span in spans], dim=axis)
-    return to_ours(Recipe(recipe.names, last - first, recipe.parts_in_one, recipe.is_transposed), found)
+    whole = to_ours(replace(recipe, blocks=last - first), found)
+    return whole.narrow(0, start - first * rows, stop - start)
 
 
 def _parts(recipe: Recipe, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -134,13 +140,6 @@ def _blocks(recipe: Recipe, part: torch.Tensor) -> torch.Tensor:
     return part.unflatten(0, (recipe.blocks, -1))
 
 
-def _block_range(recipe: Recipe, rows: int, start: int, stop: int) -> tuple[int, int]:
-    each = rows // recipe.blocks
-    if rows % recipe.blocks or start % each or stop % each:
-        raise _uneven(recipe, rows, f"; this rank's are {start} to {stop}")
-    return start // each, stop // each
-
-
 def _rows(recipe: Recipe, tensor: Readable, start: int, stop: int) -> torch.Tensor:
     """Return rows of ours, which are the columns of a transposed weight of theirs."""
     return tensor[..., start:stop] if recipe.is_transposed else tensor[start:stop]
@@ -150,8 +149,8 @@ def _columns(recipe: Recipe, tensor: Readable, start: int, stop: int) -> torch.T
     return tensor[start:stop] if recipe.is_transposed else tensor[:, start:stop]
 
 
-def _uneven(recipe: Recipe, rows: int, more: str = "") -> CheckpointError:
+def _uneven(recipe: Recipe, rows: int) -> CheckpointError:
     return CheckpointError(
-        f"{', '.join(recipe.names)}: the rows must be {recipe.blocks} blocks of equal height (one for each head or "
-        f"group), got {rows} rows{more}"
+        f"{', '.join(recipe.names)}: the rows of each part must be {recipe.blocks} blocks of one height (for each head "
+        f"or group one), got {rows} rows, which is not a multiple of {recipe.blocks}"
     )

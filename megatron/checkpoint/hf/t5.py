@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.hf import recipes as made
+from megatron.checkpoint.hf.recipes import Recipe
 from megatron.errors import CheckpointError
 
 _WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
@@ -63,10 +65,9 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: boo
     ours = {}
     for name, parts in _merges(theirs):
         if all(part in theirs for part in parts):
-            tensors = [theirs.pop(part) for part in parts]
-            ours[f"{name}.weight"] = _interleaved(tensors, _num_blocks(name, tensors[0].shape[0], num_heads)).clone(
-                memory_format=torch.contiguous_format
-            )
+            tensors = {part: theirs.pop(part) for part in parts}
+            found = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
+            ours[f"{name}.weight"] = made.to_ours(found, tensors)
     if theirs:
         raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(theirs)}")
     return ours
@@ -83,8 +84,7 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     for name, parts in _merges_of_ours(rest):
         if name in rest:
             tensor = rest.pop(name)
-            blocks = _num_blocks(name, tensor.shape[0] // len(parts), num_heads)
-            theirs.update(zip(parts, _separated(tensor, len(parts), blocks), strict=True))
+            theirs.update(made.from_ours(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor))
     if rest:
         raise CheckpointError(f"these names are not of our T5 with relative positions: {', '.join(rest)}")
     if _THEIR_WORD in theirs:
@@ -196,27 +196,6 @@ def _layer_merges(side: str, index: int, gated: bool) -> list[Merge]:
     return [(f"{at}.{name}", tuple(f"{there}.{part}" for part in parts)) for name, parts in merges.items()]
 
 
-def _num_blocks(name: str, rows: int, num_heads: int) -> int:
-    """Return how many blocks the ``rows`` of each part of our ``name`` are cut into: rows of a gate, heads else."""
-    if name.endswith(".mlp.up"):
-        return rows
-    if "query" not in name and "key" not in name:
-        return 1
-    if rows % num_heads:
-        raise CheckpointError(f"{name} has {rows} rows for each of its parts, which is not a multiple of {num_heads}")
-    return num_heads
-
-
-def _interleaved(parts: list[torch.Tensor], num_blocks: int) -> torch.Tensor:
-    """Return the rows of ``parts``: the first block of each, the second of each, ..."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack([part.unflatten(0, (num_blocks, -1)) for part in parts], dim=1).flatten(0, 2)
-
-
-def _separated(tensor: torch.Tensor, num_parts: int, num_blocks: int) -> list[torch.Tensor]:
-    """Return the parts that ``_interleaved`` put together."""
-    if num_parts == 1:
-        return [tensor]
-    parts = tensor.unflatten(0, (num_blocks, num_parts, -1)).unbind(1)
-    return [part.flatten(0, 1).contiguous() for part in parts]
+def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> Recipe:
+    """Return how our ``name`` is made of ``parts`` of so many ``rows`` each: by rows of a gate, by heads else."""
+    return Recipe(parts, blocks=rows if name.endswith(".mlp.up") else num_heads if len(parts) > 1 else 1)

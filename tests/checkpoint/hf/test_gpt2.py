@@ -102,7 +102,7 @@ def test_names_of_another_model_are_listed():
         to_ours({"model.layers.0.x": torch.zeros(1), "h.0.attn.q_proj.weight": torch.zeros(1)}, HEADS)
     with pytest.raises(CheckpointError, match="not of our GPT-2: encoder.final_norm"):
         from_ours({"encoder.final_norm": torch.zeros(1)}, HEADS)
-    with pytest.raises(CheckpointError, match="72 rows, which is not a multiple"):
+    with pytest.raises(CheckpointError, match="24 rows, which is not a multiple of 5"):
         to_ours(hf_model().state_dict(), 5)
 
 

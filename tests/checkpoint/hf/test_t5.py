@@ -102,7 +102,9 @@ def test_names_of_another_model_are_listed():
         to_ours({"transformer.h.0.x": torch.zeros(1), "encoder.block.0.y": torch.zeros(1)}, HEADS, is_untied=False)
     with pytest.raises(CheckpointError, match="not of our T5 with relative positions: embedding.position"):
         from_ours({"embedding.position.weight": torch.zeros(1)}, HEADS)
-    with pytest.raises(CheckpointError, match="query_key_value has 18 rows for each of its parts, .* multiple of 4"):
+    with pytest.raises(
+        CheckpointError, match="SelfAttention.v: the rows of each part .* got 18 rows, which is not a multiple of 4"
+    ):
         to_ours(hf_model("T5").state_dict(), 4, is_untied=False)
 
 
