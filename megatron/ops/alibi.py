@@ -26,7 +26,7 @@ def alibi_bias(
     """Return what is added to the scores: minus slope times distance, and the lowest number where a key comes later.
 
     Made in fp32 (fp64 for fp64), then rounded to ``dtype``. In bf16 that is exact up to a distance of 256 where slopes
-    are powers of two; else a bias B is off by up to ``2 ** -9`` B, and its probability ``e ** -B`` by that share.
+    are powers of two; else a bias B is off by up to ``2 ** -8`` B, where ``e ** -B`` is the share that it leaves.
 
     Shapes:
         slopes [a]
