@@ -10,6 +10,7 @@ from megatron.model.head import Head, logits_of
 from megatron.model.layer import TransformerLayer
 from megatron.model.loss import model_loss
 from megatron.model.norm import LayerNorm
+from megatron.model.recompute import Recompute
 from megatron.model.sizes import Place, Sizes
 from megatron.model.stack import run_layers
 from megatron.ops.attention import document_mask
@@ -34,6 +35,7 @@ class GPT2Model(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.place = place or Place()
+        self.recompute = Recompute(sizes, self.place)
         self.embedding = Embedding(sizes, self.place)
         self.layers = nn.ModuleList(TransformerLayer(sizes, self.place, i) for i in range(sizes.num_layers))
         self.final_norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
@@ -49,8 +51,7 @@ class GPT2Model(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         mask = None if segment_ids is None else document_mask(segment_ids)
         x = self.embedding(tokens, position_ids)  # [s, b, h]
-        every = self.sizes.checkpoint_num_layers if self.sizes.checkpoint_activations else 0
-        x = run_layers(list(self.layers), x, mask, streams=self.place.streams, recompute_every=every)
+        x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         logits = self._logits(self.final_norm(x))  # [s, b, v/t]
         if labels is None or loss_mask is None:
             return logits

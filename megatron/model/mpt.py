@@ -11,6 +11,7 @@ from megatron.model.head import Head, logits_of
 from megatron.model.layer import TransformerLayer
 from megatron.model.loss import model_loss
 from megatron.model.norm import LayerNorm
+from megatron.model.recompute import Recompute
 from megatron.model.sizes import MptSizes, Place
 from megatron.model.stack import run_layers
 from megatron.mpu.layers import ColumnParallelLinear
@@ -72,6 +73,7 @@ class MptModel(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.place = place or Place()
+        self.recompute = Recompute(sizes, self.place)
         self.alibi = AlibiBias(sizes, self.place)
         self.embedding = WordEmbedding(sizes, self.place)
         self.layers = nn.ModuleList(MptLayer(sizes, self.place, i) for i in range(sizes.num_layers))
@@ -87,8 +89,7 @@ class MptModel(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         x = self.embedding(tokens)  # [s, b, h]
         bias = self.alibi.for_hidden(x, segment_ids)
-        every = self.sizes.checkpoint_num_layers if self.sizes.checkpoint_activations else 0
-        x = run_layers(list(self.layers), x, bias, streams=self.place.streams, recompute_every=every)
+        x = run_layers(list(self.layers), x, bias, recompute=self.recompute)
         logits = self._logits(self.final_norm(x))  # [s, b, v/t]
         if labels is None or loss_mask is None:
             return logits

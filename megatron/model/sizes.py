@@ -30,6 +30,11 @@ class Sizes:
     apply_residual_connection_post_layernorm: bool = False
     checkpoint_activations: bool = False
     checkpoint_num_layers: int = 1
+    recompute_attention: bool = False
+    partition_activations: bool = False
+    checkpoint_in_cpu: bool = False
+    contiguous_checkpointing: bool = False
+    forwards_in_flight: tuple[int, ...] = (1,)  # of each stage, at most
 
     @property
     def attention_width(self) -> int:

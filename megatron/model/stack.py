@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from megatron.mpu.random import DropoutStreams, checkpoint
+from megatron.model.recompute import Recompute
 
 
 def run_layers(
-    layers: Sequence[Callable[..., torch.Tensor]],
-    x: torch.Tensor,
-    *others: Any,
-    streams: DropoutStreams,
-    recompute_every: int = 0,
+    layers: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *others: Any, recompute: Recompute
 ) -> torch.Tensor:
     """Return ``x`` after all ``layers``.
 
     Args:
         others: what every layer takes besides, such as a mask.
-        recompute_every: keep only the input of each run of so many layers and recompute the rest in backward;
-            0 keeps all activations.
+        recompute: runs each ``recompute.every`` layers, of which backward then has the input only.
     """
 
     def run(part: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -30,8 +26,9 @@ def run_layers(
             x = layer(x, *others)
         return x
 
-    if not recompute_every or not torch.is_grad_enabled():
+    every = recompute.every
+    if not every or not torch.is_grad_enabled():
         return run(layers, x, *others)
-    for start in range(0, len(layers), recompute_every):
-        x = checkpoint(streams, run, layers[start : start + recompute_every], x, *others)
+    for start in range(0, len(layers), every):
+        x = recompute(partial(run, layers[start : start + every]), x, *others)
     return x

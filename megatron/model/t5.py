@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.model.head import Head
 from megatron.model.loss import model_loss
+from megatron.model.recompute import Recompute
 from megatron.model.sizes import Place, T5Sizes
 from megatron.model.stack import run_layers
 from megatron.model.t5_attention import RelativeBias
@@ -92,7 +93,7 @@ class T5Side(nn.Module):
 
     def __init__(self, sizes: T5Sizes, place: Place, side: str, layers: list[nn.Module]) -> None:
         super().__init__()
-        self.sizes, self.streams = sizes, place.streams
+        self.recompute = Recompute(sizes, place, num_layers=len(layers))
         is_bidirectional = side == "encoder"
         self.bias = RelativeBias(sizes, place, is_bidirectional) if sizes.is_relative else None
         self.layers = nn.ModuleList(layers)
@@ -100,8 +101,7 @@ class T5Side(nn.Module):
 
     def run(self, x: torch.Tensor, *others: torch.Tensor | nn.Module | None) -> torch.Tensor:
         """Return ``x`` after all layers, each of which takes ``others`` too, and the norm."""
-        every = self.sizes.checkpoint_num_layers if self.sizes.checkpoint_activations else 0
-        x = run_layers(list(self.layers), x, *others, streams=self.streams, recompute_every=every)
+        x = run_layers(list(self.layers), x, *others, recompute=self.recompute)
         return self.final_norm(x)
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron.device import default_generator
 from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.kept import Keeper
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,20 @@ class DropoutStreams:
             return function(dropout=probability)
 
 
-def checkpoint(streams: DropoutStreams, function: Callable[..., Any], *args: Any) -> Any:
+def checkpoint(streams: DropoutStreams, function: Callable[..., Any], *args: Any, keeper: Keeper | None = None) -> Any:
     """Run ``function(*args)`` without keeping its activations; backward runs it again with the same dropout masks.
+
+    Args:
+        keeper: puts ``args`` away until then; None: they wait as they are.
 
     Source: Chen et al. 2016, "Training deep nets with sublinear memory cost".
     """
     position = streams.position  # of now: when backward recomputes, another micro-batch may be running
+    inputs = None if keeper is None else keeper.put_away(args)
 
-    def run(*inputs: Any) -> Any:
+    def run(*given: Any) -> Any:
         with streams.at(position):
-            return function(*inputs)
+            return function(*(given if inputs is None else inputs.take()))
 
-    return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+    held = args if inputs is None else ()
+    return torch_checkpoint(run, *held, use_reentrant=False, preserve_rng_state=False)

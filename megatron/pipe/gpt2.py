@@ -19,9 +19,9 @@ from megatron.model.layer import TransformerLayer
 from megatron.model.norm import LayerNorm
 from megatron.model.sizes import Place, Sizes
 from megatron.mpu.layers import VocabParallelEmbedding
-from megatron.mpu.random import checkpoint
 from megatron.mpu.topology import Topology
 from megatron.ops.attention import document_mask
+from megatron.pipe.recompute import stage_recompute
 from megatron.pipe.topology import pipe_topology
 from tds.loss import Weighted
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -118,15 +118,15 @@ class GPT2ModelPipe(PipelineModule):
     ) -> None:
         self.sizes, self.place, self.has_segments = sizes, place, has_segments
         profile = {} if probe is None else {"profile_batch": random_batch(sizes.vocab_size, probe, has_segments)}
-        every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
+        recompute = stage_recompute(self, sizes, place)
         super().__init__(
             layer_specs(sizes, place),
             topology=pipe_topology(topology),
             loss_fn=self._loss,
             partition_method=partition,
             chunks=chunks,
-            activation_checkpoint_interval=every,
-            activation_checkpoint_func=partial(checkpoint, place.streams),
+            activation_checkpoint_interval=recompute.every,
+            activation_checkpoint_func=recompute,
             **profile,
         )
         self._input_grad = [True, False] if has_segments else [True]

@@ -18,7 +18,6 @@ biases by all layers of its side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +36,8 @@ from megatron.model.t5 import (
     tied_logits,
 )
 from megatron.mpu.layers import VocabParallelEmbedding
-from megatron.mpu.random import checkpoint
 from megatron.mpu.topology import Topology
+from megatron.pipe.recompute import stage_recompute
 from megatron.pipe.topology import pipe_topology
 from megatron.stages import t5_units
 from tds.boundary import Boundary
@@ -205,15 +204,15 @@ class T5ModelPipe(PipelineModule):
     ) -> None:
         self.sizes, self.place, self.has_segments = sizes, place, has_segments
         profile = {} if probe is None else {"profile_batch": random_batch(sizes.vocab_size, probe, has_segments)}
-        every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
+        recompute = stage_recompute(self, sizes, place)
         super().__init__(
             layer_specs(sizes, place),
             topology=pipe_topology(topology),
             loss_fn=self._loss,
             partition_method=partition,
             chunks=chunks,
-            activation_checkpoint_interval=every,
-            activation_checkpoint_func=partial(checkpoint, place.streams),
+            activation_checkpoint_interval=recompute.every,
+            activation_checkpoint_func=recompute,
             **profile,
         )
         ends = enumerate(self.parts[1:-1])
