@@ -8,6 +8,7 @@ from torch import nn
 from megatron.model.bert_head import NextSentence, Transform, WordHead
 from megatron.model.bert_layer import BertEmbedding, BertLayer
 from megatron.model.bert_loss import Logits, Pair, bert_loss
+from megatron.model.recompute import Recompute
 from megatron.model.sizes import BertSizes, Place
 from megatron.model.stack import run_layers
 
@@ -30,6 +31,7 @@ class BertModel(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.place = place or Place()
+        self.recompute = Recompute(sizes, self.place)
         self.embedding = BertEmbedding(sizes, self.place)
         self.layers = nn.ModuleList(BertLayer(sizes, self.place, i) for i in range(sizes.num_layers))
         self.transform = Transform(sizes)
@@ -47,8 +49,7 @@ class BertModel(nn.Module):
         step_predictions: torch.Tensor | None = None,
     ) -> Logits | Pair | dict[str, Pair]:
         x = self.embedding(tokens, token_types)  # [s, b, h]
-        every = self.sizes.checkpoint_num_layers if self.sizes.checkpoint_activations else 0
-        x = run_layers(list(self.layers), x, segments, streams=self.place.streams, recompute_every=every)
+        x = run_layers(list(self.layers), x, segments, recompute=self.recompute)
         words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
         logits = words if self.next_sentence is None else (words, self.next_sentence(x))
         if labels is None or loss_mask is None:

@@ -7,7 +7,6 @@ Ahead of the head it is what the transform made of the hidden states and, with t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from megatron.model.bert_layer import AroundWords, BertLayer
 from megatron.model.bert_loss import Logits, bert_loss
 from megatron.model.sizes import BertSizes, Place
 from megatron.mpu.layers import VocabParallelEmbedding
-from megatron.mpu.random import checkpoint
 from megatron.mpu.topology import Topology
+from megatron.pipe.recompute import stage_recompute
 from megatron.pipe.topology import pipe_topology
 from tds.boundary import Boundary
 from tds.loss import Weighted
@@ -134,15 +133,15 @@ class BertModelPipe(PipelineModule):
     ) -> None:
         self.sizes, self.place, self.has_segments = sizes, place, has_segments
         profile = {} if probe is None else {"profile_batch": random_batch(sizes, probe, has_segments)}
-        every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
+        recompute = stage_recompute(self, sizes, place)
         super().__init__(
             layer_specs(sizes, place),
             topology=pipe_topology(topology),
             loss_fn=self._loss,
             partition_method=partition,
             chunks=chunks,
-            activation_checkpoint_interval=every,
-            activation_checkpoint_func=partial(checkpoint, place.streams),
+            activation_checkpoint_interval=recompute.every,
+            activation_checkpoint_func=recompute,
             **profile,
         )
         ends = enumerate(self.parts[1:-1])
