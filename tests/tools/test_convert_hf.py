@@ -143,10 +143,10 @@ def test_the_type_asked_for_is_written(convert: Run, tmp_path: Path) -> None:
 
 
 def test_logits_that_differ_are_told(convert: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.checkpoint.hf import settings
+    from megatron.checkpoint.hf import gpt2
 
     save_model(tmp_path / "run", config_of("gpt2", activation="gelu"))
-    monkeypatch.setitem(settings._GPT2_ACTIVATIONS, "gelu", "gelu_new")
+    monkeypatch.setitem(gpt2._THEIR_ACTIVATIONS, "gelu", "gelu_new")
     code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--verify")
     assert code == 3 and "our logits and those of" in told
 

@@ -19,13 +19,17 @@ Their ``Conv1D`` keeps weights as [in, out], ours are [out, in]. The hub's GPT-2
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from megatron.checkpoint.hf import recipes as made
+from megatron.checkpoint.hf.form import Form, Tensors
 from megatron.checkpoint.hf.recipes import Recipe
+from megatron.config import Config, ModelConfig
 from megatron.errors import CheckpointError
+from megatron.model import GPT2Model, sizes_from
 
 _TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
 _LAYER = {
@@ -41,6 +45,7 @@ _LAYER_OF_THEIRS = {theirs: ours for ours, theirs in _LAYER.items()}
 _CONV1D = {"attention.query_key_value", "attention.dense", "mlp.up", "mlp.down"}
 _THEIR_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 _ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
+_THEIR_ACTIVATIONS = {"gelu-tanh": "gelu_new", "gelu": "gelu"}
 _WORD, _HEAD, _THEIR_HEAD = "embedding.word.weight", "head.weight", "lm_head.weight"
 
 
@@ -147,3 +152,77 @@ def _their_name(ours: str) -> str | None:
     if found and found[2] in _LAYER:
         return f"transformer.h.{found[1]}.{_LAYER[found[2]]}.{kind}"
     return None
+
+
+def _problems(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.activation not in _THEIR_ACTIVATIONS:
+        yield f"GPT-2 has the activation {' or '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
+    if model.attention_size != model.hidden_size:
+        yield (
+            f"heads must make up the hidden size, got {model.num_attention_heads} heads of {model.kv_hidden_size} "
+            f"for {model.hidden_size}"
+        )
+    if model.apply_residual_connection_post_layernorm:
+        yield "GPT-2 has no residual connection from behind the norm there"
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    """Linear layers without biases get zeros there, and ``"hidden_bias": false`` says so."""
+    model = config.model
+    fields = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": model.vocab_size,
+        "n_positions": model.max_position_embeddings,
+        "n_ctx": model.max_position_embeddings,
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.ff_hidden_size,
+        "activation_function": _THEIR_ACTIVATIONS[model.activation],
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "initializer_range": model.init_method_std,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "tie_word_embeddings": not model.untie_embeddings,
+    }
+    return fields if model.hidden_bias else {**fields, "hidden_bias": False}
+
+
+def _values(theirs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **model_fields(theirs),
+        "hidden_bias": theirs.get("hidden_bias", True),
+        "hidden_dropout": theirs.get("resid_pdrop", 0.1),
+        "attention_dropout": theirs.get("attn_pdrop", 0.1),
+    }
+
+
+def _build(model: ModelConfig, config: Config) -> torch.nn.Module:
+    return GPT2Model(sizes_from(model))
+
+
+def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
+    ours = to_ours(theirs, config.model.num_attention_heads)
+    if config.model.untie_embeddings:
+        ours.setdefault(_HEAD, theirs[_THEIR_HEAD].clone())
+    return ours
+
+
+def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
+    return from_ours(ours, config.model.num_attention_heads)
+
+
+FORM = Form(
+    model_types=("gpt2",),
+    build=_build,
+    problems=_problems,
+    fields=_fields,
+    values=_values,
+    to_ours=_all_to_ours,
+    from_ours=_all_from_ours,
+    word="transformer.wte.weight",
+    unread=re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
+)

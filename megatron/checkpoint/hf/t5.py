@@ -24,14 +24,17 @@ transformers 5 a configuration calls every T5 tied, and an untied one shows in `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from megatron.checkpoint.hf import recipes as made
+from megatron.checkpoint.hf.form import Form, Tensors
 from megatron.checkpoint.hf.recipes import Recipe
+from megatron.config import Config, ModelConfig
 from megatron.errors import CheckpointError
+from megatron.model import T5Model, t5_sizes_from
 
 _WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
 _COPIES = ("encoder.embed_tokens", "decoder.embed_tokens")
@@ -44,6 +47,13 @@ _SETTINGS = {
     "gelu_new": "gelu-tanh",
     "gated-gelu": "gated-gelu",
     "gated-gelu_new": "gated-gelu",
+    "gated-silu": "gated-silu",
+}
+_THEIR_SETTINGS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu-tanh": "gelu_new",
+    "gated-gelu": "gated-gelu",
     "gated-silu": "gated-silu",
 }
 Merge = tuple[str, tuple[str, ...]]
@@ -199,3 +209,69 @@ def _layer_merges(side: str, index: int, gated: bool) -> list[Merge]:
 def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> Recipe:
     """Return how our ``name`` is made of ``parts`` of so many ``rows`` each: by rows of a gate, by heads else."""
     return Recipe(parts, blocks=rows if name.endswith(".mlp.up") else num_heads if len(parts) > 1 else 1)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    if not config.t5.has_relative_positions:
+        yield "T5 has no learned positions there (the variant that CPM trained)"
+    if config.model.hidden_bias:
+        yield "T5 has no biases in its linear layers there, got hidden_bias"
+    if config.model.activation not in _THEIR_SETTINGS:
+        yield f"T5 has the activation {', '.join(_THEIR_SETTINGS)} there, got {config.model.activation}"
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    """A tied head takes ``x h ** -0.5`` there, one of its own does not (v1.1, mT5)."""
+    model, sides = config.model, config.t5
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "vocab_size": model.vocab_size,
+        "d_model": model.hidden_size,
+        "d_kv": model.kv_hidden_size,
+        "d_ff": model.ff_hidden_size,
+        "num_layers": sides.enc_layers,
+        "num_decoder_layers": sides.dec_layers,
+        "num_heads": model.num_attention_heads,
+        "feed_forward_proj": _THEIR_SETTINGS[model.activation],
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "dropout_rate": model.hidden_dropout,
+        "relative_attention_num_buckets": sides.relative_attention_num_buckets,
+        "relative_attention_max_distance": sides.relative_attention_max_distance,
+        "tie_word_embeddings": not model.untie_embeddings,
+        "scale_decoder_outputs": not model.untie_embeddings,
+    }
+
+
+def _values(theirs: dict[str, Any]) -> dict[str, Any]:
+    rate = theirs.get("dropout_rate", 0.1)
+    return {**model_fields(theirs), "hidden_dropout": rate, "attention_dropout": rate}
+
+
+def _build(model: ModelConfig, config: Config) -> torch.nn.Module:
+    return T5Model(t5_sizes_from(model, config.t5))
+
+
+def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
+    return to_ours(theirs, config.model.num_attention_heads, is_untied=config.model.untie_embeddings)
+
+
+def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
+    return from_ours(ours, config.model.num_attention_heads)
+
+
+FORM = Form(
+    model_types=("t5", "mt5"),
+    build=_build,
+    problems=_problems,
+    fields=_fields,
+    values=_values,
+    to_ours=_all_to_ours,
+    from_ours=_all_from_ours,
+    word="shared.weight",
+    copies=tuple(f"{name}.weight" for name in _COPIES),
+    unread=re.compile(re.escape(f"{_UNUSED}.weight")),
+    allowed=1e-5,  # their norm takes its variance in fp32
+    auto="AutoModelForSeq2SeqLM",
+)

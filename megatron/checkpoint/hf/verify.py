@@ -14,13 +14,12 @@ import torch
 
 from megatron.checkpoint.hf import settings, tensors
 from megatron.checkpoint.hf.export import DTYPES
+from megatron.checkpoint.hf.forms import form_of
 from megatron.checkpoint.loading import Checkpoint
 from megatron.checkpoint.whole import read_weights
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 
-ALLOWED = {"gpt2": 1e-10, "t5": 1e-5}
-"""Largest difference of a logit, as part of the largest logit."""
 _ROWS, _LENGTH = 2, 24
 
 
@@ -51,9 +50,10 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
         ours = _our_logits(checkpoint, config, dtype, batch)
         theirs = _their_logits(folder, config, batch)
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
-    if not difference <= ALLOWED[config.family]:  # NaN too
+    allowed = form_of(config.family).allowed
+    if not difference <= allowed:  # NaN too
         raise CheckpointError(
-            f"our logits and those of {folder} must agree to {ALLOWED[config.family]:.0e} of the largest, got "
+            f"our logits and those of {folder} must agree to {allowed:.0e} of the largest, got "
             f"{difference:.1e}: do not use the folder, and report the command"
         )
     return difference
@@ -85,7 +85,7 @@ def _their_logits(folder: Path, config: Config, batch: Any) -> torch.Tensor:
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    kind = transformers.AutoModelForSeq2SeqLM if config.is_t5 else transformers.AutoModelForCausalLM
+    kind = getattr(transformers, form_of(config.family).auto)
     loaded: Any = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True, output_loading_info=True)
     model, told = loaded
     odd = {what: sorted(told[what]) for what in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[what]}

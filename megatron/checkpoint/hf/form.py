@@ -1,0 +1,80 @@
+"""What a family's file says of its Hugging Face form: settings both ways, and how its weights are made of theirs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.hf import recipes
+from megatron.checkpoint.hf.recipes import Recipe
+from megatron.config import Config, ModelConfig
+from megatron.errors import CheckpointError
+
+Tensors = dict[str, torch.Tensor]
+NOTHING = re.compile(r"(?!)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One family there.
+
+    Args:
+        model_types: values of ``model_type`` in config.json.
+        build: our model in one piece, given its section ``model`` without dropout and padding, and the configuration.
+        problems: what of a configuration has no form there.
+        fields: config.json of a configuration, without ``dtype`` and ids of control tokens.
+        values: flat fields of our configuration, by name, of a config.json.
+        to_ours, from_ours: all weights, given the configuration.
+        word: their name of the word table.
+        copies: their names of copies of it, which they may leave out; a tied head is one anyway.
+        head: their name of the head.
+        unread: names of what old files hold and no model reads.
+        allowed: largest difference of a logit in fp64, as part of the largest logit.
+        auto: their class that builds the model.
+    """
+
+    model_types: tuple[str, ...]
+    build: Callable[[ModelConfig, Config], torch.nn.Module]
+    problems: Callable[[Config], Iterator[str]]
+    fields: Callable[[Config], dict[str, Any]]
+    values: Callable[[dict[str, Any]], dict[str, Any]]
+    to_ours: Callable[[Tensors, Config], Tensors]
+    from_ours: Callable[[Tensors, Config], Tensors]
+    word: str
+    copies: tuple[str, ...] = ()
+    head: str = "lm_head.weight"
+    unread: re.Pattern[str] = NOTHING
+    allowed: float = 1e-10
+    auto: str = "AutoModelForCausalLM"
+
+
+def by_recipes(
+    recipes_of: Callable[[Config], Mapping[str, Recipe]],
+    heights_of: Callable[[Config], Mapping[str, int]] = lambda config: {},
+) -> dict[str, Callable[[Tensors, Config], Tensors]]:
+    """Return ``to_ours`` and ``from_ours`` of a family that has a recipe for each of its weights.
+
+    Args:
+        heights_of: rows of each part by the end of its name (``k_proj.weight``), where those of a weight differ.
+    """
+
+    def to_ours(theirs: Tensors, config: Config) -> Tensors:
+        return {name: recipes.to_ours(recipe, theirs) for name, recipe in recipes_of(config).items()}
+
+    def from_ours(ours: Tensors, config: Config) -> Tensors:
+        known, heights = recipes_of(config), heights_of(config)
+        unknown = [name for name in ours if name not in known]
+        if unknown:
+            raise CheckpointError(f"these names are not of our model: {', '.join(unknown)}")
+        theirs: Tensors = {}
+        for name, tensor in ours.items():
+            parts = known[name].names
+            each = {part: rows for part in parts for end, rows in heights.items() if part.endswith(end)}
+            theirs.update(recipes.from_ours(known[name], tensor, each if len(each) == len(parts) else None))
+        return theirs
+
+    return {"to_ours": to_ours, "from_ours": from_ours}
