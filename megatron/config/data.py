@@ -98,11 +98,15 @@ class DataConfig:
         elsewhere="T5 fills gaps anyway; leave it out",
         elsewhere_in={"bert": "BERT fills gaps anyway; leave it out"},
     )
-    reset_position_ids: bool = _decoder(
+    reset_position_ids: bool = option(
         False,
         "count positions from 0 after each end of document",
+        families=("gpt2", "llama"),
         elsewhere="T5 keeps documents apart by --reset-attention-mask alone; use that",
-        elsewhere_in={"bert": "a sample of BERT's is of one document or a pair; leave it out"},
+        elsewhere_in={
+            "mpt": "MPT has no positions; --reset-attention-mask alone keeps documents apart",
+            "bert": "a sample of BERT's is of one document or a pair; leave it out",
+        },
     )
     reset_attention_mask: bool = option(
         False,

@@ -14,7 +14,7 @@ class MptConfig(FamilyConfig):
     """Attention with linear biases (ALiBi); there are no other biases, in norms neither."""
 
     DEFAULTS: ClassVar = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    IDENTITY: ClassVar = ("alibi_bias_max",)
+    IDENTITY: ClassVar = ("alibi_bias_max", "clip_qkv")
     NO_IDENTITY: ClassVar = ("max_position_embeddings",)
 
     alibi_bias_max: int = option(
@@ -23,4 +23,11 @@ class MptConfig(FamilyConfig):
         minimum=1,
         families=("mpt",),
         elsewhere="ALiBi is MPT's; leave it out, or use examples/mpt/pretrain_mpt.py",
+    )
+    clip_qkv: float = option(
+        0.0,
+        "bring the numbers of queries, keys and values into -clip ... clip; 0: do not",
+        minimum=0,
+        families=("mpt",),
+        elsewhere="it is MPT's; leave it out, or use examples/mpt/pretrain_mpt.py",
     )

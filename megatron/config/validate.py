@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from megatron import rampup
-from megatron.config import debug, decoder_checks, effects, llama_checks, stability, t5_checks
+from megatron.config import debug, decoder_checks, effects, llama_checks, mpt_checks, stability, t5_checks
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
@@ -24,7 +24,7 @@ FAMILY_CHECKS: Mapping[str, ModuleType] = {
     "gpt2": decoder_checks,
     "t5": t5_checks,
     "llama": llama_checks,
-    "mpt": decoder_checks,
+    "mpt": mpt_checks,
     "bert": decoder_checks,
 }
 """Family -> the module with its ``problems(config)`` and ``notes(config)``."""
