@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
-from tds import auto, channels, section
+from tds import auto, channels, section, watchdog
 from tds.announce import announce
+from tds.data_agreement import DataAgreement
 from tds.exchange import Exchange
 from tds.module import PipelineModule
 from tds.optimizers import Gradients, gradients_of
@@ -128,6 +129,21 @@ def make_stage(engine: PipelineEngine) -> Stage:
     links = Links(engine.stage_id, ranks, groups, cut, device, limit)
     exchange = Exchange(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
     return Stage(engine.module, exchange, device)
+
+
+def make_data_agreement(engine: PipelineEngine, compares: bool) -> DataAgreement | None:
+    """Return how all ranks agree on their data; None for one rank, which needs no other."""
+    if dist.get_world_size() == 1:
+        return None
+    topology = engine.grid._topo
+    return DataAgreement(
+        engine.module.world_group,
+        stage=engine.stage_id,
+        replica=engine.grid.get_data_parallel_rank(),
+        device=torch.device(engine.device),
+        name_of=lambda rank: watchdog.name_of(rank, topology.get_coord(rank)),
+        compares=compares,
+    )
 
 
 def make_plan(engine: PipelineEngine) -> Plan:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.dataloader import RepeatingLoader
+
+from tds.data_agreement import ENDED, NO_READER, READY, DataAgreement, DataEnded, checksum
+from tds.nesting import as_pair, refuse_input
 
 if TYPE_CHECKING:
     from tds.engine import PipelineEngine
@@ -17,43 +21,117 @@ class BatchSource:
 
     A rank without an iterator still calls the function, with None, so that it can take part in a broadcast over the
     tensor group.
+
+    Args:
+        agreement: asks all ranks whether they have data; None where there is one rank, or no data end.
+
+    Attributes:
+        ended_at: the micro-batch that the iterator did not give; None while it gives all.
+        checksums: of each micro-batch, where they are to be compared.
     """
 
-    def __init__(self, iterator: Iterator[Any] | None, batch_fn: Callable[[Any], Any] | None, stage: int) -> None:
+    def __init__(
+        self,
+        iterator: Iterator[Any] | None,
+        batch_fn: Callable[[Any], Any] | None,
+        stage: int,
+        agreement: DataAgreement | None = None,
+    ) -> None:
+        if iterator is not None and not hasattr(iterator, "__next__"):
+            raise TypeError(
+                f"train_batch and eval_batch take an iterator, got {type(iterator).__name__}. Make one by iter(...), "
+                "once ahead of all steps"
+            )
         self.iterator = iterator
         self.batch_fn = batch_fn
         self.stage = stage
+        self.agreement = agreement
+        self.ended_at: int | None = None
+        self.checksums: list[int] = []
+        self._number = 0
+        self._fetched: list[Any] = []
+        self._last: Any = None
         self._first: tuple[Any, Any] | None = None
 
-    def read_ahead(self) -> None:
-        """Read the first batch, so that an iterator at its end raises before anything is on its way."""
-        self._first = self._read()
+    def begin(self, reads: bool) -> None:
+        """Read the first micro-batch, so that an iterator at its end raises before anything is on its way. Collective.
+
+        Args:
+            reads: this rank reads in this call.
+
+        Raises:
+            StopIteration: the data have ended on all ranks.
+            DataEnded: they have ended on some.
+            RuntimeError: there is neither an iterator nor a batch function.
+        """
+        if reads and self.iterator is None and self.batch_fn is None:
+            raise RuntimeError(
+                f"stage {self.stage} needs data: pass an iterator to train_batch or eval_batch, or training_data to "
+                "initialize; a rank that does not read needs a batch function (set_batch_fn)"
+            )
+        state = NO_READER
+        if reads and self.iterator is not None:
+            state = self._fetch(self.iterator)
+        if self.agreement is not None:
+            self.agreement.begin(state)
+        elif state == ENDED:
+            raise StopIteration
+        if reads:
+            self._first = self._read()
 
     def next(self) -> tuple[Any, Any]:
         """Return the next (inputs, labels).
 
         Raises:
-            RuntimeError: there is neither an iterator nor a batch function.
+            DataEnded: the iterator has ended, and no other rank waits for this one.
             TypeError: the batch is no pair.
         """
         first, self._first = self._first, None
         return self._read() if first is None else first
 
+    def end(self, num_micro_batches: int) -> None:
+        """See that no rank's data have ended within the call, and that they agree, where that was asked. Collective.
+
+        Raises:
+            DataEnded, DataDisagreement: on all ranks alike.
+        """
+        if self.agreement is not None:
+            self.agreement.end(self.ended_at, self.checksums, num_micro_batches)
+
+    def _fetch(self, iterator: Iterator[Any]) -> int:
+        """Take what the iterator gives first, ahead of the batch function, in which others of a group may wait."""
+        try:
+            self._fetched = [next(iterator)]
+        except StopIteration:
+            return ENDED
+        return READY
+
     def _read(self) -> tuple[Any, Any]:
-        if self.iterator is None and self.batch_fn is None:
-            raise RuntimeError(
-                f"stage {self.stage} needs data: pass an iterator to train_batch or eval_batch, or training_data to "
-                "initialize; a rank that does not read needs a batch function (set_batch_fn)"
-            )
-        batch = next(self.iterator) if self.iterator is not None else None
+        batch = None if self.iterator is None else self._given(self.iterator)
         if self.batch_fn is not None:
             batch = self.batch_fn(batch)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-            raise TypeError(
-                f"a micro-batch must be a pair (inputs, labels), got {type(batch).__name__}{size} on stage {self.stage}"
-            )
-        return batch[0], batch[1]
+        pair = as_pair(batch, f"{self._origin()} on stage {self.stage}")
+        self._number += 1
+        if self.agreement is not None and self.agreement.compares:
+            self.checksums.append(checksum(pair))
+        return pair
+
+    def _given(self, iterator: Iterator[Any]) -> Any:
+        """Return what the iterator gives; once it has ended what it gave last, which ``end`` will tell."""
+        try:
+            batch = self._fetched.pop() if self._fetched else next(iterator)
+        except StopIteration:
+            if self.agreement is None:
+                raise DataEnded(f"the data ended behind {self._number} micro-batches of a global batch") from None
+            self.ended_at = self._number if self.ended_at is None else self.ended_at
+            return copy.copy(self._last)
+        self._last = copy.copy(batch) if isinstance(batch, (dict, list)) else batch  # a batch function may empty it
+        return batch
+
+    def _origin(self) -> str:
+        if self.batch_fn is None:
+            return "the iterator"
+        return f"the batch function {getattr(self.batch_fn, '__name__', type(self.batch_fn).__name__)}"
 
 
 class TrainingLoader(RepeatingLoader):
@@ -108,16 +186,18 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
     Raises:
         TypeError: something else than tensors, and tuples, lists and dicts of them.
     """
-    if isinstance(inputs, torch.Tensor):
-        copy = inputs.detach().to(device, copy=True)
-        return copy.requires_grad_() if needs_grad and copy.is_floating_point() else copy
-    if isinstance(inputs, (tuple, list)):
-        return tuple(stage_inputs(each, device, needs_grad=needs_grad) for each in inputs)
-    if isinstance(inputs, Mapping):
-        return {key: stage_inputs(each, device, needs_grad=needs_grad) for key, each in inputs.items()}
-    raise TypeError(
-        f"the first stage's inputs must be tensors, or tuples, lists or dicts of them, got {type(inputs).__name__}"
-    )
+
+    def copied(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            copy = value.detach().to(device, copy=True)
+            return copy.requires_grad_() if needs_grad and copy.is_floating_point() else copy
+        if isinstance(value, (tuple, list)):
+            return tuple(copied(each, f"{path}[{place}]") for place, each in enumerate(value))
+        if isinstance(value, Mapping):
+            return {key: copied(each, f"{path}[{key!r}]") for key, each in value.items()}
+        raise refuse_input(value, path, inputs)
+
+    return copied(inputs, "inputs")
 
 
 def to_device(value: Any, device: torch.device) -> Any:

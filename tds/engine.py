@@ -32,6 +32,8 @@ class PipelineEngine(LayerCheckpoints):
                           number of tokens of a micro-batch keeps 16-bit gradients in range
         on_micro_batch    called with the micro-batch's index ahead of each forward in training
         on_action         called with each action of a call ahead of it, in training and in evaluation
+        agrees_on_data    False: leave out the small messages ahead of and behind each call by which all ranks learn of
+                          a loader that ends early; for a program whose loaders have no end. The same on every rank
         on_loss           called with the mean loss, the same on every rank, ahead of the optimizer's step; may raise
     """
 
@@ -45,6 +47,8 @@ class PipelineEngine(LayerCheckpoints):
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
+        self.agrees_on_data = True
+        self._compares_data = section.compares_data(self._config.pipeline)
         self.on_micro_batch: Callable[[int], None] | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.on_loss: Callable[[torch.Tensor], None] | None = None
@@ -65,7 +69,7 @@ class PipelineEngine(LayerCheckpoints):
         self._reduction = assembly.make_reduction(self, self._gradients)
         self._stage = assembly.make_stage(self)
         self._seeing = Seeing(self)
-        if self.training_data:
+        if self.training_data and self._reads_data():
             self.set_dataloader(training_loader(self))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
@@ -90,7 +94,7 @@ class PipelineEngine(LayerCheckpoints):
                 self._stage.run(self._plan.training(self.micro_batches), call)
             self._tell_what_is_split()
             self.micro_steps += self.micro_batches
-            return train_step.finish(self, call.meter, self._gradients, call.reduction)
+            return train_step.finish(self, call.meter, self._gradients, call.reduction, call.source)
 
     def eval_batch(
         self,
@@ -121,6 +125,7 @@ class PipelineEngine(LayerCheckpoints):
             self.module.eval()
             self._stage.exchange.window = self._plan.window(number, is_training=False)
             self._stage.run(self._plan.evaluation(number), call)
+            call.source.end(number)
             result = evaluation.result(self, call, compute_loss, reduce_output, bcast_loss)
         return (result, call.last_output) if return_logits else result
 
@@ -146,7 +151,7 @@ class PipelineEngine(LayerCheckpoints):
         if self._reduction is not None:
             self._reduction.reset()
         return Call(
-            source=BatchSource(self.data_iterator, self.batch_fn, self.stage_id),
+            source=self._source(self.data_iterator),
             is_training=True,
             meter=self._meter(self.micro_batches),
             loss_fn=self.module.loss_fn,
@@ -160,15 +165,19 @@ class PipelineEngine(LayerCheckpoints):
         )
 
     def _evaluation_call(self, data_iter: Iterator[Any] | None, number: int, compute_loss: bool) -> Call:
-        iterator = data_iter if self._reads_data() else None
         return Call(
-            source=BatchSource(iterator, self.batch_fn, self.stage_id),
+            source=self._source(data_iter if self._reads_data() else None),
             is_training=False,
             meter=self._meter(number),
             loss_fn=self.module.loss_fn,
             on_action=self.on_action,
             collects_losses=compute_loss,
         )
+
+    def _source(self, iterator: Iterator[Any] | None) -> BatchSource:
+        agreement = assembly.make_data_agreement(self, self._compares_data)
+        is_asked = self.agrees_on_data or self._compares_data
+        return BatchSource(iterator, self.batch_fn, self.stage_id, agreement if is_asked else None)
 
     def _tell_what_is_split(self) -> None:
         """Say once, on one rank of each stage, whose backward a schedule could split."""

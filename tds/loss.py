@@ -7,6 +7,9 @@
 | a dict or namedtuple of these | "loss", or else the first | each by its name |
 | a tuple or list of these | the first | "loss", "loss_1", "loss_2", ... |
 
+A module without a loss function has it as its last layer, which returns the same forms; the labels travel to it with
+the inputs, through all layers. Both train to the same bits.
+
 What a module's ``get_additional_losses()`` gives (DeepSpeed's way to name more losses) is reported, too. All is added
 up in fp32, or fp64 where the loss is fp64.
 
@@ -24,6 +27,10 @@ from typing import Any
 import torch
 
 FORMS = "one number (a tensor), tds.Weighted(total, count), or a dict, namedtuple or tuple of these by name"
+NO_LOSS_FN = (
+    "the model has no loss_fn, so what its last layer returns is the loss. Give PipelineModule(..., loss_fn=...) a "
+    "function of (outputs, labels), or end the layers with one that takes the labels and returns the loss"
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,11 @@ class Weighted:
 
     total: torch.Tensor
     count: torch.Tensor | float
+
+
+def has_loss_function(loss_fn: Callable[[Any, Any], Any] | None) -> bool:
+    """False where the last layer's output is the loss; a function around one that is not there has ``is_identity``."""
+    return loss_fn is not None and not getattr(loss_fn, "is_identity", False)
 
 
 class LossMeter:

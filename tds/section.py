@@ -11,9 +11,9 @@ from tds.module import PipelineModule
 
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
-    "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s",
+    "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s", "check_data",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s."""
+"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data."""
 
 
 def check_keys(section: Mapping[str, Any]) -> None:
@@ -67,3 +67,15 @@ def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedel
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
         raise ValueError(f'"pipeline": {{"timeout_s": ...}} must be a positive number of seconds, got {limit!r}')
     return timedelta(seconds=limit)
+
+
+def compares_data(section: Mapping[str, Any]) -> bool:
+    """Return whether the ranks of a replica are to compare checksums of what they have read.
+
+    Raises:
+        ValueError: "check_data" is neither true nor false.
+    """
+    asked = section.get("check_data", False)
+    if not isinstance(asked, bool):
+        raise ValueError(f'"pipeline": {{"check_data": ...}} must be true or false, got {asked!r}')
+    return asked

@@ -12,6 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from tds.batches import stage_inputs, to_device
 from tds.call import Call, InFlight, last_of_chunks
 from tds.exchange import Exchange
+from tds.loss import NO_LOSS_FN, has_loss_function
+from tds.nesting import nesting
 from tds.optimizers import Gradients
 from tds.report import BACKWARD, FORWARD
 from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, Message, received, sent
@@ -62,8 +64,7 @@ class Stage:
         self.splitter.clear()
         self._last = last_of_chunks(actions)
         self.splits = any(isinstance(action, BackwardWeight) for action in actions)
-        if any(self._reads(action) for action in actions):
-            call.source.read_ahead()
+        call.source.begin(any(self._reads(action) for action in actions))
         with self._breaking():
             self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
             began = self.exchange.clock.mark()
@@ -120,7 +121,7 @@ class Stage:
             inputs, leaves = self.exchange.take_activations(incoming)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
-        with call.part(FORWARD):
+        with call.part(FORWARD), _telling(lambda: f"the first layer was given {nesting(inputs)}", incoming is None):
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if outgoing is None:
             self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
@@ -192,9 +193,11 @@ class Stage:
         if not call.collects_losses:
             call.outputs.append(output)
             return
-        with call.part(FORWARD):
+        given = output, labels
+        with call.part(FORWARD), _telling(lambda: f"the loss function was given {nesting(given)}"):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
-        share = call.meter.add(loss, action.micro_batch)
+        with _telling(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
+            share = call.meter.add(loss, action.micro_batch)
         if not call.is_training:
             call.outputs.append(loss)
             return
@@ -216,6 +219,17 @@ class Stage:
             "Reentrant recompute of a layer whose inputs need no gradient (token ids) detaches it: set "
             '"pipeline": {"use_reentrant": false}, or leave that layer out of checkpointable_layers.'
         )
+
+
+@contextmanager
+def _telling(words: Callable[[], str], is_told: bool = True) -> Iterator[None]:
+    """Add ``words`` to an error that is raised within: what a user's code was given tells its nesting."""
+    try:
+        yield
+    except Exception as error:
+        if is_told:
+            error.add_note(words())
+        raise
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 
 from tds import report
 from tds.agreement import Agreement, agree_on_loss
+from tds.batches import BatchSource
 from tds.gradients import reduce_gradients, sum_tied
 from tds.loss import LossMeter
 from tds.norm import clip, global_norm, is_counted
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def finish(
-    engine: PipelineEngine, meter: LossMeter, gradients: Gradients | None, reduction: Reduction | None = None
+    engine: PipelineEngine,
+    meter: LossMeter,
+    gradients: Gradients | None,
+    reduction: Reduction | None = None,
+    source: BatchSource | None = None,
 ) -> torch.Tensor:
     """Reduce, step, and return the mean loss of the global batch; others go to ``engine.agg_additional_losses``.
 
@@ -33,6 +38,7 @@ def finish(
 
     Args:
         reduction: sums over replicas, some of them under way; None to start and await them here.
+        source: where the micro-batches came from; it may raise where ``on_loss`` may.
     """
     if gradients is None:
         raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
@@ -44,6 +50,8 @@ def finish(
         add_up_tied(engine, gradients)
         add_up_replicas(engine, gradients, reduction, agreement.factor)
     with forgetting(engine, gradients):
+        if source is not None:
+            source.end(meter.num_micro_batches)
         means = agreement.means()
         if engine.on_loss is not None:
             engine.on_loss(means.loss)

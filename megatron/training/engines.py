@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from megatron.errors import DataError
 from megatron.mpu.groups import Grid
 from megatron.mpu.random import DropoutStreams, Position
 from megatron.optim import MixedPrecisionOptimizer
@@ -22,7 +24,8 @@ from tds import reduce_gradients
 from tds.agreement import Agreement, agree_on_loss
 from tds.bubble import BubbleMeter, Row
 from tds.clock import clock_for
-from tds.loss import LossMeter, named_losses
+from tds.data_agreement import DataDisagreement
+from tds.loss import LossMeter, has_loss_function, named_losses
 
 DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
@@ -189,6 +192,7 @@ class PipelineEngine:
         self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
+        engine.agrees_on_data = False  # ReplicaBatches never end
         engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
         engine.module.loss_fn = self._noting(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
@@ -203,14 +207,16 @@ class PipelineEngine:
         self._step, self._number = step, number
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
-        loss = float(self.engine.train_batch(data))
+        with _told_as_data_error():
+            loss = float(self.engine.train_batch(data))
         losses = {name: float(mean) for name, mean in (self.engine.agg_additional_losses or {}).items()}
         return result_of(loss, scale, self.optimizer, losses)
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
         """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
-        means = self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
+        with _told_as_data_error():
+            means = self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
         return float(next(iter(means.values())) if isinstance(means, dict) else means)
 
     def bubble(self) -> float | None:
@@ -239,7 +245,17 @@ class PipelineEngine:
                 self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
             return loss
 
+        noted.is_identity = not has_loss_function(loss_fn)  # type: ignore[attr-defined]
         return noted
+
+
+@contextmanager
+def _told_as_data_error() -> Iterator[None]:
+    """Turn what ``--check-data-agreement`` finds, the same on all ranks, into the error of data that cannot be used."""
+    try:
+        yield
+    except DataDisagreement as error:
+        raise DataError(str(error)) from error
 
 
 def _own_work(rows: list[Row]) -> tuple[float, int]:

@@ -18,7 +18,12 @@ def as_weighted(loss: Any) -> Any:
 
 def reading_pairs(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
     """Return a loss function that gives what ``loss_fn`` does (None: the output), a plain pair as ``Weighted``."""
-    return lambda output, labels: as_weighted(output if loss_fn is None else loss_fn(output, labels))
+
+    def read(output: Any, labels: Any) -> Any:
+        return as_weighted(output if loss_fn is None else loss_fn(output, labels))
+
+    read.is_identity = loss_fn is None  # type: ignore[attr-defined]
+    return read
 
 
 def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineError
 import tds
 from tds import reduction
 from tds.boundary import BoundaryError
+from tds.data_agreement import DataEnded
 from tds.module import PartitionError
 from tds.pipe import PipelineModule
 from tests.harness import fork_ranks, run_ranks
@@ -262,26 +263,41 @@ def test_toys_tie_one_table() -> None:
     assert head(words, torch.ones(2, 3, dtype=torch.float64)).shape == (2, 5)
 
 
-def _goes_on(rank: int, num_stages: int) -> tuple[str, Any, Any]:
-    """An iterator that ends between two batches, then one that ends within."""
+class _Planted(RuntimeError):
+    pass
+
+
+def _goes_on(rank: int, num_stages: int) -> tuple[str, list[Any]]:
+    """An iterator that ends between two batches, one that ends within, then an error in the middle."""
     toy = Toy("chain")
     engine = make_engine(toy, num_stages)
     with pytest.raises(StopIteration):
         engine.train_batch(iter([]))
-    _, gradients, _ = train(engine, toy)
-    with pytest.raises(StopIteration):
+    gradients = [train(engine, toy)[1]]
+    with pytest.raises(DataEnded):
         engine.train_batch(iter(toy.batches()[:2]))
+    gradients.append(train(engine, toy)[1])
+
+    def plant(micro_batch: int) -> None:
+        if micro_batch == 2 - rank:  # where neither waits for the other
+            raise _Planted
+
+    engine.on_micro_batch = plant
+    with pytest.raises(_Planted):
+        engine.train_batch(iter(toy.batches()))
+    engine.on_micro_batch = None
     if num_stages == 1:
-        return "", gradients, train(engine, toy)[1]
+        return "", [*gradients, train(engine, toy)[1]]
     with pytest.raises(RuntimeError) as raised:
         engine.train_batch(iter(toy.batches()))
-    return str(raised.value), gradients, gradients
+    return str(raised.value), gradients
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_an_error_in_the_middle_leaves_nothing_for_the_next_batch(num_stages: int) -> None:
     _, wanted = reference(Toy("chain"))
-    for told, gradients, again in run_ranks(num_stages, _goes_on, num_stages):
-        assert ("StopIteration" in told and "End the program" in told) == (num_stages > 1), told
-        for name, gradient in [*gradients.items(), *again.items()]:
+    for told, gradients in run_ranks(num_stages, _goes_on, num_stages):
+        assert ("_Planted" in told and "End the program" in told) == (num_stages > 1), told
+        assert len(gradients) == (3 if num_stages == 1 else 2)
+        for name, gradient in [item for each in gradients for item in each.items()]:
             assert torch.allclose(gradient, wanted[name], rtol=1e-11, atol=1e-15), name
