@@ -59,11 +59,7 @@ def model_provider() -> torch.nn.Module:
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel
     place = model.Place(grid.tensor, get_streams())
-    sizes = model.sizes_from(
-        config.model,
-        checkpoint_activations=parallel.checkpoint_activations,
-        checkpoint_num_layers=parallel.checkpoint_num_layers,
-    )
+    sizes = model.sizes_from(config.model, **model.recompute_switches(config))
     if not parallel.has_pipeline:
         return model.GPT2Model(sizes, place)
     partition: str | list[int] = parallel.partition_method

@@ -67,12 +67,7 @@ def model_provider() -> torch.nn.Module:
     config, grid = get_config(), mpu.get_grid()
     parallel, settings = config.parallel, config.t5
     place = model.Place(grid.tensor, get_streams())
-    sizes = model.t5_sizes_from(
-        config.model,
-        settings,
-        checkpoint_activations=parallel.checkpoint_activations,
-        checkpoint_num_layers=parallel.checkpoint_num_layers,
-    )
+    sizes = model.t5_sizes_from(config.model, settings, **model.recompute_switches(config))
     if not parallel.has_pipeline:
         return model.T5Model(sizes, place)
     partition: str | list[int] = parallel.partition_method

@@ -95,6 +95,8 @@ def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterato
         keys.TEXT_OR_NULL: value is None or isinstance(value, str),
         keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
         keys.DEPTH: is_integer and value >= -1,
+        keys.FALSE: value is False,
+        keys.NULL: value is None,
         keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
     if not good[key.kind]:
@@ -166,6 +168,12 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
     stage = json.get("zero_optimization", {}).get("stage")
     if _is_stated(stage):
         stated["zero_stage"] = ("zero_optimization.stage", stage)
+    kept = json.get("activation_checkpointing", {})
+    stated |= {
+        k.field: (f"activation_checkpointing.{n}", kept[n])
+        for n, k in keys.ACTIVATIONS.items()
+        if k.field and _is_stated(kept.get(n))
+    }
     section = json.get("optimizer", {})
     params = section.get("params", {})
     if _is_stated(section.get("type")):

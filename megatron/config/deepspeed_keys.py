@@ -27,6 +27,8 @@ TEXT_OR_NULL = "a text or null"
 TEXTS = "a list of texts"
 DEPTH = "an integer of at least -1"
 BETAS = "two numbers"
+FALSE = "false: nothing waits for the device between layers, and wall_clock_breakdown has the times"
+NULL = "null: the buffer has room for the layers of a stage and the micro-batches in flight"
 
 VALUES = {
     "train_batch_size": Key(POSITIVE, "requested_global_batch_size"),
@@ -46,6 +48,14 @@ FP16 = {
 }
 BF16 = {"enabled": Key(BOOLEAN)}
 ZERO = {"stage": Key(INTEGER, "zero_stage")}
+ACTIVATIONS = {
+    "partition_activations": Key(BOOLEAN, "partition_activations"),
+    "cpu_checkpointing": Key(BOOLEAN, "checkpoint_in_cpu"),
+    "contiguous_memory_optimization": Key(BOOLEAN, "contiguous_checkpointing"),
+    "number_checkpoints": Key(NULL),
+    "synchronize_checkpoint_boundary": Key(FALSE),
+    "profile": Key(FALSE),
+}
 OPTIMIZER = {"type": Key(TEXT), "params": Key(OBJECT)}
 OPTIMIZER_TYPES = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 OPTIMIZER_PARAMS = {
@@ -60,10 +70,14 @@ PIPELINE = {
     "chunks": Key(POSITIVE, "pipeline_chunks"),
     "trace": Key(TEXT, "pipeline_trace"),
     "timeout_s": Key(POSITIVE, "step_timeout"),
+    "check_data": Key(BOOLEAN, "check_data_agreement"),
 }
 """Keys of "pipeline" that set a field of ours where there is a pipeline."""
 
-SECTIONS = {"fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER}
+SECTIONS = {
+    "fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER,
+    "activation_checkpointing": ACTIVATIONS,
+}  # fmt: skip
 """Objects that are read here and not handed to DeepSpeed, which is told of ZeRO 0: 1 is our optimizer's."""
 
 PASSED = {
@@ -154,7 +168,6 @@ _OURS = "our optimizer step does this in its own way"
 _DATA = "samples come from megatron/data, not from DeepSpeed"
 REFUSED = {
     "scheduler": "the learning rate is set by --lr-decay-style, --warmup and --min-lr; remove the section",
-    "activation_checkpointing": "nothing here reads it; use --checkpoint-activations and --checkpoint-num-layers",
     "amp": "apex is not used; remove the section and use --fp16 or --bf16",
     "apex": "apex is not used; remove the section",
     "torch_autocast": "weights and activations have one number format; use --fp16, --bf16 or --fp32",
@@ -187,7 +200,7 @@ REFUSED = {
     "datastates_ckpt": "checkpoints are written by megatron/checkpoint; see --save",
     "nebula": "checkpoints are written by megatron/checkpoint; see --save",
     "aio": "there is no offload to disks in this version; remove the section",
-    "compile": "torch.compile is not used in this version; remove the section",
+    "compile": "use --compile, which compiles each transformer layer; remove the section",
     "tensor_parallel": "use --model-parallel-size",
     "sequence_parallel_size": "there is no sequence parallelism; remove the key",
     "expert_parallel": "there are no experts in these models; remove the section",
@@ -204,6 +217,7 @@ REFUSED_IN = {
     "bf16": "bf16 here takes enabled only: master weights and optimizer states are fp32",
     "zero_optimization": "ZeRO 0 and 1 here read stage only; sums travel in buckets of 32 MiB",
     "optimizer": "the optimizer section takes type and params",
+    "activation_checkpointing": f"activation_checkpointing takes {', '.join(ACTIVATIONS)}",
     "optimizer.params": "the optimizer's params here are lr, betas, eps and weight_decay",
 }
 """What to add to the message about an unknown key; other sections list their keys."""

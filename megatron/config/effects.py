@@ -23,8 +23,15 @@ PIPELINE = {
     "pipeline_chunks": "--pipeline-chunks",
     "layers_per_chunk": "--num-layers-per-virtual-pipeline-stage",
     "pipeline_trace": "--pipeline-trace",
+    "check_data_agreement": "--check-data-agreement",
 }
 """Fields that act on a pipeline only, and their flags."""
+KEPT = {
+    "partition_activations": "--partition-activations",
+    "checkpoint_in_cpu": "--checkpoint-in-cpu",
+    "contiguous_checkpointing": "--contigious-checkpointing",
+}
+"""Fields that say where the inputs of recomputed layers wait, and their flags."""
 IN_TRAINING = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
     "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule",
@@ -46,6 +53,7 @@ def problems(config: Config) -> Iterator[str]:
         )
     if "checkpoint_num_layers" in given and not config.parallel.checkpoint_activations:
         yield "--checkpoint-num-layers acts with --checkpoint-activations only. Add that flag, or leave this one out"
+    yield from kept_problems(config)
     if optimizer.optimizer != "adamw":
         params = config.deepspeed.get("optimizer", {}).get("params", {})
         stated = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
@@ -59,6 +67,11 @@ def problems(config: Config) -> Iterator[str]:
         yield (
             "--layout-independent-dropout needs something to drop, got --attention-dropout 0 and --hidden-dropout 0. "
             "Leave it out, or raise one of the two"
+        )
+    if model.layout_independent_dropout and config.parallel.compile:
+        yield (
+            "--compile cannot take --layout-independent-dropout, whose masks are computed step by step to compare "
+            "layouts. Leave one out"
         )
     yield from format_problems(config)
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
@@ -101,6 +114,28 @@ def format_problems(config: Config) -> Iterator[str]:
         )
 
 
+def kept_problems(config: Config) -> Iterator[str]:
+    """Yield flags about the inputs of recomputed layers where none are kept, or none can be cut."""
+    named = [flag for name, flag in KEPT.items() if name in config.given]
+    if named and not config.parallel.checkpoint_activations:
+        yield f"{', '.join(named)} acts with --checkpoint-activations only. Add that flag, or leave this one out"
+    elif "partition_activations" in config.given and config.parallel.model_parallel_size == 1:
+        yield (
+            "--partition-activations cuts over the tensor ranks, got --model-parallel-size 1. Leave it out, or use "
+            "--model-parallel-size 2 or more"
+        )
+
+
+def kept_notes(config: Config) -> Iterator[str]:
+    """Yield the same of what the JSON or the defaults switch on."""
+    parallel = config.parallel
+    named = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
+    if named and not parallel.checkpoint_activations:
+        yield f"{', '.join(named)} in the JSON or the defaults has no effect without --checkpoint-activations"
+    elif KEPT["partition_activations"] in named and parallel.model_parallel_size == 1:
+        yield "--partition-activations in the JSON or the defaults has no effect with one tensor rank"
+
+
 def scaling_problems(config: Config) -> Iterator[str]:
     """Yield flags of the loss scale when the number format is known and is not fp16."""
     dtype, named = config.precision.dtype, _flags(config, SCALING)
@@ -112,6 +147,7 @@ def scaling_problems(config: Config) -> Iterator[str]:
 def notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what was given, cannot act, and does no harm."""
     yield from scaling_notes(config)
+    yield from kept_notes(config)
     yield from data_effects.notes(config, world_size)
     parallel, optimizer, json = config.parallel, config.optimizer, config.deepspeed
     if "partition_method" in config.given and not parallel.has_pipeline:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 ALREADY_SO = {
     "--deepspeed": "every run uses DeepSpeed's engine",
+    "--deepspeed-activation-checkpointing": "--partition-activations, --contigious-checkpointing and "
+    "--checkpoint-in-cpu act without it",
     "--scaled-upper-triang-masked-softmax-fusion": "scaled_dot_product_attention computes scale, mask and softmax",
     "--scaled-masked-softmax-fusion": "scaled_dot_product_attention computes scale, mask and softmax",
     "--attention-softmax-in-fp32": "scaled_dot_product_attention keeps the softmax of 16-bit inputs in fp32",
@@ -31,7 +33,6 @@ ALREADY_SO = {
 
 _REALM = "REALM and ICT are not part of this project"
 _AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
-_RECOMPUTE = "recompute is our own, with the random states of the first pass; use --checkpoint-activations"
 _ZERO = "ZeRO is switched by --zero-stage 0 or 1, or zero_optimization.stage of the JSON; leave it out"
 _SOFTMAX = "scaled_dot_product_attention has no separate mask and softmax; leave it out"
 
@@ -39,7 +40,6 @@ CPM_REFUSED = {
     "--num-unique-layers": "layers do not share weights; leave it out",
     "--param-sharing-style": "layers do not share weights; leave it out",
     "--onnx-safe": "there is no ONNX export; leave it out",
-    "--distribute-checkpointed-activations": _RECOMPUTE,
     "--bias-gelu-fusion": "there are no hand-written kernels: the bias is added by the matrix product; leave it out",
     "--bias-dropout-fusion": "there are no hand-written kernels: the bias is added by the matrix product; leave it out",
     "--cpu-optimizer": "there is no offload; cut the memory with --model-parallel-size or --pipe-parallel-size",
@@ -64,12 +64,8 @@ CPM_REFUSED = {
     "--indexer-log-interval": _REALM,
     "--zero-reduce-scatter": _ZERO,
     "--zero-contigious-gradients": _ZERO,
-    "--deepspeed-activation-checkpointing": _RECOMPUTE,
-    "--partition-activations": _RECOMPUTE,
-    "--contigious-checkpointing": _RECOMPUTE,
-    "--checkpoint-in-cpu": _RECOMPUTE,
-    "--synchronize-each-layer": _RECOMPUTE,
-    "--profile-backward": _RECOMPUTE,
+    "--synchronize-each-layer": "nothing waits for the device between layers; leave it out",
+    "--profile-backward": "use --pipeline-trace, or wall_clock_breakdown of the JSON",
     "--deepscale": "the old name of DeepSpeed; leave it out",
     "--deepscale_config": "the old name of --deepspeed_config; use that",
     "--deepspeed_mpi": "start with bash run_gpt2.sh or run_t5.sh, torchrun or SLURM, which set RANK and WORLD_SIZE",
@@ -87,9 +83,7 @@ MEGATRON_REFUSED = {
     "--use-checkpoint-args": "give the flags of the first run; a checkpoint of other sizes is refused",
     "--use-checkpoint-opt-param-scheduler": "the learning rate follows the step and the flags given now",
     "--use-checkpoint-opt_param-scheduler": "the learning rate follows the step and the flags given now",
-    "--recompute-activations": _RECOMPUTE,
-    "--recompute-granularity": _RECOMPUTE,
-    "--recompute-method": _RECOMPUTE,
+    "--recompute-method": "inputs are kept every --checkpoint-num-layers layers, Megatron's uniform; leave it out",
     "--distributed-timeout-minutes": "use --step-timeout, in seconds",
     "--use-distributed-optimizer": _ZERO,
     "--overlap-grad-reduce": "replicas add their gradients once after the last micro-batch; leave it out",

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.option import option
-from megatron.stages import AUTO, MANY_CHUNKS, SCHEDULES, by_default
+from megatron.stages import AUTO, MANY_CHUNKS, SCHEDULES, by_default, candidates
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
+SPLITTING = "zb-h1"
+"""The schedule that puts the gradients of weights off."""
 STEP_TIMEOUT_S = 60
 """A rank that gets no further for so long in a step ends the job; the first step has longer, for its first kernels."""
 
@@ -46,12 +48,38 @@ class ParallelConfig:
         "folder for a trace of the pipeline's first steps, for Perfetto; the run folder gets its picture, schedule.png",
         shown_default="none",
     )
+    check_data_agreement: bool = option(
+        False,
+        "compare checksums of what the first and the last stage read in each step, ahead of the update; data that "
+        "differ end the run with code 2",
+    )
     checkpoint_activations: bool = option(
         False, "keep only the inputs of layers in the forward pass and compute the rest again in the backward pass"
     )
     checkpoint_num_layers: int = option(
         1, "layers between two kept inputs", minimum=1, aliases=("--recompute-num-layers",)
     )
+    recompute_granularity: str | None = option(
+        None,
+        "full: as --checkpoint-activations; selective: compute again what is between query, key, value and the output "
+        "of each attention, and nothing else",
+        choices=("full", "selective"),
+        constants={"--recompute-activations": "selective"},
+        shown_default="none",
+    )
+    partition_activations: bool = option(
+        False,
+        "keep of the inputs of recomputed layers a part on each tensor rank, 1/t of them",
+        aliases=("--distribute-checkpointed-activations", "--distribute-saved-activations"),
+    )
+    checkpoint_in_cpu: bool = option(False, "keep the inputs of recomputed layers in the memory of the host")
+    contiguous_checkpointing: bool = option(
+        False,
+        "keep the inputs of recomputed layers in one buffer, made at the first forward",
+        flag="--contigious-checkpointing",
+        aliases=("--contiguous-checkpointing",),
+    )
+    compile: bool = option(False, "compile each transformer layer with torch.compile")
     partition_method: str = option(
         "balanced",
         "layers per stage: balanced (by estimated cost), profile (by the time that each layer takes in a probe at the "
@@ -73,6 +101,10 @@ class ParallelConfig:
         "the same limit, in minutes, while ranks meet, open data, load, save and evaluate, and in the first step",
         above=0,
     )
+
+    def __post_init__(self) -> None:
+        if self.recompute_granularity == "full":
+            object.__setattr__(self, "checkpoint_activations", True)
 
     @property
     def num_stages(self) -> int:
@@ -119,6 +151,17 @@ class ParallelConfig:
             yield f"--partition-method must be one of {', '.join(METHODS)}, or type:REGEX, got {method!r}"
         if self.has_pipeline:
             yield from self._schedule_problems()
+        if self.checkpoint_activations and self.recompute_granularity == "selective":
+            yield (
+                "either whole layers are computed again or the attention in them, got --checkpoint-activations and "
+                "--recompute-granularity selective. Leave one out"
+            )
+        if self.compile and self.has_pipeline and SPLITTING in candidates(self.schedule, self.pipeline_chunks):
+            yield (
+                f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {SPLITTING} "
+                "puts the gradients of weights off, and a compiled layer computes them with that of its input. "
+                "Use --pipeline-schedule 1f1b, or leave --compile out"
+            )
 
     def _schedule_problems(self) -> Iterator[str]:
         schedule, chunks = self.schedule, self.pipeline_chunks

@@ -19,6 +19,7 @@ _HOME = {
     "T5Sizes": "sizes",
     "MptSizes": "sizes",
     "Place": "sizes",
+    "recompute_switches": "recompute",
     "sizes_from": "sizes",
     "t5_sizes_from": "sizes",
     "mpt_sizes_from": "sizes",

@@ -176,7 +176,12 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
         ('{"flops_profiler": {"module_depth": -2}}', ["module_depth must be an integer of at least -1, got -2"]),
         ('{"comms_logger": {"prof_ops": "all"}}', ["comms_logger.prof_ops must be a list of texts, got 'all'"]),
         ('{"timers": {"throughput": {"enable": true}}}', [":1:28:", "did you mean enabled? in timers.throughput"]),
-        ('{"activation_checkpointing": {}}', ["activation_checkpointing is refused", "use --checkpoint-activations"]),
+        (
+            '{"activation_checkpointing": {"number_checkpoints": 4}}',
+            [":1:31:", "number_checkpoints must be null: the buffer has room for the layers of a stage", "got 4"],
+        ),
+        ('{"activation_checkpointing": {"profile": true}}', ["profile must be false: nothing waits", "got True"]),
+        ('{"activation_checkpointing": {"cpu": true}}', ["activation_checkpointing takes partition_activations"]),
         ('{"optimizer": {"params": {"betas": [0.9, 2]}}}', ["betas[1] in the JSON must be", "got 2"]),
     ],
 )

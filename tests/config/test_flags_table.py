@@ -21,6 +21,17 @@ NEEDS = {
     "--stability-patience": ["--stability-guard", "skip"],
     **dict.fromkeys(("--debug-dump-steps", "--debug-dump-modules", "--debug-dump-tensors"), ["--debug-dump", "x"]),
     "--recompute-num-layers": ["--checkpoint-activations"],
+    **{
+        flag: ["--checkpoint-activations", "--model-parallel-size", "2", "--num-attention-heads", "4"]
+        for flag in (
+            "--partition-activations",
+            "--distribute-checkpointed-activations",
+            "--distribute-saved-activations",
+            "--checkpoint-in-cpu",
+            "--contigious-checkpointing",
+            "--contiguous-checkpointing",
+        )
+    },
     "--min-lr": ["--lr", "1"],
     "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
     "--num-attention-heads": ["--kv-hidden-size", "8"],
@@ -29,6 +40,7 @@ NEEDS = {
     "--pipeline-model-parallel-size": ["--num-layers", "6"],
     "--pipeline-schedule": ["--pipe-parallel-size", "2"],
     "--pipeline-trace": ["--pipe-parallel-size", "2"],
+    "--check-data-agreement": ["--pipe-parallel-size", "2"],
     **{
         flag: ["--pipe-parallel-size", "2", "--num-layers", "12"]
         for flag in (
