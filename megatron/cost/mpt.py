@@ -1,0 +1,48 @@
+"""Costs of an MPT: a decoder's, without positions and shifts, and with ALiBi's biases in memory.
+
+| amount | bytes on a rank, in numbers of width w |
+|---|---|
+| biases, once for all layers of a stage | w a / t s^2 |
+| biases within documents, of each micro-batch | w b a / t s^2 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.cost.costs import Shared
+from megatron.cost.gpt2 import GPT2Costs
+from megatron.cost.memory import BYTES, Memory
+
+
+@dataclass(frozen=True)
+class MptCosts(GPT2Costs):
+    """The costs of an MPT of ``sizes``; ``has_segments``: documents are kept apart."""
+
+    has_segments: bool = False
+
+    def flops_per_token(self, *, causal: bool = True) -> float:
+        return super().flops_per_token(causal=causal) - 6.0 * self.sizes.hidden_size  # the shift of the last norm
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        return super().layer_parameters(tensor) - 2 * self.sizes.hidden_size
+
+    def unit_parameters(self, tensor: int = 1) -> list[int]:
+        embedding, *layers, _, head = super().unit_parameters(tensor)
+        positions = self.sizes.max_position_embeddings * self.sizes.hidden_size
+        return [embedding - positions, *layers, self.sizes.hidden_size, head]
+
+    def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
+        layers = tuple(range(1, 1 + self.sizes.num_layers))
+        return [Shared(samples * self._bias_bytes(tensor, width), layers)] if self.has_segments else []
+
+    def memory_per_stage(self, bounds: Sequence[int], **how: Any) -> list[Memory]:
+        """As ``Costs`` says, with the biases that a stage keeps for every micro-batch."""
+        bias = self._bias_bytes(how.get("tensor", 1), BYTES[how.get("dtype", "fp32")])
+        found = super().memory_per_stage(bounds, **how)
+        return [replace(memory, activations=memory.activations + bias) for memory in found]
+
+    def _bias_bytes(self, tensor: int, width: int) -> int:
+        return width * self.sizes.num_attention_heads // tensor * self.seq_length**2
