@@ -1,12 +1,21 @@
-"""Every device call of the project goes through here, so that another accelerator is one file."""
+"""Every device call of the project goes through here, so that another accelerator is one plug-in.
+
+A device is named by its kind, as ``--device`` and ``torch.device`` do. For every kind but the CPU the calls go to
+``torch.accelerator``, or to the module that torch has for the kind, ``torch.get_device_module(kind)``, where the former
+has no such call. A plug-in may bring any function marked ``_by_plugin`` itself (``Accelerator.hooks``).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+from megatron import accelerators
 
 DTYPES = {
     "fp64": torch.float64,
@@ -17,36 +26,67 @@ DTYPES = {
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT = 2**30
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _by_plugin(function: _Call) -> _Call:
+    """Let the hook of a plug-in take the place of ``function`` for its device, the first argument."""
+
+    @functools.wraps(function)
+    def call(place: str | torch.device, *args: Any) -> Any:
+        plugin = accelerators.find(place if isinstance(place, str) else place.type)
+        hook = plugin.hooks.get(function.__name__, function) if plugin else function
+        return hook(place, *args)
+
+    return call  # type: ignore[return-value]
 
 
 def choose(requested: str = "auto") -> str:
-    """Return the device type to use: ``requested``, or "cuda" where there is one, else "cpu".
+    """Return the kind of device to use: ``requested``, or for "auto" the best one that there is.
 
-    DS_ACCELERATOR=cpu, which DeepSpeed reads too, makes "auto" mean the CPU.
+    That is a plug-in's, the last one imported first, then CUDA, then the CPU. DS_ACCELERATOR, which DeepSpeed reads
+    too, makes "auto" mean the kind that it names, where it is one of these.
 
     Raises:
-        ValueError: "cuda" is requested and no CUDA device can be used.
+        ValueError: ``requested`` is not known, or cannot be used on this machine.
     """
-    if requested not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu or cuda, got {requested}")
+    if problem := accelerators.problem(requested):
+        raise ValueError(problem)
     if requested == "auto":
-        is_cpu_wanted = os.environ.get("DS_ACCELERATOR") == "cpu"
-        return "cuda" if torch.cuda.is_available() and not is_cpu_wanted else "cpu"
-    if requested == "cuda" and not torch.cuda.is_available():
+        named = os.environ.get("DS_ACCELERATOR", "")
+        wanted = (named,) if named in accelerators.names() else tuple(reversed(accelerators.names()))
+        return next((kind for kind in wanted if is_available(kind)), "cpu")
+    if not is_available(requested):
+        advice = "install torch for your CUDA version" if requested == "cuda" else "look at what its plug-in needs"
+        build = " and a CUDA build of torch" if requested == "cuda" else ""
         raise ValueError(
-            "--device cuda needs a CUDA device and a CUDA build of torch, found none. "
-            "Use --device cpu, or install torch for your CUDA version."
+            f"--device {requested} needs a {requested.upper()} device{build}, found none. "
+            f"Use --device cpu, or {advice}."
         )
     return requested
 
 
+def is_available(kind: str) -> bool:
+    """Return whether this machine has a device of this kind that can be used."""
+    if plugin := accelerators.find(kind):
+        return plugin.is_available()
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+
+
+def prepare(kind: str) -> None:
+    """Let the plug-in of this kind, if it is one's, make it ready."""
+    plugin = accelerators.find(kind)
+    if plugin is not None and plugin.prepare is not None:
+        plugin.prepare()
+
+
+@_by_plugin
 def bind(kind: str, local_rank: int) -> torch.device:
     """Make device ``local_rank`` of this kind the current one and return it."""
-    if kind == "cuda":
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    return torch.device(kind)
-
+    if kind == "cpu":
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
 
 def keep_freed_memory() -> bool:
     """Let glibc keep what this process frees; return whether it will.
@@ -65,76 +105,67 @@ def keep_freed_memory() -> bool:
     return all([mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT), mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)])
 
 
+@_by_plugin
 def name(kind: str) -> str:
     """Return what the device calls itself."""
-    return torch.cuda.get_device_name() if kind == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if kind == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    named = getattr(torch.get_device_module(kind), "get_device_name", None)
+    return named() if named is not None else kind
 
 
+@_by_plugin
 def backend(kind: str) -> str:
-    """Return torch.distributed's backend for this kind of device."""
-    return "nccl" if kind == "cuda" else "gloo"
+    """Return torch.distributed's backend for this kind of device; "" where only DeepSpeed can say."""
+    plugin = accelerators.find(kind)
+    return plugin.backend if plugin else "nccl" if kind == "cuda" else "gloo"
 
 
+@_by_plugin
 def default_precision(kind: str) -> str:
-    """Return bf16 on GPUs that have it, fp16 on older ones, fp32 on CPU."""
-    if kind != "cuda":
+    """Return the number format to take where none is said: bf16 on GPUs that have it, fp16 on older ones, fp32 on CPU."""
+    if plugin := accelerators.find(kind):
+        return plugin.dtypes[0]
+    if kind == "cpu":
         return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
+def missing_dtype(kind: str, dtype: str | None) -> str | None:
+    """Return why a plug-in's device cannot compute in ``dtype``, or None; CPU and CUDA are judged elsewhere."""
+    plugin = accelerators.find(kind)
+    if plugin is None or dtype is None or dtype in plugin.dtypes:
+        return None
+    return f"--device {kind} computes in {', '.join(plugin.dtypes)}, got --{dtype}. Use --{plugin.dtypes[0]}"
+
+
+@_by_plugin
+def can_pin(kind: str) -> bool:
+    """Return whether the device copies from pinned host memory while it computes."""
+    return kind != "cpu"
+
+
+@_by_plugin
 def synchronize(kind: str) -> None:
     """Wait until all work given to the device is done."""
-    if kind == "cuda":
-        torch.cuda.synchronize()
+    if kind != "cpu":
+        torch.accelerator.synchronize()
 
 
+@_by_plugin
 def finish_copies(place: torch.device) -> None:
     """Wait until what was given to the current stream of ``place`` is done."""
-    if place.type == "cuda":
-        torch.cuda.current_stream(place).synchronize()
+    if place.type != "cpu":
+        torch.accelerator.current_stream(place).synchronize()
 
 
-def host_memory(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
-    """Return memory of the host for tensors of ``place``, pinned where copies can then run beside the computation."""
-    return torch.empty(shape, dtype=dtype, pin_memory=place.type == "cuda")
-
-
-def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``host_memory``, beside the computation; ``copy_from_host`` waits for it."""
-    if source.device.type != "cuda":
-        target.copy_(source)
-        return
-    beside = _copy_stream(source.device)
-    beside.wait_stream(torch.cuda.current_stream(source.device))
-    with torch.cuda.stream(beside):
-        target.copy_(source, non_blocking=True)
-    source.record_stream(beside)  # its memory is not given to another before the copy has read it
-
-
-def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """Return what ``copy_to_host`` has put into ``source``, on ``place``."""
-    if place.type != "cuda":
-        return source.clone()
-    target = torch.empty(source.shape, dtype=source.dtype, device=place)
-    beside, current = _copy_stream(place), torch.cuda.current_stream(place)
-    beside.wait_stream(current)
-    with torch.cuda.stream(beside):
-        target.copy_(source, non_blocking=True)
-    current.wait_stream(beside)
-    return target
-
-
-@functools.cache
-def _copy_stream(place: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(place)
-
-
+@_by_plugin
 def is_busy(place: torch.device) -> bool:
     """Return whether ``place`` still has work: the host is ahead, and waits for it or soon will."""
-    if place.type != "cuda":
+    if place.type == "cpu":
         return False
     try:
-        return not torch.cuda.default_stream(place).query()
+        return not torch.get_device_module(place).default_stream(place).query()
     except RuntimeError:  # the device itself has failed
         return False
 
@@ -144,40 +175,43 @@ def seed(value: int) -> None:
     torch.manual_seed(value)
 
 
+@_by_plugin
 def default_generator(place: torch.device) -> torch.Generator:
     """Return the generator that torch's random functions on ``place`` use."""
-    if place.type == "cuda":
-        index = place.index if place.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    if place.type == "cpu":
+        return torch.default_generator
+    index = place.index if place.index is not None else torch.accelerator.current_device_index()
+    return torch.get_device_module(place).default_generators[index]
 
 
 def rng_states(kind: str) -> dict[str, torch.Tensor]:
     """Return the states of the default generators, as byte tensors by device kind."""
     states = {"cpu": torch.get_rng_state()}
-    if kind == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
+    if kind != "cpu":
+        states[kind] = default_generator(torch.device(kind)).get_state()
     return states
 
 
 def set_rng_states(states: dict[str, torch.Tensor]) -> None:
-    """Put back what ``rng_states`` returned."""
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    """Put back what ``rng_states`` returned, of the devices that are there."""
+    for kind, state in states.items():
+        if kind in accelerators.names() and is_available(kind):
+            default_generator(torch.device(kind)).set_state(state)
 
 
+@_by_plugin
 def peak_memory_bytes(kind: str) -> int:
-    """Return the most memory that this process has held: the allocator's peak on CUDA, resident size on CPU."""
-    if kind == "cuda":
-        return torch.cuda.max_memory_allocated()
+    """Return the most memory that this process has held: of the device's allocator, resident size on CPU."""
+    if kind != "cpu":
+        return torch.accelerator.max_memory_allocated()
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@_by_plugin
 def total_memory_bytes(kind: str) -> int:
     """Return the memory of the device, or of the node for a CPU."""
-    if kind == "cuda":
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if kind != "cpu":
+        return torch.accelerator.get_memory_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tds.device import is_host, sends_over_host
 from tds.peers import waiting_together
 from tds.schedule import Kind
 from tds.transport import Route
 from tds.waiting import NCCL_GRACE, default_timeout
 
-NEEDS_PAIRS = ("nccl",)
+MATCHES_TAGS = ("gloo", "mpi")
+"""Backends that tell messages apart by their tags; all others are taken to be as NCCL is."""
 _log = logging.getLogger("tds")
 _has_warned = False
 
@@ -45,10 +47,10 @@ def message_groups(
     """
     own = grid.get_pipe_parallel_group()
     backend = own._get_backend(device).name()
-    if device.type == "cuda":
+    if not is_host(device) and not sends_over_host():
         refuse_host_backend(backend, grid.pipe_parallel_size, device)
     stage = grid.get_stage_id()
-    if backend not in NEEDS_PAIRS:
+    if backend in MATCHES_TAGS:
         return {route: own for route in routes(grid.pipe_parallel_size, num_chunks) if stage in route[1:]}, False
     warn_of_one_queue(grid.pipe_parallel_size)
     groups: Groups = {}

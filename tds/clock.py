@@ -1,4 +1,4 @@
-"""Two clocks with one face: the host's for work on a CPU, CUDA events for work on a GPU.
+"""Two clocks with one face: the host's for work on a CPU, events for work that a device has in a queue.
 
 A mark costs well under a microsecond on the host and about one on a GPU, where it is an event on the current stream;
 neither waits for anything. What lies between marks is asked later, when the work is done.
@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from tds import device as seam
 
 
 class HostClock:
@@ -37,8 +39,8 @@ class HostClock:
         """Do nothing: marks are numbers."""
 
 
-class CudaClock:
-    """Marks are CUDA events on the current stream, taken from a pool and given back by ``free``."""
+class EventClock:
+    """Marks are events on the current stream, taken from a pool and given back by ``free``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,7 +49,7 @@ class CudaClock:
 
     def mark(self) -> Any:
         """Return an event that is reached when the work queued so far is done."""
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else seam.timing_event(self.device)
         event.record()
         return event
 
@@ -69,9 +71,9 @@ class CudaClock:
 
         Events count milliseconds in 32 bits and drift from the host's clock, so long runs align again now and then.
         """
-        with torch.cuda.device(self.device):
-            self._aligned = torch.cuda.Event(enable_timing=True)
-            torch.cuda.current_stream().synchronize()
+        with seam.current(self.device):
+            self._aligned = seam.timing_event(self.device)
+            seam.finish_stream(self.device)
             self._aligned.record()
             self._aligned.synchronize()
             self._aligned_ns = time.perf_counter_ns()
@@ -81,12 +83,12 @@ class CudaClock:
         self._free.extend(marks)
 
 
-Clock = HostClock | CudaClock
+Clock = HostClock | EventClock
 
 
 def clock_for(device: torch.device) -> Clock:
     """Return the clock of the work on ``device``."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return EventClock(device) if seam.has_events(device) else HostClock()
 
 
 def offset_to_wall_ns() -> int:

@@ -12,6 +12,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from tds import report, train_step
 from tds.call import Call
+from tds.device import random_numbers_kept
 from tds.module import forwards_uncounted
 
 if TYPE_CHECKING:
@@ -21,11 +22,10 @@ if TYPE_CHECKING:
 @contextmanager
 def untouched(module: Any, device: torch.device) -> Iterator[None]:
     """Put random numbers and the module's counts of forwards (which seed layers) back as they were."""
-    devices = [device] if device.type == "cuda" else []
     tracker = checkpointing.get_cuda_rng_tracker()
     states = tracker.get_states()
     try:
-        with torch.random.fork_rng(devices=devices), forwards_uncounted(module):
+        with random_numbers_kept(device), forwards_uncounted(module):
             yield
     finally:
         tracker.set_states(states)

@@ -9,9 +9,9 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule as _DeepSpeedModule
 
+from tds import device
 from tds.chatter import without_prints
 from tds.layer_files import index_in_one_run
 from tds.profile import ProfiledCut, profiled_cut
@@ -107,7 +107,7 @@ class PipelineModule(_DeepSpeedModule):
             num_chunks=self.chunks,
             batch=self._profile_batch,
             loss_fn=self.loss_fn,
-            device=torch.device(get_accelerator().device_name(self.local_rank)),
+            device=device.own(self.local_rank),
             recomputes=self._recomputes,
         )
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
+from tds import device as seam
 from tds.balance import balanced_bounds
 from tds.batches import to_device
 from tds.clock import Clock, clock_for
@@ -234,7 +235,7 @@ def random_numbers_kept(device: torch.device) -> Iterator[None]:
     """Put all random numbers back as they were: Python's, numpy's, torch's and DeepSpeed's for recompute."""
     tracker = checkpointing.get_cuda_rng_tracker()
     states, python, array = tracker.get_states(), random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with seam.random_numbers_kept(device):
         yield
     tracker.set_states(states)
     random.setstate(python)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tds.clock import Clock, HostClock
+from tds.device import is_host
 from tds.schedule import Action, Kind, Message
 from tds.wire import Slice
 
@@ -75,7 +76,7 @@ class Transport:
         sends = self._sending[kind]
         sends.append(self._start(dist.isend, kind, message, buffer))
         self.history.append(("sent", kind, message))
-        if self.links.device.type != "cpu" and kind is not Kind.HEADER:
+        if not is_host(self.links.device) and kind is not Kind.HEADER:
             while sends and sends[0].work.is_completed():  # asks an event; gloo would not know before it is waited for
                 sends.popleft()
         while self.window is not None and len(sends) > self.window:
@@ -127,7 +128,7 @@ class Transport:
 
     def _wait(self, transfer: Transfer, doing: str) -> None:
         self.waiting = doing, transfer.kind, transfer.message
-        is_on_host = transfer.kind is Kind.HEADER or self.links.device.type == "cpu"
+        is_on_host = transfer.kind is Kind.HEADER or is_host(self.links.device)
         try:
             if is_on_host and self.links.timeout is not None:
                 transfer.work.wait(self.links.timeout)

@@ -24,7 +24,7 @@ class Staging:
         """
         mine = owned(records)
         num_bytes = sum(record.tensor.nbytes for record in mine.values())
-        self._make_room(num_bytes, any(record.tensor.is_cuda for record in mine.values()))
+        self._make_room(num_bytes, any(device.can_pin(record.tensor.device.type) for record in mine.values()))
         copies: dict[int, TensorRecord] = {}
         start = 0
         for place, record in mine.items():  # the widest types come first, so that each start is a multiple of the type

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron import accelerators
 from megatron.config.option import option
 from megatron.stages import AUTO, MANY_CHUNKS, SCHEDULES, by_default, candidates
 
@@ -85,7 +86,7 @@ class ParallelConfig:
         "layers per stage: balanced (by estimated cost), profile (by the time that each layer takes in a probe at the "
         "start), uniform, parameters, or type:REGEX of layer names",
     )
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where to compute: auto, cpu, cuda, or the device of a plug-in (docs/accelerators.md)")
     distributed_backend: str | None = option(
         None, "backend of torch.distributed", choices=("nccl", "gloo"), shown_default="nccl on GPUs, gloo on CPU"
     )
@@ -141,6 +142,8 @@ class ParallelConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the layout alone."""
+        if unknown := accelerators.problem(self.device):
+            yield unknown
         method = self.partition_method
         if method.startswith("type:"):
             try:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from megatron import accelerators
 from megatron.config import deepspeed
 from megatron.config import defaults as outside
 from megatron.config.config import SECTIONS, Config, all_options, defaults_of
@@ -79,7 +80,7 @@ def parse(
         repeated=tuple(found.repeated),
     )
     config = replace(config, precision=replace(config.precision, excluded=deepspeed.excluded(json)))
-    problems = found.problems + find_problems(config, world_size)
+    problems = found.problems + _plugin_problems(env) + find_problems(config, world_size)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
     raise_all(outside.with_variables(problems, env))
@@ -136,6 +137,15 @@ def _extra_values(parser: argparse.ArgumentParser, found: Scan) -> dict[str, Any
     except (ValueError, argparse.ArgumentError) as error:
         found.problems.append(f"flags of extra_args_provider: {error}")
         return {}
+
+
+def _plugin_problems(env: Mapping[str, str]) -> list[str]:
+    """Import the plug-ins that the environment names; return what went wrong."""
+    try:
+        accelerators.load(env)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _read_json(found: Scan, soft: Mapping[str, Any]) -> dict[str, Any]:

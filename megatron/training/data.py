@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron import device
 from megatron.config import Config
 from megatron.data import ReplicaBatches, SampleOrder
 from megatron.data.collate import Samples
@@ -61,7 +62,7 @@ class RunData:
                 sizes=config.batch.sizes(world.grid.data.size) if is_training else None,
                 num_workers=config.data.num_workers if is_training else 0,
                 prefetch_factor=config.data.prefetch_factor,
-                pin_memory=world.kind == "cuda",
+                pin_memory=device.can_pin(world.kind),
             )
         )
 

@@ -177,7 +177,7 @@ def _is_on_cpu(config: Config) -> bool:
     """Return whether a run here would train on CPUs; a plan for GPUs may be made where there are none."""
     from megatron import device  # it imports torch, which --help does without
 
-    return config.parallel.device != "cuda" and device.choose(config.parallel.device) == "cpu"
+    return config.parallel.device in ("auto", "cpu") and device.choose(config.parallel.device) == "cpu"
 
 
 def _pipeline_rows(

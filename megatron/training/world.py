@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron import device
-from megatron.config import Config, check_device
+from megatron.config import Config
 from megatron.errors import ConfigError, PeerError
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
-from megatron.training.accelerator import settle
+from megatron.training.accelerator import backend_of, check_precision, settle
 from megatron.training.sameness import compare_ranks
 
 
@@ -55,13 +55,13 @@ def start(config: Config) -> World:
         PeerError: not all ranks came.
     """
     kind = settle(config)
-    check_device(config, kind == "cuda", kind != "cuda" or device.default_precision(kind) == "bf16")
+    check_precision(config, kind)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     place = device.bind(kind, local_rank)
     if kind == "cpu":
         device.keep_freed_memory()
     timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # Phases sets that of a step once there is one
-    _init_process_group(config.parallel.distributed_backend or device.backend(kind), kind, timeout)
+    _init_process_group(config.parallel.distributed_backend or backend_of(kind), kind, timeout)
     parallel = config.parallel
     grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)

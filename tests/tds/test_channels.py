@@ -45,7 +45,7 @@ def _meet_first(operation: Any, met: set[Any]) -> Any:
 
 
 def _like_nccl(rank: int, toy: Toy, num_stages: int, opens: bool) -> Any:
-    channels.NEEDS_PAIRS = ("gloo",)
+    channels.MATCHES_TAGS = ()
     if not opens:
         channels.open_channels = lambda *_: None
     met: set[Any] = set()
@@ -111,7 +111,7 @@ def _run_in_order(one_group_for_a_pair: bool) -> None:
 
 
 def _ring(rank: int, num_chunks: int, inputs: list[torch.Tensor], stand_in: str) -> Any:
-    channels.NEEDS_PAIRS = ("gloo",)
+    channels.MATCHES_TAGS = ()
     met: set[Any] = set()
     if stand_in == "meet first":
         for name in ("isend", "irecv", "send", "recv"):
@@ -135,7 +135,7 @@ def test_with_one_communicator_for_a_pair_a_ring_would_stand_still() -> None:
 
 
 def _limits(rank: int, limit_s: float | None) -> set[timedelta]:
-    channels.NEEDS_PAIRS = ("gloo",)
+    channels.MATCHES_TAGS = ()
     grid = make_engine(Toy("chain"), 2).grid
     limit = None if limit_s is None else timedelta(seconds=limit_s)
     groups, _ = channels.message_groups(grid, torch.device("cpu"), 1, limit)
@@ -150,7 +150,7 @@ def test_groups_of_messages_wait_as_long_as_they_are_told(limit_s: float | None)
 
 
 def _groups(rank: int, num_chunks: int) -> dict[Any, tuple[list[int], str]]:
-    channels.NEEDS_PAIRS = ("gloo",)
+    channels.MATCHES_TAGS = ()
     groups = make_exchange(num_chunks).links.groups
     return {route: (dist.get_process_group_ranks(group), group.group_name) for route, group in groups.items()}
 

@@ -1,0 +1,81 @@
+"""What must be patched elsewhere: one place each in torch, DeepSpeed and this project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.adaptors import Adaptor, Patch
+
+Call = Callable[..., Any]
+
+
+def _attention(original: Call) -> Call:
+    """Return attention with the CPU's fused kernel, where torch would do it in steps on a device that it does not know."""
+    import torch
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if query.device.type != "sim" or attn_mask is not None or dropout_p or enable_gqa:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(query, key, value, dropout_p, is_causal, scale=scale)[0]
+
+    return attend
+
+
+def _memory(original: Call) -> Call:
+    """Return DeepSpeed's question for memory, which it bound to the device that was there when it was imported."""
+
+    def asked_now(*args: Any) -> int:
+        from deepspeed.accelerator import get_accelerator
+
+        return getattr(get_accelerator(), original.__name__)(*args)
+
+    return asked_now
+
+
+ADAPTORS = (
+    Adaptor(
+        "torch",
+        "fused attention",
+        (
+            Patch(
+                "torch.nn.functional.scaled_dot_product_attention",
+                _attention,
+                "torch does attention in steps on a device that it does not know; the numbers are close, not the CPU's",
+            ),
+        ),
+    ),
+    Adaptor(
+        "deepspeed",
+        "memory in use",
+        tuple(
+            Patch(
+                f"deepspeed.runtime.utils.torch_{name}",
+                _memory,
+                "DeepSpeed binds it when it is imported, to the device that it has then",
+            )
+            for name in ("memory_reserved", "max_memory_reserved")
+        ),
+    ),
+    Adaptor(
+        "megatron",
+        "blocks of dropout masks",
+        (
+            Patch(
+                "megatron.mpu.counted.BLOCK",
+                lambda blocks: {**blocks, "sim": blocks["cpu"]},
+                "layout-independent masks would be made in blocks for the memory of a GPU, not for a CPU's caches",
+            ),
+        ),
+    ),
+)

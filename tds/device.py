@@ -1,0 +1,51 @@
+"""Every device call of tds goes through here: to ``torch.accelerator`` and torch's events, and so to any device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+
+def own(local_rank: int) -> torch.device:
+    """Return the device of this rank, as DeepSpeed's accelerator names it."""
+    return torch.device(get_accelerator().device_name(local_rank))
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors on ``device`` lie in the host's memory, ready as soon as a call returns."""
+    return device.type == "cpu"
+
+
+def sends_over_host() -> bool:
+    """Return whether the device's own collectives are those of the host, gloo, as DeepSpeed's accelerator has it."""
+    return get_accelerator().communication_backend_name() == "gloo"
+
+
+def has_events(device: torch.device) -> bool:
+    """Return whether work on ``device`` is queued, so that its times are those of events in the queue."""
+    return not is_host(device) and not get_accelerator().is_synchronized_device()
+
+
+def timing_event(device: torch.device) -> Any:
+    """Return an event that can tell the time to another one."""
+    return torch.Event(device, enable_timing=True)
+
+
+def finish_stream(device: torch.device) -> None:
+    """Wait until what was given to the current stream of ``device`` is done."""
+    torch.accelerator.current_stream(device).synchronize()
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which ``device`` is the current one."""
+    return torch.accelerator.device_index(device.index)
+
+
+def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context after which torch's generators of the host and of ``device`` are as before."""
+    if is_host(device):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
