@@ -7,9 +7,10 @@
     python tools/check_layout.py --pipe-parallel-size 2 --pipeline-chunks 2 --gas 8
     python tools/check_layout.py --model t5 --pipe-parallel-size 3 --enc-layers 2 --dec-layers 4 --pipeline-split-rank 1
 
-All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py, that shape the model, the batch and the optimizer
-work. Tokens are random unless --data-path and --tokenizer-path are given. Dropout is off, for its masks differ between
-tensor slices by design, unless --layout-independent-dropout is given.
+All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: examples/llama/pretrain_llama.py, and so on),
+that shape the model, the batch and the optimizer work. Tokens are random unless --data-path and --tokenizer-path are
+given. Dropout is off, for its masks differ between tensor slices by design, unless --layout-independent-dropout is
+given.
 Ends with code 0 if everything lies within its bound, else 1.
 """
 
@@ -122,7 +123,9 @@ def parse_as(model: str, flags: list[str], world_size: int) -> Any:
 
 def program_of(model: str) -> Any:
     """Return the module ``pretrain_<model>``."""
-    return importlib.import_module(f"pretrain_{model}")
+    from megatron.config.option import PROGRAMS
+
+    return importlib.import_module(PROGRAMS[model].removesuffix(".py").replace("/", "."))
 
 
 def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, replicas: int) -> list[Any]:

@@ -2,8 +2,8 @@
 # Sourced by the run scripts with the name of their model and the user's flags, once they have set their variables and
 #   own       their own variables, each behind its flag: those that not every run script has
 #   recipe    flags that hold where neither the user's flags nor the JSON say otherwise
-# Makes the set-up and the sample data where they are needed, then starts pretrain_<model>.py on every device. Of the
-# user's flags --max-restarts, --stop-grace, --exit-grace and --init-timeout are the launcher's.
+# Makes the set-up and the sample data where they are needed, then starts pretrain_<model>.py, which lies beside the run
+# script with ds_config_<model>.json, on every device. Of the user's flags --max-restarts, --stop-grace, --exit-grace and --init-timeout are the launcher's.
 set -euo pipefail
 trap 'exit 75' USR1                               # SLURM's warning while there is nothing yet to save
 model=$1
@@ -47,7 +47,9 @@ add --save CHECKPOINT_PATH
 export GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT pp_size mp_size
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" run
-program=$root/pretrain_$model.py
+home=$root
+if [ ! -e "$home/pretrain_$model.py" ]; then home=$root/examples/$model; fi
+program=$home/pretrain_$model.py
 is_dry=
 has_data=$DATA_PATH
 if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--((train|valid|test)-)?data-path[[:space:]=] ]]; then has_data=1; fi
@@ -67,7 +69,7 @@ quoted() {                                        # quoted TEXT: one word for wh
   printf "'%s'" "${1//$quote/$quote\\$quote$quote}"
 }
 recipe="--pipe-parallel-size $pp_size --model-parallel-size $mp_size $recipe
-  --deepspeed_config $(quoted "$root/ds_config_$model.json")"
+  --deepspeed_config $(quoted "$home/ds_config_$model.json")"
 if [ -z "$has_data" ]; then
   sample=$root/data/sample                        # of every model: one token file and one vocabulary
   if [ -z "$is_dry" ]; then "$PYTHON" "$root/tools/make_sample_data.py"; fi

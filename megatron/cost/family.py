@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.cost.costs import Costs
@@ -14,12 +15,30 @@ def of(config: Any, *, is_on_cpu: bool = False) -> Costs:
 
     Args:
         is_on_cpu: where it is trained; what it keeps depends on that.
+
+    Raises:
+        ValueError: nothing is known of this family's costs.
     """
-    if config.is_t5:
-        return T5Costs(
-            config.model,
-            config.t5,
-            has_segments=config.t5.has_segments(config.data.reset_attention_mask),
-            is_blocked=is_on_cpu and not config.model.attention_dropout,
-        )
+    if config.family not in COSTS:
+        raise ValueError(f"the costs of these families are known: {', '.join(COSTS)}; got {config.family}")
+    return COSTS[config.family](config, is_on_cpu)
+
+
+def _of_gpt2(config: Any, is_on_cpu: bool) -> Costs:
     return GPT2Costs(config.model, config.batch.seq_length)
+
+
+def _of_t5(config: Any, is_on_cpu: bool) -> Costs:
+    return T5Costs(
+        config.model,
+        config.t5,
+        has_segments=config.t5.has_segments(config.data.reset_attention_mask),
+        is_blocked=is_on_cpu and not config.model.attention_dropout,
+    )
+
+
+COSTS: Mapping[str, Callable[[Any, bool], Costs]] = {
+    "gpt2": _of_gpt2,
+    "t5": _of_t5,
+}
+"""Family -> its costs, given a configuration and whether it trains on a CPU."""

@@ -9,10 +9,12 @@ import torch
 from megatron.checkpoint import Checkpoint, TensorRecord, named_parameters
 from megatron.checkpoint.whole import WEIGHTS
 from megatron.config import Config
+from megatron.config.option import FAMILIES, PROGRAMS
 from megatron.errors import CheckpointError, ConfigError
+from megatron.generate.decoders import SIZES
 from megatron.generate.part import Part
 from megatron.generate.stage_model import build
-from megatron.model.sizes import Place, Sizes, sizes_from, t5_sizes_from
+from megatron.model.sizes import Place, Sizes
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import shard_of
 
@@ -37,8 +39,9 @@ def load(
         ConfigError: the model cannot be cut so; the same on every rank.
         CheckpointError: tensors are missing or have other shapes.
     """
+    sizes = _sizes(config)
     try:
-        part = build(_sizes(config), Place(tensor), pipe, dtype=dtype, device=torch.device(device))
+        part = build(sizes, Place(tensor), pipe, dtype=dtype, device=torch.device(device))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     parameters = named_parameters(part.module)
@@ -49,9 +52,16 @@ def load(
 
 
 def _sizes(config: Config) -> Sizes:
-    """Return the sizes of ``config`` without dropout and without more padding than the cut needs."""
+    """Return the sizes of ``config`` without dropout and without more padding than the cut needs.
+
+    Raises:
+        ConfigError: models of this family do not generate.
+    """
+    if config.family not in SIZES:
+        able = ", ".join(FAMILIES[family] for family in SIZES)
+        raise ConfigError(f"a {FAMILIES[config.family]} does not write text. Load one of {able}")
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
-    return t5_sizes_from(model, config.t5) if config.is_t5 else sizes_from(model)
+    return SIZES[config.family](model, config)
 
 
 def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
@@ -60,7 +70,8 @@ def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
     own = {name for name, _ in named_parameters(whole.module)}
     others = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in own]
     if others:
+        programs = ", ".join(PROGRAMS[family] for family in SIZES)
         raise CheckpointError(
             f"{checkpoint.path} holds weights that its configuration does not tell of: {', '.join(sorted(others))}. Is "
-            "it a model of a script of its own? Only those of pretrain_gpt2.py and pretrain_t5.py generate text here"
+            f"it a model of a script of its own? Only those of {programs} generate text here"
         )

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.generate.decoders import DECODERS
 from megatron.generate.part import Part
-from megatron.model.embedding import Embedding
 from megatron.model.head import Head
-from megatron.model.layer import TransformerLayer
-from megatron.model.norm import LayerNorm
 from megatron.model.sizes import Place, Sizes, T5Sizes
 from megatron.model.t5 import RelativeBias, T5DecoderLayer, T5Embedding, T5EncoderLayer, make_final_norm
 from megatron.mpu.groups import Group
@@ -40,16 +38,16 @@ class StageModel(nn.Module):
         if isinstance(sizes, T5Sizes):
             self._build_t5(sizes, place, numbers)
         else:
-            self._build_gpt2(sizes, place, numbers)
+            self._build_decoder(sizes, place, numbers)
 
-    def _build_gpt2(self, sizes: Sizes, place: Place, numbers: range) -> None:
-        norm = sizes.num_layers + 1
+    def _build_decoder(self, sizes: Sizes, place: Place, numbers: range) -> None:
+        norm, parts = sizes.num_layers + 1, DECODERS[type(sizes)]
         self._add_tables(sizes, place, numbers, embeddings=(0,), head=norm + 1)
-        layers = {n: TransformerLayer(sizes, place, n - 1) for n in numbers if 0 < n < norm}
+        layers = {n: parts.layer(sizes, place, n - 1) for n in numbers if 0 < n < norm}
         self.layers = nn.ModuleDict({str(n - 1): layer for n, layer in layers.items()})
         self.units.update(layers)
         if norm in numbers:
-            self.final_norm = self.units[norm] = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+            self.final_norm = self.units[norm] = parts.norm(sizes)
 
     def _build_t5(self, sizes: T5Sizes, place: Place, numbers: range) -> None:
         units = t5_units(sizes.enc_layers, sizes.dec_layers)
@@ -83,7 +81,8 @@ class StageModel(nn.Module):
         has_head = head in numbers
         tied = [head] if has_head and not sizes.untie_embeddings else []
         if own or tied:
-            kind: Any = WordTable if not own else T5Embedding if isinstance(sizes, T5Sizes) else Embedding
+            is_t5 = isinstance(sizes, T5Sizes)
+            kind: Any = WordTable if not own else T5Embedding if is_t5 else DECODERS[type(sizes)].embedding
             self.embedding = kind(sizes, place)
             self.units.update(dict.fromkeys((*own, *tied), self.embedding))
         if has_head and not tied:

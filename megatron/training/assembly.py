@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from megatron.model.init import Rule, gpt2_rule, initialize, t5_rule
 from megatron.model.sizes import t5_sizes_from
 from megatron.mpu.counted import CountedDropout
 from megatron.mpu.random import DropoutStreams
-from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, build_optimizer
+from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
+from megatron.training.cpu_adam import deepspeed_adam
+from megatron.training.accelerator import check_agreement
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
 from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine
 from megatron.training.world import World
@@ -40,6 +42,7 @@ def build_engine(
     forward_step: ForwardStep,
 ) -> StepEngine:
     """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
+    check_agreement(world.kind)
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks)
     initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
@@ -49,14 +52,22 @@ def build_engine(
     mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
     tds.quiet(not config.run.verbose_deepspeed)
     engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
+    optimizer.cut_weights(module)  # DeepSpeed has sent the first replica's weights to all until here
     batch, replicas = config.batch, world.grid.data.size
     numbers = {
         "num_micro_batches": batch.num_micro_batches,
         "micro_batch_tokens": batch.batch_size * replicas * config.loss_tokens_per_sample,
     }
+    built: StepEngine
     if config.parallel.has_pipeline:
-        return PipelineEngine(engine, streams=streams, **numbers)
-    return SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
+        built = PipelineEngine(engine, streams=streams, **numbers)
+    else:
+        built = SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
+    if config.debug.is_on:
+        from megatron.training.debugging import attach  # imported where it is asked for alone
+
+        attach(built, config, world, streams)
+    return built
 
 
 def build_model(config: Config, world: World, model_provider: Callable[[], torch.nn.Module]) -> torch.nn.Module:
@@ -88,12 +99,27 @@ def check_chunks(module: torch.nn.Module, chunks: int) -> None:
         )
 
 
+def _residual_rule(config: Config) -> Rule:
+    return gpt2_rule(config.model.init_method_std, config.model.num_layers)
+
+
+def _rule_of_t5(config: Config) -> Rule:
+    return t5_rule(t5_sizes_from(config.model, config.t5), config.model.init_method_std)
+
+
+WEIGHT_RULES: Mapping[str, Callable[[Config], Rule]] = {
+    "gpt2": _residual_rule,
+    "t5": _rule_of_t5,
+    "llama": _residual_rule,
+    "mpt": _residual_rule,
+    "bert": _residual_rule,
+}
+"""Family -> how its initial weights scale."""
+
+
 def weight_rule(config: Config) -> Rule:
     """Return the scale of initial weights, by name, for the family of ``config``."""
-    std = config.model.init_method_std
-    if config.family == "t5":
-        return t5_rule(t5_sizes_from(config.model, config.t5), std)
-    return gpt2_rule(std, config.model.num_layers)
+    return WEIGHT_RULES[config.family](config)
 
 
 def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> MixedPrecisionOptimizer:
@@ -113,6 +139,8 @@ def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> Mix
         tensor=world.grid.tensor,
         data=world.grid.data,
         zero_stage=settings.zero_stage,
+        offload=Offload(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
+        adam=deepspeed_adam if settings.cpu_adam == "deepspeed" else None,
     )
 
 

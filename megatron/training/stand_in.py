@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ class StandInTokenizer:
 def stand_in_tokenizer(config: Config) -> StandInTokenizer:
     """Return a tokenizer whose text, with what T5 appends, fills the model's vocabulary: 0 where a script has none."""
     size = config.model.vocab_size or 0
-    if config.family != "t5":
+    if not config.is_t5:
         return StandInTokenizer(size)
     settings = config.t5
     appended = t5_tokens(StandInTokenizer(0), settings.vocab_extra_ids, settings.kinds).vocab_size
@@ -72,11 +73,15 @@ def stand_in_tokenizer(config: Config) -> StandInTokenizer:
 
 def random_data(config: Config, seed: int | None = None) -> Any:
     """Return a data set of random samples for the model of ``config``; ``seed`` None: that of the run."""
-    seed = config.run.seed if seed is None else seed
-    tokenizer = stand_in_tokenizer(config)
-    if config.family != "t5":
-        return RandomTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
-    settings = config.t5
+    return RANDOM_DATA[config.family](config, config.run.seed if seed is None else seed)
+
+
+def _random_tokens(config: Config, seed: int) -> RandomTokens:
+    return RandomTokens(stand_in_tokenizer(config).vocab_size, config.batch.seq_length, seed)
+
+
+def _random_spans(config: Config, seed: int) -> T5Samples:
+    tokenizer, settings = stand_in_tokenizer(config), config.t5
     texts = RandomDocuments(tokenizer.vocab_size, seed)
     return T5Samples(
         texts,
@@ -88,3 +93,12 @@ def random_data(config: Config, seed: int | None = None) -> Any:
         seed=seed,
         reset_attention_mask=config.data.reset_attention_mask,
     )
+
+
+RANDOM_DATA: Mapping[str, Callable[[Config, int], Any]] = {
+    "gpt2": _random_tokens,
+    "t5": _random_spans,
+    "llama": _random_tokens,
+    "mpt": _random_tokens,
+}
+"""Family -> its random samples, given a configuration and a seed."""

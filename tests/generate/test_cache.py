@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.generate.gpt2 import GPT2Reader
+from megatron.generate.gpt2 import DecoderReader
 from megatron.generate.part import part_of
 from megatron.generate.t5 import T5Reader
 from megatron.model.gpt2 import GPT2Model
@@ -38,7 +38,7 @@ def test_gpt2_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_
     model = filled(GPT2Model(small_sizes(untie_embeddings=untied)).double()).eval()
     rows = rows_of([length + STEPS for length in LENGTHS], seed=1)
     alone = [model(row[None], torch.arange(len(row))[None])[:, 0] for row in rows]  # each [s, v]
-    reader = GPT2Reader(part_of(model), max(LENGTHS) + STEPS)
+    reader = DecoderReader(part_of(model), max(LENGTHS) + STEPS)
     tokens = torch.full((3, max(LENGTHS)), 7)
     for row, length, own in zip(rows, LENGTHS, tokens, strict=True):
         own[:length] = row[:length]

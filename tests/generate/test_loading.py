@@ -13,7 +13,7 @@ from megatron.checkpoint.hf.settings import saved_config
 from megatron.checkpoint.hf.tokens import vocabulary_of
 from megatron.checkpoint.whole import open_folder, read_weights
 from megatron.generate import generate_t5, load
-from megatron.generate.gpt2 import GPT2Reader
+from megatron.generate.gpt2 import DecoderReader
 from megatron.generate.part import part_of
 from megatron.generate.prompts import Prompts
 from megatron.generate.t5 import T5Reader
@@ -34,7 +34,7 @@ def logits_of(part: Any) -> torch.Tensor | None:
         if hasattr(part.sizes, "enc_layers"):
             reader: Any = T5Reader(part, [TOKENS[1], TOKENS[0][:3]], tokens.shape[1])
         else:
-            reader = GPT2Reader(part, tokens.shape[1])
+            reader = DecoderReader(part, tokens.shape[1])
         return reader.read(tokens, positions, torch.tensor([11, 8]))
 
 
