@@ -52,6 +52,14 @@ class DebugConfig:
         """
         return [_range_of(word) for word in self.debug_dump_steps.split(",")]
 
+    def wanted(self) -> re.Pattern[str]:
+        """Return the pattern of the names to dump.
+
+        Raises:
+            re.error: it cannot be read.
+        """
+        return re.compile(self.debug_dump_modules)
+
     def problems(self) -> Iterator[str]:
         """Yield what cannot be read."""
         try:
@@ -62,7 +70,7 @@ class DebugConfig:
                 f"{self.debug_dump_steps!r}"
             )
         try:
-            re.compile(self.debug_dump_modules)
+            self.wanted()
         except re.error as error:
             yield f"--debug-dump-modules must be a regular expression, got {self.debug_dump_modules!r} ({error})"
 

@@ -226,13 +226,15 @@ class T5ModelPipe(PipelineModule):
         return Weighted(*t5_loss(logits, labels[0], labels[1], self.sizes, self.place))
 
     def logical_name(self, local_name: str) -> str:
-        """Return the name that this parameter has in the single-stage model."""
+        """Return the name of this parameter, or module with a dot behind it, in the single-stage model."""
         head, _, rest = local_name.partition(".")
         if head == "tied_modules":
             key, _, rest = rest.partition(".")
             side, _, is_bias = key.partition("_")
             return f"{side}.bias.{rest}" if is_bias else f"embedding.{local_name.removeprefix('tied_modules.')}"
         index, units = int(head), t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
+        if index in (units.enc_embedding, units.dec_embedding):
+            return f"embedding.{rest}"
         for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
             if index in layers:
                 return f"{side}.layers.{layers.index(index)}.{rest}"

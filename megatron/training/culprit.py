@@ -12,15 +12,19 @@ from megatron.errors import NumericsError
 from megatron.mpu.groups import Grid
 from megatron.training.engines import StepEngine
 from megatron.training.samples import StepSamples
-from megatron.training.step_result import LossError
+from megatron.training.step_result import LossError, ModuleError
 
 NAMED_AT_MOST = 3
 
 
 def explained(error: NumericsError, engine: StepEngine, grid: Grid, samples: StepSamples) -> NumericsError:
     """Return ``error`` of the step that read ``samples``, with what this rank knows of it. Waits for the device."""
-    is_of_loss = isinstance(error, LossError)
-    found = bad_losses(engine, grid, samples) if is_of_loss else bad_gradients(engine, grid)
+    if isinstance(error, ModuleError):
+        found = error.found
+    elif isinstance(error, LossError):
+        found = bad_losses(engine, grid, samples)
+    else:
+        found = bad_gradients(engine, grid)
     told = f"step {samples.step} ({samples.text}): {error}"
     made = NumericsError(f"{told} Here {found}." if found else told)
     made.is_of_this_rank = bool(found)

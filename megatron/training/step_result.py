@@ -34,6 +34,17 @@ class LossError(NumericsError):
     """The loss, and not only a gradient, is not finite."""
 
 
+class ModuleError(NumericsError):
+    """A number that is not finite, with the module that made it.
+
+    ``found`` says so in words; "" where another rank holds the module.
+    """
+
+    def __init__(self, text: str, found: str) -> None:
+        super().__init__(text)
+        self.found = found
+
+
 class FiniteOnly:
     """Ends a run whose loss or gradient norm is not finite: the judge of ``optimizer`` until it gets another.
 

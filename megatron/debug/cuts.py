@@ -1,0 +1,71 @@
+"""How the tensors that a module takes and gives are cut over the tensor group, as far as its weights tell.
+
+| a module with a weight of its own | takes | gives |
+|---|---|---|
+| cut by rows of the output (``partition_dim`` 0), and as many columns come out | all | its columns |
+| the same with more columns out (gathered), or that takes token ids (an embedding) | all | all |
+| cut by columns of the input (``partition_dim`` 1), and as many columns go in | its columns | all |
+
+Of other modules nothing is said here: where the ranks of a tensor group tell different numbers, they hold parts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.mpu.shard import Shard, shard_of
+
+
+class Cut(NamedTuple):
+    """Dimension ``dim`` holds ``length`` of ``size`` places, from ``start`` on; places beyond them are padding."""
+
+    dim: int
+    start: int
+    length: int
+    size: int
+
+    def unpadded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` without its padding."""
+        return x.narrow(self.dim, 0, self.length)
+
+
+def own_shard(module: nn.Module) -> Shard | None:
+    """Return where the weight lies that is the module's own, if it is cut."""
+    weight = module._parameters.get("weight")
+    shard = getattr(weight, "shard", None)
+    return shard if isinstance(shard, Shard) and shard.is_partitioned else None
+
+
+def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool) -> Cut | None:
+    """Return how ``output`` is cut, None if every rank holds all of it or that is not known.
+
+    Args:
+        has_ids: the module was given whole numbers.
+    """
+    shard = own_shard(module)
+    if shard is None or shard.partition_dim != 0 or has_ids or output.dim() == 0:
+        return None
+    if output.shape[-1] != module._parameters["weight"].shape[0]:  # type: ignore[union-attr]
+        return None
+    return Cut(output.dim() - 1, shard.start, shard.length, shard.global_shape[0])
+
+
+def input_cut(module: nn.Module, given: torch.Tensor) -> Cut | None:
+    """Return how ``given`` is cut, None if every rank has all of it or that is not known."""
+    shard = own_shard(module)
+    if shard is None or shard.partition_dim != 1 or given.dim() == 0:
+        return None
+    if given.shape[-1] != module._parameters["weight"].shape[1]:  # type: ignore[union-attr]
+        return None
+    return Cut(given.dim() - 1, shard.start, shard.length, shard.global_shape[1])
+
+
+def parameter_cut(parameter: torch.Tensor) -> Cut | None:
+    """Return how a parameter is cut, None if every rank holds all of it."""
+    shard = shard_of(parameter)
+    if shard.partition_dim is None:
+        return None
+    return Cut(shard.partition_dim, shard.start, shard.length, shard.global_shape[shard.partition_dim])

@@ -1,0 +1,203 @@
+"""--debug-dump and --debug-nan over one engine: what is looked at in which step, and what follows from it.
+
+Imported only where one of the two is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron import log
+from megatron.checkpoint import named_parameters
+from megatron.config import Config
+from megatron.debug.cuts import parameter_cut
+from megatron.debug.finite import Finding, FiniteCheck
+from megatron.debug.folder import GRADIENT, WEIGHT, Samples, Writer, write_manifest
+from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, Seen, Watch
+from megatron.debug.names import named_modules
+from megatron.errors import ConfigError, NumericsError
+from megatron.mpu.mappings import all_reduce
+from megatron.mpu.random import DropoutStreams
+from megatron.training.engines import DataIterator, StepEngine
+from megatron.training.rank_zero import by_rank_0
+from megatron.training.step_result import ModuleError, StepResult
+from megatron.training.world import World
+
+
+def attach(engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
+    """Let the steps of ``engine`` be looked at as ``config.debug`` says. Collective.
+
+    Raises:
+        ConfigError: the folder of the dump cannot be written, or holds that of another layout.
+    """
+    debugger = Debugger(engine, config, world, streams)
+    engine.train_step = debugger.train_step  # type: ignore[method-assign]
+
+
+class Debugger:
+    """Looks at the steps of one engine on this rank; on every rank, or on none."""
+
+    def __init__(self, engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
+        self.engine, self.config, self.world, self.streams = engine, config, world, streams
+        grid, settings = world.grid, config.debug
+        self._plain_step = engine.train_step
+        self._dumped = settings.steps() if settings.debug_dump is not None else []
+        self._pattern = settings.wanted()
+        self._writer = self._open() if settings.debug_dump is not None else None
+        self._is_dumping = False
+        self._number = config.batch.gas
+        self._check = FiniteCheck(has_loss=grid.pipe.rank == grid.pipe.size - 1)
+        modules = named_modules(engine.module)
+        self._watch = Watch(engine.module, modules, lambda: streams.position.micro_batch, self._see)
+
+    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
+        """Take the engine's step, looked at where that is asked for. Collective.
+
+        Raises:
+            ModuleError: a number is not finite, and the run ends for it.
+        """
+        self._is_dumping = any(step + 1 in steps for steps in self._dumped)
+        self._number = num_micro_batches or self.config.batch.gas
+        if not self._is_dumping and not self.config.debug.debug_nan:
+            return self._plain_step(data, step, num_micro_batches)
+        with self._looking(step + 1):
+            try:
+                result = self._plain_step(data, step, num_micro_batches)
+            except ModuleError:
+                raise
+            except NumericsError as error:
+                found = self._finding()
+                if found is None:
+                    raise
+                self._note(found)
+                raise ModuleError(str(error), found.text) from error
+            self._end(result)
+        return result
+
+    @contextmanager
+    def _looking(self, step: int) -> Iterator[None]:
+        """Look at all within, and at what comes ahead of the update."""
+        self._check.clear()
+        on_loss = self.engine.on_loss
+
+        def ahead_of_update(loss: float) -> None:
+            self._ahead_of_update()
+            on_loss(loss)
+
+        if self._is_dumping and self._writer is not None:
+            self._writer.begin(step)
+            self._dump_weights(self._writer)
+        self.engine.on_loss = ahead_of_update
+        self._watch.start()
+        try:
+            yield
+        finally:
+            self._watch.stop()
+            self.engine.on_loss = on_loss
+            self._check.clear()
+            if self._writer is not None:
+                self._writer.close()
+
+    def _see(self, seen: Seen, x: torch.Tensor) -> None:
+        self._check.see(seen, x)
+        if not self._is_dumping or self._writer is None or not self._pattern.search(seen.name):
+            return
+        samples, first = self.config.batch.batch_size, self.world.grid.data.rank * self._number + seen.micro_batch
+        self._writer.add(
+            x,
+            seen.name,
+            seen.what,
+            cut=seen.cut,
+            micro_batch=seen.micro_batch,
+            samples=Samples(first * samples, (first + 1) * samples),
+            call=seen.call,
+            index=seen.index,
+            factor=self._gradient_factor() if seen.what in (GRAD_OUTPUT, GRAD_INPUT) else 1.0,
+        )
+
+    def _gradient_factor(self) -> float:
+        """Return what makes a gradient within a replica one of the mean loss, but for a factor that layouts share."""
+        by_tokens = getattr(self.engine.module, "loss_weighting", None) == "tokens"
+        return (1.0 if by_tokens else 1.0 / self.world.grid.data.size) / self.engine.optimizer.loss_scale
+
+    def _dump_weights(self, writer: Writer) -> None:
+        for name, parameter in named_parameters(self.engine.module):
+            if self._pattern.search(name):
+                writer.add(parameter, name, WEIGHT, cut=parameter_cut(parameter))
+
+    @torch.no_grad()
+    def _dump_gradients(self, writer: Writer) -> None:
+        optimizer = self.engine.optimizer
+        factor = optimizer.gradient_factor / optimizer.loss_scale
+        for name, parameter in named_parameters(self.engine.module):
+            if not parameter.requires_grad or not self._pattern.search(name):
+                continue
+            gradient = optimizer.gradient_of(parameter)
+            if gradient is not None:
+                writer.add(gradient, name, GRADIENT, cut=parameter_cut(parameter), factor=factor)
+
+    def _ahead_of_update(self) -> None:
+        """Write the gradients; with --debug-nan end the run on all ranks if any has found something. Collective."""
+        if self._is_dumping and self._writer is not None:
+            self._dump_gradients(self._writer)
+        if not self.config.debug.debug_nan:
+            return
+        found = self._finding()
+        self._note(found)
+        number = torch.tensor([float(found is not None)], device=self.world.device)
+        if all_reduce(number, self.world.grid.world, dist.ReduceOp.MAX).item():
+            text = "what modules take and give must be finite (--debug-nan). The weights are as before this step."
+            raise ModuleError(text, found.text if found is not None else "")
+
+    def _finding(self) -> Finding | None:
+        """Return what this rank made first; an overflow that a smaller loss scale may cure is none."""
+        found = self._check.finding(in_backward=not self.engine.optimizer.scaler.is_to_blame)
+        return None if found is None or found.has_arrived else found
+
+    def _note(self, found: Finding | None) -> None:
+        if found is not None and self._is_dumping and self._writer is not None:
+            self._writer.note("not finite", text=found.text, name=found.seen.name, what=found.seen.what)
+
+    def _end(self, result: StepResult) -> None:
+        if not self._is_dumping or self._writer is None:
+            return
+        found = self._finding()
+        if found is not None:  # the guard has left the step out, or what is not finite came to nothing
+            log.warning(f"{self.world.name}: {found.text}")
+        self._note(found)
+        self._writer.note("end", loss=result.loss, grad_norm=result.grad_norm, is_skipped=result.is_skipped)
+
+    def _open(self) -> Writer:
+        folder = Path(str(self.config.debug.debug_dump))
+
+        def make() -> None:
+            try:
+                write_manifest(folder, self._facts())
+            except (ValueError, OSError) as error:
+                raise ConfigError(f"--debug-dump must name a folder for a new dump: {error}. Take another") from error
+
+        by_rank_0(self.world, make)
+        return Writer(folder, self.world.rank, with_tensors=self.config.debug.debug_dump_tensors)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a reader must know of the run."""
+        config, grid = self.config, self.world.grid
+        places = [grid.topology.coordinate(rank) for rank in range(grid.topology.world_size)]
+        return {
+            "family": config.family,
+            "layout": {"tensor": grid.tensor.size, "pipe": grid.pipe.size, "data": grid.data.size},
+            "world_size": len(places),
+            "ranks": [{"stage": place.pipe, "tensor": place.tensor, "data": place.data} for place in places],
+            "micro_batch_size": config.batch.batch_size,
+            "dtype": config.precision.dtype,
+            "device": self.world.kind,
+            "schedule": config.parallel.schedule if config.parallel.has_pipeline else None,
+            "seed": config.run.seed,
+            "torch": torch.__version__,
+        }
