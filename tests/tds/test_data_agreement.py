@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,29 +115,40 @@ class _Files(torch.utils.data.Dataset):
         return x, x
 
 
-def _reads_files(rank: int, folder: Path) -> list[int]:
-    """Return which samples this rank has opened in two steps of three stages and two replicas."""
-    opened: list[int] = []
+def _reads_files(rank: int, folder: Path, log: Path) -> tuple[list[float], int]:
+    """Return the samples of two steps that this rank has, and how many it has opened, its loader's processes too."""
+    file = os.open(log / str(rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and str(arguments[0]).startswith(str(folder)):
-            opened.append(int(Path(str(arguments[0])).name))
+            os.write(file, b".")
 
     sys.addaudithook(hear)
     toy = Toy("chain", rows=2, micro_batches=2, dtype=torch.float32)
     tds.init_distributed("gloo", verbose=False)
     module = PipelineModule(toy.specs(), num_stages=3, loss_fn=lambda out, y: ((out - y) ** 2).mean())
     engine = make_engine(toy, 3, lambda **given: tds.initialize(**given, training_data=_Files(folder)), module)
+    seen: list[float] = []
+
+    def noting(batch: Any) -> Any:
+        seen.extend(batch[0][:, 0, 0].tolist())
+        return batch
+
+    engine.set_batch_fn(noting)
     for _ in range(2):
         engine.train_batch()
-    return opened
+    return seen, (log / str(rank)).stat().st_size
 
 
 def test_middle_stages_open_no_sample_and_replicas_share_them(tmp_path: Path) -> None:
+    samples, log = tmp_path / "samples", tmp_path / "log"
+    samples.mkdir()
+    log.mkdir()
     for index in range(16):
-        (tmp_path / str(index)).write_text(str(index))
-    opened = run_ranks(6, _reads_files, tmp_path)
-    first, middle, last = opened[:2], opened[2:4], opened[4:]
-    assert middle == [[], []]
-    assert first == last and all(len(each) == 8 for each in first)
-    assert sorted(itertools.chain(*first)) == list(range(16))
+        (samples / str(index)).write_text(str(index))
+    ranks = run_ranks(6, _reads_files, samples, log)
+    first, middle, last = ranks[:2], ranks[2:4], ranks[4:]
+    assert middle == [([], 0)] * 2
+    assert [seen for seen, _ in first] == [seen for seen, _ in last]
+    assert all(len(seen) == 8 and opened >= 8 for seen, opened in first + last)
+    assert sorted(itertools.chain(*(seen for seen, _ in first))) == list(range(16))
