@@ -7,7 +7,7 @@
     python tools/check_layout.py --pipe-parallel-size 2 --pipeline-chunks 2 --gas 8
     python tools/check_layout.py --model t5 --pipe-parallel-size 3 --enc-layers 2 --dec-layers 4 --pipeline-split-rank 1
 
-All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: examples/llama/pretrain_llama.py, and so on),
+All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: examples/llama/pretrain_llama.py; and so on)
 that shape the model, the batch and the optimizer work. Tokens are random unless --data-path and --tokenizer-path are
 given. Dropout is off, for its masks differ between tensor slices by design, unless --layout-independent-dropout is
 given.
@@ -33,6 +33,7 @@ SIZES = "--hidden-size 64 --num-attention-heads 4 --batch-size 2 --gas 2 --lr 1e
 DEFAULTS = {
     "gpt2": SIZES + "--num-layers 4 --seq-length 32 --hidden-bias --init-method-std 0.05",
     "t5": SIZES + "--num-layers 2 --enc-seq-length 32",
+    "mpt": SIZES + "--num-layers 4 --seq-length 32 --init-method-std 0.05",
 }
 """What holds where the user gives nothing else."""
 DROPPED = "--layout-independent-dropout"

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.cost.costs import Costs
 from megatron.cost.gpt2 import GPT2Costs
+from megatron.cost.mpt import MptCosts
 from megatron.cost.t5 import T5Costs
 
 
@@ -37,8 +38,13 @@ def _of_t5(config: Any, is_on_cpu: bool) -> Costs:
     )
 
 
+def _of_mpt(config: Any, is_on_cpu: bool) -> Costs:
+    return MptCosts(config.model, config.batch.seq_length, has_segments=config.data.keeps_documents_apart)
+
+
 COSTS: Mapping[str, Callable[[Any, bool], Costs]] = {
     "gpt2": _of_gpt2,
     "t5": _of_t5,
+    "mpt": _of_mpt,
 }
 """Family -> its costs, given a configuration and whether it trains on a CPU."""

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from megatron.config import Config, ModelConfig
+from megatron.model.alibi import AlibiBias
 from megatron.model.cache import Slots
-from megatron.model.embedding import Embedding
+from megatron.model.embedding import Embedding, WordEmbedding
 from megatron.model.layer import TransformerLayer
+from megatron.model.mpt import MptLayer, make_norm
 from megatron.model.norm import LayerNorm
-from megatron.model.sizes import Place, Sizes, sizes_from, t5_sizes_from
+from megatron.model.sizes import MptSizes, Place, Sizes, mpt_sizes_from, sizes_from, t5_sizes_from
 
 Mask = Callable[[Slots, torch.dtype], torch.Tensor | None]
 """What attention adds or may look at in a pass, as the layers of the family take it."""
@@ -53,11 +55,20 @@ class Decoder:
 
 DECODERS: Mapping[type[Sizes], Decoder] = {
     Sizes: Decoder(embedding=Embedding, embed=Embedding.forward, layer=TransformerLayer),
+    MptSizes: Decoder(
+        embedding=WordEmbedding,
+        embed=lambda unit, tokens, positions: WordEmbedding.forward(unit, tokens),
+        layer=MptLayer,
+        norm=make_norm,
+        mask=lambda sizes, place: AlibiBias(sizes, place).for_slots,
+        has_end=False,
+    ),
 }
 """Sizes of a family -> its parts."""
 
 SIZES: Mapping[str, Callable[[ModelConfig, Config], Sizes]] = {
     "gpt2": lambda model, config: sizes_from(model),
     "t5": lambda model, config: t5_sizes_from(model, config.t5),
+    "mpt": lambda model, config: mpt_sizes_from(model, config.mpt),
 }
 """Family that generates -> its sizes, of a section ``model`` and the configuration."""

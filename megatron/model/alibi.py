@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -10,6 +12,25 @@ from megatron.model.cache import Slots
 from megatron.model.sizes import MptSizes, Place
 from megatron.mpu.layers import divide
 from megatron.ops.alibi import alibi_bias, alibi_slopes, within_documents
+
+
+class Last:
+    """What was made of a tensor last, as long as it is the same tensor and nobody has written to it."""
+
+    def __init__(self) -> None:
+        self._key: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._made: torch.Tensor | None = None
+
+    def of(self, key: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what ``make`` returned for ``key`` last, or returns now."""
+        is_known = self._key is not None and self._key[0]() is key and self._key[1] == key._version
+        if self._made is None or not is_known:
+            self._made, self._key = make(), (weakref.ref(key), key._version)
+        return self._made
+
+    def forget(self) -> None:
+        """Make it anew the next time."""
+        self._key = self._made = None
 
 
 class AlibiBias:
@@ -27,8 +48,7 @@ class AlibiBias:
         first = place.group.rank * heads
         self.slopes = alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]
         self._causal: torch.Tensor | None = None
-        self._within: torch.Tensor | None = None
-        self._of: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._within, self._pass = Last(), Last()
 
     def for_hidden(self, x: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return what the layers add that read ``x`` [s, b, h]; with ``segment_ids`` [b, s] documents are apart."""
@@ -36,20 +56,17 @@ class AlibiBias:
         if causal is None or (causal.shape[-1], causal.dtype, causal.device) != (x.shape[0], x.dtype, x.device):
             positions = torch.arange(x.shape[0], device=x.device)
             causal = self._causal = self._make(positions.unsqueeze(0), positions, x.dtype)
-            self._of = None
+            self._within.forget()
         if segment_ids is None:
             return causal
-        version = segment_ids._version  # counts writes to it
-        if self._within is None or self._of is None or self._of[0]() is not segment_ids or self._of[1] != version:
-            self._within = within_documents(causal, segment_ids)
-            self._of = weakref.ref(segment_ids), version
-        return self._within
+        return self._within.of(segment_ids, partial(within_documents, causal, segment_ids))
 
     def for_slots(self, slots: Slots, dtype: torch.dtype) -> torch.Tensor:
         """Return the bias of a pass that reads from the caches, whose queries stand at ``slots.positions``."""
         assert slots.positions is not None
-        keys = torch.arange(slots.stop, device=slots.positions.device)
-        return self._make(slots.positions, keys, dtype)
+        positions = slots.positions if slots.mask is not None else slots.positions[:1]  # in a first pass rows are alike
+        keys = torch.arange(slots.stop, device=positions.device)
+        return self._pass.of(slots.positions, partial(self._make, positions, keys, dtype))
 
     def _make(self, queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         slopes = torch.tensor(self.slopes, dtype=torch.float64, device=keys.device)
