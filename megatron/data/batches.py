@@ -16,6 +16,7 @@ import torch
 
 from megatron.data.collate import Collate, Samples
 from megatron.data.read_ahead import ReadAhead
+from megatron.data.step_predictions import StepPredictions, predictions_of
 from megatron.rampup import BatchSizes
 
 
@@ -23,7 +24,7 @@ class ReplicaBatches:
     """Iterates over micro-batches of replica ``data_rank`` of ``data_size``.
 
     A micro-batch is ``{"text": int64 [b, L+1]}``; of a data set whose samples are dictionaries, the same keys with the
-    arrays or tensors of b samples stacked.
+    arrays or tensors of b samples stacked, and "step_predictions" where the data set tells what it predicts.
 
     Args:
         num_micro_batches: of every step; with ``sizes`` of a whole one.
@@ -80,9 +81,13 @@ class ReplicaBatches:
             start = stop
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        num_predicted = predictions_of(self.dataset)
+        predictions = num_predicted and StepPredictions(num_predicted, self.sizes, self.samples_consumed)
         if self.num_workers:
-            return ReadAhead(self.dataset, self.indices(), self.num_workers, self.prefetch_factor, self.pin_memory)
-        batches = map(Collate(self.dataset), self.indices())
+            return ReadAhead(
+                self.dataset, self.indices(), self.num_workers, self.prefetch_factor, self.pin_memory, predictions
+            )
+        batches = map(Collate(self.dataset, predictions), self.indices())
         return map(_pinned, batches) if self.pin_memory else batches
 
 

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megatron.data import step_predictions
 from megatron.data.ordered import as_ordered
+from megatron.data.step_predictions import StepPredictions
 from megatron.errors import DataError, SampleError
 
 
@@ -23,6 +25,8 @@ class Samples(Protocol):
 class Collate:
     """Reads the samples of one micro-batch into one tensor for each key.
 
+    ``predictions`` says what each micro-batch of a step is told of all of it.
+
     A data set that has a length starts anew at its end: sample i of the run is its item i % len.
 
     Raises:
@@ -30,8 +34,8 @@ class Collate:
         SampleError: a sample cannot be read, whatever the data set raised, or the samples cannot be stacked.
     """
 
-    def __init__(self, dataset: Samples) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Samples, predictions: StepPredictions | None = None) -> None:
+        self.dataset, self.predictions = dataset, predictions
         self.length = len(dataset) if isinstance(dataset, Sized) else None
         if self.length == 0:
             raise DataError(f"a data set must hold at least one sample, {type(dataset).__name__} has none")
@@ -39,7 +43,10 @@ class Collate:
     def __call__(self, indices: list[int]) -> dict[str, torch.Tensor]:
         samples = [self._read(index) for index in indices]
         if all(isinstance(sample, Mapping) for sample in samples):
-            return {key: _joined(key, [s.get(key) for s in samples], indices, _of_any) for key in samples[0]}
+            batch = {key: _joined(key, [s.get(key) for s in samples], indices, _of_any) for key in samples[0]}
+            if self.predictions is not None:
+                batch[step_predictions.KEY] = torch.from_numpy(self.predictions.of(indices[0]))
+            return batch
         return {"text": _joined("text", samples, indices, _of_arrays)}
 
     def _read(self, index: int) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron.data.collate import GuardedCollate, Samples
+from megatron.data.step_predictions import StepPredictions
 from megatron.errors import SampleError
 
 _PR_SET_PDEATHSIG = 1
@@ -32,6 +33,7 @@ class ReadAhead:
     Args:
         prefetch_factor: micro-batches that each process reads ahead.
         pin_memory: give tensors in pinned memory, which a GPU copies from while it computes.
+        predictions: as ``Collate``.
 
     Raises:
         DataError: the data set is empty.
@@ -46,9 +48,10 @@ class ReadAhead:
         num_workers: int,
         prefetch_factor: int,
         pin_memory: bool,
+        predictions: StepPredictions | None = None,
     ) -> None:
         loader: Iterable[Any] = torch.utils.data.DataLoader(
-            GuardedCollate(dataset),  # type: ignore[arg-type]
+            GuardedCollate(dataset, predictions),  # type: ignore[arg-type]
             sampler=indices,  # type: ignore[arg-type]
             batch_size=None,
             num_workers=num_workers,

@@ -78,6 +78,10 @@ class Windows:
         start = epoch.windows(index_in_epoch) * self.length
         return epoch.documents.pieces(start, start + self.length + self.overlap)
 
+    def run(self, epoch: int, start: int, length: int) -> list[Piece]:
+        """Return the pieces of ``length`` tokens from ``start`` on, as the documents of an epoch lie end to end."""
+        return self._epoch(epoch).documents.pieces(start, start + length)
+
     def read(self, index: int, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the tokens of ``pieces``: ``read_pieces`` of this file."""
         return read_pieces(self.token_file, index, pieces)

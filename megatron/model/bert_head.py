@@ -67,21 +67,19 @@ class NextSentence(nn.Module):
 
 
 class WordHead(nn.Module):
-    """Logits by the word table, or by a table of its own, with a bias for each word.
+    """Logits by the word table, with a bias for each word, which is cut as the table is.
 
     Shapes:
         x      [s, b, h], the same on every rank
-        table  [v/t, h], padded rows last; not looked at where the head has its own
+        table  [v/t, h], padded rows last
         output [s, b, v/t]
     """
 
     def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__()
         self.group = place.group
-        v, h = sizes.vocab_size, sizes.hidden_size
-        rows, start, num_real = vocab_range(v, place.group, sizes.make_vocab_size_divisible_by)
-        self.weight = empty_weight((rows, h), Shard((v, h), 0, start, num_real)) if sizes.untie_embeddings else None
-        self.bias = set_shard(nn.Parameter(torch.zeros(rows)), Shard((v,), 0, start, num_real))
+        rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
+        self.bias = set_shard(nn.Parameter(torch.zeros(rows)), Shard((sizes.vocab_size,), 0, start, num_real))
 
-    def forward(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(copy_to_tensor_region(x, self.group), table if self.weight is None else self.weight, self.bias)
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.linear(copy_to_tensor_region(x, self.group), table, self.bias)

@@ -28,7 +28,7 @@ Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # hidden states, or h
 
 
 class EmbeddingPipe(AroundWords):
-    """(tokens, token types[, segments]) to hidden states[, segments], by a word table that the head may share."""
+    """(tokens, token types[, segments]) to hidden states[, segments], by the word table that the head has too."""
 
     word: VocabParallelEmbedding
 
@@ -63,13 +63,14 @@ class TransformPipe(nn.Module):
 
 
 class WordHeadPipe(WordHead):
-    """Logits of words; scores of the second segment pass by."""
+    """Logits of words by the table that the embedding has too; scores of the second segment pass by."""
+
+    word: VocabParallelEmbedding
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        table = self.word.weight if hasattr(self, "word") else None
         if isinstance(inputs, torch.Tensor):
-            return super().forward(inputs, table)
-        return super().forward(inputs[0], table), inputs[1]
+            return super().forward(inputs, self.word.weight)
+        return super().forward(inputs[0], self.word.weight), inputs[1]
 
 
 def layer_specs(sizes: BertSizes, place: Place) -> list[LayerSpec]:
@@ -78,12 +79,11 @@ def layer_specs(sizes: BertSizes, place: Place) -> list[LayerSpec]:
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
         divisible_by=sizes.make_vocab_size_divisible_by, group=place.group,
     )  # fmt: skip
-    tied = {} if sizes.untie_embeddings else {"word": word}
     return [
         SharingLayerSpec(EmbeddingPipe, sizes, place, shares={"word": word}),
         *[LayerSpec(BertLayerPipe, sizes, place, i) for i in range(sizes.num_layers)],
         LayerSpec(TransformPipe, sizes),
-        SharingLayerSpec(WordHeadPipe, sizes, place, shares=tied),
+        SharingLayerSpec(WordHeadPipe, sizes, place, shares={"word": word}),
     ]
 
 
