@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 from megatron.data import SampleOrder
@@ -55,7 +55,7 @@ def _print(dataset: object) -> str:
     ordered = as_ordered(dataset)
     text = f"fingerprint {_fingerprint(dataset)}"
     if ordered is None:
-        return text
+        return f"{len(dataset)} samples and {text}" if isinstance(dataset, Sized) else text
     order = repr((ordered.order.corpora, ordered.order.schedule)).encode()
     return f"{text} and order {hashlib.sha256(order).hexdigest()[:8]}"
 

@@ -218,6 +218,13 @@ def test_ranks_that_read_other_data_are_named_with_both_fingerprints(corpora: di
     assert "none on rank 1." in (disagreement([*told_by(one), Told.of({}, True, None)]) or "")
 
 
+def test_data_sets_of_ones_own_must_be_equally_long_on_all_ranks() -> None:
+    """One that ends earlier would begin anew earlier, and the stages would see different samples."""
+    assert disagreement(told_by([1, 2], [3, 4])) is None
+    text = disagreement(told_by([1, 2], [1, 2], [1, 2, 3])) or ""
+    assert "2 samples and fingerprint None on ranks 0-1; 3 samples and fingerprint None on rank 2. Give every" in text
+
+
 def test_a_data_set_of_ones_own_may_have_attributes_that_are_called_as_ours(corpora: dict[str, str]) -> None:
     alike = SimpleNamespace(order=np.arange(3), parts=["a", "b"], fingerprint=lambda: 1, samples_per_epoch=lambda: 2)
     told = Told.of({"train": alike, "valid": alike}, True, None)

@@ -1,0 +1,92 @@
+"""Who opens the data of a run, and what happens where the ends of the pipeline do not see the same."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.timed_batches import TimedBatches
+from tests.training.runs import flags, train_ranks
+
+SHORT = "--num-layers 4 --train-iters 2 --eval-iters 1 --eval-interval 1 --gas 4"
+
+
+def counting(folder: Path, corpus: Path) -> Callable[[int], None]:
+    """Return a plant that writes into ``folder``, by rank, which of the corpus's files are opened."""
+
+    def plant(rank: int) -> None:
+        file = os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+        def hear(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" and str(arguments[0]).startswith(str(corpus.parent)):
+                os.write(file, f"{Path(str(arguments[0])).name}\n".encode())
+
+        sys.addaudithook(hear)
+
+    return plant
+
+
+def opened(corpus: Path, place: Path, layout: str) -> list[set[str]]:
+    """Return the files of the corpus that each of four ranks has opened in a run of two steps and two evaluations."""
+    place.mkdir()
+    cache = f"--data-cache-path {place / 'cache'}"
+    argv = flags(corpus, place / "run", f"{SHORT} {layout} {cache}")
+    assert train_ranks(4, argv, counting(place, corpus))[0] == [0] * 4
+    return [set((place / str(rank)).read_text().split()) for rank in range(4)]
+
+
+def test_middle_stages_never_open_the_data(corpus: Path, tmp_path: Path) -> None:
+    first, *middle, last = opened(corpus, tmp_path / "deep", "--pipe-parallel-size 4 --check-data-agreement")
+    assert middle == [set(), set()]
+    assert first == last and {"texts.bin", "texts.idx"} <= first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "readers"),
+    [
+        ("--pipe-parallel-size 2 --model-parallel-size 2", (0, 2)),
+        ("--model-parallel-size 4", (0,)),
+        ("--pipe-parallel-size 2", (0, 1, 2, 3)),
+        ("--pipe-parallel-size 2 --num-workers 1", (0, 1, 2, 3)),
+    ],
+)
+def test_the_first_tensor_rank_of_the_first_and_last_stage_opens_the_data(
+    layout: str, readers: tuple[int, ...], corpus: Path, tmp_path: Path
+) -> None:
+    found = opened(corpus, tmp_path / "here", layout)
+    assert {rank for rank, files in enumerate(found) if files} == set(readers)
+
+
+def reads_other_samples(rank: int) -> None:
+    """Let the second rank read something else in the second step."""
+    if rank != 1:
+        return
+    read = TimedBatches.__next__
+    count = 0
+
+    def planted(self: TimedBatches) -> Any:
+        nonlocal count
+        batch = read(self)
+        count += 1
+        if count == 3:
+            batch["text"][0, 5] += 1
+        return batch
+
+    TimedBatches.__next__ = planted  # type: ignore[method-assign]
+
+
+def test_stages_that_read_different_samples_end_the_run_where_it_is_asked(corpus: Path, tmp_path: Path) -> None:
+    short = "--train-iters 2 --eval-iters 0 --pipe-parallel-size 2"
+    argv = flags(corpus, tmp_path / "run", f"{short} --check-data-agreement")
+    with pytest.raises(AssertionError) as raised:
+        train_ranks(2, argv, reads_other_samples)
+    told = str(raised.value)
+    assert told.count("DataError: all ranks of a replica that read must read the same micro-batches") == 2
+    assert "of number 0: checksum" in told and "rank 1 (stage 1, replica 0, tensor 0)" in told
+    assert not list((tmp_path / "run").glob("checkpoints/*")), "nothing of it is saved"
