@@ -18,13 +18,14 @@ from megatron.training.parity import Trace, trace_steps
 from megatron.training.stand_in import random_data
 from tests.harness import run_ranks
 
-VOCAB = 101
+VOCAB = 251
 SIZES = {
-    pretrain_gpt2: "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --hidden-bias",
+    pretrain_gpt2: "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --hidden-bias "
+    "--init-method-std 0.2",
     pretrain_t5: "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --enc-seq-length 8 --dec-seq-length 8",
 }
 COMMON = (
-    f"--vocab-size {VOCAB} --init-method-std 0.2 --attention-dropout 0 --hidden-dropout 0 --data-path none "
+    f"--vocab-size {VOCAB} --attention-dropout 0 --hidden-dropout 0 --data-path none "
     "--device cpu --train-iters 20 --lr 1e-3 --clip-grad 0"
 )
 Plant = Callable[[torch.nn.Module], None]

@@ -1,0 +1,149 @@
+"""The parts of two dumps that are of the same numbers, joined over tensor ranks, replicas and micro-batches.
+
+| ranks | hold |
+|---|---|
+| of a tensor group, with cuts told | slices: statistics add up, each slice once |
+| of a tensor group, no cut told, equal numbers | copies: one of them counts |
+| of a tensor group, no cut told, other numbers | parts of an unknown cut: statistics add up, sketches do not |
+| replicas, micro-batches | other samples: joined as far as both dumps must be joined to hold the same ones |
+| stages with a tied weight, replicas with a weight | copies |
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.debug.folder import Dump, Record, Samples
+from megatron.debug.statistics import Statistics, joined
+
+SAME = 1e-9
+"""Relative difference up to which ranks are taken to hold copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What two dumps have in common: a tensor of a step; ``call`` counts within a micro-batch, over all stages."""
+
+    step: int
+    what: str
+    name: str
+    call: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One tensor over the samples from ``first`` up to ``stop`` (0 and 0 for a weight), as one dump has it.
+
+    ``parts`` are the records that it was joined of, a copy left out; ``copies_differ`` says that ranks with copies of a
+    weight, or of a slice, have other numbers.
+    """
+
+    key: Key
+    first: int
+    stop: int
+    statistics: Statistics
+    dtype: str
+    time_ns: int
+    parts: tuple[Record, ...]
+    copies_differ: bool = False
+
+
+def grouped(dump: Dump) -> dict[Key, list[Record]]:
+    """Return the records of each tensor, of all ranks and samples."""
+    stages = [place["stage"] for place in dump.facts["ranks"]]
+    calls = _calls(dump, stages)
+    found: dict[Key, list[Record]] = defaultdict(list)
+    for record in dump.records:
+        call = calls.get((record.step, record.name, stages[record.rank], record.call), record.call)
+        found[Key(record.step, record.what, record.name, call, record.index)].append(record)
+    return dict(found)
+
+
+def _calls(dump: Dump, stages: Sequence[int]) -> dict[tuple[int, str, int, int], int]:
+    """Return the number of a call over all stages by (step, name, stage, number there), where several stages call.
+
+    Those of a micro-batch follow one another, so the time of the first micro-batch tells their order.
+    """
+    times: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
+    for record in dump.records:
+        if record.what == "output" and record.micro_batch == 0:
+            seen = times[record.step, record.name]
+            place = stages[record.rank], record.call
+            seen[place] = min(seen.get(place, record.time_ns), record.time_ns)
+    return {
+        (step, name, *place): number
+        for (step, name), seen in times.items()
+        for number, place in enumerate(sorted(seen, key=seen.__getitem__))
+    }
+
+
+def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
+    """Yield each tensor as both dumps have it, over the smallest runs of samples that both can be joined to."""
+    one, other = grouped(first), grouped(second)
+    for key in one:
+        if key in other:
+            for start, stop in common_spans(one[key], other[key]):
+                yield join(key, one[key], start, stop), join(key, other[key], start, stop)
+
+
+def common_spans(one: Sequence[Record], other: Sequence[Record]) -> list[tuple[int, int]]:
+    """Return the runs of samples between the bounds that both sets of records have."""
+    if any(record.samples is None for record in (*one, *other)):
+        return [(0, 0)]
+    bounds = sorted(_bounds(one) & _bounds(other))
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _bounds(records: Sequence[Record]) -> set[int]:
+    return {bound for record in records if record.samples is not None for bound in record.samples}
+
+
+def join(key: Key, records: Sequence[Record], first: int, stop: int) -> Joined:
+    """Return the tensor over the samples from ``first`` up to ``stop``."""
+    by_samples: dict[Samples, list[Record]] = defaultdict(list)
+    for record in records:
+        own = record.samples or Samples(0, 0)
+        if first <= own.first and own.stop <= stop:
+            by_samples[own].append(record)
+    over_ranks = [_over_ranks(each) for _, each in sorted(by_samples.items())]
+    parts = tuple(part for each, _, _ in over_ranks for part in each)
+    return Joined(
+        key,
+        first,
+        stop,
+        joined([statistics for _, statistics, _ in over_ranks]),
+        parts[0].dtype,
+        min(record.time_ns for record in parts),
+        parts,
+        any(differ for _, _, differ in over_ranks),
+    )
+
+
+def _over_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bool]:
+    """Return (records without copies, their statistics joined, whether copies differ) of the same samples."""
+    by_place: dict[tuple[int, ...] | None, list[Record]] = defaultdict(list)
+    for record in records:
+        by_place[record.cut].append(record)
+    differ = any(not _are_copies(each) for each in by_place.values())
+    if set(by_place) == {None}:
+        if differ and records[0].samples is not None:  # parts of a cut that nobody told of
+            parts = [replace(record.statistics, sketch=()) for record in records]
+            return list(records), joined(parts), False
+        return [records[0]], records[0].statistics, differ
+    once = [each[0] for _, each in sorted(by_place.items(), key=lambda item: item[0] or ())]
+    return once, joined([record.statistics for record in once]), differ
+
+
+def _are_copies(records: Sequence[Record]) -> bool:
+    first = records[0].statistics
+    return all(
+        abs(a - b) <= SAME * max(abs(a), abs(b))
+        for record in records[1:]
+        for a, b in (
+            (record.statistics.norm, first.norm),
+            (record.statistics.largest, first.largest),
+        )
+    )

@@ -1,0 +1,50 @@
+"""The error by layer: a curve over the modules in the order of the run, one panel for each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+Errors = Mapping[str, float]
+SMALLEST = 1e-18
+"""Errors below it, zero among them, are drawn there."""
+LARGEST = 1e3
+"""Errors above it, infinite ones among them, are drawn there."""
+INCHES_PER_NAME = 0.22
+
+
+def draw(
+    curves: Mapping[str, Mapping[str, float]], tolerance: float, first: str | None, path: Path, title: str
+) -> None:
+    """Draw the largest error of each name, by phase, and mark the first one beyond its tolerance.
+
+    Args:
+        curves: phase -> name -> error, in the order to draw.
+        tolerance: the line to draw.
+        first: the name to mark, with its phase: "forward: layers.1".
+    """
+    curves = {phase: errors for phase, errors in curves.items() if errors}
+    longest = max(len(errors) for errors in curves.values())
+    size = (max(7.0, INCHES_PER_NAME * longest + 1.5), 3.6 * len(curves))
+    figure, panels = pyplot.subplots(len(curves), 1, figsize=size, squeeze=False)
+    for axes, (phase, errors) in zip(panels[:, 0], curves.items(), strict=True):
+        values = [min(max(error, SMALLEST), LARGEST) for error in errors.values()]
+        axes.plot(range(len(values)), values, marker=".", label=phase)
+        axes.axhline(tolerance, color="tab:gray", linestyle="--", label=f"tolerance {tolerance:g}")
+        for place, name in enumerate(errors):
+            if f"{phase}: {name}" == first:
+                axes.plot([place], [values[place]], "o", color="tab:red", fillstyle="none", label="first beyond it")
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(values)), list(errors), rotation=90, fontsize=6)
+        axes.set_ylabel("relative error")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,253 @@
+"""Compare what two runs wrote with --debug-dump, and name the first module that differs.
+
+    python tools/compare_dumps.py one two
+    python tools/compare_dumps.py one two --rtol 1e-6 --picture errors.png
+    python tools/compare_dumps.py one two --json
+
+The runs may differ in device, layout, schedule and number format: slices of tensor ranks, replicas and micro-batches
+are joined. Tensors are taken in the order of the first run: of each step the weights, forward, backward, the gradients
+of weights. Code 0: all is within its tolerance. 1: something is not. 2: there is no dump, or nothing to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if TYPE_CHECKING:
+    from megatron.debug.comparison import Comparison, Difference
+    from megatron.debug.folder import Dump
+    from megatron.debug.joining import Key
+
+SHOWN = 12
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Ends with code 2 and one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; it needs no torch."""
+    parser = OneLineParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("first", type=Path, help="the folder of one run: the one to trust")
+    parser.add_argument("second", type=Path, help="the folder of the other")
+    parser.add_argument(
+        "--rtol", type=tolerance, metavar="X",
+        help="relative tolerance (default: by the coarser type: fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2)",
+    )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help=f"list every tensor, not {SHOWN} about the first difference")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of tables; draws nothing")
+    parser.add_argument(
+        "--picture", type=Path, metavar="PNG",
+        help="the error by layer (default: compare.png in the folder of the second; with --json none)",
+    )  # fmt: skip
+    return parser
+
+
+def tolerance(text: str) -> float:
+    """Return a finite number of 0 or more."""
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(text)
+    return value
+
+
+def main() -> int:
+    """Compare what the command line names; return the exit code."""
+    parser = make_parser()
+    flags = parser.parse_args()
+    if flags.picture is not None and flags.picture.suffix.lower() != ".png":
+        parser.error(f"--picture must end in .png, got {flags.picture}")
+    if flags.picture is not None and flags.json:
+        parser.error("--json draws nothing, got --picture. Leave one of them out")
+    if flags.all and flags.json:
+        parser.error("--json lists every tensor anyway, got --all. Leave one of them out")
+    from megatron.debug.comparison import compare
+    from megatron.debug.folder import read
+
+    try:
+        dumps = read(flags.first), read(flags.second)
+        found = compare(*dumps, flags.rtol)
+        if flags.json:
+            print(json.dumps(as_json(found, dumps), indent=1))
+        else:
+            report(found, dumps, flags)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0 if found.first is None else 1
+
+
+def report(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
+    """Print what the runs are, the tensors about the first difference, the picture's place and the verdict."""
+    print_table("the dumps", ["", *(str(dump.folder) for dump in dumps)], facts_of(dumps))
+    place = 0 if found.first is None else found.differences.index(found.first)
+    start = 0 if flags.all else max(place - SHOWN // 2, 0)
+    listed = found.differences[start:] if flags.all else found.differences[start : start + SHOWN]
+    if found.first is not None or flags.all:
+        columns = ["step", "phase", "what", "tensor", "samples", "first", "second", "error", "allowed", ""]
+        print_table("in the order of the run, with norms", columns, [row_of(each) for each in listed])
+    for dump, keys in zip(dumps, (found.only_first, found.only_second), strict=True):
+        if keys:
+            print(f"only in {dump.folder}: {listed_names(keys)}")
+    picture = flags.picture or flags.second / "compare.png"
+    draw(found, dumps, picture)
+    print(f"picture: {picture}")
+    print(f"verdict: {verdict(found)}")
+
+
+def facts_of(dumps: tuple[Dump, Dump]) -> list[list[str]]:
+    """Return rows of what the runs are, and their losses."""
+    rows = [
+        ["layout", *(", ".join(f"{axis} {size}" for axis, size in d.facts["layout"].items()) for d in dumps)],
+        ["micro-batch", *(str(d.facts["micro_batch_size"]) for d in dumps)],
+        ["number format", *(f"{d.facts['dtype']} on {d.facts['device']}" for d in dumps)],
+    ]
+    for step in sorted(set(dumps[0].ends) & set(dumps[1].ends)):
+        rows.append([f"loss of step {step}", *(number_text(d.ends[step]["loss"]) for d in dumps)])
+        rows.append([f"gradient norm of step {step}", *(number_text(d.ends[step]["grad_norm"]) for d in dumps)])
+    for place, dump in enumerate(dumps):
+        for finding in dump.findings:
+            cells = ["", ""]
+            cells[place] = finding["text"]
+            rows.append([f"not finite, step {finding['step']}", *cells])
+    return rows
+
+
+def row_of(one: Difference) -> list[str]:
+    """Return the cells of a tensor."""
+    call = f" (call {one.key.call})" if one.key.call else ""
+    part = f"[{one.key.index}]" if one.key.index else ""
+    first, stop = one.samples
+    verdict = ("DIFFERS" if one.error > one.tolerance else "COPIES DIFFER") if one.is_beyond else ""
+    return [
+        str(one.key.step),
+        one.phase,
+        f"{one.key.what}{part}",
+        one.key.name + call,
+        f"{first}-{stop - 1}" if stop else "",
+        norm_text(one.one.norm, one.one.nan + one.one.inf),
+        norm_text(one.other.norm, one.other.nan + one.other.inf),
+        f"{one.error:.1e}" + (" *" if one.by_tensors else ""),
+        f"{one.tolerance:.0e}" if math.isfinite(one.tolerance) else "any",
+        verdict,
+    ]
+
+
+def norm_text(norm: float, not_finite: int) -> str:
+    """Return a norm, and how many numbers are not in it."""
+    return f"{norm:.6g}" + (f", {not_finite} not finite" if not_finite else "")
+
+
+def number_text(number: float | None) -> str:
+    """Return a number with all its digits, "-" for one that JSON has no text for."""
+    return "not finite" if number is None else f"{number:.10g}"
+
+
+def listed_names(keys: list[Key]) -> str:
+    """Return the names, each once, a few of many."""
+    names = list(dict.fromkeys(f"{key.name} ({key.what})" for key in keys))
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def draw(found: Comparison, dumps: tuple[Dump, Dump], path: Path) -> None:
+    """Draw the errors of forward and backward of one step: that of the first difference, or the first."""
+    from megatron.debug.comparison import ORDER, worst_by_name
+    from megatron.debug.picture import draw as draw_curves
+
+    shown = found.first or judged(found)[0]
+    curves = {phase: worst_by_name(found.differences, shown.key.step, phase) for phase in ORDER}
+    mark = None if found.first is None else f"{shown.phase}: {shown.key.name}"
+    title = f"{dumps[0].folder} and {dumps[1].folder}, step {shown.key.step}"
+    draw_curves(curves, shown.tolerance, mark, path, title)
+
+
+def verdict(found: Comparison) -> str:
+    """Return the last line."""
+    first = found.first
+    if first is None:
+        worst = max(judged(found), key=lambda each: each.error)
+        return f"{len(found.differences)} tensors agree, the worst by {worst.error:.1e} ({told(worst)})"
+    beyond = sum(each.is_beyond for each in found.differences)
+    what = f"by {first.error:.1e}, {first.tolerance:.0e} allowed"
+    if not first.error > first.tolerance:
+        what = f"among the ranks of {', '.join(first.copies)}, which hold copies"
+    drawn_apart = [one for one in found.differences if one.phase == "weights" and one.key.step == first.key.step]
+    since = ""
+    if drawn_apart and math.isinf(drawn_apart[0].tolerance):
+        worst = max(drawn_apart, key=lambda each: each.error)
+        since = f". Weights of that step lie apart by up to {worst.error:.1e} ({worst.key.name})"
+    return f"first differs {told(first)}, {what}; {beyond} of {len(found.differences)} tensors do{since}"
+
+
+def judged(found: Comparison) -> list[Difference]:
+    """Return the tensors that have a tolerance."""
+    return [one for one in found.differences if math.isfinite(one.tolerance)] or found.differences
+
+
+def told(one: Difference) -> str:
+    """Return in words which tensor it is."""
+    micro_batch = f", micro-batch {one.micro_batch}" if one.micro_batch is not None else ""
+    return f"{one.key.what} of {one.key.name} in step {one.key.step}, {one.phase}{micro_batch}"
+
+
+def as_json(found: Comparison, dumps: tuple[Dump, Dump]) -> dict[str, Any]:
+    """Return all that was found as plain data; an infinite error is the text "inf"."""
+    return {
+        "first": str(dumps[0].folder),
+        "second": str(dumps[1].folder),
+        "equal": found.first is None,
+        "verdict": verdict(found),
+        "first_difference": None if found.first is None else plain(found.first),
+        "tensors": [plain(each) for each in found.differences],
+        "only_first": sorted({f"{key.name} ({key.what})" for key in found.only_first}),
+        "only_second": sorted({f"{key.name} ({key.what})" for key in found.only_second}),
+        "findings": {str(dump.folder): dump.findings for dump in dumps},
+    }
+
+
+def plain(one: Difference) -> dict[str, Any]:
+    """Return a difference as plain data."""
+    return {
+        "step": one.key.step,
+        "phase": one.phase,
+        "what": one.key.what,
+        "name": one.key.name,
+        "call": one.key.call,
+        "index": one.key.index,
+        "samples": list(one.samples) if one.samples[1] else None,
+        "error": one.error if math.isfinite(one.error) else "inf",
+        "tolerance": one.tolerance if math.isfinite(one.tolerance) else "inf",
+        "differs": one.is_beyond,
+        "norms": [one.one.norm, one.other.norm],
+        "not_finite": [one.one.nan + one.one.inf, one.other.nan + one.other.inf],
+        "by_tensors": one.by_tensors,
+        "copies_differ_in": list(one.copies),
+    }
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table as wide as the terminal, or as it needs where there is none."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
