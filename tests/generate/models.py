@@ -16,7 +16,11 @@ from tests.model.samples import whole_weight
 from tests.tools.small_corpora import make_tokenizer
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
-LAYERS = {"gpt2": {"num_layers": 4}, "t5": {"num_layers": 4, "dec_layers": 2, "activation": "relu"}}
+LAYERS = {
+    "gpt2": {"num_layers": 4},
+    "t5": {"num_layers": 4, "dec_layers": 2, "activation": "relu"},
+    "mpt": {"num_layers": 4},
+}
 
 
 def save_model(run: Path, family: str, *, ranks: int = 1, **values: Any) -> Config:
