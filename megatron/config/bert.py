@@ -18,6 +18,7 @@ _option = partial(
 class BertConfig(FamilyConfig):
     """Masked language modelling, with the next-sentence task or without."""
 
+    DEFAULTS: ClassVar = {"hidden_bias": True, "layernorm_epsilon": 1e-12}
     IDENTITY: ClassVar = ("binary_head",)
 
     binary_head: bool = _option(
@@ -28,15 +29,15 @@ class BertConfig(FamilyConfig):
     )
     mask_prob: float = _option(
         0.15,
-        "share of the tokens that are to be guessed",
+        "share of the text that is to be guessed",
         above=0,
         below=1,
         elsewhere_in={"t5": "use --noise-density"},
     )
-    whole_word_masking: bool = _option(False, "mask all pieces of a word together")
+    whole_word_masking: bool = _option(False, "mask all tokens of a word together")
     short_seq_prob: float = _option(
         0.1,
-        "share of the samples that are shorter than --seq-length",
+        "share of the samples whose text may be of any length from 2 on; they are padded",
         minimum=0,
         maximum=1,
         elsewhere_in={"t5": "every sample has the same length of text; leave it out"},

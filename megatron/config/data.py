@@ -105,14 +105,14 @@ class DataConfig:
         elsewhere="T5 keeps documents apart by --reset-attention-mask alone; use that",
         elsewhere_in={
             "mpt": "MPT has no positions; --reset-attention-mask alone keeps documents apart",
-            "bert": "a sample of BERT's is of one document or a pair; leave it out",
+            "bert": "BERT reads texts end to end; leave it out",
         },
     )
     reset_attention_mask: bool = option(
         False,
         "no attention across the end of a document",
         families=(*DECODERS, "t5"),
-        elsewhere="a sample of BERT's is of one document or a pair; leave it out",
+        elsewhere="BERT reads texts end to end; leave it out",
     )
     eod_mask_loss: bool = _decoder(
         False,

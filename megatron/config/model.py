@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.option import option
+from megatron.config.option import DECODERS, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,12 @@ class ModelConfig:
         shown_default="4 x hidden-size",
         aliases=("--ffn-hidden-size",),
     )
-    hidden_bias: bool = option(False, "give the linear layers biases")
+    hidden_bias: bool = option(
+        False,
+        "give the linear layers biases",
+        families=("gpt2", "t5", "llama", "mpt"),
+        elsewhere="BERT's linear layers have biases anyway; leave it out",
+    )
     max_position_embeddings: int = option(
         0,
         "learned positions; in LLaMA and MPT, which have none, the longest sequence that the model is made for",
@@ -61,6 +66,8 @@ class ModelConfig:
         flag="--untie-embeddings-and-output-weights",
         shown_default="tied, in LLaMA untied",
         constants={"--tie-embeddings-and-output-weights": False},
+        families=(*DECODERS, "t5"),
+        elsewhere="BERT's head is the word embedding, with a bias for each word; leave it out",
     )
     activation: str = option(
         "gelu",

@@ -10,7 +10,17 @@ from dataclasses import replace
 from types import ModuleType
 
 from megatron import rampup
-from megatron.config import debug, decoder_checks, effects, llama_checks, mpt_checks, stability, t5_checks
+from megatron.config import (
+    bert_checks,
+    debug,
+    decoder_checks,
+    effects,
+    llama_checks,
+    mpt_checks,
+    stability,
+    t5_checks,
+    zero,
+)
 from megatron.config.config import SECTIONS, Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
@@ -25,7 +35,7 @@ FAMILY_CHECKS: Mapping[str, ModuleType] = {
     "t5": t5_checks,
     "llama": llama_checks,
     "mpt": mpt_checks,
-    "bert": decoder_checks,
+    "bert": bert_checks,
 }
 """Family -> the module with its ``problems(config)`` and ``notes(config)``."""
 
@@ -146,6 +156,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
         )
     yield from effects.problems(config)
     yield from stability.problems(config)
+    yield from zero.problems(config)
     yield from debug.problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
@@ -227,4 +238,5 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *FAMILY_CHECKS[config.family].notes(config),
         *effects.notes(config, world_size),
         *stability.notes(config, world_size),
+        *zero.notes(config, world_size),
     ]

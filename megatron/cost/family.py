@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.cost.bert import BertCosts
 from megatron.cost.costs import Costs
 from megatron.cost.gpt2 import GPT2Costs
+from megatron.cost.llama import LlamaCosts
 from megatron.cost.mpt import MptCosts
 from megatron.cost.t5 import T5Costs
 
@@ -29,6 +31,10 @@ def _of_gpt2(config: Any, is_on_cpu: bool) -> Costs:
     return GPT2Costs(config.model, config.batch.seq_length)
 
 
+def _of_llama(config: Any, is_on_cpu: bool) -> Costs:
+    return LlamaCosts(config.model, config.batch.seq_length, num_groups=config.llama.num_query_groups)
+
+
 def _of_t5(config: Any, is_on_cpu: bool) -> Costs:
     return T5Costs(
         config.model,
@@ -42,9 +48,15 @@ def _of_mpt(config: Any, is_on_cpu: bool) -> Costs:
     return MptCosts(config.model, config.batch.seq_length, has_segments=config.data.keeps_documents_apart)
 
 
+def _of_bert(config: Any, is_on_cpu: bool) -> Costs:
+    return BertCosts(config.model, config.batch.seq_length, config.bert)
+
+
 COSTS: Mapping[str, Callable[[Any, bool], Costs]] = {
     "gpt2": _of_gpt2,
     "t5": _of_t5,
+    "llama": _of_llama,
     "mpt": _of_mpt,
+    "bert": _of_bert,
 }
 """Family -> its costs, given a configuration and whether it trains on a CPU."""

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.data.batches import ReplicaBatches
+    from megatron.data.bert_layout import bert_fields
+    from megatron.data.bert_samples import BertSamples
+    from megatron.data.bert_tokens import BertTokens, bert_tokens
     from megatron.data.build import build_train_valid_test
+    from megatron.data.build_bert import build_bert_train_valid_test
     from megatron.data.build_t5 import build_t5_train_valid_test
     from megatron.data.cache import Cache
     from megatron.data.control_tokens import T5Tokens, t5_tokens
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from megatron.data.token_writer import TokenFileWriter
 
 _MODULES = {
+    "BertSamples": "bert_samples",
+    "BertTokens": "bert_tokens",
     "Cache": "cache",
     "DataPaths": "corpora",
     "Fim": "fim",
@@ -40,6 +46,9 @@ _MODULES = {
     "SpanFileSamples": "span_file_samples",
     "T5Samples": "t5_samples",
     "T5Tokens": "control_tokens",
+    "bert_fields": "bert_layout",
+    "bert_tokens": "bert_tokens",
+    "build_bert_train_valid_test": "build_bert",
     "build_t5_train_valid_test": "build_t5",
     "build_train_valid_test": "build",
     "GPT2Samples": "gpt2_samples",
@@ -54,6 +63,8 @@ _MODULES = {
 }
 
 __all__ = [
+    "BertSamples",
+    "BertTokens",
     "Cache",
     "DataPaths",
     "Fim",
@@ -67,6 +78,9 @@ __all__ = [
     "T5Tokens",
     "TokenFile",
     "TokenFileWriter",
+    "bert_fields",
+    "bert_tokens",
+    "build_bert_train_valid_test",
     "build_t5_train_valid_test",
     "build_train_valid_test",
     "fim_from",

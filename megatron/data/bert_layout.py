@@ -10,11 +10,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from torch import Tensor
 
 from megatron.data.bert_masking import NOTHING, Masked
 from megatron.data.bert_tokens import BertTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PADDING = -1
 

@@ -48,6 +48,14 @@ def gpt2_rule(std: float, num_layers: int) -> Rule:
     return rule
 
 
+def bert_rule(std: float) -> Rule:
+    """Return ``std`` for all weights: what joins the residual stream is normed at once.
+
+    Source: Devlin et al.'s code.
+    """
+    return lambda name, shape: std
+
+
 def t5_rule(sizes: T5Sizes, std: float) -> Rule:
     """Return how T5 starts; ``std`` acts on the variant with learned positions only, which starts as GPT-2 does.
 

@@ -3,5 +3,6 @@
 from megatron.tokenizer.build import TYPES, build
 from megatron.tokenizer.fast_bpe import with_gigatoken
 from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.word_starts import word_starts
 
-__all__ = ["TYPES", "Tokenizer", "build", "with_gigatoken"]
+__all__ = ["TYPES", "Tokenizer", "build", "with_gigatoken", "word_starts"]

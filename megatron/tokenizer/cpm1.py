@@ -54,6 +54,13 @@ class CPM1Tokenizer(SentencePieceTokenizer):
     def token_to_id(self, token: str) -> int | None:
         return super().token_to_id(token) if self._own_ids is None else self._own_ids.get(token)
 
+    @property
+    def spelling(self) -> str:
+        return "words"
+
+    def piece(self, token: int) -> str | None:
+        return self._piece_of_id.get(token)
+
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         tokens, sizes = super()._encode_arrays([to_pieces(words).replace(MARK, " ") for words in mark_words(texts)])
         return (tokens if self._id_of_piece is None else self._id_of_piece[tokens]), sizes

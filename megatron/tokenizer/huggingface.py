@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,16 @@ class LibraryTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
+
+    @property
+    def spelling(self) -> str:
+        parts = json.loads(self.description)
+        if parts["model"].get("type") == "WordPiece":
+            return "continued"
+        return "bytes" if '"ByteLevel"' in json.dumps([parts["pre_tokenizer"], parts["decoder"]]) else "text"
+
+    def piece(self, token: int) -> str | None:
+        return self._library.id_to_token(token)
 
     def _declared_control_names(self) -> Iterable[str]:
         return (token.content for token in self._library.get_added_tokens_decoder().values() if token.special)

@@ -56,6 +56,13 @@ class SentencePieceTokenizer(Tokenizer):
         is_unknown = found == self._library.unk_id() and token != self._library.id_to_piece(found)
         return None if is_unknown else found
 
+    @property
+    def spelling(self) -> str:
+        return "text"
+
+    def piece(self, token: int) -> str | None:
+        return str(self._library.id_to_piece(token)) if token < self._library.get_piece_size() else None
+
     def _declared_control_names(self) -> Iterable[str]:
         library = self._library
         return (library.id_to_piece(token) for token in range(library.get_piece_size()) if library.is_control(token))

@@ -51,6 +51,15 @@ class Tokenizer(ABC):
     def _encode_arrays(self, texts: list[str]) -> Arrays:
         """Return the tokens of ``texts``, of which none spells a control token that the kind would find."""
 
+    @property
+    def spelling(self) -> str:
+        """How ``piece`` tells where words begin: a name of the table in ``word_starts``, "" where it does not."""
+        return ""
+
+    def piece(self, token: int) -> str | None:
+        """Return how the vocabulary spells a token, None where it has no such id."""
+        return None
+
     def _encode_continued(self, texts: list[str]) -> Arrays:
         """As ``_encode_arrays``, for parts that go on where another part of the same text stopped."""
         return self._encode_arrays(texts)

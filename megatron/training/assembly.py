@@ -13,13 +13,14 @@ from megatron.checkpoint import named_parameters
 from megatron.config import Config
 from megatron.config.deepspeed import engine_dict
 from megatron.errors import ConfigError
-from megatron.model.init import Rule, gpt2_rule, initialize, t5_rule
+from megatron.model.init import Rule, bert_rule, gpt2_rule, initialize, t5_rule
 from megatron.model.sizes import t5_sizes_from
 from megatron.mpu.counted import CountedDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
-from megatron.training.cpu_adam import deepspeed_adam
 from megatron.training.accelerator import check_agreement
+from megatron.training.cpu_adam import deepspeed_adam
+from megatron.training.compiled import compile_layers
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
 from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine
 from megatron.training.world import World
@@ -46,7 +47,9 @@ def build_engine(
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks)
     initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
-    module.to(world.device)
+    device.move(module, world.device)
+    if config.parallel.compile:
+        compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline)
     optimizer = make_optimizer(config, module, world)
     settings = engine_dict(config, world.grid.topology.world_size)
     mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
@@ -107,12 +110,16 @@ def _rule_of_t5(config: Config) -> Rule:
     return t5_rule(t5_sizes_from(config.model, config.t5), config.model.init_method_std)
 
 
+def _rule_of_bert(config: Config) -> Rule:
+    return bert_rule(config.model.init_method_std)
+
+
 WEIGHT_RULES: Mapping[str, Callable[[Config], Rule]] = {
     "gpt2": _residual_rule,
     "t5": _rule_of_t5,
     "llama": _residual_rule,
     "mpt": _residual_rule,
-    "bert": _residual_rule,
+    "bert": _rule_of_bert,
 }
 """Family -> how its initial weights scale."""
 

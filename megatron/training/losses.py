@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,12 @@ from tds.loss import Weighted
 
 
 def as_weighted(loss: Any) -> Any:
-    """Return a plain pair (sum, count), as users of Megatron write it, as what ``tds`` calls ``Weighted``."""
+    """Return a plain pair (sum, count), as users of Megatron write it, as what ``tds`` calls ``Weighted``.
+
+    Of a dictionary of losses each.
+    """
+    if isinstance(loss, Mapping):
+        return {name: as_weighted(each) for name, each in loss.items()}
     is_pair = isinstance(loss, (tuple, list)) and not hasattr(loss, "_fields") and len(loss) == 2
     return Weighted(*loss) if is_pair else loss
 

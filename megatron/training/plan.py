@@ -37,11 +37,13 @@ def with_tokenizer(config: Config) -> tuple[Any, Config]:
 
 
 def _with_vocabulary(tokenizer: Any, config: Config) -> Config:
-    """Return the configuration with the ids of the tokenizer, and those that T5 puts behind them.
+    """Return the configuration with the ids of the tokenizer, and those that T5 and BERT put behind them.
 
     Raises:
         ConfigError: --vocab-size is too small, or --vocab-extra-ids was given and the tokenizer has sentinels.
     """
+    if config.family == "bert":
+        return config.with_vocab(data.bert_tokens(tokenizer).vocab_size)
     if not config.is_t5:
         return config.with_vocab(tokenizer.vocab_size)
     own = len(tokenizer.sentinel_ids)
@@ -120,8 +122,7 @@ def plan_rows(
     yield from sample_rows(config)
     if topology.pipe > 1:
         yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
-    if config.optimizer.zero_stage and d > 1:
-        yield "ZeRO", f"stage {config.optimizer.zero_stage}: {d} replicas share masters and optimizer states"
+    yield from _zero_rows(config, d)
     yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
     yield "data", data_text(config)
 
@@ -159,7 +160,7 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         tensor=topology.tensor,
         dtype=dtype if dtype in cost.BYTES else "fp32",
         optimizer=config.optimizer.optimizer,
-        sharers=topology.data if config.optimizer.zero_stage else 1,
+        zero=zero_of(config, topology.data),
         checkpoint_activations=config.parallel.checkpoint_activations,
         **_schedule(config, bounds, stages),
     )
@@ -169,8 +170,33 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         yield (
             f"stage {stage}",
             f"{_place_text(config, bounds, stages, stage)}, {human_count(held[stage])} parameters and about "
-            f"{human_bytes(memory[stage].total)} on each rank{kept}",
+            f"{human_bytes(memory[stage].total)} on each rank{_host_text(memory[stage].host)}{kept}",
         )
+
+
+def zero_of(config: Config, replicas: int) -> cost.Zero:
+    """Return how so many replicas share what they hold."""
+    settings = config.optimizer
+    return cost.Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters)
+
+
+def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
+    """Yield what replicas share, and what lies on the CPU."""
+    settings = config.optimizer
+    shared = ["masters and optimizer states", "gradients", "weights (gathered by the layer)"][: settings.zero_stage]
+    if shared and replicas > 1:
+        told = ", ".join(shared[:-1]) + (" and " if len(shared) > 1 else "") + shared[-1]
+        yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {told}"
+    states = f"masters and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
+    if settings.optimizer != "adamw":
+        states = "masters and optimizer states, updated there"
+    away = [states] * settings.offload_optimizer + ["weights"] * settings.offload_parameters
+    if away:
+        yield "on the CPU", "; ".join(away)
+
+
+def _host_text(num_bytes: int) -> str:
+    return f", {human_bytes(num_bytes)} of its own on the CPU" if num_bytes else ""
 
 
 def _is_on_cpu(config: Config) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron.config import Config
-from megatron.data import T5Samples, t5_tokens
+from megatron.data import BertSamples, T5Samples, bert_tokens, t5_tokens
 
 EOD_ID = 0
 NUM_DOCUMENTS = 400
@@ -57,13 +57,17 @@ class StandInTokenizer:
     vocab_size: int
     eod_id: int = EOD_ID
     pad_id: int | None = None
+    unk_id: int | None = None
     sentinel_ids: tuple[int, ...] = ()
+    control_tokens: Mapping[str, int] = field(default_factory=lambda: {"<|endoftext|>": EOD_ID})
     identity: str | None = None
 
 
 def stand_in_tokenizer(config: Config) -> StandInTokenizer:
-    """Return a tokenizer whose text, with what T5 appends, fills the model's vocabulary: 0 where a script has none."""
+    """Return a tokenizer whose text, with what its family appends, fills the vocabulary: 0 where a script has none."""
     size = config.model.vocab_size or 0
+    if config.family == "bert":
+        return StandInTokenizer(size - bert_tokens(StandInTokenizer(1)).vocab_size + 1)
     if not config.is_t5:
         return StandInTokenizer(size)
     settings = config.t5
@@ -95,10 +99,27 @@ def _random_spans(config: Config, seed: int) -> T5Samples:
     )
 
 
+def _random_pairs(config: Config, seed: int) -> BertSamples:
+    tokenizer, settings = stand_in_tokenizer(config), config.bert
+    texts, every_third = RandomDocuments(tokenizer.vocab_size, seed), np.arange(tokenizer.vocab_size) % 3 != 0
+    return BertSamples(
+        texts,
+        documents=(0, texts.num_documents),
+        seq_length=config.batch.seq_length,
+        tokens=bert_tokens(tokenizer),
+        seed=seed,
+        has_pairs=settings.binary_head,
+        mask_prob=settings.mask_prob,
+        short_seq_prob=settings.short_seq_prob,
+        word_starts=every_third if settings.whole_word_masking else None,
+    )
+
+
 RANDOM_DATA: Mapping[str, Callable[[Config, int], Any]] = {
     "gpt2": _random_tokens,
     "t5": _random_spans,
     "llama": _random_tokens,
     "mpt": _random_tokens,
+    "bert": _random_pairs,
 }
 """Family -> its random samples, given a configuration and a seed."""

@@ -1,0 +1,70 @@
+"""Costs of a BERT: an encoder's layers, and between them and the vocabulary a transform. Units as GPT-2's.
+
+| unit | more than a GPT-2 of these sizes has |
+|---|---|
+| embedding | token types, a norm |
+| layers | the other half of the attention matrix |
+| transform, in place of the final norm | a product; with two heads two more, of one token each |
+| head | a bias for each word |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.cost import parts
+from megatron.cost.costs import Kept
+from megatron.cost.gpt2 import GPT2Costs
+
+_TOKEN_TYPES = 2
+
+
+class Heads(Protocol):
+    """What is read of BERT's section; ``BertConfig`` has it."""
+
+    @property
+    def binary_head(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class BertCosts(GPT2Costs):
+    """The costs of a BERT of ``sizes`` on samples of ``seq_length`` tokens."""
+
+    heads: Heads
+
+    @property
+    def unit_names(self) -> list[str]:
+        embedding, *layers, _, head = super().unit_names
+        return [embedding, *layers, "transform", head]
+
+    @property
+    def unit_costs(self) -> list[float]:
+        sizes, h = self.sizes, self.sizes.hidden_size
+        scores = 4 * self.seq_length * parts.attention_width(sizes)
+        layer = parts.projections_flops(sizes) + parts.feed_forward_flops(sizes) + scores
+        norm = parts.ELEMENTWISE * h / layer
+        return [norm, *[1.0] * sizes.num_layers, norm + 2 * h * h / layer, parts.head_cost(sizes) / layer]
+
+    def flops_per_token(self, *, causal: bool = False) -> float:
+        """Return the FLOPs of forward and backward for one token; there is no causal half."""
+        h, transform = self.sizes.hidden_size, self._transform_parameters() / self.seq_length
+        second = 6.0 * transform if self.heads.binary_head else 0.0
+        return super().flops_per_token(causal=causal) + 6.0 * h * h + second
+
+    def unit_parameters(self, tensor: int = 1) -> list[int]:
+        h = self.sizes.hidden_size
+        embedding, *layers, _, head = super().unit_parameters(tensor)
+        words = -(-parts.vocabulary(self.sizes) // tensor)
+        transform = h * h + 3 * h + (self._transform_parameters() if self.heads.binary_head else 0)
+        return [embedding + (_TOKEN_TYPES + 2) * h, *layers, transform, head + words]
+
+    def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
+        embedding, *layers, _, head = super().unit_kept(samples, tensor, width)
+        transform = samples * self.seq_length * 3 * self.sizes.hidden_size * width
+        return [embedding, *layers, Kept(transform, transform), head]
+
+    def _transform_parameters(self) -> int:
+        """Return the parameters of the second head: a product of one token, and two scores."""
+        h = self.sizes.hidden_size
+        return h * h + h + 2 * h + 2
