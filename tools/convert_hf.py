@@ -4,6 +4,9 @@
     python tools/convert_hf.py import --input gpt2 --output runs/from-gpt2 --verify
     python pretrain_gpt2.py --load runs/from-gpt2 --finetune ...      with the flags that import prints
 
+`--to hf` and `--to checkpoint` in front mean export and import. A run may also name a Hugging Face folder with --load
+itself: each rank then reads its own parts, and nothing is written.
+
 GPT-2 and T5 (T5, v1.1, mT5), saved by any layout. The weights come out bit for bit the same, in both directions.
 --verify compares the logits of a random batch in fp64 and needs `transformers`; nothing else here does.
 Ends with code 0, 2 (an option), or 3 (a checkpoint or folder that cannot be converted).
@@ -23,6 +26,7 @@ from megatron.errors import exit_code  # noqa: E402
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 LEAST_SHARD_BYTES = 1000
+WAYS = {"--to hf": "export", "--to checkpoint": "import"}
 
 
 def shard_bytes(text: str) -> int:
@@ -52,7 +56,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     back.add_argument("--output", type=Path, required=True, help="the run folder to write; new, or empty")
     for way in (out, back):
         way.add_argument("--verify", action="store_true", help="compare logits with those of `transformers`")
-    return parser.parse_args(argv)
+    return parser.parse_args(_named_way(sys.argv[1:] if argv is None else argv))
+
+
+def _named_way(words: list[str]) -> list[str]:
+    """Return ``words`` with ``--to hf`` or ``--to checkpoint`` in front read as the way that they mean."""
+    for given in (words[:2], words[:1]):
+        way = WAYS.get(" ".join(given).replace("=", " "))
+        if way is not None:
+            return [way, *words[len(given) :]]
+    return words
 
 
 def export(args: argparse.Namespace) -> None:

@@ -18,7 +18,10 @@ class CheckpointConfig:
     """The run folder and its checkpoints."""
 
     save: str | None = option(None, "run folder: checkpoints, metrics, pictures", shown_default="runs/<script>-<time>")
-    load: str | None = option(None, "run folder or checkpoint to go on from")
+    load: str | None = option(
+        None,
+        "run folder or checkpoint to go on from; with --finetune also a Hugging Face folder, whose weights are read",
+    )
     save_interval: int = option(0, "steps between checkpoints; 0: as the minutes say", minimum=0)
     save_interval_minutes: float | None = option(
         None,
@@ -56,6 +59,11 @@ class CheckpointConfig:
         False, "load although the tokenizer is not that of the checkpoint; the vocabulary must have its size"
     )
     finetune: bool = option(False, "load the weights only and count steps and samples from 0")
+    resize_vocab: bool = option(
+        False,
+        "with --finetune: take a vocabulary of another size; rows that both have are loaded, each further one is the "
+        "mean of those that were saved",
+    )
     no_save_optim: bool = option(False, "save no optimizer state; such a checkpoint cannot be resumed exactly")
     eval_only: bool = option(False, "evaluate the loaded model on the test split and stop")
     keep_last: int | None = option(None, "checkpoints to keep", minimum=1, shown_default="all")
@@ -86,7 +94,7 @@ class CheckpointConfig:
             yield f"give --load or --resume, not both: got --load {self.load} and --resume. Leave one out"
         needy = (
             "load_if_exists", "strict_load", "no_load_optim", "no_load_rng", "load_weights_only", "finetune",
-            "eval_only", "allow_data_change", "allow_vocab_change",
+            "eval_only", "allow_data_change", "allow_vocab_change", "resize_vocab",
         )  # fmt: skip
         for name in needy if self.load is None and not self.resume else ():
             if getattr(self, name):
@@ -94,6 +102,8 @@ class CheckpointConfig:
         for name in ("finetune", "eval_only", "no_load_optim", "no_load_rng") if self.load_weights_only else ():
             if getattr(self, name):
                 yield f"--load-weights-only takes weights and counters, no less and no more: leave {_flag(name)} out"
+        if self.resize_vocab and not self.finetune:
+            yield "--resize-vocab starts anew with other tables, which no run can go on with: add --finetune"
         if self.load_if_exists and self.eval_only:
             yield "--eval-only needs a checkpoint in every case, got --load-if-exists. Leave one out"
         if self.keep_every is not None and self.keep_last is None:

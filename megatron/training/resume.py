@@ -11,6 +11,7 @@ from megatron.errors import marked
 from megatron.training import data_order, deepspeed_format, deepspeed_format_folder
 from megatron.training.branch import Branch
 from megatron.training.parts import Run
+from megatron.training.pretrained import is_pretrained, start_from
 from megatron.training.resume_rules import check_tokenizer, layout_text, warn_of_changes
 from megatron.training.run_folder import Place
 from megatron.training.run_source import is_deepspeed_folder, saved_in, saves_in
@@ -20,6 +21,9 @@ from megatron.training.state import EVERYTHING, Progress, Taken, check_fits, ope
 def load(run: Run, place: Place) -> None:
     """Take up what the checkpoint of ``place`` holds, as far as the flags say; a restart takes all. Collective."""
     flags, topology = run.config.checkpoint, run.world.grid.topology
+    if place.source is not None and is_pretrained(place.source):
+        start_from(run, place.source)
+        return
     checkpoint = _open(run, place.source or place.folder)
     state = checkpoint.state
     taken = EVERYTHING if place.is_restart else Taken.of(flags)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in
+from megatron.checkpoint.hf import direct
 from megatron.config import CheckpointConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training import deepspeed_format_folder
@@ -69,10 +70,12 @@ def _formats_in(folder: Path) -> dict[str, list[Path]]:
 def require_checkpoint(source: Path) -> None:
     """Check that ``source``, a run folder, a folder of checkpoints or a checkpoint, holds one, whole or not.
 
+    A Hugging Face folder will do as well.
+
     Raises:
         CheckpointError: it is not there, or holds none.
     """
-    if is_deepspeed_folder(source):
+    if is_deepspeed_folder(source) or direct.is_folder(source):
         return
     place = checkpoints_in(source)
     if not place.is_dir():

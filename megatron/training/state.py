@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from megatron import log
-from megatron.checkpoint import Checkpoint, compare_model_config, open_latest, save
+from megatron.checkpoint import Checkpoint, TensorRecord, compare_model_config, open_latest, save
 from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
 from megatron.checkpoint.folders import checkpoints_in
+from megatron.checkpoint.resize import fill, is_resized
 from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.errors import CheckpointError, marked
@@ -194,7 +196,7 @@ def restore(
     elif taken.optimizer:
         make_moments(optimizer)
         records += optimizer_records(module, optimizer)
-    checkpoint.load(records)
+    _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
     optimizer.copy_masters_to_parameters()
     if taken.optimizer:
         optimizer.scaler.load(checkpoint.state["scaler"])
@@ -210,7 +212,10 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
     Raises:
         CheckpointError: it is not.
     """
-    compare_model_config(checkpoint.state["model"], config.identity())
+    saved = checkpoint.state["model"]
+    if config.checkpoint.resize_vocab:
+        saved = {**saved, "vocab_size": config.identity()["vocab_size"]}
+    compare_model_config(saved, config.identity())
     if taken.data:
         _check_data(checkpoint, fingerprint, config.checkpoint.allow_data_change)
     saved, now = checkpoint.state.get("optimizer"), config.optimizer.optimizer
@@ -219,6 +224,17 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
             f"the optimizer must be that of the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
             "Give the same one, or add --no-load-optim to go on with a fresh optimizer."
         )
+
+
+def _load(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab: bool) -> None:
+    """Fill the records, tables of a vocabulary that has grown or shrunk by its rule. Collective."""
+    held = {name: checkpoint.shape(name) for name in checkpoint.names()} if resizes_vocab else {}
+    resized = [r for r in records if r.name in held and is_resized(held[r.name], r.shard.global_shape)]
+    other = {record.name for record in resized}
+    checkpoint.load([record for record in records if record.name not in other])
+    for record in resized:
+        read = functools.partial(checkpoint.read, record.name)
+        fill(record.shard.unpadded(record.tensor), record.shard, held[record.name], read)
 
 
 def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:

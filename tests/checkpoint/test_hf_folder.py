@@ -108,7 +108,7 @@ def test_biases_that_were_trained_elsewhere_are_kept(tmp_path: Path) -> None:
 def test_a_head_that_equals_the_table_need_not_be_there(tmp_path: Path) -> None:
     for family, word in (("gpt2", "transformer.wte.weight"), ("t5", "shared.weight")):
         config = config_of(family, untie_embeddings=True, hidden_bias=family == "gpt2")
-        own = {name: torch.randn(tensor.shape) for name, tensor in tensors._own(config).items()}
+        own = {name: torch.randn(tensor.shape) for name, tensor in tensors.own(config).items()}
         own["head.weight"] = own["embedding.word.weight"].clone()
         theirs = tensors.to_theirs(own, config)
         for held in (theirs, {name: tensor for name, tensor in theirs.items() if name != "lm_head.weight"}):
@@ -117,7 +117,7 @@ def test_a_head_that_equals_the_table_need_not_be_there(tmp_path: Path) -> None:
 
 def test_a_tied_head_with_other_values_is_refused() -> None:
     config = config_of("t5")
-    own = {name: torch.randn(tensor.shape) for name, tensor in tensors._own(config).items()}
+    own = {name: torch.randn(tensor.shape) for name, tensor in tensors.own(config).items()}
     theirs = {**tensors.to_theirs(own, config), "lm_head.weight": torch.randn(29, 16)}
     with pytest.raises(CheckpointError, match="lm_head.weight must equal shared.weight"):
         tensors.to_ours(theirs, config)

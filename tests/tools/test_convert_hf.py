@@ -192,7 +192,7 @@ def test_every_tensor_that_does_not_fit_is_in_one_error(convert: Run, tmp_path: 
         ("export", ["--load", "nowhere"], 3, "nowhere is not there"),
         ("export", ["--load", "full"], 3, "no checkpoint found"),
         ("import", ["--input", "full"], 3, "full is not a Hugging Face folder: config.json"),
-        ("import", ["--input", "llama"], 3, "got 'llama': another architecture"),
+        ("import", ["--input", "opt"], 3, "got 'opt': another architecture"),
         ("import", ["--input", "pickled"], 3, "pytorch_model.bin can carry code"),
         ("import", ["--input", "nothing"], 3, "must hold 'n_layer'"),
         ("import", ["--input", "pickled", "--output", "full"], 2, "--output must name a folder that is new or empty"),
@@ -202,7 +202,7 @@ def test_what_cannot_be_converted_is_named(
     way: str, words: list[str], code: int, reason: str, convert: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, content in {"full": None, "llama": {"model_type": "llama"}, "pickled": {"model_type": "gpt2", **GPT2},
+    for name, content in {"full": None, "opt": {"model_type": "opt"}, "pickled": {"model_type": "gpt2", **GPT2},
                           "nothing": {"model_type": "gpt2"}}.items():  # fmt: skip
         Path(name).mkdir()
         Path(name, "config.json" if content else "x").write_text(json.dumps(content))
@@ -322,3 +322,15 @@ def test_a_run_starts_from_what_was_imported(convert: Run, tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     ran = open_folder(tmp_path / "run")
     assert ran.step == 1 and same(read_weights(ran), read_weights(open_folder(tmp_path / "ours")))
+
+
+def test_the_ways_may_be_named_by_what_they_lead_to() -> None:
+    for words, way in (
+        ("--to checkpoint --input a --output b", "import"),
+        ("--to=checkpoint --input a --output b", "import"),
+        ("--to hf --load a --output b", "export"),
+        ("import --input a --output b", "import"),
+    ):
+        assert convert_hf.parse_args(words.split()).way == way
+    with pytest.raises(SystemExit, match="2"):
+        convert_hf.parse_args("--to gguf --load a --output b".split())

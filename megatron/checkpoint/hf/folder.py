@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +123,53 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True)
+class Slice:
+    """A tensor in an open file, of which no more is read than is indexed."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._slice.get_shape())
+
+    @property
+    def _slice(self) -> Any:
+        return self.file.get_slice(self.name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._slice[index]
+
+
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of ``folder`` by name.
 
     Raises:
         CheckpointError: there are no safetensors, one is missing or damaged, or one lacks what the index says.
     """
+    with ExitStack() as stack:
+        found = open_slices(folder, stack)
+        try:
+            return {name: part.file.get_tensor(name) for name, part in found.items()}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{folder} cannot be read: {error}") from error
+
+
+def open_slices(folder: Path, stack: ExitStack) -> dict[str, Slice]:
+    """Return all tensors of ``folder`` by name, to be read in parts as long as ``stack`` is open.
+
+    Raises:
+        CheckpointError: as ``read_tensors``.
+    """
     if not (folder / INDEX).exists():
-        return _read_file(folder, WEIGHTS)
+        return _open_file(folder, WEIGHTS, stack)
     try:
         index: dict[str, str] = read_json(folder, INDEX)["weight_map"]
         names = sorted({_plain(name) for name in index.values()})
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / INDEX} is not an index of safetensors: {error}") from error
-    held = {name: _read_file(folder, name) for name in names}
+    held = {name: _open_file(folder, name, stack) for name in names}
     missing = sorted(key for key, name in index.items() if key not in held[name])
     if missing:
         raise CheckpointError(f"{folder}: the files lack what the index says they hold: {', '.join(missing)}")
@@ -148,14 +182,14 @@ def _plain(name: str) -> str:
     return name
 
 
-def _read_file(folder: Path, name: str) -> dict[str, torch.Tensor]:
+def _open_file(folder: Path, name: str, stack: ExitStack) -> dict[str, Slice]:
     path = folder / name
     if not path.exists():
         pickled = sorted(found.name for found in folder.glob("pytorch_model*.bin"))
         cure = f" {', '.join(pickled)} can carry code and is not read: save it as safetensors first." if pickled else ""
         raise CheckpointError(f"{folder} must hold {name}, which is missing.{cure}")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        return {key: Slice(file, key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error

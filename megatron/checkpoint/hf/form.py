@@ -18,6 +18,15 @@ Tensors = dict[str, torch.Tensor]
 NOTHING = re.compile(r"(?!)")
 
 
+def decoder_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits [b, s, v] of a decoder that takes tokens and their positions."""
+    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens)).transpose(0, 1)
+
+
+def leave_as_it_is(theirs: Any, config: Config) -> None:
+    """Do nothing: their model does what its settings say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """One family there.
@@ -29,12 +38,15 @@ class Form:
         fields: config.json of a configuration, without ``dtype`` and ids of control tokens.
         values: flat fields of our configuration, by name, of a config.json.
         to_ours, from_ours: all weights, given the configuration.
+        recipes: how each of our weights is made, by name; what a rank reads of a folder by itself goes by them.
         word: their name of the word table.
         copies: their names of copies of it, which they may leave out; a tied head is one anyway.
         head: their name of the head.
         unread: names of what old files hold and no model reads.
         allowed: largest difference of a logit in fp64, as part of the largest logit.
         auto: their class that builds the model.
+        our_logits: of our model and tokens [b, s], its logits [b, s, v]; not asked of encoder-decoders.
+        prepare: changes their model before it computes, where it does not do what its settings say.
     """
 
     model_types: tuple[str, ...]
@@ -44,19 +56,22 @@ class Form:
     values: Callable[[dict[str, Any]], dict[str, Any]]
     to_ours: Callable[[Tensors, Config], Tensors]
     from_ours: Callable[[Tensors, Config], Tensors]
+    recipes: Callable[[Config], Mapping[str, Recipe]]
     word: str
     copies: tuple[str, ...] = ()
     head: str = "lm_head.weight"
     unread: re.Pattern[str] = NOTHING
     allowed: float = 1e-10
     auto: str = "AutoModelForCausalLM"
+    our_logits: Callable[[Any, torch.Tensor], torch.Tensor] = decoder_logits
+    prepare: Callable[[Any, Config], None] = leave_as_it_is
 
 
 def by_recipes(
     recipes_of: Callable[[Config], Mapping[str, Recipe]],
     heights_of: Callable[[Config], Mapping[str, int]] = lambda config: {},
-) -> dict[str, Callable[[Tensors, Config], Tensors]]:
-    """Return ``to_ours`` and ``from_ours`` of a family that has a recipe for each of its weights.
+) -> dict[str, Any]:
+    """Return ``recipes``, ``to_ours`` and ``from_ours`` of a family that has a recipe for each of its weights.
 
     Args:
         heights_of: rows of each part by the end of its name (``k_proj.weight``), where those of a weight differ.
@@ -77,4 +92,4 @@ def by_recipes(
             theirs.update(recipes.from_ours(known[name], tensor, each if len(each) == len(parts) else None))
         return theirs
 
-    return {"to_ours": to_ours, "from_ours": from_ours}
+    return {"recipes": recipes_of, "to_ours": to_ours, "from_ours": from_ours}

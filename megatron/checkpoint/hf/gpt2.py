@@ -204,6 +204,20 @@ def _build(model: ModelConfig, config: Config) -> torch.nn.Module:
     return GPT2Model(sizes_from(model))
 
 
+def _recipes(config: Config) -> dict[str, Recipe]:
+    """Return how each weight of the model is made; where it has no biases, theirs are zero and nobody reads them."""
+    model = config.model
+    names = [_WORD, "embedding.position.weight", "final_norm.weight", "final_norm.bias"]
+    for i in range(model.num_layers):
+        for part in _LAYER:
+            kinds = ("weight", "bias") if model.hidden_bias or part not in _CONV1D else ("weight",)
+            names += [f"layers.{i}.{part}.{kind}" for kind in kinds]
+    if model.untie_embeddings:
+        names.append(_HEAD)
+    found = {name: recipe(name, model.num_attention_heads) for name in names}
+    return {name: each for name, each in found.items() if each is not None}
+
+
 def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
     ours = to_ours(theirs, config.model.num_attention_heads)
     if config.model.untie_embeddings:
@@ -223,6 +237,7 @@ FORM = Form(
     values=_values,
     to_ours=_all_to_ours,
     from_ours=_all_from_ours,
+    recipes=_recipes,
     word="transformer.wte.weight",
     unread=re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
 )

@@ -78,8 +78,9 @@ def from_ours(recipe: Recipe, ours: torch.Tensor, heights: Mapping[str, int] | N
         if ours.shape[0] % recipe.blocks:
             raise _uneven(recipe, ours.shape[0])
         rows = ours.shape[0] // recipe.blocks
-        is_even = heights is None or recipe.parts_in_one > 1
-        each = [rows // count] * count if is_even else [heights[name] // recipe.blocks for name in recipe.names]
+        each = [rows // count] * count
+        if heights is not None and recipe.parts_in_one == 1:
+            each = [heights[name] // recipe.blocks for name in recipe.names]
         if sum(each) != rows:
             raise _uneven(recipe, ours.shape[0])
         parts = [part.flatten(0, 1) for part in ours.detach().unflatten(0, (recipe.blocks, rows)).split(each, dim=1)]

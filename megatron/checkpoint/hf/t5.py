@@ -35,6 +35,7 @@ from megatron.checkpoint.hf.recipes import Recipe
 from megatron.config import Config, ModelConfig
 from megatron.errors import CheckpointError
 from megatron.model import T5Model, t5_sizes_from
+from megatron.ops.activations import is_gated
 
 _WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
 _COPIES = ("encoder.embed_tokens", "decoder.embed_tokens")
@@ -253,6 +254,18 @@ def _build(model: ModelConfig, config: Config) -> torch.nn.Module:
     return T5Model(t5_sizes_from(model, config.t5))
 
 
+def _recipes(config: Config) -> dict[str, Recipe]:
+    """Return how each weight of the model is made."""
+    model, sides = config.model, {"encoder": config.t5.enc_layers, "decoder": config.t5.dec_layers}
+    layers = {(side, i) for side, count in sides.items() for i in range(count)}
+    found = {}
+    for name, parts in _all_merges(layers, is_gated(model.activation)):
+        if name != _HEAD or model.untie_embeddings:
+            theirs = tuple(f"{part}.weight" for part in parts)
+            found[f"{name}.weight"] = _recipe(name, theirs, model.ff_hidden_size, model.num_attention_heads)
+    return found
+
+
 def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
     return to_ours(theirs, config.model.num_attention_heads, is_untied=config.model.untie_embeddings)
 
@@ -269,6 +282,7 @@ FORM = Form(
     values=_values,
     to_ours=_all_to_ours,
     from_ours=_all_from_ours,
+    recipes=_recipes,
     word="shared.weight",
     copies=tuple(f"{name}.weight" for name in _COPIES),
     unread=re.compile(re.escape(f"{_UNUSED}.weight")),

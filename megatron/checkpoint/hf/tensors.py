@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -13,6 +14,20 @@ from megatron.checkpoint.hf.forms import form_of
 from megatron.checkpoint.naming import named_parameters
 from megatron.config import Config
 from megatron.errors import CheckpointError
+
+_ROWS_AT_ONCE = 4096
+
+
+class Readable(Protocol):
+    """A tensor, or one in a file, of which no more is read than is indexed."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+Named = TypeVar("Named", bound=Readable)
 
 _BIASES = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias")
 """Those that a GPT-2 of ours may lack, and theirs has."""
@@ -45,13 +60,22 @@ def to_ours(tensors: Mapping[str, torch.Tensor], config: Config) -> Tensors:
         CheckpointError: listing every tensor that is missing, unknown, or of another shape than ``config`` says; a
             copy of the word table differs from it.
     """
+    ours, known = form_of(config.family).to_ours(checked(tensors, config), config), own(config)
+    return {name: tensor for name, tensor in ours.items() if name in known}
+
+
+def checked(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
+    """Return the ``tensors`` of a Hugging Face folder by their full names, each once, if they are those of the model.
+
+    Raises:
+        CheckpointError: as ``to_ours``.
+    """
     form = form_of(config.family)
-    theirs, expected = _named(tensors, config), _to_theirs(_own(config), config)
-    if config.model.untie_embeddings and form.head not in theirs and (word := theirs.get(form.word)) is not None:
-        theirs[form.head] = word.clone()  # transformers 5 leaves out a head that equals the table
+    theirs, expected = _named(tensors, config), _to_theirs(own(config), config)
+    if config.model.untie_embeddings and form.head not in theirs and form.word in theirs:
+        theirs[form.head] = theirs[form.word]  # transformers 5 leaves out a head that equals the table
     _check("the Hugging Face folder", theirs, expected)
-    ours, own = form.to_ours(theirs, config), _own(config)
-    return {name: tensor for name, tensor in ours.items() if name in own}
+    return theirs
 
 
 def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) -> None:
@@ -60,18 +84,20 @@ def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) 
     Raises:
         CheckpointError: listing every weight of ``what`` that is missing, unknown, or of another shape.
     """
-    _check(what, weights, _own(config))
+    _check(what, weights, own(config))
 
 
-def without_zero_biases(tensors: Mapping[str, torch.Tensor], config: Config) -> Config:
+def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
     """Return ``config`` as it is, or with biases where it says that there are none and some are not zero."""
     if config.family != "gpt2" or config.model.hidden_bias:
         return config
-    has_biases = any(bool(tensor.any()) for name, tensor in _named(tensors, config).items() if _BIASES.fullmatch(name))
+    has_biases = any(
+        bool(tensor[:].any()) for name, tensor in _named(tensors, config).items() if _BIASES.fullmatch(name)
+    )
     return replace(config, model=replace(config.model, hidden_bias=has_biases))
 
 
-def _named(tensors: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """Return ``tensors`` with their full names, each once, without what no model reads."""
     form = form_of(config.family)
     is_short = config.family == "gpt2" and "wte.weight" in tensors  # as the hub's GPT-2 files
@@ -93,11 +119,15 @@ def _copies(config: Config) -> tuple[str, ...]:
     return (*form.copies, *(() if config.model.untie_embeddings else (form.head,)))
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def _equal(one: Readable, other: Readable) -> bool:
+    """Compare a block of rows after another, so that neither need be in memory."""
+    return tuple(one.shape) == tuple(other.shape) and all(
+        (a := one[at : at + _ROWS_AT_ONCE]).dtype == (b := other[at : at + _ROWS_AT_ONCE]).dtype and torch.equal(a, b)
+        for at in range(0, one.shape[0], _ROWS_AT_ONCE)
+    )
 
 
-def _own(config: Config) -> Tensors:
+def own(config: Config) -> Tensors:
     """Return our weights without values."""
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in named_parameters(build_model(config))}
@@ -117,13 +147,13 @@ def _zero_biases(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors
     }
 
 
-def _check(what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
     problems = [f"{name}: missing" for name in expected if name not in found]
     problems += [f"{name}: no such tensor in this model" for name in found if name not in expected]
     problems += [
         f"{name}: {list(found[name].shape)}, by the sizes of the model {list(tensor.shape)}"
         for name, tensor in expected.items()
-        if name in found and found[name].shape != tensor.shape
+        if name in found and tuple(found[name].shape) != tuple(tensor.shape)
     ]
     if problems:
         raise CheckpointError(f"{what} does not hold this model ({len(problems)} tensors): " + "; ".join(problems))

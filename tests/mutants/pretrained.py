@@ -1,0 +1,84 @@
+"""Mistakes in reading a Hugging Face folder in parts, and in tables that have grown."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+RECIPES = "tests/checkpoint/hf/test_recipes.py"
+DIRECT = "tests/checkpoint/hf/test_direct.py"
+PART = f"{RECIPES}::test_any_part_that_is_read_is_that_part_of_the_whole"
+MADE = "megatron/checkpoint/hf/recipes.py"
+GROWN = f"{DIRECT}::test_a_vocabulary_of_another_size_keeps_what_both_have_and_fills_the_rest_with_the_mean"
+
+PRETRAINED = (
+    Mutant(
+        "a part begins at the block it lies in",
+        MADE,
+        "    return whole.narrow(0, start - first * rows, stop - start)\n",
+        "    return whole.narrow(0, 0, stop - start)\n",
+        (f"{PART}[three tensors by head]",),
+    ),
+    Mutant(
+        "the parts of one tensor are read from its first rows",
+        MADE,
+        "(i * height + first * each, i * height + last * each)",
+        "(first * each, last * each)",
+        (f"{PART}[one tensor by head]",),
+    ),
+    Mutant(
+        "columns of a transposed weight are cut as they lie in the file",
+        MADE,
+        "    return tensor[start:stop] if recipe.is_transposed else tensor[:, start:stop]\n",
+        "    return tensor[:, start:stop]\n",
+        (f"{PART}[transposed]",),
+    ),
+    Mutant(
+        "all parts have blocks of one height",
+        MADE,
+        "        each = height // recipe.blocks\n",
+        "        each = rows // len(recipe.names) // recipe.parts_in_one\n",
+        (f"{PART}[grouped queries]",),
+    ),
+    Mutant(
+        "a rank reads whole tensors and cuts them",
+        MADE,
+        "        return to_ours(recipe, {name: _rows(recipe, theirs[name], start, stop)})\n",
+        "        return to_ours(recipe, {name: theirs[name][:]}).narrow(0, start, stop - start)\n",
+        (f"{RECIPES}::test_a_rank_of_two_reads_half[plain]",),
+    ),
+    Mutant(
+        "new rows of a table are those of its end",
+        "megatron/checkpoint/resize.py",
+        "        target[known:].copy_(_mean(saved, read))\n",
+        "        target[known:].copy_(read(Shard(saved, 0, saved[0] - 1, 1)))\n",
+        (f"{GROWN}[29-40]",),
+    ),
+    Mutant(
+        "the mean is that of a block of rows",
+        "megatron/checkpoint/resize.py",
+        "        total += read(",
+        "        total = read(",
+        (f"{DIRECT}::test_tables_of_many_rows_are_filled_a_block_after_another",),
+    ),
+    Mutant(
+        "rows of a grown table are read from the front on every rank",
+        "megatron/checkpoint/resize.py",
+        "    start = shard.start if shard.is_partitioned else 0\n",
+        "    start = 0\n",
+        (f"{GROWN}[29-40]",),
+    ),
+    Mutant(
+        "masters of a started model are not copied into its weights",
+        "megatron/training/pretrained.py",
+        "    run.engine.optimizer.copy_masters_to_parameters()\n",
+        "",
+        ("tests/training/test_pretrained.py::test_weights_of_16_bits_are_those_of_the_folder",),
+    ),
+    Mutant(
+        "a tied table that differs from its copy is taken",
+        "megatron/checkpoint/hf/tensors.py",
+        "and torch.equal(a, b)\n",
+        "and a.shape == b.shape\n",
+        ("tests/checkpoint/test_hf_folder.py::test_a_tied_head_with_other_values_is_refused",),
+    ),
+)

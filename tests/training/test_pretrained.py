@@ -1,0 +1,88 @@
+"""A run that starts from a Hugging Face folder, or with a larger vocabulary, is the same run in every layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain_gpt2
+from megatron.checkpoint.hf import folder, settings, tensors
+from megatron.checkpoint.whole import open_folder, read_weights
+from tests.training.runs import flags, parse_as, train_ranks, write_corpus
+
+FEW = "--train-iters 3 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
+LAYOUTS = {1: "", 2: "--model-parallel-size 2", 4: "--model-parallel-size 2 --pipe-parallel-size 2"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_model(place: Path, argv: list[str], vocab_size: int) -> None:
+    """Write a Hugging Face folder with random weights of the model that ``argv`` names."""
+    config = parse_as(pretrain_gpt2, argv, 1).with_vocab(vocab_size)
+    rng = torch.Generator().manual_seed(5)
+    weights = {name: 0.1 * torch.randn(p.shape, generator=rng) for name, p in tensors.own(config).items()}
+    place.mkdir()
+    folder.write_json(place / folder.CONFIG, settings.to_theirs(config, "float32"))
+    folder.write_tensors(place, tensors.to_theirs(weights, config), 50_000)
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+
+
+def vocab_of(corpus: Path) -> int:
+    return int(json.loads(corpus.with_suffix(".meta.json").read_text())["vocab_size"])
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_hugging_face_folder_starts_the_same_run_in_every_layout(ranks: int, corpus: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", flags(corpus, tmp_path / "none", FEW), vocab_of(corpus))
+    for count in (1, ranks):
+        more = f"{FEW} {LAYOUTS[count]} --load {tmp_path / 'hf'} --finetune"
+        codes, _ = train_ranks(count, flags(corpus, tmp_path / str(count), more))
+        assert codes == [0] * count
+    one, other = losses(tmp_path / "1"), losses(tmp_path / str(ranks))
+    assert len(one) == 3 and one == pytest.approx(other, rel=1e-5)
+    scratch = tmp_path / "scratch"
+    assert train_ranks(1, flags(corpus, scratch, FEW))[0] == [0]
+    assert abs(losses(scratch)[0] - one[0]) > 0.01, "the folder's weights must count"
+
+
+def test_a_folder_of_weights_is_no_run_to_go_on_with(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "hf", flags(corpus, tmp_path / "none", FEW), vocab_of(corpus))
+    with pytest.raises(AssertionError, match="holds weights and nothing to go on with. Add --finetune"):
+        train_ranks(1, flags(corpus, tmp_path / "run", f"{FEW} --load {tmp_path / 'hf'}"))
+
+
+def test_a_larger_vocabulary_takes_the_tables_of_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    size = vocab_of(corpus)
+    assert train_ranks(1, flags(corpus, tmp_path / "first", FEW))[0] == [0]
+    more = f"--train-iters 0 --eval-iters 0 --load {tmp_path / 'first'} --finetune --vocab-size {size + 7}"
+    with pytest.raises(AssertionError, match=re.escape(f"vocab_size: saved {size}, now {size + 7}")):
+        train_ranks(1, flags(corpus, tmp_path / "refused", more))
+    argv = flags(corpus, tmp_path / "second", f"{FEW} {more} --resize-vocab --train-iters 1 --lr 1e-30 --min-lr 0")
+    assert train_ranks(2, [*argv, "--model-parallel-size", "2"])[0] == [0, 0]
+    before, after = (read_weights(open_folder(tmp_path / name)) for name in ("first", "second"))
+    table, grown = before["embedding.word.weight"], after["embedding.word.weight"]
+    assert torch.equal(grown[:size], table) and grown.shape[0] == size + 7
+    torch.testing.assert_close(grown[size:], table.double().mean(0).float().expand(7, -1))
+
+
+def test_weights_of_16_bits_are_those_of_the_folder(corpus: Path, tmp_path: Path) -> None:
+    """The model computes with its own copy, not with the masters: a loss of the folder's weights, not of the seed's."""
+    write_model(tmp_path / "hf", flags(corpus, tmp_path / "none", FEW), vocab_of(corpus))
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        more = f"{FEW} --train-iters 1 --{dtype} --load {tmp_path / 'hf'} --finetune"
+        assert train_ranks(1, flags(corpus, tmp_path / dtype, more))[0] == [0]
+        found[dtype] = losses(tmp_path / dtype)[0]
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=5e-3)
