@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron.data.batches import ReplicaBatches
     from megatron.data.bert_layout import bert_fields
     from megatron.data.bert_samples import BertSamples
-    from megatron.data.bert_tokens import BertTokens, bert_tokens
+    from megatron.data.bert_control import BertTokens, bert_tokens
     from megatron.data.build import build_train_valid_test
     from megatron.data.build_bert import build_bert_train_valid_test
     from megatron.data.build_t5 import build_t5_train_valid_test
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "BertSamples": "bert_samples",
-    "BertTokens": "bert_tokens",
+    "BertTokens": "bert_control",
     "Cache": "cache",
     "DataPaths": "corpora",
     "Fim": "fim",
@@ -47,7 +47,7 @@ _MODULES = {
     "T5Samples": "t5_samples",
     "T5Tokens": "control_tokens",
     "bert_fields": "bert_layout",
-    "bert_tokens": "bert_tokens",
+    "bert_tokens": "bert_control",
     "build_bert_train_valid_test": "build_bert",
     "build_t5_train_valid_test": "build_t5",
     "build_train_valid_test": "build",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron.data.bert_masking import NOTHING, Masked
-from megatron.data.bert_tokens import BertTokens
+from megatron.data.bert_control import BertTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

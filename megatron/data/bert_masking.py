@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.bert_tokens import BertTokens
+from megatron.data.bert_control import BertTokens
 
 NOTHING = -1
 """Label of a token that is not to be predicted."""
