@@ -28,6 +28,11 @@ class GPT2Costs(Costs):
     seq_length: int
 
     @property
+    def keys(self) -> int:
+        """Size of all keys of a layer together, and of all values."""
+        return parts.attention_width(self.sizes)
+
+    @property
     def unit_names(self) -> list[str]:
         layers = [f"layer {number}" for number in range(self.sizes.num_layers)]
         return ["embedding", *layers, "final norm", "head"]
@@ -36,7 +41,7 @@ class GPT2Costs(Costs):
     def unit_costs(self) -> list[float]:
         sizes, h = self.sizes, self.sizes.hidden_size
         scores = 2 * self.seq_length * parts.attention_width(sizes)  # the causal half
-        layer = parts.projections_flops(sizes) + parts.feed_forward_flops(sizes) + scores
+        layer = parts.projections_flops(sizes, self.keys) + parts.feed_forward_flops(sizes) + scores
         norm, head = ELEMENTWISE * h / layer, parts.head_cost(sizes) / layer
         return [norm, *[1.0] * sizes.num_layers, norm, head]
 
@@ -54,8 +59,8 @@ class GPT2Costs(Costs):
 
     def layer_parameters(self, tensor: int = 1) -> int:
         """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are whole."""
-        inner = parts.attention_parameters(self.sizes, tensor) + parts.feed_forward_parameters(self.sizes, tensor)
-        return inner + 4 * self.sizes.hidden_size
+        inner = parts.attention_parameters(self.sizes, tensor, self.keys)
+        return inner + parts.feed_forward_parameters(self.sizes, tensor) + 4 * self.sizes.hidden_size
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         sizes = self.sizes
@@ -73,7 +78,7 @@ class GPT2Costs(Costs):
         """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1."""
         sizes, h = self.sizes, self.sizes.hidden_size
         whole = 4 * h * width + 2 * h
-        cut = (4 * parts.attention_width(sizes) + parts.feed_forward_kept(sizes)) * width
+        cut = (2 * parts.attention_width(sizes) + 2 * self.keys + parts.feed_forward_kept(sizes)) * width
         tokens = samples * self.seq_length
         layer = Kept(tokens * (whole + cut // tensor), tokens * h * width)
         return [Kept(), *[layer] * sizes.num_layers, Kept(), Kept()]

@@ -60,10 +60,15 @@ def vocabulary(sizes: Sizes) -> int:
     return sizes.vocab_size
 
 
-def attention_parameters(sizes: Sizes, tensor: int = 1) -> int:
-    """Return the parameters of one attention on one of ``tensor`` ranks; the output's bias is whole."""
+def attention_parameters(sizes: Sizes, tensor: int = 1, keys: int | None = None) -> int:
+    """Return the parameters of one attention on one of ``tensor`` ranks; the output's bias is whole.
+
+    Args:
+        keys: size of all keys together, and of all values; None: as that of the queries.
+    """
     h, width = sizes.hidden_size, attention_width(sizes)
-    cut = 4 * h * width + (3 * width if sizes.hidden_bias else 0)
+    keys = width if keys is None else keys
+    cut = 2 * h * (width + keys) + (width + 2 * keys if sizes.hidden_bias else 0)
     return cut // tensor + (h if sizes.hidden_bias else 0)
 
 
@@ -79,9 +84,10 @@ def table_parameters(sizes: Sizes, tensor: int = 1) -> int:
     return -(-vocabulary(sizes) // tensor) * sizes.hidden_size
 
 
-def projections_flops(sizes: Sizes) -> int:
-    """Return the FLOPs of one token in the four products of an attention: 8 h a d."""
-    return 8 * sizes.hidden_size * attention_width(sizes)
+def projections_flops(sizes: Sizes, keys: int | None = None) -> int:
+    """Return the FLOPs of one token in the four products of an attention: 8 h a d; ``keys`` as above."""
+    width = attention_width(sizes)
+    return 4 * sizes.hidden_size * (width + (width if keys is None else keys))
 
 
 def feed_forward_flops(sizes: Sizes) -> int:

@@ -14,9 +14,20 @@ from megatron.model.alibi import AlibiBias
 from megatron.model.cache import Slots
 from megatron.model.embedding import Embedding, WordEmbedding
 from megatron.model.layer import TransformerLayer
+from megatron.model.llama import LlamaLayer
+from megatron.model.llama import make_norm as llama_norm
 from megatron.model.mpt import MptLayer, make_norm
 from megatron.model.norm import LayerNorm
-from megatron.model.sizes import MptSizes, Place, Sizes, mpt_sizes_from, sizes_from, t5_sizes_from
+from megatron.model.sizes import (
+    LlamaSizes,
+    MptSizes,
+    Place,
+    Sizes,
+    llama_sizes_from,
+    mpt_sizes_from,
+    sizes_from,
+    t5_sizes_from,
+)
 
 Mask = Callable[[Slots, torch.dtype], torch.Tensor | None]
 """What attention adds or may look at in a pass, as the layers of the family take it."""
@@ -28,6 +39,10 @@ def _slots_mask(sizes: Any, place: Place) -> Mask:
 
 def _layer_norm(sizes: Sizes) -> nn.Module:
     return LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+
+
+def _words(unit: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return WordEmbedding.forward(unit, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +70,10 @@ class Decoder:
 
 DECODERS: Mapping[type[Sizes], Decoder] = {
     Sizes: Decoder(embedding=Embedding, embed=Embedding.forward, layer=TransformerLayer),
+    LlamaSizes: Decoder(embedding=WordEmbedding, embed=_words, layer=LlamaLayer, norm=llama_norm),
     MptSizes: Decoder(
         embedding=WordEmbedding,
-        embed=lambda unit, tokens, positions: WordEmbedding.forward(unit, tokens),
+        embed=_words,
         layer=MptLayer,
         norm=make_norm,
         mask=lambda sizes, place: AlibiBias(sizes, place).for_slots,
@@ -69,6 +85,7 @@ DECODERS: Mapping[type[Sizes], Decoder] = {
 SIZES: Mapping[str, Callable[[ModelConfig, Config], Sizes]] = {
     "gpt2": lambda model, config: sizes_from(model),
     "t5": lambda model, config: t5_sizes_from(model, config.t5),
+    "llama": lambda model, config: llama_sizes_from(model, config.llama),
     "mpt": lambda model, config: mpt_sizes_from(model, config.mpt),
 }
 """Family that generates -> its sizes, of a section ``model`` and the configuration."""

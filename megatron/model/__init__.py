@@ -14,14 +14,17 @@ _HOME = {
     "bert_sizes_from": "sizes",
     "GPT2Model": "gpt2",
     "T5Model": "t5",
+    "LlamaModel": "llama",
     "MptModel": "mpt",
     "Sizes": "sizes",
     "T5Sizes": "sizes",
+    "LlamaSizes": "sizes",
     "MptSizes": "sizes",
     "Place": "sizes",
     "recompute_switches": "recompute",
     "sizes_from": "sizes",
     "t5_sizes_from": "sizes",
+    "llama_sizes_from": "sizes",
     "mpt_sizes_from": "sizes",
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutStreams
+from megatron.ops.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,40 @@ class BertSizes(Sizes):
     num_token_types: int = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class LlamaSizes(Sizes):
+    """Sizes of a LLaMA: grouped-query attention and rotary positions."""
+
+    hidden_bias: bool = False
+    activation: str = "gated-silu"
+    untie_embeddings: bool = True
+    num_query_groups: int = 0  # heads of keys and values; 0: as many as query heads
+    rotary_base: float = 10000.0
+    rotary_scaling: str = "none"
+    rotary_scaling_factor: float = 8.0
+    rotary_low_frequency_factor: float = 1.0
+    rotary_high_frequency_factor: float = 4.0
+    rotary_original_positions: int = 8192
+
+    @property
+    def num_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def rotary(self) -> Rotary:
+        """How the pairs of a head turn."""
+        return Rotary(
+            head_size=self.kv_hidden_size,
+            base=self.rotary_base,
+            scaling=self.rotary_scaling,
+            factor=self.rotary_scaling_factor,
+            low_frequency_factor=self.rotary_low_frequency_factor,
+            high_frequency_factor=self.rotary_high_frequency_factor,
+            original_positions=self.rotary_original_positions,
+        )
+
+
 def sizes_from(values: Any, **overrides: Any) -> Sizes:
     """Return the sizes held by ``values`` (a configuration section or an object with the same names)."""
     return Sizes(**{**_held(Sizes, values), **overrides})
@@ -91,6 +126,11 @@ def sizes_from(values: Any, **overrides: Any) -> Sizes:
 def t5_sizes_from(model: Any, t5: Any, **overrides: Any) -> T5Sizes:
     """Return the sizes held by the configuration sections ``model`` and ``t5``."""
     return T5Sizes(**{**_held(T5Sizes, model), **_held(T5Sizes, t5), **overrides})
+
+
+def llama_sizes_from(model: Any, llama: Any, **overrides: Any) -> LlamaSizes:
+    """Return the sizes held by the configuration sections ``model`` and ``llama``."""
+    return LlamaSizes(**{**_held(LlamaSizes, model), **_held(LlamaSizes, llama), **overrides})
 
 
 def mpt_sizes_from(model: Any, mpt: Any, **overrides: Any) -> MptSizes:

@@ -26,7 +26,7 @@ def attention(
 
     Shapes:
         query  [b, a/t, s, d]
-        key, value [b, a/t, s_k, d]
+        key, value [b, a/t, s_k, d], or [b, g/t, s_k, d] where each is for a/g neighbouring queries
         mask   bool [b or 1, 1, s, s_k], True where a query may look, or numbers that are added to the scores
         output [b, a/t, s, d]
 
@@ -39,13 +39,21 @@ def attention(
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1.
     """
     is_causal = mask is None if is_causal is None else is_causal
+    is_grouped = key.shape[1] != query.shape[1]
     if drop is not None:
+        if is_grouped:
+            key, value = (_for_each_query(part, query.shape[1]) for part in (key, value))
         mask = _causal_mask(query, key) if is_causal else mask
         added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         return dropped_attention(query, key, value, added, drop=drop, scale=scale)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
+
+
+def _for_each_query(part: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return keys or values [b, g, s_k, d] once for each query of their group: [b, a, s_k, d]."""
+    return part.unsqueeze(2).expand(-1, -1, heads // part.shape[1], -1, -1).flatten(1, 2)
 
 
 def dropped_attention(

@@ -12,6 +12,7 @@ _HOME = {
     "GPT2ModelPipe": "gpt2",
     "T5ModelPipe": "t5",
     "BertModelPipe": "bert",
+    "LlamaModelPipe": "llama",
     "MptModelPipe": "mpt",
     "pipe_topology": "topology",
 }

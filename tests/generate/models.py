@@ -19,6 +19,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings":
 LAYERS = {
     "gpt2": {"num_layers": 4},
     "t5": {"num_layers": 4, "dec_layers": 2, "activation": "relu"},
+    "llama": {"num_layers": 4, "num_query_groups": 2},
     "mpt": {"num_layers": 4},
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.checkpoint.hf import gpt2, t5
+from megatron.checkpoint.hf import gpt2, llama, mpt, t5
 from megatron.checkpoint.hf.form import Form
 from megatron.config.option import FAMILIES
 from megatron.errors import CheckpointError
@@ -12,6 +12,8 @@ from megatron.errors import CheckpointError
 FORMS: Mapping[str, Form] = {
     "gpt2": gpt2.FORM,
     "t5": t5.FORM,
+    "llama": llama.FORM,
+    "mpt": mpt.FORM,
 }
 """Our family -> its form there."""
 

@@ -10,7 +10,17 @@ import torch
 
 from megatron.checkpoint import TensorRecord, named_parameters, save
 from megatron.config import Config
-from megatron.model import GPT2Model, Place, T5Model, sizes_from, t5_sizes_from
+from megatron.model import (
+    GPT2Model,
+    LlamaModel,
+    MptModel,
+    Place,
+    T5Model,
+    llama_sizes_from,
+    mpt_sizes_from,
+    sizes_from,
+    t5_sizes_from,
+)
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
@@ -27,6 +37,10 @@ def config_of(family: str, **values: Any) -> Config:
 def build(config: Config, group: Group) -> torch.nn.Module:
     if config.is_t5:
         return T5Model(t5_sizes_from(config.model, config.t5), Place(group))
+    if config.family == "llama":
+        return LlamaModel(llama_sizes_from(config.model, config.llama), Place(group))
+    if config.family == "mpt":
+        return MptModel(mpt_sizes_from(config.model, config.mpt), Place(group))
     return GPT2Model(sizes_from(config.model), Place(group))
 
 

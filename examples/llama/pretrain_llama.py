@@ -1,0 +1,98 @@
+"""Pretrain LLaMA. ``bash examples/llama/run_llama.sh`` starts it on all devices; ``--help`` lists the flags."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import cost, data, model, mpu, pipe  # noqa: E402
+from megatron.training import (  # noqa: E402
+    get_args,
+    get_config,
+    get_data_paths,
+    get_streams,
+    get_tokenizer,
+    pretrain,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+EOD_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Return the samples of the three splits; a split that nobody will ask for is None."""
+    args, tokenizer = get_args(), get_tokenizer()
+    return data.build_train_valid_test(
+        get_data_paths(),
+        seq_length=args.seq_length,
+        seed=args.seed,
+        vocab_size=args.vocab_size,
+        needed=tuple(count > 0 for count in train_val_test_num_samples),
+        tokenizer_identity=tokenizer.identity,
+        eod_id=tokenizer.eod_id,
+        flags_needing_eod=["--" + flag.replace("_", "-") for flag in EOD_FLAGS if getattr(args, flag)],
+        packing=args.packing,
+        fim=data.fim_from(tokenizer, args.fim_rate, args.fim_spm_rate),
+    )
+
+
+def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    """Return tokens, labels, loss mask, documents and positions of a micro-batch on every rank of the tensor group."""
+    args = get_args()
+    text = mpu.broadcast_data(["text"], batch, "int64")["text"]  # [b, s+1]
+    is_packed = args.packing == "best-fit"
+    segments = mpu.broadcast_data(["segments"], batch, "int32")["segments"] if is_packed else None
+    flags = {name: getattr(args, name) for name in EOD_FLAGS}
+    fields = data.gpt2_fields(text, segments=segments, eod_id=get_tokenizer().eod_id, **flags)
+    if not args.reset_position_ids:
+        fields["position_ids"] = None  # 0 ... s-1, which each stage counts itself
+    return fields
+
+
+def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what the first stage takes, and what the loss on the last stage takes."""
+    fields = get_batch(batch)
+    beside = (fields[name] for name in ("segment_ids", "position_ids") if fields[name] is not None)
+    return (fields["tokens"], *beside), (fields["labels"], fields["loss_mask"])
+
+
+def forward_step(data_iterator: Any, llama: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the loss of one micro-batch as the pair (sum, count)."""
+    fields = get_batch(None if data_iterator is None else next(data_iterator))
+    loss = llama(**fields)
+    return loss, {"lm loss": loss}
+
+
+def model_provider() -> torch.nn.Module:
+    """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
+    config, grid = get_config(), mpu.get_grid()
+    parallel = config.parallel
+    place = model.Place(grid.tensor, get_streams())
+    sizes = model.llama_sizes_from(config.model, config.llama, **model.recompute_switches(config))
+    if not parallel.has_pipeline:
+        return model.LlamaModel(sizes, place)
+    partition: str | list[int] = parallel.partition_method
+    length, chunks = config.batch.seq_length, parallel.chunks
+    if partition == "balanced":
+        partition = cost.of(config).stage_bounds(grid.pipe.size, chunks)
+    stages = pipe.LlamaModelPipe(
+        sizes,
+        place,
+        grid.topology,
+        partition=partition,
+        chunks=chunks,
+        has_segments=config.data.keeps_documents_apart,
+        has_positions=config.data.reset_position_ids,
+        probe=(config.batch.batch_size, length) if partition == "profile" else None,
+    )
+    stages._megatron_batch_fn = get_batch_pipe
+    return stages
+
+
+if __name__ == "__main__":
+    pretrain(train_valid_test_datasets_provider, model_provider, forward_step, family="llama")

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Pretrains LLaMA: set-up and sample data on the first start, then the training. Further flags go to pretrain_llama.py:
+#   bash examples/llama/run_llama.sh --train-iters 50      NLAYERS=12 pp_size=4 bash examples/llama/run_llama.sh --resume
+# Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
+# gives way to a flag and to the JSON; what is set is passed as a flag.
+
+GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
+NNODES=${NNODES:-}                                # 1; machines, start this script on each of them
+NODE_RANK=${NODE_RANK:-}                          # 0; 0 to NNODES-1, another on each machine
+MASTER_ADDR=${MASTER_ADDR:-}                      # 127.0.0.1; machine 0 as the others reach it
+MASTER_PORT=${MASTER_PORT:-}                      # 29500
+
+pp_size=${pp_size:-}                              # by machine; pipeline stages; 0 or 1: no pipeline
+mp_size=${mp_size:-}                              # by machine; tensor slices of each layer
+
+NLAYERS=${NLAYERS:-}                              # 4
+NHIDDEN=${NHIDDEN:-}                              # 128
+NHEADS=${NHEADS:-}                                # 4
+NGROUPS=${NGROUPS:-}                              # 2; heads of keys and values, each shared by NHEADS / NGROUPS heads
+NFF=${NFF:-}                                      # 352; size of the gated feed-forward layer
+SEQLEN=${SEQLEN:-}                                # 128
+BATCHSIZE=${BATCHSIZE:-}                          # 8; samples of a micro-batch
+GAS=${GAS:-}                                      # 4; micro-batches of a step; with it the samples of a step are
+                                                  #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
+TRAIN_ITERS=${TRAIN_ITERS:-}                      # 100; steps
+
+DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,
+                                                  #    or several with weights: "0.7 data/a 0.3 data/b"
+TOKENIZER=${TOKENIZER:-}                          # the sample data's; tokenizer file
+config_json=${config_json:-}                      # ds_config_llama.json beside this script; DeepSpeed's JSON
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
+
+# ----------------------------------------------------------------------------------------------------------------------
+own=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
+recipe="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --ff-hidden-size 352
+  --seq-length 128 --batch-size 8 --gas 4
+  --train-iters 100
+  --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05
+  --log-interval 10 --eval-interval 50 --eval-iters 2"
+# shellcheck source=../../tools/run.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../tools/run.sh" llama "$@"

@@ -1,0 +1,175 @@
+"""LLaMA on one pipeline rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.model.attention import Attention
+from megatron.model.cache import LayerCache
+from megatron.model.embedding import WordEmbedding
+from megatron.model.head import Head, logits_of
+from megatron.model.loss import model_loss
+from megatron.model.mlp import MLP
+from megatron.model.norm import RMSNorm
+from megatron.model.recompute import Recompute
+from megatron.model.sizes import LlamaSizes, Place
+from megatron.model.stack import run_layers
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
+from megatron.ops.attention import attention, document_mask
+from megatron.ops.rotary import rotated, turns
+
+llama_loss = model_loss
+
+
+class GroupedQueryAttention(Attention):
+    """Attention of a sequence to itself, with rotary positions and a head of keys and values for each group of queries.
+
+    The weights of queries, keys and values are one matrix whose rows are ordered by group (the query heads of the first
+    group, its key, its value, then the second group's), so that a contiguous cut gives each rank whole groups. Groups
+    must so be a multiple of the ranks: a key that several ranks share would be computed on each of them, and its
+    gradient would be a sum over them.
+
+    Shapes:
+        x         [s, b, h]
+        mask      bool [b or 1, 1, s, s] or None for causal
+        positions [b, s] or None for 0 ... s-1
+        output    [s, b, h]
+
+    With a ``cache`` the keys and values of earlier passes count too, the mask is [b or 1, 1, s, s_k], and the cache
+    tells the positions; it keeps keys as they were turned at theirs.
+
+    Source: Su et al. 2021, "RoFormer"; Ainslie et al. 2023, "GQA".
+    """
+
+    def __init__(self, sizes: LlamaSizes, place: Place, layer: int) -> None:
+        super().__init__(sizes, place, layer)
+        if sizes.num_attention_heads % sizes.num_groups:
+            raise ValueError(
+                "--num-attention-heads must be a multiple of --num-query-groups, got "
+                f"{sizes.num_attention_heads} and {sizes.num_groups}"
+            )
+        self.num_groups = divide("--num-query-groups", sizes.num_groups, place.group)
+        self.rotary, self.longest = sizes.rotary, sizes.max_position_embeddings
+        packed = (sizes.num_attention_heads + 2 * sizes.num_groups) * sizes.kv_hidden_size
+        self.query_key_value = ColumnParallelLinear(
+            sizes.hidden_size, packed, bias=sizes.hidden_bias, group=place.group
+        )
+        self.dense = RowParallelLinear(
+            sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, group=place.group
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query, key, value = self.split_groups(self.query_key_value(x))  # [b, a/t, s, d], 2 x [b, g/t, s, d]
+        longest = self.longest
+        if cache is not None:
+            positions, longest = cache.slots.positions, cache.slots.stop
+        cosine, sine = turns(self.rotary, query, positions, longest)
+        query, key = rotated(query, cosine, sine), rotated(key, cosine, sine)
+        if cache is not None:
+            key, value = cache.extended(key, value)  # 2 x [b, g/t, s_k, d]
+        context = self.attend(attention, query, key, value, mask=mask)  # [s, b, a d / t]
+        return self.dense(context)
+
+    def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values.
+
+        Shapes:
+            packed [s, b, (a + 2 g) d / t]
+            output [b, a/t, s, d], 2 x [b, g/t, s, d]
+        """
+        s, b, _ = packed.shape
+        each = self.num_heads // self.num_groups
+        groups = packed.view(s, b, self.num_groups, each + 2, self.head_size)  # [s, b, g/t, a/g + 2, d]
+        query = groups[:, :, :, :each].flatten(2, 3)  # [s, b, a/t, d]
+        return query.permute(1, 2, 0, 3), *(groups[:, :, :, each + i].permute(1, 2, 0, 3) for i in (0, 1))
+
+
+class LlamaLayer(nn.Module):
+    """A pre-norm layer: ``x + dropout(attention(norm(x)))``, then ``x + dropout(mlp(norm(x)))``, with RMS norms.
+
+    Shapes and arguments as of ``GroupedQueryAttention``.
+
+    Args:
+        layer: number of this layer in the whole model, from 0; part of the keys of its dropout masks.
+    """
+
+    def __init__(self, sizes: LlamaSizes, place: Place, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.hidden_dropout = sizes.hidden_dropout
+        self.streams = place.streams
+        self.input_norm = make_norm(sizes)
+        self.attention = GroupedQueryAttention(sizes, place, layer)
+        self.post_attention_norm = make_norm(sizes)
+        self.mlp = MLP(sizes, place)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = x + self._dropout(self.attention(self.input_norm(x), mask, cache, positions), "attention output")
+        return x + self._dropout(self.mlp(self.post_attention_norm(x)), "mlp output")
+
+    def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+
+
+def make_norm(sizes: LlamaSizes) -> RMSNorm:
+    """Return a norm of LLaMA's."""
+    return RMSNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+
+
+class LlamaModel(nn.Module):
+    """A decoder-only language model with rotary positions, cut over the tensor-parallel group of ``place``.
+
+    Shapes:
+        tokens [b, s]
+        position_ids [b, s], each below ``max_position_embeddings``; None: 0 ... s-1
+        segment_ids [b, s] or None; given, attention stays within documents
+        output logits [s, b, v/t]; with ``labels`` and ``loss_mask`` [b, s] the pair (loss sum, token count)
+
+    Source: Touvron et al. 2023, "LLaMA: open and efficient foundation language models".
+    """
+
+    loss_weighting = "tokens"  # for the start table
+
+    def __init__(self, sizes: LlamaSizes, place: Place | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.place = place or Place()
+        self.recompute = Recompute(sizes, self.place)
+        self.embedding = WordEmbedding(sizes, self.place)
+        self.layers = nn.ModuleList(LlamaLayer(sizes, self.place, i) for i in range(sizes.num_layers))
+        self.final_norm = make_norm(sizes)
+        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        segment_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        mask = None if segment_ids is None else document_mask(segment_ids)
+        x = self.embedding(tokens)  # [s, b, h]
+        x = run_layers(list(self.layers), x, mask, None, position_ids, recompute=self.recompute)
+        logits = self._logits(self.final_norm(x))  # [s, b, v/t]
+        if labels is None or loss_mask is None:
+            return logits
+        return llama_loss(logits, labels, loss_mask, self.sizes, self.place)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self.head is not None:
+            return self.head(x)
+        return logits_of(x, self.embedding.word.weight, self.place.group)
