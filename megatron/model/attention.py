@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.dropout = sizes.attention_dropout
         self.is_cut = place.group.size > 1
         self.streams = place.streams
+        self.is_recomputed = sizes.recompute_attention
 
     def split_heads(self, packed: torch.Tensor, parts: int) -> list[torch.Tensor]:
         """Return the parts of each head, whose columns lie together.
@@ -51,18 +52,24 @@ class Attention(nn.Module):
             query  [b, a/t, s, d]
             output [s, b, a d / t]
         """
-        if not self.training or self.dropout == 0.0:
-            context = function(query, *args, **how)  # [b, a/t, s, d]
+        core = partial(self._core, partial(function, **how))
+        if self.is_recomputed and torch.is_grad_enabled():
+            context = self.streams.recomputed(core, query, *args)  # [b, a/t, s, d]
         else:
-            context = self.streams.attend(
-                partial(function, query, *args, **how),
-                self.dropout,
-                device=query.device,
-                layer=self.layer,
-                site=self.site,
-                is_cut=self.is_cut,
-            )
+            context = core(query, *args)  # [b, a/t, s, d]
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _core(self, function: Callable[..., torch.Tensor], query: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not self.training or self.dropout == 0.0:
+            return function(query, *args)
+        return self.streams.attend(
+            partial(function, query, *args),
+            self.dropout,
+            device=query.device,
+            layer=self.layer,
+            site=self.site,
+            is_cut=self.is_cut,
+        )
 
 
 class SelfAttention(Attention):

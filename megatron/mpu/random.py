@@ -60,9 +60,17 @@ class DropoutStreams:
             self.position = kept
 
     def key(self, layer: int, site: str, is_cut: bool) -> int:
-        """Return the generator seed for one mask."""
+        """Return the generator seed for one mask; ``layer`` may be a tensor of one number."""
         tensor_rank = self.tensor_rank if is_cut else -1
-        place = (self.seed, self.position.step, self.position.micro_batch, self.data_rank, tensor_rank, layer, site)
+        place = (
+            self.seed,
+            self.position.step,
+            self.position.micro_batch,
+            self.data_rank,
+            tensor_rank,
+            int(layer),
+            site,
+        )
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "little")
 
     @contextmanager
@@ -86,8 +94,16 @@ class DropoutStreams:
         """
         if not training or probability == 0.0:
             return x
+        return self.drop(x, probability, layer, site, is_cut)
+
+    def drop(self, x: torch.Tensor, probability: float, layer: int, site: str, is_cut: bool) -> torch.Tensor:
+        """Return what ``dropout`` does in training, by a generator."""
         with self.generator(x.device, layer, site, is_cut):
             return F.dropout(x, probability, training=True)
+
+    def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return ``function(*args)`` without keeping what it needs for its backward; see ``checkpoint``."""
+        return checkpoint(self, function, *args)
 
     def attend(
         self,

@@ -1,0 +1,77 @@
+"""``--compile``: each transformer layer by ``torch.compile``, without and with a pipeline, recomputed or not.
+
+A layer is compiled, not the model: all layers of a kind share one graph, so that the time to start does not grow with
+their number, and a pipeline, recompute, ZeRO and checkpoints see the modules that they know. What draws dropout masks
+runs outside of the graphs, which break there: a mask is made by a keyed generator, which a graph would replace by its
+own. A layer's number is part of these keys; as a number in Python it would be compiled in, one graph for each layer, so
+it becomes a tensor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+import torch
+
+from megatron import log
+from megatron.errors import ConfigError
+from megatron.model.mlp import MLP
+from megatron.mpu.random import DropoutStreams
+
+OUTSIDE = ("attend", "drop", "recomputed")
+"""Methods of ``DropoutStreams`` at which graphs break."""
+COMPILERS = ("g++", "clang++")
+
+
+def compile_layers(
+    module: torch.nn.Module,
+    streams: DropoutStreams,
+    device: torch.device,
+    *,
+    has_all: bool = True,
+    backend: str = "inductor",
+) -> None:
+    """Have each transformer layer of ``module``, one with a feed-forward half, compiled at its first forward.
+
+    Args:
+        has_all: the module is the whole model; a stage of a pipeline may be without a layer.
+
+    Raises:
+        ConfigError: there is nothing to compile, or no compiler.
+    """
+    layers = [each for each in module.modules() if isinstance(getattr(each, "mlp", None), MLP)]
+    if not layers and has_all:
+        raise ConfigError(
+            f"--compile compiles modules with a child `mlp` of megatron.model.mlp.MLP, got none in "
+            f"{type(module).__name__}. Leave it out, or compile your layers in model_provider"
+        )
+    if backend == "inductor":
+        check_compiler(device)
+    for name in OUTSIDE:
+        setattr(streams, name, torch.compiler.disable(getattr(streams, name)))
+    for layer in layers:
+        for part in layer.modules():
+            if isinstance(getattr(part, "layer", None), int):
+                part.layer = torch.tensor(part.layer)  # type: ignore[assignment]
+        layer.compile(backend=backend, dynamic=False)
+    kinds = sorted({type(layer).__name__ for layer in layers})
+    log.info(f"torch.compile: {len(layers)} layers here ({', '.join(kinds)}); the first step waits for it")
+
+
+def check_compiler(device: torch.device) -> None:
+    """Check that torch.compile will find what makes kernels of its graphs.
+
+    Raises:
+        ConfigError: a CPU without a C++ compiler, or another device without Triton.
+    """
+    if device.type == "cpu":
+        names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
+        if not any(shutil.which(name) for name in names):
+            raise ConfigError(
+                f"--compile on a CPU needs a C++ compiler, found none of {', '.join(names)}. Install g++ or set CXX, "
+                "or leave --compile out"
+            )
+    elif device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("--compile on a GPU needs Triton, which is not installed. Install it, or leave --compile out")
