@@ -17,7 +17,6 @@ from megatron.config.chunks import resolve_chunks
 from megatron.config.config import Config, all_options
 from megatron.config.defaults import step_back
 from megatron.config.json_text import JsonText, read_json
-from megatron.config.optimizer import zero_stage_problem
 from megatron.config.option import LARGEST_INT
 from megatron.config.scan import Scan, unknown
 from megatron.errors import ConfigError
@@ -117,10 +116,24 @@ def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str
 
 
 def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
-    stage = section.get("stage", 0)
-    if isinstance(stage, int) and stage > 1:
-        place = text.where("zero_optimization", "stage")
-        yield f"{place}: {zero_stage_problem('zero_optimization.stage', stage)}"
+    pins = {name: section[name].get("pin_memory") for name in keys.OFFLOADS if isinstance(section.get(name), dict)}
+    if len(set(pins.values()) - {None, "auto"}) > 1:
+        place = text.where("zero_optimization", "offload_param")
+        yield f"{place}: pin_memory must be the same in {' and '.join(keys.OFFLOADS)}, got {pins}. Change one of them"
+
+
+def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Yield (field, (key, value)) of what "zero_optimization" states."""
+    section = json.get("zero_optimization", {})
+    if _is_stated(section.get("stage")):
+        yield "zero_stage", ("zero_optimization.stage", section["stage"])
+    for name, field in keys.OFFLOADS.items():
+        inner = section.get(name) or {}
+        if _is_stated(inner.get("device")):
+            where = inner["device"]
+            yield field, (f"zero_optimization.{name}.device {where}, that is", where == "cpu")
+        if _is_stated(inner.get("pin_memory")) and inner.get("device") == "cpu":
+            yield "no_pin_memory", (f"zero_optimization.{name}.pin_memory, that is", not inner["pin_memory"])
 
 
 def resolve(
@@ -165,9 +178,7 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
         stated["dtype"] = ("bf16.enabled true, that is", "bf16")
     if fp16.get("enabled") is not False:
         stated |= {k.field: (f"fp16.{n}", fp16[n]) for n, k in keys.FP16.items() if k.field and _is_stated(fp16.get(n))}
-    stage = json.get("zero_optimization", {}).get("stage")
-    if _is_stated(stage):
-        stated["zero_stage"] = ("zero_optimization.stage", stage)
+    stated |= dict(_zero_values(json))
     kept = json.get("activation_checkpointing", {})
     stated |= {
         k.field: (f"activation_checkpointing.{n}", kept[n])

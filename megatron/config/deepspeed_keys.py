@@ -47,7 +47,13 @@ FP16 = {
     "min_loss_scale": Key(NUMBER, "min_scale"),
 }
 BF16 = {"enabled": Key(BOOLEAN)}
-ZERO = {"stage": Key(INTEGER, "zero_stage")}
+ZERO = {"stage": Key(INTEGER, "zero_stage"), "offload_optimizer": Key(OBJECT), "offload_param": Key(OBJECT)}
+OFFLOAD = {
+    "device": Key(TEXT, choices=("cpu", "none")),
+    "pin_memory": Key(BOOLEAN),
+}
+OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+"""Sections of "zero_optimization" -> the fields of ours that their devices set."""
 ACTIVATIONS = {
     "partition_activations": Key(BOOLEAN, "partition_activations"),
     "cpu_checkpointing": Key(BOOLEAN, "checkpoint_in_cpu"),
@@ -78,7 +84,7 @@ SECTIONS = {
     "fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER,
     "activation_checkpointing": ACTIVATIONS,
 }  # fmt: skip
-"""Objects that are read here and not handed to DeepSpeed, which is told of ZeRO 0: 1 is our optimizer's."""
+"""Objects that are read here and not handed to DeepSpeed, which is told of ZeRO 0: the others are ours."""
 
 PASSED = {
     "steps_per_print": Key(POSITIVE, about='steps between DeepSpeed\'s own lines; "auto": --log-interval'),
@@ -113,6 +119,8 @@ NOT_READ = {
 _MONITOR = {"enabled": Key(BOOLEAN), "output_path": Key(TEXT), "job_name": Key(TEXT)}
 INNER = {
     "optimizer.params": OPTIMIZER_PARAMS,
+    "zero_optimization.offload_optimizer": OFFLOAD,
+    "zero_optimization.offload_param": OFFLOAD,
     "pipeline": {
         "activation_checkpoint_interval": Key(INTEGER, about="layers between two kept inputs; 0: as the flags say"),
         "use_reentrant": Key(BOOLEAN, about="false: recompute without re-entering autograd"),
@@ -181,7 +189,7 @@ REFUSED = {
     "disable_allgather": "only DeepSpeed's own ZeRO reads it; remove the key",
     "sparse_gradients": "embedding gradients are dense; remove the key",
     "sparse_attention": "attention is dense (SDPA); remove the section",
-    "zero_force_ds_cpu_optimizer": "there is no CPU offload in this version; remove the key",
+    "zero_force_ds_cpu_optimizer": "which Adam runs on the CPU is said by --cpu-adam; remove the key",
     "dataloader_drop_last": _DATA + "; remove the key",
     "data_efficiency": _DATA + "; remove the section",
     "curriculum_learning": _DATA + "; remove the section",
@@ -199,7 +207,7 @@ REFUSED = {
     "datastates": "checkpoints are written by megatron/checkpoint; see --save",
     "datastates_ckpt": "checkpoints are written by megatron/checkpoint; see --save",
     "nebula": "checkpoints are written by megatron/checkpoint; see --save",
-    "aio": "there is no offload to disks in this version; remove the section",
+    "aio": "offload goes to the CPU alone, not to disks; remove the section",
     "compile": "use --compile, which compiles each transformer layer; remove the section",
     "tensor_parallel": "use --model-parallel-size",
     "sequence_parallel_size": "there is no sequence parallelism; remove the key",
@@ -212,10 +220,16 @@ REFUSED = {
 }
 """Keys that DeepSpeed knows and that would have no effect here, or a wrong one."""
 
+_OFFLOAD = "offload here takes device and pin_memory, and goes to the CPU, not to disks"
 REFUSED_IN = {
     "fp16": "fp16 here takes enabled, loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale",
     "bf16": "bf16 here takes enabled only: master weights and optimizer states are fp32",
-    "zero_optimization": "ZeRO 0 and 1 here read stage only; sums travel in buckets of 32 MiB",
+    "zero_optimization": (
+        f"ZeRO here takes {', '.join(ZERO)}; sums travel in buckets of 32 MiB while backward goes on, and weights are "
+        "gathered by the layer"
+    ),
+    "zero_optimization.offload_optimizer": _OFFLOAD,
+    "zero_optimization.offload_param": _OFFLOAD,
     "optimizer": "the optimizer section takes type and params",
     "activation_checkpointing": f"activation_checkpointing takes {', '.join(ACTIVATIONS)}",
     "optimizer.params": "the optimizer's params here are lr, betas, eps and weight_decay",

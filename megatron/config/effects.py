@@ -104,8 +104,9 @@ def format_problems(config: Config) -> Iterator[str]:
             )
     if config.optimizer.zero_stage:
         yield (
-            "--checkpoint-format deepspeed holds whole optimizer states, got --zero-stage 1, which cuts them over the "
-            "replicas. Use --zero-stage 0, or --checkpoint-format native"
+            "--checkpoint-format deepspeed holds whole optimizer states, got --zero-stage "
+            f"{config.optimizer.zero_stage}, which cuts them over the replicas. Use --zero-stage 0, or "
+            "--checkpoint-format native"
         )
     if config.stability.stability_guard == "rollback":
         yield (
@@ -152,8 +153,6 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
     parallel, optimizer, json = config.parallel, config.optimizer, config.deepspeed
     if "partition_method" in config.given and not parallel.has_pipeline:
         yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"
-    if optimizer.zero_stage == 1 and parallel.data_parallel_size(world_size) == 1:
-        yield "ZeRO 1 has no effect with one replica"
     if "min_lr" in config.given and optimizer.min_lr > 0 and optimizer.lr_decay_style == "constant":
         yield f"--min-lr {optimizer.min_lr:g} has no effect with --lr-decay-style constant"
     soft = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]

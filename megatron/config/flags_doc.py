@@ -42,7 +42,13 @@ pipeline.schedule, where it is a schedule).
 SAID = {
     "fp16.enabled": "as `--fp16`",
     "bf16.enabled": "as `--bf16`",
-    "zero_optimization.stage": "0 or 1; as `--zero-stage`",
+    "zero_optimization.stage": "0 to 3; as `--zero-stage`",
+    "zero_optimization.offload_optimizer": "the rows below",
+    "zero_optimization.offload_optimizer.device": "cpu: as `--offload-optimizer`; disks (nvme) are refused",
+    "zero_optimization.offload_optimizer.pin_memory": "false: as `--no-pin-memory`",
+    "zero_optimization.offload_param": "the rows below",
+    "zero_optimization.offload_param.device": "cpu: as `--offload-parameters`; disks (nvme) are refused",
+    "zero_optimization.offload_param.pin_memory": "false: as `--no-pin-memory`",
     "optimizer.type": "AdamW, Adam (which DeepSpeed runs as AdamW) or SGD; as `--optimizer`",
     "optimizer.params": "the rows below",
     "optimizer.params.betas": "as `--adam-beta1` and `--adam-beta2`",
@@ -108,10 +114,11 @@ def lines() -> Iterator[str]:
 def _json_rows() -> Iterator[str]:
     flags = _flags_of_fields()
     inner = {f"{name}.{key}": value for name, section in keys.SECTIONS.items() for key, value in section.items()}
-    params = {f"optimizer.params.{name}": key for name, key in keys.INNER["optimizer.params"].items()}
+    read = [name for name in keys.INNER if name.partition(".")[0] in keys.SECTIONS]
+    params = {f"{section}.{name}": key for section in read for name, key in keys.INNER[section].items()}
     for name, key in {**keys.VALUES, **inner, **params}.items():
         what = f"as `{flags[key.field]}`" if key.field else SAID.get(name, "")
-        yield f"| `{name}` | {key.kind} | {what} |"
+        yield f"| `{name}` | {', '.join(key.choices) or key.kind} | {what} |"
     for name, key in keys.PASSED.items():
         yield f"| `{name}` | {key.kind} | handed to DeepSpeed: {key.about} |"
         yield from _inner_rows(name)

@@ -33,7 +33,7 @@ ALREADY_SO = {
 
 _REALM = "REALM and ICT are not part of this project"
 _AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
-_ZERO = "ZeRO is switched by --zero-stage 0 or 1, or zero_optimization.stage of the JSON; leave it out"
+_ZERO = "ZeRO is switched by --zero-stage 0 to 3, or zero_optimization.stage of the JSON; leave it out"
 _SOFTMAX = "scaled_dot_product_attention has no separate mask and softmax; leave it out"
 
 CPM_REFUSED = {
@@ -42,8 +42,6 @@ CPM_REFUSED = {
     "--onnx-safe": "there is no ONNX export; leave it out",
     "--bias-gelu-fusion": "there are no hand-written kernels: the bias is added by the matrix product; leave it out",
     "--bias-dropout-fusion": "there are no hand-written kernels: the bias is added by the matrix product; leave it out",
-    "--cpu-optimizer": "there is no offload; cut the memory with --model-parallel-size or --pipe-parallel-size",
-    "--cpu_torch_adam": "there is no offload; --device cpu trains on the CPU with torch's AdamW",
     "--use-checkpoint-lr-scheduler": "the learning rate follows the step and the flags; repeat the first flags",
     "--no-save-rng": "random states take a few kilobytes and are always saved; --no-load-rng leaves them out",
     "--fp16-lm-cross-entropy": "the loss is always computed in fp32, for its sum would overflow; leave it out",

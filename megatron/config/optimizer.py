@@ -51,15 +51,28 @@ class OptimizerConfig:
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", minimum=0)
     zero_stage: int = option(
         0,
-        "1: each replica keeps the fp32 masters and the optimizer's states of its part of the weights alone; the "
-        "numbers are those of 0",
+        "each replica keeps its part alone, 1: of the fp32 masters and the optimizer's states, 2: of the gradients "
+        "too, 3: of the weights too, which are gathered layer by layer; 2 and 3 without a pipeline. The numbers are "
+        "those of 0",
         minimum=0,
+        maximum=3,
     )
+    offload_optimizer: bool = option(
+        False, "keep masters and optimizer states on the CPU and update them there", aliases=("--cpu-optimizer",)
+    )
+    offload_parameters: bool = option(
+        False, "with --zero-stage 3: keep the parts of the weights on the CPU", aliases=("--offload-param",)
+    )
+    cpu_adam: str = option(
+        "torch",
+        "with --offload-optimizer: whose AdamW runs on the CPU; deepspeed's is compiled at the first start",
+        choices=("torch", "deepspeed"),
+        constants={"--cpu_torch_adam": "torch"},
+    )
+    no_pin_memory: bool = option(False, "what is offloaded from a GPU lies in memory that the system may move")
 
     def problems(self) -> Iterator[str]:
         """Yield what cannot be, looking at the optimizer alone."""
-        if self.zero_stage > 1:
-            yield zero_stage_problem("--zero-stage", self.zero_stage)
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
                 f"--optimizer adafactor needs --zero-stage 0, got {self.zero_stage}: its means are those of whole "
@@ -70,12 +83,3 @@ class OptimizerConfig:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
         if self.lr_decay_style == "exponential" and self.min_lr == 0:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
-
-
-def zero_stage_problem(name: str, stage: int) -> str:
-    """Return what is wrong with a ZeRO ``stage`` above 1 that was given under this name."""
-    return (
-        f"{name} must be 0 or 1 in this version, got {stage}: stages 2 and 3 cut gradients and weights too, which are "
-        "kept whole here; in a pipeline that would not pay, for its gradients grow up to the last micro-batch. Use 1, "
-        "and cut weights and gradients with --model-parallel-size or --pipe-parallel-size"
-    )

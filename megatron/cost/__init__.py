@@ -11,5 +11,6 @@ from megatron.cost.family import of as of
 from megatron.cost.gpt2 import GPT2Costs as GPT2Costs
 from megatron.cost.memory import BYTES as BYTES
 from megatron.cost.memory import Memory as Memory
+from megatron.cost.memory import Zero as Zero
 from megatron.cost.peaks import peak_flops as peak_flops
 from megatron.cost.t5 import T5Costs as T5Costs

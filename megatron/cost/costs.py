@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron.cost.memory import Memory, State
+from megatron.cost.memory import PLAIN, Memory, State, Zero
 from megatron.stages import in_flight, pieces_on
 
 Number = TypeVar("Number", int, float)
@@ -110,6 +110,16 @@ class Costs(ABC):
         units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
         return [_held(units, shared, pieces_on(bounds, number, stage)) for stage in range(number)]
 
+    def gathered_parameters(self, pieces: Sequence[tuple[int, int]], tensor: int = 1) -> int:
+        """Return what ZeRO 3 has gathered of the units of ``pieces`` at most: the largest layer and all but layers.
+
+        A unit whose name ends in a number is a layer.
+        """
+        units = self.unit_parameters(tensor)
+        is_layer = [name.split()[-1].isdigit() for name in self.unit_names]
+        layers = [units[n] for start, stop in pieces for n in range(start, stop) if is_layer[n]]
+        return _held(units, self.shared_parameters(tensor), pieces) - sum(layers) + max(layers, default=0)
+
     def memory_per_stage(
         self,
         bounds: Sequence[int],
@@ -119,7 +129,7 @@ class Costs(ABC):
         tensor: int = 1,
         dtype: str = "fp32",
         optimizer: str = "adamw",
-        sharers: int = 1,
+        zero: Zero = PLAIN,
         checkpoint_activations: bool = False,
         schedule: str = "1f1b",
         chunks: int = 1,
@@ -129,7 +139,7 @@ class Costs(ABC):
         A stage's chunks count as alike. Allocator, kernels' work space and Python are not counted.
 
         Args:
-            sharers: replicas that share masters and moments (ZeRO 1).
+            zero: how replicas share what they hold.
         """
         stages = (len(bounds) - 1) // chunks
         state = State.of(dtype, optimizer)
@@ -144,7 +154,8 @@ class Costs(ABC):
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
             activations = forwards * in_all // chunks + (again if checkpoint_activations else 0)
             logits = self.logit_bytes(*sizes) if stage == stages - 1 else 0
-            estimates.append(state.memory(held, activations, logits, sharers))
+            gathered = self.gathered_parameters(pieces, tensor)
+            estimates.append(state.memory(held, activations, logits, zero, gathered))
         return estimates
 
 

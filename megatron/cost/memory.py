@@ -1,9 +1,21 @@
 """Bytes that training holds: weights, gradients, optimizer, activations and logits.
 
 16-bit weights have fp32 masters, gradients and moments (18 bytes per parameter with AdamW); others 16 or 32 in all.
-SGD has no moments; Adafactor's means of rows and columns are small and not counted. ZeRO 1 cuts masters and moments
-over the replicas: 6 + 12 / d bytes in 16 bits, 8 + 8 / d in 32. Its parts are whole vectors (``megatron.optim.cuts``),
-so some replicas hold a row more of a weight.
+SGD has no moments; Adafactor's means of rows and columns are small and not counted. With ZeRO over d replicas, AdamW:
+
+| bytes of a parameter | 16 bits | fp32 |
+|---|---|---|
+| ZeRO 0 | 2 + 4 + 12 | 4 + 4 + 8 |
+| ZeRO 1 | 2 + 4 + 12 / d | 4 + 4 + 8 / d |
+| ZeRO 2 | 2 + (4 + 12) / d | 4 + (4 + 8) / d |
+| ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
+| ... and of those gathered: tables and the largest layer | 2 | 4 |
+| offload of the optimizer, on the CPU | 12, or 12 / d | the same: its own copy of the weight |
+| offload of the weights, on the CPU | 2 / d | 4 / d, none where the optimizer is there too |
+
+Not counted: the buckets of sums and gathers on their way (32 MiB each, two of gradients), what backward has left in one
+that is not full, and the gradients that a step copies to the CPU. Parts are whole vectors (``megatron.optim.cuts``), so
+some replicas hold a row more of a weight; a recomputed run of several layers is gathered together.
 
 Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 models", section 4, without scores, which a fused kernel makes once more. What else holds a number for each query and
@@ -20,17 +32,37 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training holds on one rank."""
+    """Bytes that training holds on one rank: ``gathered`` weights with ZeRO 3 alone, ``host`` what is offloaded."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     logits: int
+    gathered: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        """Bytes on the device: all but ``host``."""
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How ``replicas`` share what training holds, and what of it lies on the CPU."""
+
+    stage: int = 0
+    replicas: int = 1
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+
+    def share(self, stage: int) -> int:
+        """Return how many replicas share what is cut from ``stage`` on."""
+        return self.replicas if self.stage >= stage else 1
+
+
+PLAIN = Zero()
 
 
 @dataclass(frozen=True)
@@ -49,12 +81,21 @@ class State:
         master = wide if width < 4 else 0
         return cls(width, wide, master + (2 * wide if optimizer == "adamw" else 0))
 
-    def memory(self, parameters: int, activations: int, logits: int, sharers: int = 1) -> Memory:
-        """Return the bytes of a rank that holds so many parameters; ``sharers`` replicas share the optimizer's."""
+    def memory(self, parameters: int, activations: int, logits: int, zero: Zero = PLAIN, gathered: int = 0) -> Memory:
+        """Return the bytes of a rank of a model part of so many ``parameters``, ``gathered`` of them at a time."""
+        wide, is_cut = max(self.width, 4), zero.stage == 3
+        weights = -(-parameters * self.width // zero.share(3))
+        optimizer = self.optimizer
+        if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
+            optimizer += wide  # the master cannot be the weight
+        states = -(-parameters * optimizer // zero.share(1))
+        on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(
-            weights=parameters * self.width,
-            gradients=parameters * self.gradient,
-            optimizer=-(-parameters * self.optimizer // sharers),
+            weights=0 if zero.offload_parameters else weights,
+            gradients=-(-parameters * self.gradient // zero.share(2)),
+            optimizer=0 if zero.offload_optimizer else states,
             activations=activations,
             logits=logits,
+            gathered=gathered * self.width if is_cut and (zero.replicas > 1 or zero.offload_parameters) else 0,
+            host=on_host,
         )

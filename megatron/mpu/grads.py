@@ -23,17 +23,24 @@ def counts_here(parameter: torch.Tensor, tensor_rank: int) -> bool:
 
 
 def global_norm(
-    gradients: Iterable[torch.Tensor], *, model: Group = SINGLE, device: torch.device | None = None
+    gradients: Iterable[torch.Tensor],
+    *,
+    model: Group = SINGLE,
+    holders: Group = SINGLE,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return the 2-norm over all ``gradients`` of all ranks of ``model``, in fp32 or, for fp64 gradients, fp64.
 
     Collective. Each rank passes the gradients that count there.
+
+    Args:
+        holders: replicas each of which has other parts of the gradients.
     """
     norms = [gradient.norm(dtype=accurate_dtype(gradient.dtype)) for gradient in gradients]
     squared = torch.zeros((), dtype=torch.float64, device=device)
     if norms:
         squared = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum().to(squared.device)
-    return all_reduce(squared, model).sqrt()
+    return all_reduce(all_reduce(squared, holders), model).sqrt()
 
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""How ZeRO 1 cuts a parameter over the replicas: which part of it each of them updates.
+"""How ZeRO cuts a parameter over the replicas: which part of it each of them updates.
 
 A part is a run of indices along one dimension of what the tensor rank holds: the dimension that the tensor group cuts,
-or the first where it cuts none. So it is a ``Shard`` as any other, and checkpoints do not tell ZeRO 1 from ZeRO 0.
+or the first where it cuts none. So it is a ``Shard`` as any other, and checkpoints do not tell one stage from another.
 
 Parts hold whole vectors of 16 numbers, or the last ones of the tensor. torch's fused AdamW on a CPU takes such vectors
 from the start of a tensor and rounds the numbers that remain at its end otherwise, by a unit in the last place: parts

@@ -59,7 +59,7 @@ def buckets(pieces: Iterable[Piece], bucket_bytes: int | None = None) -> Iterato
 
 
 def gather(bucket: Sequence[Piece], group: Group) -> None:
-    """Round every replica's masters into the parameters of all. Collective.
+    """Round every replica's masters into the parameters of all. Collective over ``group``; masters may lie on a CPU.
 
     Args:
         bucket: parameters of one dtype and device, the same in the same order on every replica of ``group``.
@@ -68,8 +68,10 @@ def gather(bucket: Sequence[Piece], group: Group) -> None:
     mine = bucket[0].parameter.new_empty(sum(rooms))
     for piece, slot in zip(bucket, mine.split(rooms), strict=True):
         slot[: piece.master.numel()].view(piece.master.shape).copy_(piece.master)
-    every = mine.new_empty(group.size * len(mine))
-    dist.all_gather_single(every, mine, group=group.handle)
+    every = mine
+    if group.size > 1:
+        every = mine.new_empty(group.size * len(mine))
+        dist.all_gather_single(every, mine, group=group.handle)
     for piece, slots in zip(bucket, every.view(group.size, -1).split(rooms, dim=1), strict=True):
         for parts, sent in piece.received(slots):
             parts.copy_(sent)

@@ -11,6 +11,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import set_shard, shard_of
 from megatron.optim.cuts import Cut, cut_of
 from megatron.optim.gather import Piece, buckets, gather
+from megatron.optim.host import NOTHING, Offload
 
 WIDE = (torch.float32, torch.float64)
 """Types in which a parameter is its own master."""
@@ -19,21 +20,28 @@ WIDE = (torch.float32, torch.float64)
 class Masters:
     """The masters of this replica's parameters.
 
-    | precision | ZeRO 0 | ZeRO 1 |
-    |---|---|---|
-    | fp32, fp64 | the parameter | a view of the replica's part of it |
-    | bf16, fp16 | a copy in fp32 | a copy in fp32 of the replica's part |
+    | precision | ZeRO 0 | ZeRO 1, 2 | ZeRO 3 |
+    |---|---|---|---|
+    | fp32, fp64 | the parameter | a view of the replica's part of it | the part |
+    | bf16, fp16 | a copy in fp32 | a copy in fp32 of the replica's part | a copy in fp32 of the part |
+
+    With offload of the optimizer each is a copy on the CPU. ``homes`` are the parts of the weights that ZeRO 3 keeps.
 
     Args:
         data: the replicas.
-        is_cut: ZeRO 1; with one replica there is nothing to cut.
+        zero_stage: from 1 on each replica has parts; with one replica there is nothing to cut, unless weights are
+            offloaded.
     """
 
-    def __init__(self, data: Group = SINGLE, *, is_cut: bool = False) -> None:
+    def __init__(self, data: Group = SINGLE, *, zero_stage: int = 0, offload: Offload = NOTHING) -> None:
         self.data_group = data
+        self.offload = offload
         self.of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        self._is_cut = is_cut and data.size > 1
+        self.homes: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)
+        self._has_homes = zero_stage == 3 and self._is_cut
         self._cuts: dict[torch.nn.Parameter, Cut] = {}
+        self._are_away = False
 
     def adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         """Let ``parameter`` have ``dtype`` from now on and return its master."""
@@ -42,27 +50,43 @@ class Masters:
             parameter.data = parameter.data.to(dtype)
         cut = cut_of(parameter, self.data_group.size) if self._is_cut else None
         self.of[parameter] = parameter
-        if cut is not None or not is_wide:
+        if cut is not None or not is_wide or self.offload.optimizer:
             self.of[parameter] = self._make(parameter, cut, is_wide)
         parameter.data = parameter.data.to(dtype)
+        if cut is not None and self._has_homes:
+            self.homes[parameter] = self._home(parameter, cut, is_wide)
         return self.of[parameter]
 
     def is_cut(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether each replica has a part of ``parameter`` only."""
         return parameter in self._cuts
 
+    def cut(self, parameter: torch.nn.Parameter) -> Cut | None:
+        """Return how ``parameter`` is cut over the replicas; None where all have the whole of it."""
+        return self._cuts.get(parameter)
+
     def part(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """Return what lies in ``whole``, of the shape of ``parameter``, where its master lies in it; in one run."""
         cut = self._cuts.get(parameter)
         return whole if cut is None else cut.part(whole, self.data_group.rank).contiguous()
 
+    def send_away(self) -> dict[torch.nn.Parameter, Piece]:
+        """Let the whole weights of which there are homes be somebody else's from now on; return how they are made."""
+        self._are_away = True
+        return {p: Piece(p.detach(), home, self._cuts[p]) for p, home in self.homes.items()}
+
     @torch.no_grad()
     def to_parameters(self) -> None:
         """Round the masters into the parameters. Collective over the replicas where masters are cut."""
+        for parameter, home in self.homes.items():
+            if home.data_ptr() != self.of[parameter].data_ptr():
+                home.copy_(self.of[parameter])
         pairs = [(p, m) for p, m in self.of.items() if p is not m and p not in self._cuts]
         if pairs:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
-        for bucket in buckets(Piece(p.detach(), self.of[p].detach(), cut) for p, cut in self._cuts.items()):
+        away = self.homes if self._are_away else {}
+        cuts = {parameter: cut for parameter, cut in self._cuts.items() if parameter not in away}
+        for bucket in buckets(Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()):
             gather(bucket, self.data_group)
 
     @torch.no_grad()
@@ -70,7 +94,8 @@ class Masters:
         """Let each master hold what its part of the parameter holds."""
         for parameter, master in self.of.items():
             if parameter is not master:
-                master.copy_(self.part(parameter, parameter))
+                home = self.homes.get(parameter)
+                master.copy_(self.part(parameter, parameter) if home is None else home)
 
     @contextmanager
     def contiguous(self) -> Iterator[None]:
@@ -90,6 +115,17 @@ class Masters:
         if cut is not None:
             self._cuts[parameter] = cut
             shard, part = cut.shard(shard, self.data_group.rank), cut.part(part, self.data_group.rank)
-        if not is_wide:
+        if self.offload.optimizer:
+            part = self.offload.copy(part if is_wide else part.float())
+        elif not is_wide:
             part = part.float().clone()
+        elif self._has_homes:
+            part = part.clone(memory_format=torch.contiguous_format)
         return set_shard(torch.nn.Parameter(part), shard)
+
+    def _home(self, parameter: torch.nn.Parameter, cut: Cut, is_wide: bool) -> torch.Tensor:
+        """Return the part of the weight that this replica keeps: the master itself, where it may be that."""
+        if is_wide and self.offload.parameters == self.offload.optimizer:
+            return self.of[parameter].detach()
+        part = cut.part(parameter.detach(), self.data_group.rank)
+        return self.offload.copy(part) if self.offload.parameters else part.clone(memory_format=torch.contiguous_format)

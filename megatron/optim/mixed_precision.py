@@ -1,6 +1,7 @@
 """One optimizer step in fp32, fp64, bf16 or fp16: master weights, overflow, norm, clipping, update.
 
-Both engines call ``step()`` with gradients that are reduced over the data-parallel replicas already.
+Both engines call ``step()`` with gradients that are reduced over the data-parallel replicas already, by the engine or,
+from ZeRO 2 on, by ``megatron.optim.gradient_parts``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import torch
 from megatron.errors import NumericsError
 from megatron.mpu.grads import clip_coefficient, counts_here, global_norm
 from megatron.mpu.groups import SINGLE, Group
-from megatron.optim.masters import WIDE, Masters
+from megatron.mpu.shard import Shard, shard_of
+from megatron.optim.gradient_parts import GradientParts
+from megatron.optim.gradients import Gradients, WholeGradients
+from megatron.optim.host import NOTHING, Offload
+from megatron.optim.masters import Masters
 from megatron.optim.optimizer_state import state_of, take_state
 from megatron.optim.scaler import LossScaler
+from megatron.optim.weight_units import WeightUnits
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -25,8 +31,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     A parameter of 16 bits has a master of 32: its gradient of each micro-batch is added to the master's in fp32 and
     freed at once, and the updated master is rounded back into it. Other parameters are their own masters.
 
-    With ZeRO 1 each replica has the master and the states of its part of every parameter (``megatron.optim.cuts``) and
-    gathers the others' parts after the update. Gradients stay whole, so norm, clipping and weights are those of ZeRO 0.
+    | ZeRO | a replica keeps its parts (``megatron.optim.cuts``) of | the step's numbers beside those of ZeRO 0 |
+    |---|---|---|
+    | 1 | masters and states; it gathers the others' after the update | the same bits |
+    | 2 | gradients too (``gradient_parts``) | the same gradients, with one micro-batch a step; the norm to rounding |
+    | 3 | weights too, after ``cut_weights`` (``weight_units``) | those of ZeRO 2 |
 
     Args:
         groups: parameter groups as torch's optimizers take them, over the model's own parameters.
@@ -35,7 +44,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         clip_grad: largest gradient norm; 0 turns clipping off.
         model, tensor: groups of one replica and of its tensor-parallel ranks.
         data: the replicas of what this rank holds.
-        zero_stage: 0 or 1; of ``build`` 1 asks that it updates each number by itself.
+        zero_stage: 0 to 3; of ``build`` all but 0 ask that it updates each number by itself.
+        offload: what lies on the CPU; ``build`` then makes an optimizer for tensors there.
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
@@ -60,6 +70,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         tensor: Group = SINGLE,
         data: Group = SINGLE,
         zero_stage: int = 0,
+        offload: Offload = NOTHING,
     ) -> None:
         self.clip_grad = clip_grad
         self.scaler = scaler or LossScaler()
@@ -69,8 +80,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.judge: Callable[[float], bool] | None = None
         self.was_refused = False
         self._global_grad_norm = 0.0
-        self._masters = Masters(data, is_cut=zero_stage == 1)
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # fp32 gradients of 16-bit parameters
+        self._masters = Masters(data, zero_stage=zero_stage, offload=offload)
+        has_parts = zero_stage > 1 and data.size > 1
+        self._gradients: Gradients = (GradientParts if has_parts else WholeGradients)(self._masters)
+        self._units: WeightUnits | None = None
         masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
         super().__init__(self.inner.param_groups, {})
@@ -94,17 +107,45 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         is_writer = self._masters.data_group.rank == 0 or self._masters.is_cut(parameter)
         return is_writer and counts_here(parameter, self.tensor_group.rank)
 
+    def kept(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return what this rank keeps of ``parameter`` between two passes: with ZeRO 3 its part."""
+        return self._masters.homes.get(parameter, parameter)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are summed over the replicas here, within backward: the engine must not do it then."""
+        return self._gradients.are_summed
+
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the gradient accumulated for ``parameter``, zeros if no micro-batch has reached it yet."""
-        if parameter not in self._masters.of:
-            return parameter.grad
-        if parameter.dtype not in WIDE:
-            if parameter not in self._sums:
-                self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-            return self._sums[parameter]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+        """Return the gradient accumulated for ``parameter``, zeros if no micro-batch has reached it yet.
+
+        From ZeRO 2 on it is this replica's part, summed over the replicas; ``gradient_shard`` says where that lies.
+        """
+        return self._gradients.of(parameter) if parameter in self._masters.of else parameter.grad
+
+    def gradient_shard(self, parameter: torch.nn.Parameter) -> Shard:
+        """Return where ``gradient_of`` lies in the global tensor."""
+        return self._gradients.shard(parameter) if parameter in self._masters.of else shard_of(parameter)
+
+    def cut_weights(self, module: torch.nn.Module) -> None:
+        """With ZeRO 3 keep parts of the weights of ``module`` from now on, and gather the rest where it is needed."""
+        if self._masters.homes and self._units is None:
+            self._units = WeightUnits(module, self._masters.send_away(), self._masters.data_group)
+
+    def end_micro_batch(self) -> None:
+        """Take note that a backward is through: from ZeRO 2 on gradients are summed, whole weights freed. Collective.
+
+        An engine calls it after every backward.
+        """
+        if self._units is not None:
+            self._units.free()
+        self._gradients.end_micro_batch()
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients that are held by ``factor``."""
+        if factor != 1.0:
+            torch._foreach_mul_([gradient for _, gradient in self.gradients()], factor)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -128,13 +169,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of masters and parameters."""
-        self._sums.clear()
+        self._gradients.clear()
         for parameter, master in self._masters.of.items():
             parameter.grad = None
             master.grad = None
 
     def copy_masters_to_parameters(self) -> None:
-        """Bring what the masters hold into the parameters. With ZeRO 1 collective over the replicas."""
+        """Bring what the masters hold into the parameters. With ZeRO collective over the replicas."""
+        if self._units is not None:
+            self._units.free()  # what is gathered would be of before
         self._masters.to_parameters()
 
     @torch.no_grad()
@@ -147,10 +190,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Return masters, moments and loss scale of this rank, for checkpoints in DeepSpeed's layout.
 
         Raises:
-            RuntimeError: with ZeRO 1, whose parts of masters no file of DeepSpeed's would hold.
+            RuntimeError: with ZeRO, whose parts of masters no file of DeepSpeed's would hold.
         """
         if any(self._masters.is_cut(parameter) for parameter in self._masters.of):
-            raise RuntimeError("a state_dict is of whole masters, got ZeRO 1: save with --checkpoint-format native")
+            raise RuntimeError("a state_dict is of whole masters, got ZeRO: save with --checkpoint-format native")
         return state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,23 +217,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 yield parameter, gradient
 
     def _adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-        if dtype not in WIDE:
-            parameter.register_post_accumulate_grad_hook(self._add_to_sum)
-        return self._masters.adopt(parameter, dtype)
-
-    def _add_to_sum(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:
-            return
-        if parameter in self._sums:
-            self._sums[parameter].add_(parameter.grad)  # type: ignore[index]
-        else:
-            self._sums[parameter] = parameter.grad.float()  # type: ignore[index]
-        parameter.grad = None
+        master = self._masters.adopt(parameter, dtype)
+        self._gradients.adopt(parameter)
+        return master
 
     def _norm(self) -> float:
-        counted = [g for p, g in self.gradients() if counts_here(p, self.tensor_group.rank)]
+        counts = self._gradients.counts_here
+        counted = [g for p, g in self.gradients() if counts_here(p, self.tensor_group.rank) and counts(p)]
         device = next((parameter.device for parameter in self._masters.of), None)
-        return global_norm(counted, model=self.model_group, device=device).item()
+        return global_norm(counted, model=self.model_group, holders=self._gradients.holders, device=device).item()
 
     def _is_refused(self, norm: float) -> bool:
         if self.judge is not None:
@@ -213,9 +248,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _hand_to_masters(self, factor: float) -> None:
         """Give each master its part of the gradient, times ``factor``."""
-        parts = []
-        for parameter, gradient in self.gradients():
-            parts.append(self._masters.part(parameter, gradient))
-            self.master_of(parameter).grad = parts[-1]
+        parts = {self.master_of(p): self._gradients.part(p) for p in self._masters.of}
         if factor != 1.0:
-            torch._foreach_mul_(parts, factor)
+            torch._foreach_mul_(list(parts.values()), factor)
+        for master, part in parts.items():
+            master.grad = part.to(master.device)

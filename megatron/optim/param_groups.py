@@ -17,7 +17,7 @@ Source: Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5; Raffel et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import shard_of
+from megatron.optim.host import NOTHING, Offload
 from megatron.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron.optim.scaler import LossScaler
 
@@ -67,15 +68,18 @@ def build_optimizer(
     tensor: Group = SINGLE,
     data: Group = SINGLE,
     zero_stage: int = 0,
+    offload: Offload = NOTHING,
+    adam: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
     Args:
         betas, epsilon: of AdamW; the others have none.
+        adam: takes what ``torch.optim.AdamW`` takes and its place; None: torch's own.
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
-        ConfigError: a ValueError: Adafactor on weights with padded rows, or with ZeRO 1.
+        ConfigError: a ValueError: Adafactor on weights with padded rows, or with ZeRO.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"--optimizer must be {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name}")
@@ -98,6 +102,8 @@ def build_optimizer(
             return torch.optim.SGD(groups, lr=lr)
         if name == "adafactor":
             return torch.optim.Adafactor([_with_eps(group) for group in groups], lr=lr)
+        if adam is not None:
+            return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
 
     groups = decay_groups(parameters, weight_decay)
@@ -111,6 +117,7 @@ def build_optimizer(
         tensor=tensor,
         data=data,
         zero_stage=zero_stage,
+        offload=offload,
     )
 
 

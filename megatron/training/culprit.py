@@ -42,8 +42,11 @@ def bad_losses(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
 
 @torch.no_grad()
 def bad_gradients(engine: StepEngine, grid: Grid) -> str:
-    """Say which parameters of this rank have a gradient that is not finite; the first replica speaks for all."""
-    if grid.data.rank:
+    """Say which parameters of this rank have a gradient that is not finite; the first replica speaks for all.
+
+    From ZeRO 2 on each replica speaks for its parts.
+    """
+    if grid.data.rank and not engine.optimizer.sums_gradients:
         return ""
     bad = []
     for name, parameter in named_parameters(engine.module):

@@ -6,13 +6,14 @@
 | what every tensor rank holds whole | the tensor group |
 | tied weights | the stages that hold one |
 
-One checksum of each parameter is compared over each of these. With ZeRO 1 these are the parameters that the slices were
-gathered into. A comparison reads each parameter once and sends 16 bytes for it.
+One checksum of each parameter is compared over each of these. With ZeRO 1 and 2 these are the parameters that the parts
+were gathered into; with ZeRO 3 replicas have no copies, and tensor ranks compare their parts of what they hold whole. A
+comparison reads each parameter once and sends 16 bytes for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,12 +56,22 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return (parts * (2 * torch.arange(parts.numel(), device=parts.device) + 1)).sum()
 
 
-def find_copies(module: torch.nn.Module, grid: Grid) -> list[Copies]:
+Kept = Callable[[torch.nn.Parameter], torch.Tensor]
+"""Gives what a rank keeps of a parameter: itself, or with ZeRO 3 the replica's part."""
+
+
+def itself(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return ``parameter``: what is kept without ZeRO 3."""
+    return parameter
+
+
+def find_copies(module: torch.nn.Module, grid: Grid, kept: Kept = itself) -> list[Copies]:
     """Return all copies that this rank holds one of; the same kinds in the same order on every rank of a stage."""
     named = dict(named_parameters(module))
     found = []
-    if grid.data.size > 1:
-        found.append(Copies(grid.data.handle, list(named)))
+    whole = [name for name, parameter in named.items() if kept(parameter) is parameter]
+    if grid.data.size > 1 and whole:
+        found.append(Copies(grid.data.handle, whole))
     whole = [name for name, parameter in named.items() if not shard_of(parameter).is_partitioned]
     if grid.tensor.size > 1 and whole:
         found.append(Copies(grid.tensor.handle, whole))
@@ -68,11 +79,11 @@ def find_copies(module: torch.nn.Module, grid: Grid) -> list[Copies]:
 
 
 @torch.no_grad()
-def find_drift(module: torch.nn.Module, copies: Sequence[Copies]) -> list[Drift]:
+def find_drift(module: torch.nn.Module, copies: Sequence[Copies], kept: Kept = itself) -> list[Drift]:
     """Return what differs among the copies of this rank's parameters. Collective."""
     if not copies:
         return []
-    sums = {name: checksum(parameter) for name, parameter in named_parameters(module)}
+    sums = {name: checksum(kept(parameter)) for name, parameter in named_parameters(module)}
     return [drift for each in copies for drift in _differences(each, sums)]
 
 

@@ -123,6 +123,7 @@ class SingleStageEngine:
             self.micro_losses[micro_batch] = share.detach()
             position.note(f"step {step + 1}, backward of micro-batch {micro_batch}")
             self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
+            self.optimizer.end_micro_batch()
         self._busy.note(began, self._clock.mark(), [])
         position.note(f"step {step + 1}, reduction and update")
         agreement = self._agree(meter)
@@ -153,6 +154,8 @@ class SingleStageEngine:
         """Sum the gradients over the replicas, times ``factor``, which a single replica leaves to the optimizer."""
         if self.grid.data.size == 1:
             self.optimizer.gradient_factor = factor
+        elif self.optimizer.sums_gradients:
+            self.optimizer.scale_gradients(factor)
         else:
             reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, factor)
 

@@ -61,7 +61,8 @@ def _prepare(run: Run) -> list[Copies]:
     run.guard.watch(run.engine, grid.world, run.world.device, run.progress.step)
     if stability.is_guarded and run.world.rank == 0:
         run.journal = Journal(run.folder, run.guard.history.events)
-    return find_copies(run.engine.module, grid) if stability.drift_interval else []
+    kept = run.engine.optimizer.kept
+    return find_copies(run.engine.module, grid, kept) if stability.drift_interval else []
 
 
 def _run_through(run: Run, copies: Sequence[Copies]) -> bool:
@@ -91,7 +92,7 @@ def _between_steps(run: Run, copies: Sequence[Copies]) -> Vote:
         if batch.eval_interval and batch.eval_iters and step % batch.eval_interval == 0:
             evaluate(run, "valid")
         if interval and step % interval == 0:
-            drift = find_drift(run.engine.module, copies)
+            drift = find_drift(run.engine.module, copies, run.engine.optimizer.kept)
     decided = vote(run, bool(drift))
     run.phases.step_done()
     if decided.has_drift:

@@ -123,7 +123,7 @@ def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
     def capturing_step(closure: None = None) -> None:
         if not trace.gradients:
             for name, parameter in named_parameters(engine.module):
-                gradient, shard = optimizer.gradient_of(parameter), shard_of(parameter)
+                gradient, shard = optimizer.gradient_of(parameter), optimizer.gradient_shard(parameter)
                 if gradient is not None:
                     part = shard.unpadded(gradient) * optimizer.gradient_factor / optimizer.loss_scale
                     trace.gradients[name] = (shard, part.detach().clone())

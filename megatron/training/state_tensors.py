@@ -14,7 +14,7 @@ from megatron.training.world import World
 
 
 def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the weights that this rank holds: the masters, of 32 bits and with ZeRO 1 a part of each weight."""
+    """Yield the weights that this rank holds: the masters, of 32 bits and with ZeRO a part of each weight."""
     for name, parameter in named_parameters(module):
         master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
         yield TensorRecord(f"weights/{name}", master.detach(), shard_of(master), optimizer.owns(parameter))
@@ -61,7 +61,8 @@ def set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
     """Let the inner optimizer have made so many updates."""
     for state in optimizer.inner.state.values():
         if "step" in state:
-            state["step"] = torch.full_like(state["step"], float(steps))
+            is_number = not isinstance(state["step"], torch.Tensor)  # DeepSpeed's Adam on the CPU has one
+            state["step"] = steps if is_number else torch.full_like(state["step"], float(steps))
 
 
 def make_moments(optimizer: MixedPrecisionOptimizer) -> None:

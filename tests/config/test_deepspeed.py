@@ -74,7 +74,7 @@ def test_the_same_value_in_both_places_is_no_disagreement(tmp_path):
 
 
 def test_the_zero_stage_is_that_of_the_json_or_of_the_flag_and_deepspeed_is_told_of_none(tmp_path):
-    stages = {1: ("", "--zero-stage 1"), 0: ("", "--zero-stage 0")}
+    stages = {stage: ("", f"--zero-stage {stage}") for stage in range(4)}
     for stage, lines in stages.items():
         for line in lines:
             config = merged(tmp_path, {"zero_optimization": {"stage": stage}}, line, 2)
@@ -151,10 +151,10 @@ def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_val
         ('{"gradient_clipping": -1}', ["a number of at least 0, got -1"]),
         ('{"gradient_clipping": 1e999}', ["a number of at least 0, got inf"]),
         ('{"wall_clock_breakdown": 1}', ["true or false, got 1"]),
-        ('{"zero_optimization": {"stage": 2}}', [":1:24:", "stage must be 0 or 1 in this version, got 2", "Use 1"]),
+        ('{"zero_optimization": {"stage": 4}}', ["zero_optimization.stage in the JSON", "at most 3, got 4"]),
         (
             '{"zero_optimization": {"stage": 0, "overlap_comm": true}}',
-            ["overlap_comm", "ZeRO 0 and 1 here read"],
+            ["overlap_comm", "ZeRO here takes stage"],
         ),
         ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is refused", "--lr-decay-style"]),
         ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "'Lamb'"]),

@@ -18,6 +18,8 @@ OURS = {flag: option for _, option in all_options() for flag in option.flags}
 ACTING = [(family, flag) for family in FAMILIES for flag in sorted(OURS) if OURS[flag].acts_in(family)]
 NEEDS = {
     "--checkpoint-num-layers": ["--checkpoint-activations"],
+    **dict.fromkeys(("--cpu-adam", "--cpu_torch_adam", "--no-pin-memory"), ["--offload-optimizer"]),
+    **dict.fromkeys(("--offload-parameters", "--offload-param"), ["--zero-stage", "3"]),
     "--stability-patience": ["--stability-guard", "skip"],
     **dict.fromkeys(("--debug-dump-steps", "--debug-dump-modules", "--debug-dump-tensors"), ["--debug-dump", "x"]),
     "--recompute-num-layers": ["--checkpoint-activations"],
@@ -104,7 +106,7 @@ NEEDS_IN = {
     },
 }
 """Flags beside which another acts, in all families and in one."""
-TIES = ("--untie-embeddings-and-output-weights", "--tie-embeddings-and-output-weights")
+TIES = ("--untie-embeddings-and-output-weights", "--tie-embeddings-and-output-weights", "--cpu_torch_adam")
 
 
 def some_value(option, folder: Path) -> str:
@@ -169,7 +171,7 @@ def test_an_honoured_flag_changes_its_field(family, flag, tmp_path):
     config = parse(words, world_size=world_size, env={}, family=family)
     before = getattr(parse([], world_size=1, env={}, family=family).namespace(), option.name)
     after = getattr(config.namespace(), option.name)
-    is_so = flag in TIES and after == option_default(option, family)  # the other of the two changes it
+    is_so = flag in TIES and after == option_default(option, family)  # another flag of the option changes it
     assert after != before or is_so or option.name == "data_impl"
     assert option.name in config.given
 

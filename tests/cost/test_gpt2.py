@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import Config, ModelConfig, parse
-from megatron.cost import GPT2Costs, Memory, of
+from megatron.cost import GPT2Costs, Memory, Zero, of
 
 GPT2_SMALL = ModelConfig(
     num_layers=12,
@@ -141,7 +141,7 @@ def test_only_adam_keeps_moments_beside_the_masters(optimizer, of_parameter):
 
 @pytest.mark.parametrize(("dtype", "whole", "shared"), [("bf16", 6, 12), ("fp32", 8, 8)])
 def test_replicas_that_share_states_hold_their_part_of_them(dtype, whole, shared):
-    (memory,) = SMALL.memory_per_stage([0, 15], micro_batch_size=1, dtype=dtype, sharers=4)
+    (memory,) = SMALL.memory_per_stage([0, 15], micro_batch_size=1, dtype=dtype, zero=Zero(1, 4))
     assert states_of(memory) == whole * SMALL.num_parameters + shared * SMALL.num_parameters // 4
 
 

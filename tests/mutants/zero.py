@@ -114,8 +114,8 @@ ZERO_1 = (
     Mutant(
         "the plan counts the states whole",
         "megatron/training/plan.py",
-        "        sharers=topology.data if config.optimizer.zero_stage else 1,\n",
-        "        sharers=1,\n",
+        "        zero=zero_of(config, topology.data),\n",
+        "        zero=zero_of(config, 1),\n",
         ("tests/training/test_plan.py::test_a_plan_with_zero_1_counts_the_states_that_replicas_share",),
     ),
 )

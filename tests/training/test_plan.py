@@ -102,7 +102,7 @@ def test_a_plan_with_zero_1_counts_the_states_that_replicas_share() -> None:
     assert shown[1]["ZeRO"] == "stage 1: 1024 replicas share masters and optimizer states" and "ZeRO" not in shown[0]
     costs = cost.of(config)
     common = {"micro_batch_size": config.batch.batch_size, "num_micro_batches": 8, "dtype": "bf16"}
-    (memory,) = costs.memory_per_stage([0, 11], sharers=1024, **common)
+    (memory,) = costs.memory_per_stage([0, 11], zero=cost.Zero(1, 1024), **common)
     assert f"about {human_bytes(memory.total)} on each rank" in shown[1]["stage 0"]
     assert shown[0]["stage 0"] != shown[1]["stage 0"]
 
