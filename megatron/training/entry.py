@@ -16,9 +16,11 @@ from typing import Any
 
 from megatron import training
 from megatron.config import parse
+from megatron.config.validate import raise_all
 from megatron.training import position
 from megatron.training.failure import guard, trace_crashes
 from megatron.training.plan import dry_run
+from megatron.training.started_by import adopt
 from megatron.training.stop import StopRequests
 
 
@@ -44,6 +46,7 @@ def pretrain(
         name: of the run folder, ``runs/<name>-<time>``; None: the script's, without ``pretrain_``.
         family: "gpt2" or "t5": which flags there are; a model of your own takes those of the one it resembles.
     """
+    unsettled = adopt(os.environ)  # ahead of all that asks for RANK
     started = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this machine
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
@@ -51,6 +54,8 @@ def pretrain(
     stop = StopRequests()
 
     def main() -> None:
+        if not os.environ.get("WORLD_SIZE", "1").isdigit():
+            raise_all(unsettled)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         defaults = dict(args_defaults or {})
         config = parse(
@@ -63,6 +68,7 @@ def pretrain(
         if config.run.dry_run:
             dry_run(config, world_size)
             return
+        raise_all(unsettled)
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         training.settle(config)  # before DeepSpeed is imported
         training.start(config, names, *providers, run_name, started, stop)
