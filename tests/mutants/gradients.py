@@ -56,7 +56,7 @@ GRADIENTS = (
     ),
     Mutant(
         "16-bit gradients are accumulated in 16 bits",
-        "megatron/optim/mixed_precision.py",
+        "megatron/optim/gradients.py",
         "            self._sums[parameter].add_(parameter.grad)  # type: ignore[index]\n",
         "            total = self._sums[parameter].to(parameter.dtype) + parameter.grad\n"
         "            self._sums[parameter] = total.float()\n",

@@ -29,8 +29,8 @@ NORMS = (
     Mutant(
         "the norm is taken per stage",
         "megatron/optim/mixed_precision.py",
-        "global_norm(counted, model=self.model_group, device=device)",
-        "global_norm(counted, model=self.tensor_group, device=device)",
+        "global_norm(counted, model=self.model_group, holders",
+        "global_norm(counted, model=self.tensor_group, holders",
         (f"{STEP}::test_norm_and_clipped_steps_over_two_stages_of_two_ranks_equal_one_process",),
     ),
     Mutant(

@@ -78,8 +78,8 @@ ZERO_1 = (
     Mutant(
         "parts are not clipped",
         "megatron/optim/mixed_precision.py",
-        "            torch._foreach_mul_(parts, factor)\n",
-        "            torch._foreach_mul_([part for part in parts if part._base is None], factor)\n",
+        "            torch._foreach_mul_(list(parts.values()), factor)\n",
+        "            torch._foreach_mul_([part for part in parts.values() if part._base is None], factor)\n",
         (STEPS,),
     ),
     Mutant(
@@ -100,15 +100,15 @@ ZERO_1 = (
     Mutant(
         "every replica has all masters",
         "megatron/optim/masters.py",
-        "        self._is_cut = is_cut and data.size > 1\n",
+        "        self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)\n",
         "        self._is_cut = False\n",
         (f"{ZERO}::test_a_replica_holds_its_share_of_the_bytes",),
     ),
     Mutant(
         "the part of a master in 32 bits is a copy",
         "megatron/optim/masters.py",
-        "        if not is_wide:\n            part = part.float()",
-        "        if True:\n            part = part.float()",
+        "        elif not is_wide:\n            part = part.float()",
+        "        elif True:\n            part = part.float()",
         (f"{ZERO}::test_a_replica_holds_its_share_of_the_bytes",),
     ),
     Mutant(
