@@ -147,8 +147,8 @@ def load(env: Mapping[str, str] | None = None) -> None:
             importlib.import_module(module.strip())
         except ImportError as error:
             raise ValueError(
-                f"the environment's {VARIABLE} must name modules that can be imported, got {module.strip()!r}: {error}. "
-                "Install the plug-in, or put its folder on PYTHONPATH"
+                f"the environment's {VARIABLE} must name modules that can be imported, got {module.strip()!r}: "
+                f"{error}. Install the plug-in, or put its folder on PYTHONPATH"
             ) from error
 
 
@@ -158,7 +158,7 @@ def problem(requested: str) -> str | None:
     if requested in known:
         return None
     return (
-        f"--device must be {', '.join(known[:-1])} or {known[-1]}, got {requested}. Another accelerator comes by a plug-in: "
-        f'"import megatron_accelerator_{requested}" in the script, or {VARIABLE}=megatron_accelerator_{requested} in the '
-        "environment"
+        f"--device must be {', '.join(known[:-1])} or {known[-1]}, got {requested}. Another accelerator "
+        f'comes by a plug-in: "import megatron_accelerator_{requested}" in the script, or '
+        f"{VARIABLE}=megatron_accelerator_{requested} in the environment"
     )

@@ -88,6 +88,7 @@ def bind(kind: str, local_rank: int) -> torch.device:
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
 
+
 def keep_freed_memory() -> bool:
     """Let glibc keep what this process frees; return whether it will.
 
@@ -123,7 +124,7 @@ def backend(kind: str) -> str:
 
 @_by_plugin
 def default_precision(kind: str) -> str:
-    """Return the number format to take where none is said: bf16 on GPUs that have it, fp16 on older ones, fp32 on CPU."""
+    """Return the number format to take where none is said: bf16 on GPUs that have it, else fp16; fp32 on CPU."""
     if plugin := accelerators.find(kind):
         return plugin.dtypes[0]
     if kind == "cpu":
@@ -157,6 +158,41 @@ def finish_copies(place: torch.device) -> None:
     """Wait until what was given to the current stream of ``place`` is done."""
     if place.type != "cpu":
         torch.accelerator.current_stream(place).synchronize()
+
+
+def host_memory(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+    """Return memory of the host for tensors of ``place``, pinned where copies can then run beside the computation."""
+    return torch.empty(shape, dtype=dtype, pin_memory=can_pin(place.type))
+
+
+def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``host_memory``, beside the computation; ``copy_from_host`` waits for it."""
+    if not can_pin(source.device.type):
+        target.copy_(source)
+        return
+    beside = _copy_stream(source.device)
+    beside.wait_stream(torch.accelerator.current_stream(source.device))
+    with beside:
+        target.copy_(source, non_blocking=True)
+    source.record_stream(beside)  # its memory is not given to another before the copy has read it
+
+
+def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return what ``copy_to_host`` has put into ``source``, on ``place``."""
+    if not can_pin(place.type):
+        return source.to(place, copy=True)
+    target = torch.empty(source.shape, dtype=source.dtype, device=place)
+    beside, current = _copy_stream(place), torch.accelerator.current_stream(place)
+    beside.wait_stream(current)
+    with beside:
+        target.copy_(source, non_blocking=True)
+    current.wait_stream(beside)
+    return target
+
+
+@functools.cache
+def _copy_stream(place: torch.device) -> torch.Stream:
+    return torch.Stream(place)
 
 
 @_by_plugin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +18,27 @@ def own(local_rank: int) -> torch.device:
 def is_host(device: torch.device) -> bool:
     """Return whether tensors on ``device`` lie in the host's memory, ready as soon as a call returns."""
     return device.type == "cpu"
+
+
+def move(module: torch.nn.Module, device: torch.device) -> None:
+    """Put ``module`` on ``device``; its parameters stay the objects that they are."""
+    convert_parameters(module, lambda tensor: tensor.to(device))
+    module.to(device)
+
+
+@torch.no_grad()
+def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Give each parameter of ``module`` what ``function`` makes of it, without making another object of it.
+
+    Comes ahead of ``module.to`` on devices other than CPU and CUDA. There torch would put new parameters in place of the
+    old ones, without the attributes that they carry, and one for each module that shares a weight.
+    """
+    if get_accelerator().device_name() in ("cpu", "cuda"):
+        return
+    for parameter in module.parameters():
+        made = function(parameter)
+        if made.device != parameter.device:
+            torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(made, parameter.requires_grad))
 
 
 def sends_over_host() -> bool:

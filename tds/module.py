@@ -93,6 +93,10 @@ class PipelineModule(_DeepSpeedModule):
                 super()._build()
                 self._runs.append(_Run(self, start, self.forward_funcs[first:]))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        device.convert_parameters(self, fn)
+        return super()._apply(fn, recurse)
+
     def _count_layer_params(self) -> list[int]:
         own = super()._count_layer_params()
         return [number + shared for number, shared in zip(own, count_shared(self._layer_specs), strict=True)]

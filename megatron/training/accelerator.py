@@ -71,8 +71,8 @@ def check_agreement(kind: str) -> None:
     theirs = get_accelerator().device_name().partition(":")[0]
     if theirs != kind:
         raise ConfigError(
-            f"DeepSpeed must use the device of --device, got {theirs} and {kind}: it was imported before the device was "
-            f"chosen. Set DS_ACCELERATOR={kind}, or call set_accelerator of deepspeed.accelerator ahead of pretrain()"
+            f"DeepSpeed must use the device of --device, got {theirs} and {kind}: it was imported before the "
+            f"device was chosen. Set DS_ACCELERATOR={kind} in the environment"
         )
 
 

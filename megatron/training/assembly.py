@@ -24,7 +24,7 @@ from megatron.training.compiled import compile_layers
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
 from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine
 from megatron.training.world import World
-from tds.device import keeping_parameters
+from tds.device import move
 from tds.module import PartitionError
 
 
@@ -48,8 +48,7 @@ def build_engine(
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks)
     initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
-    with keeping_parameters(module):
-        module.to(world.device)
+    move(module, world.device)
     if config.parallel.compile:
         compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline)
     optimizer = make_optimizer(config, module, world)

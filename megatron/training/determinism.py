@@ -24,15 +24,20 @@ def settle(config: Config, kind: str) -> None:
     Raises:
         ConfigError: the environment asks cuBLAS for a workspace with which it does not.
     """
-    if not config.run.deterministic or kind != "cuda":
+    if not config.run.deterministic or kind == "cpu":
         return
+    if kind == "cuda":
+        _settle_workspace()
+    torch.use_deterministic_algorithms(True)
+
+
+def _settle_workspace() -> None:
     asked = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     if asked not in WORKSPACES:
         raise ConfigError(
             f"with --deterministic the environment's {WORKSPACE} must be {' or '.join(WORKSPACES)}, got {asked!r}. "
             "Unset it, or leave the flag out"
         )
-    torch.use_deterministic_algorithms(True)
 
 
 def rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
@@ -42,5 +47,7 @@ def rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
         yield "resume", "bit for bit in the same layout (--deterministic)"
     elif kind == "cuda":
         yield "resume", "not bit for bit: kernels on this device add in any order; --deterministic makes it so, slower"
+    elif asked and kind != "cpu":
+        yield "resume", f"bit for bit in the same layout, as far as the kernels of {kind} hold to it (--deterministic)"
     elif asked:
         yield "resume", "bit for bit in the same layout; on a CPU so without --deterministic, too"

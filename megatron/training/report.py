@@ -18,7 +18,7 @@ from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import determinism
+from megatron.training import accelerator, determinism
 from megatron.training.engines import StepResult
 from megatron.training.forecast import simulated_bubble
 from megatron.training.plan import is_known, plan_rows
@@ -88,7 +88,7 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
 
 def peak_of_all_ranks(world: World) -> float | None:
     """Return what all devices together could do: by a table for GPUs, measured on CPU. Collective."""
-    if world.kind == "cuda":
+    if world.kind != "cpu":
         peak = cost.peak_flops(device.name(world.kind))
         return peak * world.grid.topology.world_size if peak else None
     total = torch.tensor([_measured_product_rate()], dtype=torch.float64)
@@ -117,6 +117,7 @@ def start_rows(
     """Yield the rows of the table at the start."""
     bounds = getattr(module, "parts", [0, cost.of(config).num_units])
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
+    yield from accelerator.rows(world.kind)
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
     yield "loss", _loss_row(module)

@@ -11,7 +11,7 @@ Call = Callable[..., Any]
 
 
 def _attention(original: Call) -> Call:
-    """Return attention with the CPU's fused kernel, where torch would do it in steps on a device that it does not know."""
+    """Return attention with the CPU's fused kernel, which torch has for devices that it knows."""
     import torch
 
     def attend(

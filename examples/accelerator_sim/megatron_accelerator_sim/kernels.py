@@ -46,7 +46,20 @@ def install(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch's own kernels, which look for a backend of the device, go
         for operation in _collectives():
-            collectives.impl(operation, _redirected(getattr(torch.ops.c10d, operation).default), KEY, allow_override=True)
+            kernel = _redirected(getattr(torch.ops.c10d, operation).default)
+            collectives.impl(operation, kernel, KEY, allow_override=True)
+    _check_backward(name)
+
+
+def _check_backward(name: str) -> None:
+    """Raise where this process has run a backward before: torch has no thread for the device then."""
+    try:
+        torch.ones(1, device=name, requires_grad=True).sum().backward()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the device {name} must be made ready before the first backward of a process, got one that has run some. "
+            "Import the plug-in at the top of the script, and call settle() or pretrain() before anything else"
+        ) from error
 
 
 def _module(name: str) -> Any:
@@ -71,25 +84,36 @@ def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
     An argument that comes back, as from an operation in place, is given back as it was.
     """
-    given: dict[int, torch.Tensor] = {}
-    kept = []  # else an identity could be taken by another tensor
+    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # identity of the host's view -> device's, host's
 
     def to_host(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            host = on_host(value)
-            given[id(host)] = value
-            kept.append(host)
+            host = on_host(value) if value.numel() else torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            given[id(host)] = value, host
             return host
+        if isinstance(value, torch.Tensor) and value.dim():  # a number may come from the host, as with CUDA
+            raise RuntimeError(
+                f"all tensors of {operation} must be on the device, got one of {value.shape} on the host"
+            )
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def to_device(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        found = given.get(id(value))
-        return on_device(value) if found is None else found
+        return given[id(value)][0] if id(value) in given else on_device(value)
 
     args, kwargs = pytree.tree_map(to_host, (args, kwargs))
-    return pytree.tree_map(to_device, operation(*args, **kwargs))
+    results = operation(*args, **kwargs)
+    for value, host in given.values():
+        if host.shape != value.shape:  # an empty tensor that was given to be filled
+            _take(value, on_device(host))
+    return pytree.tree_map(to_device, results)
+
+
+def _take(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Let ``target`` be what ``source`` is: its memory and its shape."""
+    place = (source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+    torch.ops.aten.set_.source_Storage_storage_offset._op_dk(torch._C.DispatchKey.CPU, target, *place)
 
 
 def _redirected(operation: Any) -> Callable[..., Any]:
@@ -121,4 +145,18 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
-_MEMORY = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy_from}
+def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
+    """Give the tensor other memory of that shape, which begins with what it holds now."""
+    held, other = on_host(tensor.contiguous()).flatten(), torch.empty(size, dtype=tensor.dtype, device="cpu")
+    number = min(held.numel(), other.numel())
+    other.flatten()[:number].copy_(held[:number])
+    _take(tensor, on_device(other))
+    return tensor
+
+
+_MEMORY = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "resize_": _resize,
+    "_copy_from": _copy_from,
+}
