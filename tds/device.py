@@ -30,8 +30,8 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
 def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Give each parameter of ``module`` what ``function`` makes of it, without making another object of it.
 
-    Comes ahead of ``module.to`` on devices other than CPU and CUDA. There torch would put new parameters in place of the
-    old ones, without the attributes that they carry, and one for each module that shares a weight.
+    Comes ahead of ``module.to`` on other devices than CPU and CUDA. There torch would put new parameters in place of
+    the old ones, without the attributes that they carry, and one for each module that shares a weight.
     """
     if get_accelerator().device_name() in ("cpu", "cuda"):
         return

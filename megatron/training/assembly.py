@@ -19,8 +19,8 @@ from megatron.mpu.counted import CountedDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
 from megatron.training.accelerator import check_agreement
-from megatron.training.cpu_adam import deepspeed_adam
 from megatron.training.compiled import compile_layers
+from megatron.training.cpu_adam import deepspeed_adam
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
 from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine
 from megatron.training.world import World
