@@ -44,7 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("second", type=Path, help="the folder of the other")
     parser.add_argument(
         "--rtol", type=tolerance, metavar="X",
-        help="relative tolerance (default: by the coarser type: fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2)",
+        help="relative tolerance (default: by the coarser number format fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2; "
+        "behind the first step ten times as much)",
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help=f"list every tensor, not {SHOWN} about the first difference")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of tables; draws nothing")

@@ -18,10 +18,12 @@ PHASES = {WEIGHT: "weights", INPUT: "forward", OUTPUT: "forward", GRAD_OUTPUT: "
           GRADIENT: "gradients"}  # fmt: skip
 ORDER = ("weights", "forward", "backward", "gradients")
 """Of a step, in which a difference is looked for."""
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Relative, by the coarser of the two runs' types: what other sums in another order come to, and some steps of it."""
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
+"""Relative, by the coarser number format of the two runs: what other sums in another order come to."""
+LATER = 10.0
+"""Times as much behind the first step: Adam makes steps of the rounding of gradients that are zero by symmetry."""
 UNJUDGED = math.inf
-"""Tolerance of weights behind the first step: Adam makes steps of the rounding of gradients that are zero by symmetry."""
+"""Of weights behind the first step, for the same reason."""
 SMALLEST_SHARE = 1e-6
 """Of the largest norm of its kind in the step: tensors below it are zero by symmetry; their rounding is no error."""
 
@@ -75,7 +77,7 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
     """Return how far the two dumps lie apart.
 
     Args:
-        rtol: tolerance of all tensors; None: by their types.
+        rtol: tolerance of all steps; None: by the number formats.
 
     Raises:
         ValueError: they have no tensor in common.
@@ -88,8 +90,12 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
             "modules (--debug-dump-modules) or another model"
         )
     floors = _floors(pairs)
+    usual = max(TOLERANCE[dump.facts["dtype"]] for dump in (first, second))
+    tolerance = (usual, usual * LATER) if rtol is None else (rtol, rtol)
     found = [
-        _difference(first, second, one, other, _tolerance(one, other, rtol, start), floors[one.key.step, one.key.what])
+        _difference(
+            first, second, one, other, _tolerance(one.key, tolerance, start), floors[one.key.step, one.key.what]
+        )
         for one, other in pairs
     ]
     found.sort(key=lambda each: (each.key.step, ORDER.index(each.phase), each.time_ns))
@@ -108,11 +114,16 @@ def _floors(pairs: Iterable[tuple[Joined, Joined]]) -> dict[tuple[int, str], tup
     return {key: (SMALLEST_SHARE * max(norms[key]), SMALLEST_SHARE * max(numbers[key])) for key in norms}
 
 
-def _tolerance(one: Joined, other: Joined, rtol: float | None, start: int) -> float:
-    """Return up to which error two tensors agree; ``start`` is the first step that both dumps have."""
-    if one.key.what == WEIGHT and one.key.step > start:
+def _tolerance(key: Key, of_steps: tuple[float, float], start: int) -> float:
+    """Return up to which error a tensor agrees.
+
+    Args:
+        of_steps: of the first step and of later ones.
+        start: the first step that both dumps have.
+    """
+    if key.what == WEIGHT and key.step > start:
         return UNJUDGED
-    return max(TOLERANCE.get(each.dtype, 0.0) for each in (one, other)) if rtol is None else rtol
+    return of_steps[key.step > start]
 
 
 def _difference(

@@ -45,7 +45,6 @@ class Joined:
     first: int
     stop: int
     statistics: Statistics
-    dtype: str
     time_ns: int
     parts: tuple[Record, ...]
     copies_differ: bool = False
@@ -115,7 +114,6 @@ def join(key: Key, records: Sequence[Record], first: int, stop: int) -> Joined:
         first,
         stop,
         joined([statistics for _, statistics, _ in over_ranks]),
-        parts[0].dtype,
         min(record.time_ns for record in parts),
         parts,
         any(differ for _, _, differ in over_ranks),

@@ -1,0 +1,119 @@
+"""The first number that is not finite is traced to the module that made it, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.debug.finite import FiniteCheck
+from megatron.debug.hooks import Watch
+from megatron.debug.names import named_modules
+
+NAN = float("nan")
+
+
+class Poisoned(torch.autograd.Function):
+    """The identity, whose backward sends NaN."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad * NAN
+
+
+class Block(nn.Module):
+    """A residual block that can be spoiled in four places."""
+
+    def __init__(self, spoiled: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.spoiled = spoiled
+        if spoiled == "weight":
+            self.down.weight.data[1, 1] = NAN
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.norm(x))
+        if self.spoiled == "between":
+            hidden = hidden / 0.0
+        if self.spoiled == "between in backward":
+            hidden = Poisoned.apply(hidden)
+        y = self.down(hidden)
+        return x + (Poisoned.apply(y) if self.spoiled == "in backward" else y)
+
+
+def model(spoiled: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(""), Block(spoiled), Block(""))
+
+
+def finding(
+    net: nn.Module,
+    x: torch.Tensor,
+    *,
+    has_loss: bool = True,
+    in_backward: bool = True,
+    loss: Callable[[torch.Tensor], torch.Tensor] = torch.sum,
+    is_recomputed: bool = False,
+):
+    """Return the text of what was found in one forward and backward, None without."""
+    check = FiniteCheck(has_loss)
+    watch = Watch(net, named_modules(net), lambda: 2, check.see)
+    watch.start()
+    loss(checkpoint(net, x, use_reentrant=False) if is_recomputed else net(x)).backward()
+    watch.stop()
+    found = check.finding(in_backward=in_backward)
+    return None if found is None or found.has_arrived else found.text
+
+
+X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize(
+    "spoiled, told",
+    [
+        ("", None),
+        ("weight", "1.down gave NaN or infinity in the forward of micro-batch 2, having taken only finite numbers"),
+        ("between", "made between 1.up and 1.down in the forward of micro-batch 2, outside of modules"),
+        ("between in backward", "made between 1.down and 1.up in the backward of micro-batch 2, outside of modules"),
+        ("in backward", "made between 1 and 1.down in the backward of micro-batch 2"),
+    ],
+)
+def test_the_module_or_the_way_between_two_is_named(spoiled: str, told: str | None, is_recomputed: bool) -> None:
+    text = finding(model(spoiled), X, is_recomputed=is_recomputed)
+    assert text is told if told is None else told in str(text)
+
+
+def test_a_gradient_that_a_module_spoils_is_told_from_one_that_others_add() -> None:
+    net = model("")
+    net[1].norm.register_full_backward_hook(lambda *_: (torch.full((3, 2, 4), NAN),))
+    told = finding(net, X)
+    assert told == "1.norm sent NaN or infinity back in the backward of micro-batch 2, having got only finite gradients"
+    assert finding(net, X, in_backward=False) is None  # what an overflow of fp16 is
+
+
+def test_what_has_arrived_is_nobodys_here_and_a_loss_is_named() -> None:
+    spoiled = (X.detach() / 0.0).requires_grad_()
+    assert finding(model(""), spoiled) is None
+    assert finding(model("weight"), spoiled) is None
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return Poisoned.apply(y).sum()
+
+    told = finding(model(""), X, loss=loss)
+    assert told == "the loss sent NaN or infinity back to 2 in the backward of micro-batch 2"
+    assert finding(model(""), X, loss=loss, has_loss=False) is None
+
+
+def test_infinity_counts_and_an_evaluation_does_not() -> None:
+    net = model("")
+    net[1].down.bias.data[0] = float("inf")
+    assert str(finding(net, X)).startswith("1.down gave")
+    assert finding(net.eval(), X) is None
