@@ -27,7 +27,7 @@ def write_model(place: Path, argv: list[str], vocab_size: int) -> None:
     """Write a Hugging Face folder with random weights of the model that ``argv`` names."""
     config = parse_as(pretrain_gpt2, argv, 1).with_vocab(vocab_size)
     rng = torch.Generator().manual_seed(5)
-    weights = {name: 0.1 * torch.randn(p.shape, generator=rng) for name, p in tensors.own(config).items()}
+    weights = {name: 0.3 * torch.randn(p.shape, generator=rng) for name, p in tensors.own(config).items()}
     place.mkdir()
     folder.write_json(place / folder.CONFIG, settings.to_theirs(config, "float32"))
     folder.write_tensors(place, tensors.to_theirs(weights, config), 50_000)
@@ -52,7 +52,7 @@ def test_a_hugging_face_folder_starts_the_same_run_in_every_layout(ranks: int, c
     assert len(one) == 3 and one == pytest.approx(other, rel=1e-5)
     scratch = tmp_path / "scratch"
     assert train_ranks(1, flags(corpus, scratch, FEW))[0] == [0]
-    assert abs(losses(scratch)[0] - one[0]) > 0.01, "the folder's weights must count"
+    assert abs(losses(scratch)[0] - one[0]) > 0.1, "the folder's weights must count"
 
 
 def test_a_folder_of_weights_is_no_run_to_go_on_with(
