@@ -87,6 +87,11 @@ class ParallelConfig:
         "start), uniform, parameters, or type:REGEX of layer names",
     )
     device: str = option("auto", "where to compute: auto, cpu, cuda, or the device of a plug-in (docs/accelerators.md)")
+    fused_kernels: str = option(
+        "auto",
+        "fused norms and AdamW on a GPU: torch's, or apex's where it is installed; auto: torch's",
+        choices=("auto", "torch", "apex"),
+    )
     distributed_backend: str | None = option(
         None, "backend of torch.distributed", choices=("nccl", "gloo"), shown_default="nccl on GPUs, gloo on CPU"
     )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron.ops.norm import rms_norm
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` where there is one."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
 
 
 class LayerNorm(nn.Module):
@@ -18,8 +25,13 @@ class LayerNorm(nn.Module):
     Args:
         bias: shift; False: scale alone.
 
+    Attributes:
+        kernel: what computes it, ``layer_norm`` or a function that is given and returns the same.
+
     Source: Ba et al. 2016, "Layer normalization".
     """
+
+    kernel: Callable[..., torch.Tensor] = staticmethod(layer_norm)
 
     def __init__(self, hidden_size: int, epsilon: float, bias: bool = True) -> None:
         super().__init__()
@@ -28,7 +40,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.epsilon)
+        return self.kernel(x, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -37,8 +49,13 @@ class RMSNorm(nn.Module):
     Shapes:
         input, output [..., h]
 
+    Attributes:
+        kernel: what computes it, ``rms_norm`` or a function that is given and returns the same.
+
     Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
     """
+
+    kernel: Callable[..., torch.Tensor] = staticmethod(rms_norm)
 
     def __init__(self, hidden_size: int, epsilon: float) -> None:
         super().__init__()
@@ -46,4 +63,4 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.epsilon)
+        return self.kernel(x, self.weight, self.epsilon)

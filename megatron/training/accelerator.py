@@ -14,7 +14,7 @@ from megatron.accelerators import Accelerator
 from megatron.adaptors import is_on
 from megatron.config import Config, check_device
 from megatron.errors import ConfigError
-from megatron.training import determinism
+from megatron.training import determinism, fused
 
 
 def settle(config: Config) -> str:
@@ -48,8 +48,8 @@ def _open(plugin: Accelerator) -> None:
     accelerators.adapt(plugin.name)
 
 
-def check_precision(config: Config, kind: str) -> None:
-    """Check that the device computes in the number format that was said, if one was.
+def check_device_fits(config: Config, kind: str) -> None:
+    """Check that the device computes in the number format that was said, if one was, and has the kernels asked for.
 
     Raises:
         ConfigError: it does not.
@@ -58,6 +58,7 @@ def check_precision(config: Config, kind: str) -> None:
         check_device(config, kind == "cuda", kind != "cuda" or device.default_precision(kind) == "bf16")
     elif problem := device.missing_dtype(kind, config.precision.dtype):
         raise ConfigError(problem)
+    fused.check(config, kind)
 
 
 def check_agreement(kind: str) -> None:

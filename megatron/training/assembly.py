@@ -18,6 +18,7 @@ from megatron.model.sizes import t5_sizes_from
 from megatron.mpu.counted import CountedDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
+from megatron.training import fused
 from megatron.training.accelerator import check_agreement
 from megatron.training.compiled import compile_layers
 from megatron.training.cpu_adam import deepspeed_adam
@@ -48,6 +49,7 @@ def build_engine(
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks)
     initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
+    fused.use_norms(config, module)
     move(module, world.device)
     if config.parallel.compile:
         compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline)
@@ -148,8 +150,15 @@ def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> Mix
         data=world.grid.data,
         zero_stage=settings.zero_stage,
         offload=Offload(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
-        adam=deepspeed_adam if settings.cpu_adam == "deepspeed" else None,
+        adam=_adam(config),
     )
+
+
+def _adam(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
+    """Return what AdamW is, where it is not torch's."""
+    if config.optimizer.cpu_adam == "deepspeed":
+        return deepspeed_adam
+    return fused.apex_adam if fused.uses_adam(config) else None
 
 
 def make_scaler(config: Config) -> LossScaler:

@@ -18,7 +18,7 @@ from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import accelerator, determinism
+from megatron.training import accelerator, determinism, fused
 from megatron.training.engines import StepResult
 from megatron.training.forecast import simulated_bubble
 from megatron.training.plan import is_known, plan_rows
@@ -118,6 +118,7 @@ def start_rows(
     bounds = getattr(module, "parts", [0, cost.of(config).num_units])
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
     yield from accelerator.rows(world.kind)
+    yield from fused.rows(config, world.kind)
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
     yield "loss", _loss_row(module)

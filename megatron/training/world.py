@@ -14,7 +14,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError, PeerError
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
-from megatron.training.accelerator import backend_of, check_precision, settle
+from megatron.training.accelerator import backend_of, check_device_fits, settle
 from megatron.training.sameness import compare_ranks
 
 
@@ -55,7 +55,7 @@ def start(config: Config) -> World:
         PeerError: not all ranks came.
     """
     kind = settle(config)
-    check_precision(config, kind)
+    check_device_fits(config, kind)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     place = device.bind(kind, local_rank)
     if kind == "cpu":

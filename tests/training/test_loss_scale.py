@@ -31,7 +31,7 @@ Seen = list[tuple[float, bool]]  # for each step, the loss scale that it ran wit
 
 def allow_fp16_on_cpu(rank: int) -> None:
     """What a user may not do, for its CPU kernels are slow; the numbers are right."""
-    world.check_precision = lambda *_: None  # type: ignore[assignment]
+    world.check_device_fits = lambda *_: None  # type: ignore[assignment]
 
 
 def scaled_rank(
