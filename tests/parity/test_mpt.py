@@ -13,7 +13,7 @@ from tests.parity.test_schedules import GRIDS, INTERLEAVED, OTHERS, UNTIED, chec
 
 RATES = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DROPPED = f"--fp64 --clip-grad 0.5 {RATES} --layout-independent-dropout"
-SHORT = [((2, 2, 1), "documents"), ((1, 2, 2), "clipped"), ((4, 1, 1), "untied")]
+SHORT = [((2, 2, 1), "documents"), ((1, 2, 2), "clipped")]
 EVERY = [
     pytest.param(*grid, variant, marks=() if (grid, variant) in SHORT else pytest.mark.slow)
     for grid, variant in product(LAYOUTS, VARIANTS)
@@ -23,7 +23,7 @@ EVERY = [
 @pytest.mark.parametrize(("tensor", "pipe", "data", "variant"), EVERY)
 def test_fp64_equals_one_process(tensor: int, pipe: int, data: int, variant: str) -> None:
     """Rows E01, E04, E06, E09, E16, E17."""
-    check_fp64(difference(tensor, pipe, data, f"--fp64 --clip-grad 0.5 {VARIANTS[variant]}", 6))
+    check_fp64(difference(tensor, pipe, data, f"--fp64 --clip-grad 0.5 {VARIANTS[variant]}", 3))
 
 
 @pytest.mark.slow

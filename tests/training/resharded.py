@@ -14,6 +14,7 @@ import torch
 
 import pretrain_gpt2
 import pretrain_t5
+from examples.mpt import pretrain_mpt
 from megatron import device
 from megatron.checkpoint import TensorRecord, named_parameters
 from megatron.config import Config, parse
@@ -33,6 +34,7 @@ COMMON = (
 )
 SIZES = {
     pretrain_gpt2: f"--num-layers 4 --max-position-embeddings 16 --hidden-bias --seq-length 16 {COMMON}",
+    pretrain_mpt: f"--num-layers 4 --seq-length 16 {COMMON}",
     pretrain_t5: f"--enc-layers 2 --dec-layers 3 --enc-seq-length 24 --vocab-extra-ids 8 {COMMON}",
 }
 PROGRESS = Progress(step=7, updates=6, samples_consumed=168)
@@ -50,17 +52,19 @@ class Layout:
     data: int
     zero: int = 0
     dtype: str = "fp32"
+    offload: str = ""
 
     @property
     def num_ranks(self) -> int:
         return self.tensor * self.pipe * self.data
 
     def flags(self, script: ModuleType) -> list[str]:
-        cut = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero}"
+        cut = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero} "
+        cut += self.offload
         return f"{SIZES[script]} {cut} --fp32".split()
 
     def __str__(self) -> str:
-        return f"{self.tensor}-{self.pipe}-{self.data}-zero{self.zero}-{self.dtype}"
+        return f"{self.tensor}-{self.pipe}-{self.data}-zero{self.zero}{self.offload.replace(' ', '')}-{self.dtype}"
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Rank:
     @classmethod
     def of(cls, layout: Layout, script: ModuleType) -> Rank:
         """Build what this process is in ``layout``. Collective."""
-        family = script.__name__.removeprefix("pretrain_")
+        family = script.__name__.rpartition("pretrain_")[2]
         argv, defaults = layout.flags(script), getattr(script, "DEFAULTS", None)
         config = parse(argv, world_size=layout.num_ranks, family=family, defaults=defaults).with_vocab(VOCAB)
         here = world.start(config)
@@ -84,6 +88,7 @@ class Rank:
         arguments.set_current(config, stand_in_tokenizer(config), make_streams(config, here))
         module = build_model(config, here, script.model_provider)
         optimizer = make_optimizer(config, module, here)
+        optimizer.cut_weights(module)
         make_moments(optimizer)
         return cls(config, here, module, optimizer)
 
@@ -108,8 +113,9 @@ class Rank:
         """Return copies of masters, moments and, under ``model/``, the parameters that the model computes with."""
         held = parts_of(self.module, self.optimizer)
         for name, parameter in named_parameters(self.module):
-            shard = shard_of(parameter)
-            held[f"model/{name}"] = (shard, shard.unpadded(parameter.detach()).clone())
+            kept = self.optimizer.kept(parameter)
+            shard = shard_of(parameter if kept is parameter else self.optimizer.master_of(parameter))
+            held[f"model/{name}"] = (shard, shard.unpadded(kept.detach()).clone())
         return held
 
     def _parts(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 import pretrain_gpt2
-import pretrain_t5
 from megatron.config import Config, parse, resolve_dtype
 from megatron.data import TokenFileWriter
 from megatron.errors import StopRequest
@@ -25,7 +24,7 @@ from tests.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
-LENGTHS = {pretrain_gpt2: "--seq-length 32 --hidden-bias", pretrain_t5: "--enc-seq-length 32"}
+LENGTHS = {"gpt2": "--seq-length 32 --hidden-bias", "t5": "--enc-seq-length 32", "mpt": "--seq-length 32"}
 SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 "
     "--train-iters 20 --lr 3e-3 --warmup 0.1 --log-interval 1 --eval-iters 1 --eval-interval 0 --split 900,50,50 "
@@ -47,9 +46,15 @@ def write_corpus(folder: Path) -> Path:
     return prefix
 
 
+def family_of(script: ModuleType) -> str:
+    """Return the family that ``pretrain_<family>`` trains, wherever it lies."""
+    return script.__name__.rpartition("pretrain_")[2]
+
+
 def flags(prefix: Path, folder: Path, extra: str = "", script: ModuleType = pretrain_gpt2) -> list[str]:
     """Return the command line of a run of ``script`` on ``prefix`` whose run folder is ``folder``."""
-    return [*SIZES, *LENGTHS[script].split(), "--data-path", str(prefix), "--save", str(folder), *extra.split()]
+    length = LENGTHS[family_of(script)]
+    return [*SIZES, *length.split(), "--data-path", str(prefix), "--save", str(folder), *extra.split()]
 
 
 def train_ranks(
@@ -72,7 +77,7 @@ def train_ranks(
 def parse_as(script: ModuleType, argv: list[str], world_size: int) -> Config:
     """Return the configuration as ``script`` reads it."""
     defaults = getattr(script, "DEFAULTS", None)
-    return parse(argv, world_size=world_size, family=script.__name__.removeprefix("pretrain_"), defaults=defaults)
+    return parse(argv, world_size=world_size, family=family_of(script), defaults=defaults)
 
 
 def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], None] | None, name: str) -> None:

@@ -10,18 +10,19 @@ import pytest
 
 import pretrain_gpt2
 import pretrain_t5
+from examples.mpt import pretrain_mpt
 from tests.training.resharded import Layout, assert_is_state, load_by, save_by
 
 SAVED = (
     Layout(1, 1, 1), Layout(2, 1, 1, dtype="bf16"), Layout(1, 2, 1, dtype="fp16"), Layout(1, 1, 2, 1, "bf16"),
-    Layout(4, 1, 1), Layout(1, 4, 1, dtype="bf16"), Layout(1, 1, 4, 1), Layout(2, 2, 1, dtype="fp16"),
-    Layout(2, 1, 2, 0, "bf16"), Layout(1, 2, 2, 1, "fp32"),
+    Layout(4, 1, 1), Layout(1, 4, 1, dtype="bf16"), Layout(1, 1, 4, 3, "bf16"), Layout(2, 2, 1, dtype="fp16"),
+    Layout(2, 1, 2, 2, "bf16"), Layout(1, 2, 2, 1, "fp32", "--offload-optimizer"),
 )  # fmt: skip
 """All layouts of 1, 2 and 4 ranks, as they save."""
 LOADED = (
     Layout(1, 1, 1, dtype="bf16"), Layout(2, 1, 1), Layout(1, 2, 1, dtype="bf16"), Layout(1, 1, 2, 0, "fp16"),
-    Layout(4, 1, 1, dtype="fp16"), Layout(1, 4, 1), Layout(1, 1, 4, 0, "bf16"), Layout(2, 2, 1, dtype="bf16"),
-    Layout(2, 1, 2, 1), Layout(1, 2, 2, 0, "bf16"),
+    Layout(4, 1, 1, dtype="fp16"), Layout(1, 4, 1), Layout(1, 1, 4, 2, "bf16"), Layout(2, 2, 1, dtype="bf16"),
+    Layout(2, 1, 2, 3, "fp32", "--offload-optimizer --offload-parameters"), Layout(1, 2, 2, 0, "bf16"),
 )  # fmt: skip
 """The same, as they load: each with another precision, those with replicas with another stage of ZeRO."""
 
@@ -43,9 +44,13 @@ def test_some_layouts_load_what_others_saved(tmp_path: Path) -> None:
     check_pairs(pretrain_gpt2, (SAVED[7], SAVED[3]), (LOADED[0], LOADED[9]), tmp_path)
 
 
+def test_a_pipeline_of_mpt_is_loaded_by_replicas(tmp_path: Path) -> None:
+    check_pairs(pretrain_mpt, (SAVED[7],), (LOADED[3],), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_t5], ids=["gpt2", "t5"])
+@pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_t5, pretrain_mpt], ids=["gpt2", "t5", "mpt"])
 def test_every_ordered_pair_of_the_ten_layouts(script: ModuleType, tmp_path: Path) -> None:
     sizes = [(layout.tensor, layout.pipe, layout.data) for layout in SAVED]
     assert len(set(sizes)) == 10 and sizes == [(layout.tensor, layout.pipe, layout.data) for layout in LOADED]
