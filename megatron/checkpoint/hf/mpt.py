@@ -176,4 +176,6 @@ FORM = Form(
     **by_recipes(recipes),
     word=_WORD,
     allowed=1e-5,  # their softmax is in fp32
+    our_logits=lambda model, tokens: model(tokens).transpose(0, 1),
+    prepare=prepare,
 )

@@ -77,7 +77,7 @@ def _our_logits(checkpoint: Checkpoint, config: Config, dtype: str | None, batch
     tokens, decoded = batch
     if config.is_t5:
         return model(tokens, decoded).transpose(0, 1)  # [b, s, v]
-    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens)).transpose(0, 1)  # [b, s, v]
+    return form_of(config.family).our_logits(model, tokens)  # [b, s, v]
 
 
 def _their_logits(folder: Path, config: Config, batch: Any) -> torch.Tensor:
@@ -92,6 +92,7 @@ def _their_logits(folder: Path, config: Config, batch: Any) -> torch.Tensor:
     if odd:
         raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {odd}")
     model.eval()
+    form_of(config.family).prepare(model, config)
     tokens, decoded = batch
     if config.is_t5:
         return model(input_ids=tokens, decoder_input_ids=decoded).logits
