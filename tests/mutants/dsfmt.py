@@ -109,7 +109,7 @@ DSFMT = (
     Mutant(
         "weights alone are loaded under the old masters",
         "megatron/optim/masters.py",
-        "                master.copy_(self.part(parameter, parameter))\n",
+        "                master.copy_(self.part(parameter, parameter) if home is None else home)\n",
         "                pass\n",
         (STATE,),
     ),
@@ -141,5 +141,6 @@ DSFMT = (
         "    make_safe(engine.checkpoint_engine)\n",
         "",
         (f"{FILES}::test_a_file_that_would_run_code_is_refused_without_a_switch",),
+        refuses=True,
     ),
 )

@@ -113,8 +113,8 @@ GUARDED = (
     Mutant(
         "replicas are not compared",
         "megatron/training/drift.py",
-        "    if grid.data.size > 1:\n",
-        "    if grid.data.size > 2:\n",
+        "    if grid.data.size > 1 and",
+        "    if grid.data.size > 2 and",
         (f"{FLIPPED}[replicas]",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Weights of every kind that ZeRO 1 meets, for its tests: the same on all replicas, with gradients that are given."""
+"""Weights of every kind that ZeRO meets, for its tests: the same on all replicas, with gradients that are given."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ def take_step(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid, s
             shard, local = place(name, grid.tensor.rank, grid.tensor.size)
             gradient = on_this_rank(value * optimizer.loss_scale, shard, local).to(parameter.dtype)
             (parameter * gradient).sum().backward()
+        optimizer.end_micro_batch()
+    if optimizer.sums_gradients:
+        optimizer.scale_gradients(1 / grid.data.size)  # of equal numbers: exact for 2 and 4 replicas
     optimizer.step()
 
 
