@@ -11,8 +11,10 @@ from megatron.generate.gpt2 import DecoderReader
 from megatron.generate.part import part_of
 from megatron.generate.t5 import T5Reader
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.llama import LlamaModel
 from megatron.model.sizes import T5Sizes
 from megatron.model.t5 import T5Model
+from tests.model.llama_samples import llama_sizes
 from tests.model.samples import SMALL, VOCAB, filled, small_sizes
 
 ROUNDING = 1e-13
@@ -32,10 +34,19 @@ def differ(found: torch.Tensor | None, wanted: list[torch.Tensor]) -> float:
     return float((found[:, :VOCAB] - whole[:, :VOCAB]).abs().max() / whole.abs().max())
 
 
-@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        (GPT2Model, small_sizes()),
+        (GPT2Model, small_sizes(untie_embeddings=True)),
+        (LlamaModel, llama_sizes()),
+        (LlamaModel, llama_sizes(num_query_groups=1, untie_embeddings=False, rotary_scaling="linear")),
+    ],
+    ids=["gpt2", "gpt2, untied", "llama", "llama, one key, tied"],
+)
 @torch.no_grad()
-def test_gpt2_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one(untied: bool) -> None:
-    model = filled(GPT2Model(small_sizes(untie_embeddings=untied)).double()).eval()
+def test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one(kind: Any, sizes: Any) -> None:
+    model = filled(kind(sizes).double()).eval()
     rows = rows_of([length + STEPS for length in LENGTHS], seed=1)
     alone = [model(row[None], torch.arange(len(row))[None])[:, 0] for row in rows]  # each [s, v]
     reader = DecoderReader(part_of(model), max(LENGTHS) + STEPS)

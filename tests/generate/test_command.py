@@ -38,6 +38,7 @@ NEW = 10
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"activation": "gelu-tanh"}),
     "gpt2-untied": ("gpt2", {"untie_embeddings": True, "hidden_bias": True}),
+    "llama": ("llama", {"hidden_bias": True}),
     "t5": ("t5", {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}),
     "t5-untied": ("t5", {"untie_embeddings": True, "activation": "gated-gelu"}),
     "t5-learned": ("t5", {"position_embedding_type": "learned", "hidden_bias": True}),

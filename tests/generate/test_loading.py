@@ -44,7 +44,7 @@ def of_stage(rank: int, run: Path) -> torch.Tensor | None:
     return logits_of(load(checkpoint, saved_config(checkpoint.state), pipe=pipe, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "t5", "llama"])
 def test_a_stage_of_a_checkpoint_computes_what_the_whole_model_does(family: str, tmp_path: Path) -> None:
     near = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10} if family == "t5" else {}
     config = save_model(tmp_path, family, **near)

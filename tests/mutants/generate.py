@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 CACHED_GPT2 = (
-    "tests/generate/test_cache.py::test_gpt2_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one"
+    "tests/generate/test_cache.py::test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one"
 )
 CACHED_T5 = "tests/generate/test_cache.py::test_t5_with_a_cache_and_sources_of_any_length_equals_each_alone_without_one"
 SAMPLING = "tests/generate/test_sampling.py"
@@ -23,14 +23,14 @@ GENERATE = (
         "megatron/model/cache.py",
         "(slots <= positions.unsqueeze(2))",
         "(slots < positions.unsqueeze(2))",
-        (f"{CACHED_GPT2}[False]",),
+        (f"{CACHED_GPT2}[gpt2]",),
     ),
     Mutant(
         "a shorter row's keys are put behind those of the longest",
         "megatron/model/cache.py",
         "            kept.scatter_(2, places, new)\n",
         "            kept.scatter_(2, places.amax(0, keepdim=True).expand_as(places), new)\n",
-        (f"{CACHED_GPT2}[False]",),
+        (f"{CACHED_GPT2}[gpt2]",),
     ),
     Mutant(
         "rows that go on look at what other rows read of the source",
@@ -44,7 +44,7 @@ GENERATE = (
         "megatron/model/cache.py",
         "            self.own = self.own[0][rows], self.own[1][rows]\n",
         "            self.own = self.own[0][: len(rows)], self.own[1][: len(rows)]\n",
-        (f"{CACHED_GPT2}[False]",),
+        (f"{CACHED_GPT2}[gpt2]",),
     ),
     Mutant(
         "the bias of a new query is that of the first position",
@@ -79,7 +79,7 @@ GENERATE = (
         "megatron/generate/reader.py",
         "x = x[last.to(device), torch.arange(b, device=device)].unsqueeze(0)",
         "x = x[last.to(device).amax(0, keepdim=True), torch.arange(b, device=device)].unsqueeze(0)",
-        (f"{CACHED_GPT2}[False]", f"{BATCH}[gpt2]"),
+        (f"{CACHED_GPT2}[gpt2]", f"{BATCH}[gpt2]"),
     ),
     Mutant(
         "new tokens stand behind the longest row",
@@ -135,7 +135,7 @@ GENERATE = (
         "megatron/generate/sampling.py",
         "uniform(sampling.seed, keys[row], step) for row in rows",
         "uniform(sampling.seed, keys[place], step) for place, row in enumerate(rows)",
-        (f"{BATCH}[gpt2]", f"{LAYOUT}[gpt2-layout4]"),
+        (f"{BATCH}[t5-learned]",),
     ),
     Mutant(
         "equal prompts draw alike",
