@@ -92,7 +92,8 @@ class Keeper:
         key = part.numel(), part.dtype, is_first
         if key not in self._buffers:
             slots = self._slots()[0 if is_first else 1]
-            self._buffers[key] = _Buffer(slots, lambda: self._memory((slots, part.numel()), part))
+            shape, like = (slots, part.numel()), part.new_empty(0)  # not part itself, which would wait for ever
+            self._buffers[key] = _Buffer(slots, lambda: self._memory(shape, like))
         return self._buffers[key]
 
     def _memory(self, shape: Any, like: torch.Tensor) -> torch.Tensor:
