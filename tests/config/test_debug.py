@@ -1,0 +1,47 @@
+"""Flags of the debugger: what they read, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import DebugConfig, parse
+from megatron.errors import ConfigError
+
+BASE = "--data-path none --num-layers 2 --hidden-size 32 --num-attention-heads 4 --dry-run"
+
+
+@pytest.mark.parametrize(
+    "text, steps", [("1-3", [1, 2, 3]), ("4", [4]), ("1-3,10", [1, 2, 3, 10]), (" 2 , 5 - 6", [2, 5, 6])]
+)
+def test_steps_are_numbers_and_ranges(text: str, steps: list[int]) -> None:
+    assert [step for part in DebugConfig(debug_dump_steps=text).steps() for step in part] == steps
+
+
+def test_nothing_is_looked_at_unless_it_is_asked_for() -> None:
+    debug = parse(BASE.split(), world_size=1).debug
+    assert not debug.is_on and debug.wanted().search("layers.0")
+    assert parse(f"{BASE} --debug-nan".split(), world_size=1).debug.is_on
+    assert parse(f"{BASE} --debug-dump x".split(), world_size=1).debug.is_on
+
+
+@pytest.mark.parametrize(
+    "extra, told",
+    [
+        ("--debug-dump x --debug-dump-steps 0-2", "--debug-dump-steps must be steps from 1 on .* got '0-2'"),
+        ("--debug-dump x --debug-dump-steps 3-1", "--debug-dump-steps must be steps from 1 on"),
+        ("--debug-dump x --debug-dump-steps 1,,2", "--debug-dump-steps must be steps from 1 on"),
+        ("--debug-dump x --debug-dump-steps all", "--debug-dump-steps must be steps from 1 on"),
+        ("--debug-dump x --debug-dump-modules (", r"--debug-dump-modules must be a regular expression, got '\('"),
+        ("--debug-dump-steps 1", "--debug-dump-steps acts with --debug-dump only"),
+        ("--debug-dump-modules a", "--debug-dump-modules acts with --debug-dump only"),
+        ("--debug-dump-tensors", "--debug-dump-tensors acts with --debug-dump only"),
+        ("--debug-nan --stability-guard skip", "--debug-nan ends the run .*, --stability-guard skip goes on"),
+        ("--debug-nan --eval-only --load x", "--debug-nan acts in training only, got --eval-only"),
+        ("--debug-dump x --eval-only --load x", "--debug-dump acts in training only, got --eval-only"),
+        ("--debug-dump x --compile", "--debug-dump looks into layers, and compiled ones .* got --compile"),
+        ("--debug-nan --compile", "--debug-nan looks into layers, and compiled ones"),
+    ],
+)  # fmt: skip
+def test_what_cannot_act_is_refused(extra: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse(f"{BASE} {extra}".split(), world_size=1)

@@ -1,0 +1,104 @@
+"""--debug-nan and --debug-dump in whole runs: who is named, and that nothing is there where neither is given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain_gpt2
+from megatron.debug.folder import read
+from megatron.debug.names import named_modules
+from megatron.errors import NumericsError, exit_code
+from megatron.training import assembly, engines, parity
+from megatron.training.step_result import ModuleError
+from tests.debug import dumps
+from tests.harness import run_ranks
+from tests.training import guarded
+
+HIT = "layers.1.mlp.up"
+SMALL = "--eval-iters 0 --train-iters 5 --clip-grad 0 --lr 1e-3"
+
+
+def spoil_from_the_third_step(rank: int) -> None:
+    """Let a module of one layer give an infinite number in the second micro-batch of step 3."""
+    plain = assembly.build_model
+
+    def spoiled(*args):
+        model = plain(*args)
+        for name, module in named_modules(model):
+            if name == HIT:
+                module.register_forward_hook(_Spoiler())
+        return model
+
+    assembly.build_model = spoiled
+
+
+class _Spoiler:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor | None:
+        self.calls += module.training
+        return output * float("inf") if self.calls == 6 else None
+
+
+def test_the_rank_that_holds_the_module_names_it_and_all_end_ahead_of_the_update(corpus: Path, tmp_path: Path) -> None:
+    flags = f"{SMALL} --debug-nan --pipe-parallel-size 2"
+    first, last = guarded.train(2, corpus, tmp_path / "run", flags, spoil_from_the_third_step)
+    wanted = f"Here {HIT} gave NaN or infinity in the forward of micro-batch 1, having taken only finite numbers."
+    assert wanted in last.error and last.is_of_this_rank and "step 3 (samples 8-11)" in last.error
+    assert "--debug-nan" in first.error and HIT not in first.error and not first.is_of_this_rank
+    for seen in (first, last):
+        assert seen.steps == [0, 1, 2] and seen.digests[-1] == seen.digests[-2]
+    assert exit_code(ModuleError("", "")) == exit_code(NumericsError("")) == 5
+
+
+@pytest.mark.slow
+def test_a_dump_names_the_module_beside_the_loss_and_lets_a_guard_go_on(corpus: Path, tmp_path: Path) -> None:
+    def flags(name: str) -> str:
+        return f"{SMALL} --debug-dump {tmp_path / name} --debug-dump-steps 3-4"
+
+    (seen,) = guarded.train(1, corpus, tmp_path / "run", flags("dump"), spoil_from_the_third_step)
+    assert "the loss must be finite, got nan" in seen.error and f"Here {HIT} gave NaN or infinity" in seen.error
+    assert [finding["name"] for finding in read(tmp_path / "dump").findings] == [HIT]
+    skipping = f"{flags('dump-2')} --stability-guard skip"
+    (seen,) = guarded.train(1, corpus, tmp_path / "run-2", skipping, spoil_from_the_third_step)
+    dump = read(tmp_path / "dump-2")
+    assert not seen.error and [finding["step"] for finding in dump.findings] == [3]
+    assert dump.ends[3]["is_skipped"] and not dump.ends[4]["is_skipped"]
+    hit = [r for r in dump.records if r.name == HIT and r.what == "output" and not r.statistics.is_finite]
+    assert [(r.step, r.micro_batch) for r in hit] == [(3, 1)] and hit[0].statistics.inf > 0
+
+
+def _ours() -> list[str]:
+    """Return the debugger's modules that are imported."""
+    return [name for name in sys.modules if name.startswith("megatron.debug") or name == "megatron.training.debugging"]
+
+
+def _look(rank: int, extra: str) -> tuple[list[str], int, bool]:
+    """Return what is imported, the number of hooks there are, and whether the engine's step is its own."""
+    for name in _ours():
+        del sys.modules[name]
+    found = []
+    plain = parity.build_engine
+
+    def kept(*args):
+        found.append(plain(*args))
+        return found[0]
+
+    parity.build_engine = kept
+    words = dumps.argv(pretrain_gpt2, (1, 1, 1), 1, None, f"--fp32 {extra}")
+    dumps._rank(rank, words, 1, "pretrain_gpt2", 2, None)
+    tables = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in found[0].module.modules()]
+    hooks = sum(not hook.__module__.startswith("deepspeed") for each in tables for t in each for hook in t.values())
+    return _ours(), hooks, found[0].train_step.__func__ is engines.SingleStageEngine.train_step
+
+
+def test_without_the_flags_nothing_is_imported_hooked_or_wrapped(tmp_path: Path) -> None:
+    assert run_ranks(1, _look, "")[0] == ([], 0, True)
+    imported, hooks, is_own = run_ranks(1, _look, f"--debug-dump {tmp_path} --debug-dump-steps 1")[0]
+    assert imported and not is_own
+    assert hooks == 0  # behind the dumped step
