@@ -85,3 +85,13 @@ def test_another_seed_draws_others_and_a_k_of_one_takes_the_likeliest() -> None:
     assert alone(seed=4) != alone()
     model = filled(GPT2Model(small_sizes(max_position_embeddings=32)).double())
     assert alone(top_k=1) == generate_gpt2(model, PROMPTS, max_new_tokens=12)
+
+
+def test_rows_that_go_on_draw_as_before_when_another_has_ended() -> None:
+    wanted = alone()
+    end = wanted[0][2]
+    model = filled(GPT2Model(small_sizes(max_position_embeddings=32)).double())
+    found = generate_gpt2(model, PROMPTS, max_new_tokens=12, sampling=DRAWING, eos_id=end)
+    cut = [row[: row.index(end)] if end in row else row for row in wanted]
+    assert len(cut[0]) <= 2 and max(map(len, cut[1:])) == 12, "one row ends early, another one late"
+    assert [row[: row.index(end)] if end in row else row for row in found] == cut

@@ -135,7 +135,7 @@ GENERATE = (
         "megatron/generate/sampling.py",
         "uniform(sampling.seed, keys[row], step) for row in rows",
         "uniform(sampling.seed, keys[place], step) for place, row in enumerate(rows)",
-        (f"{BATCH}[t5-learned]",),
+        ("tests/generate/test_sampling.py::test_rows_that_go_on_draw_as_before_when_another_has_ended",),
     ),
     Mutant(
         "equal prompts draw alike",

@@ -138,7 +138,7 @@ def _become_pytest(request: dict[str, Any]) -> None:
         os.dup2(log, 2)
         os.chdir(request["tree"])
         sys.path[0] = request["tree"]
-        code = int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *request["tests"]]))
+        code = int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "--all", *request["tests"]]))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

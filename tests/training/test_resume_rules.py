@@ -206,4 +206,4 @@ def test_a_folder_that_a_node_does_not_see_is_found_at_the_start(blind: int, tmp
     if blind < 0:
         assert told[0] == Place(tmp_path / "run")
     else:
-        assert "--save must be a folder that all nodes share; node" in told[0]
+        assert "--save must be a folder that all nodes share; node" in str(told[0])
