@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# GPT-2 under SLURM with a task for each rank, for clusters that want it so: sbatch examples/launch/srun.sh [flags]
+# examples/slurm/gpt2.sh has one task on each node instead, whose launcher names a rank that fails and starts it again.
+#SBATCH --job-name=gpt2-tasks
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=4
+#SBATCH --time=24:00:00
+#SBATCH --output=slurm-%x-%j.log
+set -euo pipefail
+
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+
+srun "${PYTHON:-python}" \
+  pretrain_gpt2.py --pipe-parallel-size 2 --model-parallel-size 2 --num-layers 24 --hidden-size 1024 \
+  --num-attention-heads 16 --seq-length 1024 --batch-size 4 --gas 8 --train-iters 10000 --lr 3e-4 \
+  --save "runs/gpt2-$SLURM_JOB_ID" --data-path data/sample/gpt2_text_document \
+  --tokenizer-path data/sample/tokenizer.json "$@"
