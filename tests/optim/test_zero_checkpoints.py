@@ -1,4 +1,4 @@
-"""Checkpoints of all stages of ZeRO are the same logical tensors, saved and loaded by any number of replicas (row K18)."""
+"""Checkpoints of all stages of ZeRO are the same tensors, saved and loaded by any number of replicas (row K18)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""A model with every kind of weight that ZeRO 3 meets, and steps on it with what each replica has of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.mpu.groups import SINGLE, Grid
+from megatron.optim import MixedPrecisionOptimizer, Offload, build_optimizer
+from tds import reduce_gradients
+
+H, WORDS = 16, 20
+
+
+@dataclass
+class Both:
+    """An output that nobody's list of tensors knows."""
+
+    x: torch.Tensor
+
+
+class Layer(nn.Module):
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(H)
+        self.up, self.down = nn.Linear(H, 2 * H), nn.Linear(2 * H, H)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.shared = shared
+
+    def forward(self, given: Both) -> Both:
+        x = self.shared(self.norm(given.x))
+        return Both(given.x + self.scale * self.down(torch.tanh(self.up(x))))
+
+
+class Model(nn.Module):
+    """Tied words, two layers that share a weight, one unused weight, one frozen; recomputed where it is asked for."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, H)
+        shared = nn.Linear(H, H)
+        self.layers = nn.ModuleList(Layer(shared) for _ in range(2))
+        self.unused = nn.Parameter(torch.ones(32, 2))
+        self.frozen = nn.Parameter(torch.full((H,), 0.5), requires_grad=False)
+        self.recomputes = recomputes
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            if parameter.dim() and parameter.requires_grad:
+                parameter.data.normal_(generator=generator).mul_(0.3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) * self.frozen.to(self.words.weight.dtype)  # [b, h]
+        for layer in self.layers:
+            if self.recomputes:
+                x = checkpoint(lambda x, layer=layer: layer(Both(x)).x, x, use_reentrant=False)
+            else:
+                x = layer(Both(x)).x
+        return torch.log_softmax((x @ self.words.weight.t()).double(), -1)
+
+
+def make(grid: Grid, stage: int, *, recomputes: bool = False, **settings: Any) -> tuple[Model, MixedPrecisionOptimizer]:
+    """Return the model with an optimizer of this ZeRO stage, by default AdamW in fp32."""
+    module = Model(recomputes)
+    common: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1} | settings
+    optimizer = build_optimizer(module.parameters(), zero_stage=stage, data=grid.data, **common)
+    optimizer.cut_weights(module)
+    return module, optimizer
+
+
+def tokens_of(replica: int, step: int, micro_batch: int) -> torch.Tensor:
+    """Return tokens, more on later replicas: the loss is a sum over all of them."""
+    seed = 1000 * step + 10 * micro_batch + replica
+    return torch.randint(WORDS, (5 + 2 * replica,), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(module: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the losses of the next tokens."""
+    return -module(tokens[:-1]).gather(1, tokens[1:, None]).sum()
+
+
+def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, step: int, gas: int = 1) -> float:
+    """Take a step as an engine does; return this replica's loss."""
+    losses = []
+    for micro_batch in range(gas):
+        loss = loss_of(module, tokens_of(grid.data.rank, step, micro_batch))
+        (loss * optimizer.loss_scale).backward()
+        optimizer.end_micro_batch()
+        losses.append(loss.item())
+    factor = 1 / 17
+    if optimizer.sums_gradients:
+        optimizer.scale_gradients(factor)
+    else:
+        reduce_gradients([g for _, g in optimizer.gradients()], grid.data.handle, factor)
+    optimizer.step()
+    return sum(losses)
+
+
+def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid) -> dict[str, torch.Tensor]:
+    """Return a copy of each weight as the model computes with it. Collective."""
+    units = optimizer._units
+    for unit in units.units if units is not None else ():
+        unit.gather()
+    found = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    if units is not None:
+        units.free()
+    return found
+
+
+def alone() -> tuple[Model, MixedPrecisionOptimizer]:
+    """Return the model on one replica, its weights cut all the same because they are offloaded."""
+    module = Model()
+    optimizer = build_optimizer(
+        module.parameters(), zero_stage=3, data=SINGLE, lr=1e-2, offload=Offload(parameters=True)
+    )
+    optimizer.cut_weights(module)
+    return module, optimizer
