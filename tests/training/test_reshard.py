@@ -10,6 +10,7 @@ import pytest
 
 import pretrain_gpt2
 import pretrain_t5
+from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from tests.training.resharded import Layout, assert_is_state, load_by, save_by
 
@@ -48,9 +49,16 @@ def test_a_pipeline_of_mpt_is_loaded_by_replicas(tmp_path: Path) -> None:
     check_pairs(pretrain_mpt, (SAVED[7],), (LOADED[3],), tmp_path)
 
 
+def test_tensor_ranks_of_llama_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
+    check_pairs(pretrain_llama, (SAVED[4],), (LOADED[7],), tmp_path)
+
+
+SCRIPTS = {"gpt2": pretrain_gpt2, "t5": pretrain_t5, "mpt": pretrain_mpt, "llama": pretrain_llama}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_t5, pretrain_mpt], ids=["gpt2", "t5", "mpt"])
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_every_ordered_pair_of_the_ten_layouts(script: ModuleType, tmp_path: Path) -> None:
     sizes = [(layout.tensor, layout.pipe, layout.data) for layout in SAVED]
     assert len(set(sizes)) == 10 and sizes == [(layout.tensor, layout.pipe, layout.data) for layout in LOADED]
