@@ -148,15 +148,24 @@ def _switch(env: Mapping[str, str], name: str, default: str) -> str:
 
 def _find(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
     """Return the module or class that holds the target, and the attribute's name."""
-    path, _, attribute = patch.target.rpartition(".")
     try:
-        owner = _resolve(path)
-        getattr(owner, attribute)
+        return target_of(patch)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"every target of an adaptor must be there, got {patch.target} in {_called(adaptor)}: {error}. Bring the "
             f"plug-in up to date with this version of {adaptor.part}, or set {adaptor.switch}=0 to do without"
         ) from None
+
+
+def target_of(patch: Patch) -> tuple[Any, str]:
+    """Return the module or class that holds the target of ``patch``, and the attribute's name.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
+    path, _, attribute = patch.target.rpartition(".")
+    owner = _resolve(path)
+    getattr(owner, attribute)
     return owner, attribute
 
 

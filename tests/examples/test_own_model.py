@@ -1,11 +1,17 @@
-"""The example of one's own model: it runs as written, and every layout is the same model."""
+"""A model of one's own from the text of its page: it runs as written, and every layout is the same model."""
 
 from __future__ import annotations
 
+import atexit
 import functools
+import importlib.util
 import os
+import re
 import runpy
+import shutil
 import sys
+import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,21 +20,53 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from examples import own_model
 from megatron.config import parse
 from megatron.training import world
 from megatron.training.metrics import read_metrics
 from megatron.training.parity import Trace, compare, trace_steps
 from tests.harness import run_ranks
 
-SCRIPT = Path(own_model.__file__)
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "own_model.py"
+PAGE = ROOT / "docs" / "own_model.md"
 SIZES = "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --device cpu".split()  # noqa: SIM905
 SIZES += "--hidden-dropout 0.1 --lr 1e-2".split()  # noqa: SIM905
 
 
+def text_of_page() -> str:
+    """Return the blocks of the page, joined as it says."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return "\n\n".join(blocks)
+
+
+def build_from_page() -> Any:
+    """Return the module that the page describes: a file that lies where the page puts it, in a folder of its own."""
+    place = Path(tempfile.mkdtemp(prefix="page-")) / "examples"
+    atexit.register(shutil.rmtree, place.parent)
+    place.mkdir()
+    (place / "corpus").symlink_to(ROOT / "examples" / "corpus")
+    script = place / "own_model.py"
+    script.write_text(text_of_page(), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("model_of_the_page", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+own_model = build_from_page()
+
+
+def test_the_example_is_the_text_of_the_page() -> None:
+    assert SCRIPT.read_text(encoding="utf-8") == text_of_page()
+
+
 def trace_rank(rank: int, layout: str, world_size: int) -> Trace:
     """What each rank runs: three steps in fp64."""
-    config = parse([*SIZES, "--fp64", "--train-iters", "3", *layout.split()], world_size=world_size)
+    argv = [*SIZES, "--fp64", "--train-iters", "3", *layout.split()]
+    config = parse(argv, world_size=world_size, extra_args_provider=own_model.add_flags)
     here = world.start(config)
     dataset = own_model.MaskedBytes(config.batch.seq_length, range(18))
     return trace_steps(config, here, dataset, own_model.model_provider, own_model.forward_step, steps=3, eval_every=3)
@@ -53,6 +91,38 @@ def test_every_layout_has_the_losses_and_gradients_of_one_process(num_ranks: int
     found = compare(serial(), run_ranks(num_ranks, trace_rank, f"--batch-size 2 {layout}", num_ranks))
     assert found.loss <= 1e-12 and found.norm <= 1e-12
     assert found.gradient <= 1e-11, found.worst
+
+
+def bits(ranks: Sequence[Trace]) -> list[Any]:
+    """Return losses, norms and every gradient and weight of each rank."""
+    return [
+        (t.losses, t.eval_losses, t.grad_norms, [(n, v.tolist()) for part in (t.gradients, t.weights)
+         for n, (_, v) in part.items()])
+        for t in ranks
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "num_ranks, layout",
+    [
+        (2, "--pipe-parallel-size 2"),
+        pytest.param(2, "--pipe-parallel-size 2 --pipeline-chunks 2", marks=pytest.mark.slow),
+        pytest.param(2, "--pipe-parallel-size 2 --pipeline-schedule zb-h1", marks=pytest.mark.slow),
+        pytest.param(2, "--pipe-parallel-size 2 --pipeline-schedule gpipe", marks=pytest.mark.slow),
+        pytest.param(4, "--pipe-parallel-size 4", marks=pytest.mark.slow),
+        pytest.param(4, "--pipe-parallel-size 2 --model-parallel-size 2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_as_the_last_layer_trains_to_the_same_bits(num_ranks: int, layout: str) -> None:
+    argv = f"--batch-size 2 --gas 4 {layout}"
+    function, layer = (run_ranks(num_ranks, trace_rank, argv + more, num_ranks) for more in ("", " --loss-as-layer"))
+    assert bits(function) == bits(layer)
+    assert len(layer[0].losses) == 3 and layer[0].losses[2] < layer[0].losses[0]
+
+
+def test_the_flag_of_the_example_is_refused_without_a_pipeline() -> None:
+    with pytest.raises(AssertionError, match="--loss-as-layer acts on a pipeline only"):
+        run_ranks(1, trace_rank, "--batch-size 2 --gas 4 --loss-as-layer", 1)
 
 
 def run_script(rank: int, world_size: int, folder: str, flags: list[str]) -> None:

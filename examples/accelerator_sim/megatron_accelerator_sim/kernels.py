@@ -102,12 +102,22 @@ def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
             return value
         return given[id(value)][0] if id(value) in given else on_device(value)
 
-    args, kwargs = pytree.tree_map(to_host, (args, kwargs))
+    args, kwargs = pytree.tree_map(to_host, (_with_tensors(operation, args), kwargs))
     results = operation(*args, **kwargs)
     for value, host in given.values():
         if host.shape != value.shape:  # an empty tensor that was given to be filled
             _take(value, on_device(host))
     return pytree.tree_map(to_device, results)
+
+
+def _with_tensors(operation: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return ``args`` with a tensor for each number where ``operation`` takes one: torch hands over the number."""
+    return [
+        torch.scalar_tensor(value, dtype=torch.tensor(value).dtype)
+        if isinstance(value, (bool, int, float)) and argument.type.kind() == "TensorType"
+        else value
+        for value, argument in zip(args, operation._schema.arguments, strict=False)
+    ]
 
 
 def _take(target: torch.Tensor, source: torch.Tensor) -> None:

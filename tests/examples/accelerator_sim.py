@@ -1,0 +1,45 @@
+"""A process of its own for the simulated device: torch wants it made ready before the first backward of a process.
+
+    python -m tests.examples.accelerator_sim FOLDER NAME=RANKS:FLAGS ...
+
+trains one run after another in forked ranks, each into FOLDER/NAME, and then runs tools/check_accelerator.py; writes
+FOLDER/result.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+from tests.training.runs import ROOT, flags, start_script, write_corpus
+
+PLUGIN = ROOT / "examples" / "accelerator_sim"
+
+
+def main() -> None:
+    import megatron_accelerator_sim  # noqa: F401 - the one line that registers it
+
+    import megatron.training.run  # noqa: F401 - imported once for all ranks
+    from tools import check_accelerator
+
+    folder = Path(sys.argv[1])
+    corpus = folder / "texts" if (folder / "texts.idx").exists() else write_corpus(folder)
+    codes = {}
+    for run in sys.argv[2:]:
+        name, _, asked = run.partition("=")
+        ranks, _, extra = asked.partition(":")
+        argv = flags(corpus, folder / name, extra)
+        at = argv.index("--device")  # that of all tests; the other one is of this run
+        codes[name] = start_script(int(ranks), argv[:at] + argv[at + 2 :], folder / f"{name}.log")
+    table = StringIO()
+    with redirect_stdout(table):
+        checked = check_accelerator.main(["--device", "sim"])
+    result = {"codes": codes, "checked": checked, "table": table.getvalue()}
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
