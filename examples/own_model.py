@@ -4,14 +4,15 @@
         --pipe-parallel-size 2 --model-parallel-size 2 --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
     python examples/own_model.py --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
 
-It learns from the texts in examples/corpus, byte by byte, so it needs no tokenizer and no --data-path;
-docs/own_model.md explains it part by part. Of the flags that describe a model it reads --num-layers, --hidden-size,
---num-attention-heads, --hidden-dropout and --seq-length; those that describe the run, the pipeline's among them, act as
-they do for GPT-2.
+It learns from the texts in examples/corpus, byte by byte, so it needs no tokenizer and no --data-path. This file is the
+code of docs/own_model.md, which explains it part by part. Of the flags that describe a model it reads --num-layers,
+--hidden-size, --num-attention-heads, --hidden-dropout and --seq-length, and one of its own, --loss-as-layer; those that
+describe the run, the pipeline's among them, act as they do for GPT-2.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -66,17 +67,46 @@ class MaskedBytes(torch.utils.data.Dataset):
         return dict(zip(KEYS, (tokens, labels, is_masked.astype(np.int64), is_text.astype(np.int64)), strict=True))
 
 
+def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Return the data sets; each starts anew at its end, so the numbers that will be asked for are of no concern."""
+    length = get_args().seq_length
+    return tuple(MaskedBytes(length, part) for part in (range(18), range(18, 19), range(19, 20)))
+
+
+def get_batch(data_iterator: Any) -> list[torch.Tensor]:
+    """Return tokens, labels, is_masked [b, s] and is_text [b, 1, 1, s] on every rank of the tensor group."""
+    data = None if data_iterator is None else next(data_iterator)
+    return fields_of(data)
+
+
+def fields_of(data: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
+    """Return what ``get_batch`` does of a micro-batch that only the first rank of the tensor group has read."""
+    held = mpu.broadcast_data(KEYS, data, torch.int64)
+    return [held["tokens"], held["labels"], held["is_masked"], held["is_text"].bool()[:, None, None, :]]
+
+
+def get_batch_pipe(data: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
+    """Return (what the first layer takes, what the loss function takes beside the output)."""
+    tokens, labels, is_masked, is_text = fields_of(data)
+    if get_args().loss_as_layer:
+        return (tokens, is_text, labels, is_masked), None
+    return (tokens, is_text), (labels, is_masked)
+
+
+Tensors = tuple[torch.Tensor, ...]
+
+
 class Embedding(nn.Module):
-    """(tokens [b, s], is_text [b, 1, 1, s]) to (hidden states [s, b, h], is_text): bytes and sinusoids of positions."""
+    """(tokens [b, s], others) to (hidden states [s, b, h], others): bytes and sinusoids of positions."""
 
     def __init__(self, hidden_size: int, group: mpu.Group) -> None:
         super().__init__()
         self.bytes = mpu.VocabParallelEmbedding(VOCAB, hidden_size, group=group)
 
-    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, is_text = inputs
+    def forward(self, inputs: Tensors) -> Tensors:
+        tokens, *others = inputs
         x = self.bytes(tokens.transpose(0, 1))  # [s, b, h]
-        return x + positions(*x.shape[::2]).to(x).unsqueeze(1), is_text
+        return x + positions(*x.shape[::2]).to(x).unsqueeze(1), *others
 
 
 def positions(length: int, hidden_size: int) -> torch.Tensor:
@@ -107,35 +137,42 @@ class GatedAttention(nn.Module):
         self.up = mpu.ColumnParallelLinear(hidden_size, 4 * hidden_size, group=group)
         self.down = mpu.RowParallelLinear(hidden_size, hidden_size, group=group)
 
-    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        x, is_text = inputs
+    def forward(self, inputs: Tensors) -> Tensors:
+        x, is_text, *others = inputs
         up = self.up(self.norm(x))  # [s, b, 4h/t]
         s, b, _ = up.shape
         q, k, v, gate = up.view(s, b, self.num_heads, 4, -1).permute(3, 1, 2, 0, 4)  # 4 x [b, a/t, s, d]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=is_text) * F.silu(gate)
         y = self.down(mixed.permute(2, 0, 1, 3).reshape(s, b, -1))  # [s, b, h]
         y = self.streams.dropout(y, self.dropout, training=self.training, layer=self.number, site="gated attention")
-        return x + y, is_text
+        return x + y, is_text, *others
 
 
 class FinalNorm(nn.LayerNorm):
-    """The last norm; it passes on both tensors, for a stage may end after it."""
+    """The last norm; it passes on all tensors, for a stage may end after it."""
 
-    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        return super().forward(inputs[0]), inputs[1]
+    def forward(self, inputs: Tensors) -> Tensors:  # type: ignore[override]
+        x, *others = inputs
+        return super().forward(x), *others
 
 
-def logits_of(embedding: Embedding, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def logits_of(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
     """Return logits [s, b, v/t] by the table of the embedding."""
     group = embedding.bytes.group
     return F.linear(mpu.copy_to_tensor_region(inputs[0], group), embedding.bytes.weight)
 
 
-def loss_of(logits: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss_of(logits: torch.Tensor, targets: Tensors) -> torch.Tensor:
     """Return the mean loss over the masked bytes of this micro-batch: a scalar, averaged over micro-batches."""
     labels, is_masked = (target.transpose(0, 1) for target in targets)  # 2 x [s, b]
     losses = mpu.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCAB, group=mpu.get_grid().tensor)
     return (losses * is_masked).sum() / is_masked.sum()
+
+
+def loss_layer(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
+    """Return the loss, as the last layer: labels and is_masked have come through all stages."""
+    x, is_text, *targets = inputs
+    return loss_of(logits_of(embedding, (x, is_text)), tuple(targets))
 
 
 def sizes() -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
@@ -159,20 +196,33 @@ class MyModel(nn.Module):
         return logits_of(self.embedding, self.norm(self.layers(self.embedding((tokens, is_text)))))
 
 
+def forward_step(data_iterator: Any, model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of one micro-batch, without a pipeline."""
+    tokens, labels, is_masked, is_text = get_batch(data_iterator)
+    loss = loss_of(model(tokens, is_text), (labels, is_masked))
+    return loss, {"lm loss": loss}
+
+
 class MyModelPipe(PipelineModule):
     """The same layers as a list that is cut into stages; the first and the last share the table of bytes."""
 
     def __init__(self) -> None:
         of_embedding, of_layers = sizes()
+        ends_in_loss = get_args().loss_as_layer
         tied = {"tied_weight_attr": "bytes.weight"}
+        last = loss_layer if ends_in_loss else logits_of
         layers = [
             TiedLayerSpec("embedding", Embedding, *of_embedding, **tied),
             *[LayerSpec(GatedAttention, *arguments) for arguments in of_layers],
             LayerSpec(FinalNorm, get_args().hidden_size),
-            TiedLayerSpec("embedding", Embedding, *of_embedding, forward_fn=logits_of, **tied),
+            TiedLayerSpec("embedding", Embedding, *of_embedding, forward_fn=last, **tied),
         ]
-        topology = pipe_topology(mpu.get_grid().topology)
-        super().__init__(layers, topology=topology, loss_fn=loss_of, chunks=get_args().pipeline_chunks)
+        super().__init__(
+            layers,
+            topology=pipe_topology(mpu.get_grid().topology),
+            loss_fn=None if ends_in_loss else loss_of,
+            chunks=get_args().pipeline_chunks,
+        )
         self.num_layers = len(of_layers)
 
     def logical_name(self, local_name: str) -> str:
@@ -184,48 +234,27 @@ class MyModelPipe(PipelineModule):
         return f"layers.{number}.{rest}" if number < self.num_layers else f"norm.{rest}"
 
 
-def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Return the data sets; each starts anew at its end, so the numbers that will be asked for are of no concern."""
-    length = get_args().seq_length
-    return tuple(MaskedBytes(length, part) for part in (range(18), range(18, 19), range(19, 20)))
-
-
-def get_batch(data_iterator: Any) -> list[torch.Tensor]:
-    """Return tokens, labels, is_masked [b, s] and is_text [b, 1, 1, s] on every rank of the tensor group."""
-    data = None if data_iterator is None else next(data_iterator)
-    return fields_of(data)
-
-
-def fields_of(data: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
-    """Return what ``get_batch`` does of a micro-batch that only the first rank of the tensor group has read."""
-    held = mpu.broadcast_data(KEYS, data, torch.int64)
-    return [held["tokens"], held["labels"], held["is_masked"], held["is_text"].bool()[:, None, None, :]]
-
-
-def get_batch_pipe(data: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return what the first stage takes, and what the loss on the last stage takes."""
-    tokens, labels, is_masked, is_text = fields_of(data)
-    return (tokens, is_text), (labels, is_masked)
-
-
-def forward_step(data_iterator: Any, model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of one micro-batch, without a pipeline."""
-    tokens, labels, is_masked, is_text = get_batch(data_iterator)
-    loss = loss_of(model(tokens, is_text), (labels, is_masked))
-    return loss, {"lm loss": loss}
-
-
 def model_provider() -> nn.Module:
     """Return the model whole, or this rank's stage of it."""
-    if get_args().pipe_parallel_size == 0:
+    args = get_args()
+    if args.pipe_parallel_size == 0:
+        if args.loss_as_layer:
+            raise ValueError("--loss-as-layer acts on a pipeline only. Use --pipe-parallel-size 2, or leave it out")
         return MyModel()
     model = MyModelPipe()
+    labels = 2 if args.loss_as_layer else 0  # labels and is_masked travel too, whole and without a gradient
     model._megatron_batch_fn = get_batch_pipe
-    model._input_grad = [True, False]  # hidden states keep a gradient, the mask does not
-    model._input_type = ["float", "bool"]
-    model._input_pipe_partitioned = [True, False]  # hidden states travel cut over the tensor group
+    model._input_grad = [True, False, *[False] * labels]  # hidden states keep a gradient, the mask does not
+    model._input_type = ["float", "bool", *["int"] * labels]
+    model._input_pipe_partitioned = [True, False, *[False] * labels]  # hidden states travel cut over the tensor group
     return model
 
 
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the one flag of this script."""
+    parser.add_argument("--loss-as-layer", action="store_true", help="let the last layer of a pipeline be the loss")
+    return parser
+
+
 if __name__ == "__main__":
-    pretrain(train_valid_test_datasets_provider, model_provider, forward_step)
+    pretrain(train_valid_test_datasets_provider, model_provider, forward_step, extra_args_provider=add_flags)
