@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def leave_as_it_is(theirs: Any, config: Config) -> None:
     """Do nothing: their model does what its settings say."""
 
 
+def as_it_is(name: str, config: Config) -> str:
+    """Return ``name``: old files and new ones name their tensors alike."""
+    return name
+
+
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """One family there.
@@ -43,9 +49,12 @@ class Form:
         copies: their names of copies of it, which they may leave out; a tied head is one anyway.
         head: their name of the head.
         unread: names of what old files hold and no model reads.
+        named: a tensor's name as today's model has it, None for what this model does not read; given its name in the
+            file and our configuration.
         allowed: largest difference of a logit in fp64, as part of the largest logit.
-        auto: their class that builds the model.
+        auto: their class that builds the model, or what tells it of our configuration.
         our_logits: of our model and tokens [b, s], its logits [b, s, v]; not asked of encoder-decoders.
+        their_logits: the same of what their model returns.
         prepare: changes their model before it computes, where it does not do what its settings say.
     """
 
@@ -61,9 +70,11 @@ class Form:
     copies: tuple[str, ...] = ()
     head: str = "lm_head.weight"
     unread: re.Pattern[str] = NOTHING
+    named: Callable[[str, Config], str | None] = as_it_is
     allowed: float = 1e-10
-    auto: str = "AutoModelForCausalLM"
+    auto: str | Callable[[Config], str] = "AutoModelForCausalLM"
     our_logits: Callable[[Any, torch.Tensor], torch.Tensor] = decoder_logits
+    their_logits: Callable[[Any], torch.Tensor] = attrgetter("logits")
     prepare: Callable[[Any, Config], None] = leave_as_it_is
 
 

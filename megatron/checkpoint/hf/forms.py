@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.checkpoint.hf import gpt2, llama, mpt, t5
+from megatron.checkpoint.hf import bert, gpt2, llama, mpt, t5
 from megatron.checkpoint.hf.form import Form
 from megatron.config.option import FAMILIES
 from megatron.errors import CheckpointError
@@ -14,6 +14,7 @@ FORMS: Mapping[str, Form] = {
     "t5": t5.FORM,
     "llama": llama.FORM,
     "mpt": mpt.FORM,
+    "bert": bert.FORM,
 }
 """Our family -> its form there."""
 

@@ -103,6 +103,7 @@ def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     is_short = config.family == "gpt2" and "wte.weight" in tensors  # as the hub's GPT-2 files
     theirs = {f"transformer.{name}" if is_short and name != form.head else name: t for name, t in tensors.items()}
     theirs = {name: t for name, t in theirs.items() if not form.unread.fullmatch(name)}
+    theirs = {full: t for name, t in theirs.items() if (full := form.named(name, config)) is not None}
     for name in _copies(config):
         copy = theirs.pop(name, None)
         if copy is not None and not _equal(copy, theirs.setdefault(form.word, copy)):

@@ -85,15 +85,16 @@ def _their_logits(folder: Path, config: Config, batch: Any) -> torch.Tensor:
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    kind = getattr(transformers, form_of(config.family).auto)
+    form = form_of(config.family)
+    kind = getattr(transformers, form.auto if isinstance(form.auto, str) else form.auto(config))
     loaded: Any = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True, output_loading_info=True)
     model, told = loaded
     odd = {what: sorted(told[what]) for what in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[what]}
     if odd:
         raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {odd}")
     model.eval()
-    form_of(config.family).prepare(model, config)
+    form.prepare(model, config)
     tokens, decoded = batch
     if config.is_t5:
         return model(input_ids=tokens, decoder_input_ids=decoded).logits
-    return model(input_ids=tokens).logits
+    return form.their_logits(model(input_ids=tokens))
