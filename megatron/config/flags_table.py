@@ -66,7 +66,7 @@ CPM_REFUSED = {
     "--profile-backward": "use --pipeline-trace, or wall_clock_breakdown of the JSON",
     "--deepscale": "the old name of DeepSpeed; leave it out",
     "--deepscale_config": "the old name of --deepspeed_config; use that",
-    "--deepspeed_mpi": "start with bash run_gpt2.sh or run_t5.sh, torchrun or SLURM, which set RANK and WORLD_SIZE",
+    "--deepspeed_mpi": "ranks that mpirun, mpiexec or srun starts are known by its variables; leave it out",
 }
 
 MEGATRON_REFUSED = {
