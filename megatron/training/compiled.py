@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -31,7 +33,7 @@ def compile_layers(
     device: torch.device,
     *,
     has_all: bool = True,
-    backend: str = "inductor",
+    backend: str | Callable[..., Any] = "inductor",
 ) -> None:
     """Have each transformer layer of ``module``, one with a feed-forward half, compiled at its first forward.
 

@@ -1,0 +1,100 @@
+"""``--compile``: how many graphs there are, that they give what plain layers give, and what stops a start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megatron.errors import ConfigError
+from megatron.training import compiled
+from megatron.training.compiled import check_compiler, compile_layers
+from tests.model.recomputed import FAMILIES, RATES, bits, make
+
+CPU = torch.device("cpu")
+NO_RATES = dict.fromkeys(RATES, 0.0)
+BACKEND = "aot_eager"
+"""Traces and differentiates the graphs as inductor has them, and runs them as they are, to the bit."""
+
+
+def compiled_bits(family: str, backend: str = BACKEND, **changes: Any) -> tuple[list[torch.Tensor], int]:
+    """Return loss and gradients, and the number of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = make(family, **changes)
+    compile_layers(model, model.place.streams, CPU, backend=backend)
+    return bits(model), counters["stats"]["unique_graphs"]
+
+
+def check(family: str, graphs: int, backend: str = BACKEND, tolerance: float = 0.0, **changes: Any) -> None:
+    found, number = compiled_bits(family, backend, **changes)
+    for one, other in zip(found, bits(make(family, **changes)), strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+    assert number == graphs
+
+
+def test_all_layers_share_the_graphs_of_one_with_dropout_and_recompute() -> None:
+    """Ten layers, for dynamo gives up on the ninth graph of a function, and would only say so."""
+    check("gpt2", 3, num_layers=10, attention_dropout=0.0, checkpoint_activations=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [NO_RATES, {}, {"checkpoint_activations": True, "checkpoint_in_cpu": True}, {"recompute_attention": True}],
+    ids=["no dropout", "dropout", "recompute", "attention recomputed"],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_of_every_family_give_the_bits_of_plain_ones(family: str, changes: dict[str, Any]) -> None:
+    few, number = compiled_bits(family, **changes)
+    assert all(torch.equal(a, b) for a, b in zip(few, bits(make(family, **changes)), strict=True))
+    more = {"num_layers": 10, **({"enc_layers": 10, "dec_layers": 10} if family == "t5" else {})}
+    assert compiled_bits(family, **more, **changes)[1] == number, "as many graphs for any number of layers"
+    if changes == NO_RATES:
+        assert number == (2 if family == "t5" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_of_inductor_equal_plain_layers_to_rounding(
+    family: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found, _ = compiled_bits(family, "inductor")
+    for one, other in zip(found, bits(make(family)), strict=True):
+        assert (one - other).abs().max() <= 2e-5 * max(other.abs().max(), 1.0)
+
+
+def test_a_cpu_without_a_compiler_is_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--compile on a CPU needs a C\+\+ compiler, found none of g\+\+, clang\+\+"):
+        check_compiler(CPU)
+    monkeypatch.setenv("CXX", "mine")
+    with pytest.raises(ConfigError, match="found none of mine"):
+        check_compiler(CPU)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs Triton"):
+        check_compiler(torch.device("cuda"))
+
+
+def test_a_model_without_such_layers_is_refused_and_an_empty_stage_is_not() -> None:
+    from megatron.mpu.random import DropoutStreams
+
+    head = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="got none in Linear"):
+        compile_layers(head, DropoutStreams(), CPU, backend=BACKEND)
+    compile_layers(head, DropoutStreams(), CPU, backend=BACKEND, has_all=False)
+
+
+def test_an_error_of_the_compiler_ends_the_run() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    model = make("gpt2", **NO_RATES)
+    torch._dynamo.reset()
+    compile_layers(model, model.place.streams, CPU, backend=broken)
+    with pytest.raises(Exception, match="no such kernel"):
+        bits(model)
