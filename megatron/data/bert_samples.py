@@ -125,7 +125,7 @@ class BertSamples:
         is_start = None
         if self.word_starts is not None:
             is_start = self.word_starts[text]
-            is_start[min(seam, length - 1)] = True
+            is_start[seam : seam + 1] = True  # no word goes on in the second segment
         draws = words[_HEAD : _HEAD + DRAWS * length]
         masked = mask(text, num_to_mask(length, self.mask_prob), draws, self.tokens, is_start)
         return bert_layout.sample(masked, seam, is_random, self.tokens, self.seq_length, self.has_pairs)
