@@ -1,0 +1,114 @@
+"""The registry of devices: who is there, what --device says to others, and whom "auto" takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron import accelerators, device
+from megatron.accelerators import Accelerator
+from megatron.config import parse
+from megatron.errors import ConfigError
+
+Make = Callable[..., Accelerator]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Return a function that registers a device; all are forgotten at the end."""
+    monkeypatch.setattr(accelerators, "_registered", {})
+    monkeypatch.setattr(accelerators, "_applied", {})
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def register(name: str = "npu", is_there: bool = True, **facts: Any) -> Accelerator:
+        made = Accelerator(name=name, is_available=lambda: is_there, **facts)
+        accelerators.register(made)
+        return made
+
+    yield register
+
+
+def test_auto_takes_the_last_plug_in_that_has_a_device(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.choose() == "cpu"
+    make("npu"), make("tpu"), make("far", is_there=False)
+    assert accelerators.names() == ("cpu", "cuda", "npu", "tpu", "far")
+    assert device.choose() == "tpu"
+    assert device.choose("npu") == "npu" and device.choose("cpu") == "cpu"
+    monkeypatch.setenv("DS_ACCELERATOR", "npu")
+    assert device.choose() == "npu"
+    with pytest.raises(ValueError, match="--device far needs a FAR device, found none. Use --device cpu, or look at"):
+        device.choose("far")
+
+
+def test_an_unknown_device_is_told_with_the_line_that_brings_it(make: Make) -> None:
+    make("npu")
+    with pytest.raises(ConfigError) as error:
+        parse(["--device", "tpu"], world_size=1, env={})
+    told = "--device must be auto, cpu, cuda or npu, got tpu. Another accelerator comes by a plug-in: "
+    assert told + '"import megatron_accelerator_tpu" in the script, or MEGATRON_ACCELERATOR=' in str(error.value)
+
+
+def test_the_environment_imports_plug_ins_ahead_of_the_check(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "from megatron.accelerators import Accelerator, register\n"
+    (tmp_path / "plugged_in_here.py").write_text(
+        lines + "register(Accelerator(name='plugged', is_available=lambda: True))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = ["--device", "plugged", "--dry-run"]
+    config = parse(argv, world_size=1, env={"MEGATRON_ACCELERATOR": "plugged_in_here"})
+    assert config.parallel.device == "plugged"
+    with pytest.raises(ConfigError, match="MEGATRON_ACCELERATOR must name modules that can be imported, got 'nowhere'"):
+        parse(argv, world_size=1, env={"MEGATRON_ACCELERATOR": "nowhere"})
+
+
+def test_hooks_take_the_place_of_the_seams_functions_for_their_device_alone(make: Make) -> None:
+    hooks = {"name": lambda kind: f"one {kind}", "is_busy": lambda place: True, "can_pin": lambda kind: False}
+    make("xpu", hooks=hooks, backend="xccl", dtypes=("fp16", "fp32"))
+    assert device.name("xpu") == "one xpu" and device.name("cpu").startswith("CPU, ")
+    assert device.is_busy(torch.device("xpu", 1)) and not device.is_busy(torch.device("cpu"))
+    assert not device.can_pin("xpu") and device.can_pin("cuda")
+    assert (device.backend("xpu"), device.default_precision("xpu")) == ("xccl", "fp16")
+    assert device.missing_dtype("xpu", "bf16") == "--device xpu computes in fp16, fp32, got --bf16. Use --fp16"
+    assert device.missing_dtype("xpu", "fp32") is device.missing_dtype("xpu", None) is None
+    assert device.missing_dtype("cuda", "fp64") is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"name": "cuda"}, "must have a name of its own, got 'cuda'"),
+        ({"name": "my device"}, "must have a name of its own, got 'my device'"),
+        (
+            {"hooks": {"synchronise": print}},
+            "must be functions of megatron.device, got synchronise. There are backend,",
+        ),
+        ({"dtypes": ("int8",)}, "the dtypes of device npu must be some of bf16, fp16, fp32, fp64"),
+        ({"dtypes": ()}, "the dtypes of device npu must be some of"),
+    ],
+    ids=["taken", "spaced", "hook", "dtype", "no-dtype"],
+)
+def test_a_device_that_cannot_be_is_refused(make: Make, facts: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make(**facts)
+
+
+def test_one_name_has_one_device(make: Make) -> None:
+    accelerators.register(make("npu", module="first"))  # the same one again is no harm
+    with pytest.raises(
+        ValueError, match="each device must be registered once, got npu of second when first had done so"
+    ):
+        make("npu", module="second")
+    accelerators.forget("npu")
+    make("npu", module="second")
+
+
+def test_every_hook_is_a_function_of_the_seam_and_all_that_may_be_hooked_are_named() -> None:
+    hooked = {name for name, value in vars(device).items() if hasattr(value, "__wrapped__") and callable(value)}
+    assert hooked - {"_copy_stream"} == accelerators.HOOKS
