@@ -87,7 +87,7 @@ def test_hooks_take_the_place_of_the_seams_functions_for_their_device_alone(make
         ({"name": "my device"}, "must have a name of its own, got 'my device'"),
         (
             {"hooks": {"synchronise": print}},
-            "must be functions of megatron.device, got synchronise. There are backend,",
+            "functions of megatron.device, got synchronise. There are backend,",
         ),
         ({"dtypes": ("int8",)}, "the dtypes of device npu must be some of bf16, fp16, fp32, fp64"),
         ({"dtypes": ()}, "the dtypes of device npu must be some of"),
@@ -101,9 +101,7 @@ def test_a_device_that_cannot_be_is_refused(make: Make, facts: dict[str, Any], t
 
 def test_one_name_has_one_device(make: Make) -> None:
     accelerators.register(make("npu", module="first"))  # the same one again is no harm
-    with pytest.raises(
-        ValueError, match="each device must be registered once, got npu of second when first had done so"
-    ):
+    with pytest.raises(ValueError, match="must be registered once, got npu of second when first had done so"):
         make("npu", module="second")
     accelerators.forget("npu")
     make("npu", module="second")

@@ -98,9 +98,7 @@ def test_the_environment_switches_parts_off(target: Any, env: dict[str, str], on
 @pytest.mark.parametrize("missing", ["patched.gone", "patched.Part.gone", "not_there.whole", "patched.Gone.whole"])
 def test_a_target_that_is_missing_is_told_and_nothing_is_applied(target: Any, missing: str) -> None:
     wrong = Adaptor("deepspeed", "wrong", (Patch(missing, lambda old: "new", "a test"),))
-    with pytest.raises(
-        ValueError, match=rf"got {missing} in the deepspeed adaptor 'wrong'.*ENABLE_DEEPSPEED_ADAPTOR=0"
-    ):
+    with pytest.raises(ValueError, match=rf"got {missing} in the deepspeed adaptor 'wrong'.*ENABLE_DEEPSPEED"):
         adaptors.enable([three(), wrong], {})
     assert answers(target) == ["whole", "fixed", "base"]
     adaptors.enable([three(), wrong], {"ENABLE_DEEPSPEED_ADAPTOR": "0"}).disable()
@@ -131,7 +129,5 @@ def test_what_someone_else_has_replaced_since_is_told_and_the_rest_put_back(targ
 def test_wrong_switches_and_parts_are_told(target: Any) -> None:
     with pytest.raises(ValueError, match="the environment's ENABLE_TORCH_ADAPTOR must be 0 or 1, got 'no'"):
         adaptors.enable([three()], {"ENABLE_TORCH_ADAPTOR": "no"})
-    with pytest.raises(
-        ValueError, match="the part of adaptor three must be one of torch, deepspeed, megatron, got 'cuda'"
-    ):
+    with pytest.raises(ValueError, match="of adaptor three must be one of torch, deepspeed, megatron, got 'cuda'"):
         three("cuda")
