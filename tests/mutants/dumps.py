@@ -1,0 +1,140 @@
+"""Mistakes in what is dumped of modules, in the search for the first NaN, and in the comparison of two dumps."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ADD_UP = "tests/debug/test_statistics.py::test_parts_in_any_cut_add_up_to_the_whole"
+SEEN = "tests/debug/test_statistics.py::test_a_change_that_keeps_norm_mean_and_largest_number_is_seen_at_its_size"
+NAMED = "tests/debug/test_finite.py::test_the_module_or_the_way_between_two_is_named"
+SENT = "tests/debug/test_finite.py::test_a_gradient_that_a_module_spoils_is_told_from_one_that_others_add"
+ARRIVED = "tests/debug/test_finite.py::test_what_has_arrived_is_nobodys_here_and_a_loss_is_named"
+ONCE = "tests/debug/test_dumps.py::test_a_dump_changes_no_bit_and_holds_each_tensor_of_a_recomputed_split_backward_once"
+OFF = "tests/debug/test_dumps.py::test_a_layer_that_is_off_by_a_thousandth_on_two_tensor_ranks_is_named"
+AGAIN = "tests/debug/test_dumps.py::test_a_step_that_comes_again_replaces_the_first_and_a_line_cut_off_is_left_out"
+AT_ONCE = "tests/debug/test_dumps.py::test_a_line_is_there_as_soon_as_it_is_written"
+RUNS = "tests/training/test_debugging.py::test_the_rank_that_holds_the_module_names_it_and_all_end_ahead_of_the_update"
+NOTHING = "tests/training/test_debugging.py::test_without_the_flags_nothing_is_imported_hooked_or_wrapped"
+
+DUMPS = (
+    Mutant(
+        "a slice's columns have the signs of the first ones",
+        "megatron/debug/statistics.py",
+        "np.arange(first + 1, first + number + 1,",
+        "np.arange(1, number + 1,",
+        (ADD_UP,),
+    ),
+    Mutant(
+        "norms of parts are added up",
+        "megatron/debug/statistics.py",
+        "math.hypot(*(part.norm for part in parts))",
+        "math.fsum(part.norm for part in parts)",
+        (ADD_UP,),
+    ),
+    Mutant(
+        "dumps are compared by norms alone",
+        "megatron/debug/comparison.py",
+        "    errors.append(_share(_rms([x - y for x, y in rows]), size))\n",
+        "",
+        (SEEN,),
+    ),
+    Mutant(
+        "a forward that is run again is shown again",
+        "megatron/debug/hooks.py",
+        "            if not is_again:\n                self._last",
+        "            if True:\n                self._last",
+        (ONCE,),
+    ),
+    Mutant(
+        "what others add to a gradient is taken for what the module sends back",
+        "megatron/debug/hooks.py",
+        "            view = x.view_as(x)\n",
+        "            view = x\n",
+        (SENT,),
+    ),
+    Mutant(
+        "hooks stay behind the step",
+        "megatron/debug/hooks.py",
+        "            handle.remove()\n",
+        "            pass\n",
+        (NOTHING,),
+    ),
+    Mutant(
+        "evaluations are looked at",
+        "megatron/debug/hooks.py",
+        "            return\n        micro_batch, is_again",
+        "            pass\n        micro_batch, is_again",
+        ("tests/debug/test_finite.py::test_infinity_counts_and_an_evaluation_does_not",),
+    ),
+    Mutant(
+        "the last module with NaN is named",
+        "megatron/debug/finite.py",
+        ".flatten().tolist():\n",
+        ".flatten().tolist()[::-1]:\n",
+        (NAMED,),
+    ),
+    Mutant(
+        "what has come from another stage is this one's",
+        "megatron/debug/finite.py",
+        "seen.is_boundary and self._is_from_elsewhere(seen)",
+        "False",
+        (ARRIVED,),
+    ),
+    Mutant(
+        "only NaN counts",
+        "megatron/debug/finite.py",
+        "(~wide.isfinite().all(1))",
+        "wide.isnan().any(1)",
+        ("tests/debug/test_finite.py::test_infinity_counts_and_an_evaluation_does_not",),
+    ),
+    Mutant(
+        "the rank that found nothing goes on to the update",
+        "megatron/training/debugging.py",
+        "        if all_reduce(number, self.world.grid.world, dist.ReduceOp.MAX).item():\n",
+        "        if number.item():\n",
+        (RUNS,),
+        refuses=True,
+    ),
+    Mutant(
+        "the run ends behind the update",
+        "megatron/training/debugging.py",
+        "            self._ahead_of_update()\n            on_loss(loss)\n",
+        "            on_loss(loss)\n",
+        (RUNS,),
+    ),
+    Mutant(
+        "slices of a tensor group are taken for copies",
+        "megatron/debug/joining.py",
+        "        by_place[record.cut].append(record)\n",
+        "        by_place[None].append(record)\n",
+        (OFF,),
+    ),
+    Mutant(
+        "samples of one micro-batch stand for those of several",
+        "megatron/debug/joining.py",
+        "        if first <= own.first and own.stop <= stop:\n",
+        "        if first == own.first:\n",
+        (ONCE,),
+    ),
+    Mutant(
+        "the columns of every tensor rank are the first ones",
+        "megatron/debug/cuts.py",
+        "    return Cut(output.dim() - 1, shard.start,",
+        "    return Cut(output.dim() - 1, 0,",
+        (OFF,),
+    ),
+    Mutant(
+        "a step that comes again is read twice",
+        "megatron/debug/folder.py",
+        'if each["step"] < line["step"]]',
+        'if each["step"] != line["step"] + 9]',
+        (AGAIN,),
+    ),
+    Mutant(
+        "lines wait in memory",
+        "megatron/debug/folder.py",
+        "        self._file.flush()\n",
+        "",
+        (AT_ONCE,),
+    ),
+)
