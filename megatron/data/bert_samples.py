@@ -177,6 +177,9 @@ def _first(pieces: Sequence[Piece], length: int) -> list[Piece]:
 
 def _longest(pieces: Sequence[Piece]) -> tuple[int, int]:
     """Return where the longest piece, the first of several, begins and ends in the text."""
-    ends = np.cumsum([piece.length for piece in pieces])
-    number = int(np.argmax([piece.length for piece in pieces]))
-    return int(ends[number]) - pieces[number].length, int(ends[number])
+    start, stop, end = 0, 0, 0
+    for piece in pieces:
+        if piece.length > stop - start:
+            start, stop = end, end + piece.length
+        end += piece.length
+    return start, stop
