@@ -116,8 +116,12 @@ def test_all_layers_add_one_bias_and_another_batch_or_length_gets_its_own() -> N
         assert making.call_count == 1
         other = made.for_hidden(x, segments.flip(0))
         assert not other.equal(first) and other.equal(first.flip(0))
+        assert made.for_hidden(x, segments).equal(first)
         segments.zero_()
         assert made.for_hidden(x, segments).equal(made.for_hidden(x).expand_as(first)), "the ids were overwritten"
         assert made.for_hidden(x[:5], segments[:, :5]).shape == (3, 4, 5, 5)
-        assert made.for_hidden(x.double()).dtype == torch.float64
+        assert made.for_hidden(x[:5].double(), segments[:, :5]).dtype == torch.float64
         assert making.call_count == 3
+        segments = segments[:, :5]
+        assert made.for_hidden(x[:5].double(), segments).dtype == torch.float64
+        assert made.for_hidden(x[:5], segments).dtype == torch.float32, "the ids are the same, the numbers are not"

@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp64 untied, 12 heads, steeper, clipped": (
         "fp64",
         {"tie_word_embeddings": False, "d_model": 48, "n_heads": 12},
-        {"alibi_bias_max": 16, "clip_qkv": 0.5},
+        {"alibi_bias_max": 12, "clip_qkv": 0.5},
     ),
     "fp32": ("fp32", {"n_heads": 8}, {}),
 }
