@@ -1,0 +1,144 @@
+"""Mistakes in what a script and the engine owe each other: micro-batches, losses, who reads, who is started."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+AGREES = "tests/tds/test_data_agreement.py"
+ENDS = f"{AGREES}::test_all_ranks_learn_of_data_that_end_and_can_go_on"
+NESTING = "tests/tds/test_nesting.py"
+AS_LAYER = "tests/tds/test_loss_as_layer.py"
+STARTED = "tests/training/test_started_by.py"
+STAGES = "tests/training/test_data_rules.py"
+
+CONTRACT = (
+    Mutant(
+        "data that have ended on some ranks end as if on all",
+        "tds/data_agreement.py",
+        "        if ended and ready:\n",
+        "        if ended and not ready:\n",
+        (ENDS,),
+    ),
+    Mutant(
+        "a global batch that is not whole is trained on",
+        "tds/batches.py",
+        "            self.ended_at = self._number if self.ended_at is None else self.ended_at\n",
+        "",
+        (f"{AGREES}::test_a_global_batch_that_is_not_whole_changes_no_weight",),
+    ),
+    Mutant(
+        "the update comes ahead of the agreement on the data",
+        "tds/train_step.py",
+        "            source.end(meter.num_micro_batches)\n",
+        "            take_step(engine, gradients)\n            source.end(meter.num_micro_batches)\n",
+        (f"{AGREES}::test_a_global_batch_that_is_not_whole_changes_no_weight",),
+    ),
+    Mutant(
+        "checksums are compared between replicas that read nothing alike",
+        "tds/data_agreement.py",
+        "            other = first_of.setdefault(replica, rank)\n",
+        "            other = first_of.setdefault(rank, rank)\n",
+        (f"{AGREES}::test_checksums_on_request_find_stages_that_read_different_samples",),
+    ),
+    Mutant(
+        "checksums see bytes alone",
+        "tds/data_agreement.py",
+        '        told = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), before)\n',
+        "        told = before\n",
+        (f"{AGREES}::test_a_checksum_sees_values_types_shapes_and_nesting",),
+    ),
+    Mutant(
+        "every rank has a sampler of its own",
+        "tds/batches.py",
+        "        rank=engine.grid.get_data_parallel_rank(),\n        shuffle=False,\n",
+        "        rank=engine.global_rank % engine.grid.data_parallel_size if engine.is_first_stage() else 0,\n"
+        "        shuffle=False,\n",
+        (f"{AGREES}::test_middle_stages_open_no_sample_and_replicas_share_them",),
+    ),
+    Mutant(
+        "middle stages read, too",
+        "megatron/training/world.py",
+        "self.grid.pipe.rank in (0, self.grid.pipe.size - 1)",
+        "self.grid.pipe.rank <= self.grid.pipe.size - 1",
+        (f"{STAGES}::test_middle_stages_never_open_the_data",),
+    ),
+    Mutant(
+        "a list of three is a pair and a rest",
+        "tds/nesting.py",
+        "    if isinstance(batch, (tuple, list)) and len(batch) == 2:\n",
+        "    if isinstance(batch, (tuple, list)) and len(batch) >= 2:\n",
+        (f"{NESTING}::test_a_wrong_nesting_is_named_with_what_to_do",),
+    ),
+    Mutant(
+        "the batch function is not named",
+        "tds/batches.py",
+        "        if self.batch_fn is None:\n            return",
+        "        if self.batch_fn is not None:\n            return",
+        (f"{NESTING}::test_an_engine_names_the_nesting_and_who_gave_it",),
+        refuses=True,
+    ),
+    Mutant(
+        "a model without a loss function is trained on half of what its last layer returns",
+        "tds/stage.py",
+        "            loss = output if call.loss_fn is None else",
+        "            loss = output[0] / 2 if isinstance(output, dict) else output if call.loss_fn is None else",
+        (f"{AS_LAYER}::test_a_loss_as_the_last_layer_trains_to_the_bits_of_a_loss_function[1]",),
+        refuses=True,
+    ),
+    Mutant(
+        "the labels of the first micro-batch stay on the last stage",
+        "tds/batches.py",
+        "        first, self._first = self._first, None\n",
+        "        first = self._first\n",
+        (f"{AS_LAYER}::test_a_loss_as_the_last_layer_trains_to_the_bits_of_a_loss_function[1]",),
+    ),
+    Mutant(
+        "data sets of one's own may be of any length",
+        "megatron/training/data_agreement.py",
+        '        return f"{len(dataset)} samples and {text}" if isinstance(dataset, Sized) else text\n',
+        "        return text\n",
+        ("tests/training/test_data_order.py::test_data_sets_of_ones_own_must_be_equally_long_on_all_ranks",),
+    ),
+    Mutant(
+        "the flag that compares data does nothing",
+        "megatron/config/deepspeed_keys.py",
+        '    "check_data": Key(BOOLEAN, "check_data_agreement"),\n',
+        "",
+        (f"{STAGES}::test_stages_that_read_different_samples_end_the_run_where_it_is_asked",),
+    ),
+    Mutant(
+        "a rank of srun's step is taken for one of the batch script",
+        "megatron/training/started_by.py",
+        '    if starter.name == "srun" and size not in env:\n',
+        '    if starter.name == "srun":\n',
+        (f"{STARTED}::test_slurms_tasks_of_each_node_are_counted_and_what_is_no_step_is_alone",),
+    ),
+    Mutant(
+        "ranks of several hosts meet each on its own",
+        "megatron/training/started_by.py",
+        '        if size != "1" and env.get("LOCAL_WORLD_SIZE") != size:\n',
+        '        if size != "1" and "LOCAL_WORLD_SIZE" not in env:\n',
+        (f"{STARTED}::test_the_ranks_of_every_program_meet_on_their_host_or_where_the_user_says",),
+    ),
+    Mutant(
+        "a size without a rank trains alone",
+        "megatron/training/started_by.py",
+        '    if env.get("WORLD_SIZE", "1") != "1":\n',
+        '    if env.get("WORLD_SIZE", "1") == "":\n',
+        (f"{STARTED}::test_what_is_said_by_half_is_told_with_what_to_do",),
+    ),
+    Mutant(
+        "mpirun's variables count ahead of torchrun's",
+        "megatron/training/started_by.py",
+        '    if "RANK" in env:\n',
+        '    if "RANK" in env and not any(name in env for each in STARTERS for name in each.variables):\n',
+        (f"{STARTED}::test_what_torchrun_says_counts_ahead_of_what_started_torchrun",),
+    ),
+    Mutant(
+        "the pods of the Job look for another service",
+        "examples/launch/kubernetes/job.yaml",
+        "      subdomain: gpt2\n",
+        "      subdomain: gpt\n",
+        ("tests/launch/test_examples.py::test_the_job_of_kubernetes_starts_the_run_script_once_in_each_pod",),
+    ),
+)
