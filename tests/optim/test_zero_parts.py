@@ -216,6 +216,12 @@ def test_what_reads_a_weight_outside_of_any_call_gets_no_number() -> None:
     take_step(module, optimizer, single_grid(), 0)
     with torch.no_grad():
         assert not torch.equal(module(tokens), before(tokens))
+    module(tokens)  # no backward follows: the rest stays gathered
+    with torch.no_grad():
+        assert units_here(optimizer) > 0
+        optimizer.master_of(module.words.weight).zero_()
+        optimizer.copy_masters_to_parameters()
+        assert units_here(optimizer) == 0 and module(tokens).unique().numel() == 1, "no word is likelier"
 
 
 def twice(rank: int) -> None:

@@ -13,6 +13,8 @@ from tests.parity.test_zero import within
 AWAY = "--zero-stage 3 --offload-optimizer --offload-parameters"
 STAGES = ("--zero-stage 2", "--zero-stage 3", AWAY)
 STEPS = 20
+NORM = 3e-7
+"""Relative difference of two norms in fp32 whose squares are added up in other orders; 1.03e-7 was seen."""
 
 
 def place(part: Shard, whole: Shard) -> Shard | None:
@@ -24,7 +26,7 @@ def assert_same_bits(plain: list[Trace], cut: list[Trace]) -> None:
     """Losses, gradients and weights are equal; norms to the rounding of a sum in another order."""
     for a, b in zip(plain, cut, strict=True):
         assert a.losses == b.losses and a.eval_losses == b.eval_losses
-        assert all(abs(x - y) <= 1e-7 * x for x, y in zip(a.grad_norms, b.grad_norms, strict=True))
+        assert all(abs(x - y) <= NORM * x for x, y in zip(a.grad_norms, b.grad_norms, strict=True))
         for wanted, found in ((a.weights, b.weights), (a.gradients, b.gradients)):
             assert wanted.keys() == found.keys() and found
             for name, (shard, part) in found.items():

@@ -24,3 +24,33 @@ def test_a_run_goes_on_with_another_stage(
     assert train_ranks(world_size, argv)[0] == [0] * world_size
     assert losses(cut) == losses(whole)
     assert_same_checkpoint(whole, cut)
+
+
+ONE_SUM = "--clip-grad 0 --gas 1"
+"""With one micro-batch a step and without clipping ZeRO 2 and 3 have the bits of the others."""
+AWAY = "--offload-optimizer --offload-parameters"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"), [("3", "0"), ("0", f"3 {AWAY}"), ("2 --offload-optimizer", "3"), (f"3 {AWAY}", "1")]
+)
+def test_a_run_goes_on_with_parts_of_gradients_and_weights(first: str, then: str, corpus: Path, tmp_path: Path) -> None:
+    whole, cut, extra = tmp_path / "whole", tmp_path / "cut", f"{DROPOUT} {ONE_SUM}"
+    assert train_ranks(2, flags(corpus, whole, extra))[0] == [0, 0]
+    argv = flags(corpus, cut, f"{extra} --zero-stage {first} --exit-interval 10")
+    assert train_ranks(2, argv)[0] == [75, 75]
+    assert train_ranks(2, flags(corpus, cut, f"{extra} --zero-stage {then} --load {cut}"))[0] == [0, 0]
+    assert losses(cut) == losses(whole)
+    assert_same_checkpoint(whole, cut)
+
+
+@pytest.mark.slow
+def test_a_run_with_zero_3_that_stops_and_goes_on_is_one_that_did_not(corpus: Path, tmp_path: Path) -> None:
+    whole, cut, extra = tmp_path / "whole", tmp_path / "cut", f"{DROPOUT} --bf16 --zero-stage 3 {AWAY}"
+    assert train_ranks(4, flags(corpus, whole, f"{extra} --model-parallel-size 2"))[0] == [0] * 4
+    argv = flags(corpus, cut, f"{extra} --model-parallel-size 2")
+    assert train_ranks(4, [*argv, "--exit-interval", "10"])[0] == [75] * 4
+    assert train_ranks(4, [*argv, "--load", str(cut)])[0] == [0] * 4
+    assert losses(cut) == losses(whole)
+    assert_same_checkpoint(whole, cut)

@@ -1,0 +1,168 @@
+"""Mistakes in ZeRO 2 and 3 and in offload: sums over replicas, weights that come and go, copies on the CPU."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PARTS = "tests/optim/test_zero_parts.py"
+STEPS = f"{PARTS}::test_steps_of_one_micro_batch_leave_the_bits_of_stage_0_in_every_precision"
+MICRO = f"{PARTS}::test_micro_batches_add_up_to_rounding"
+HELD = f"{PARTS}::test_gradients_and_weights_are_held_in_parts_and_gathered_by_the_layer"
+ALONE = f"{PARTS}::test_what_reads_a_weight_outside_of_any_call_gets_no_number"
+BYTES = "tests/training/test_zero_bytes.py::test_counted_bytes_of_a_rank_are_those_of_the_formulas"
+
+ZERO_PARTS = (
+    Mutant(
+        "every replica keeps the first one's part of the sums",
+        "megatron/optim/owners.py",
+        "part = share.of(self.flat[start : start + number].view(share.parameter.shape), self.group.rank)",
+        "part = share.of(self.flat[start : start + number].view(share.parameter.shape), 0)",
+        (STEPS,),
+        refuses=True,
+    ),
+    Mutant(
+        "a reduce-scatter mixes the parts of two replicas",
+        "megatron/optim/owners.py",
+        "            place.copy_(share.of(share.gradient, replica))\n",
+        "            place.copy_(share.of(share.gradient, replica).roll(replica, 0))\n",
+        (f"{PARTS}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce",),
+    ),
+    Mutant(
+        "a part keeps the whole sum in memory",
+        "megatron/optim/owners.py",
+        "yield share.parameter, part.clone(memory_format=torch.contiguous_format)",
+        "yield share.parameter, part.contiguous()",
+        (f"{PARTS}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce",),
+    ),
+    Mutant(
+        "gradients travel in 16 bits",
+        "megatron/optim/owners.py",
+        "            place.view(share.parameter.shape).copy_(share.gradient)\n",
+        "            place.view(share.parameter.shape).copy_(share.gradient.bfloat16())\n",
+        (STEPS,),
+    ),
+    Mutant(
+        "the last micro-batch alone counts",
+        "megatron/optim/gradient_parts.py",
+        "                self._parts[parameter].add_(part)\n",
+        "                self._parts[parameter].copy_(part)\n",
+        (MICRO,),
+    ),
+    Mutant(
+        "sums still on their way are forgotten",
+        "megatron/optim/gradient_parts.py",
+        "            self._start_sum()\n        self._land()\n        self._next = 0\n",
+        "            self._start_sum()\n        self._flight, self._next = None, 0\n",
+        (STEPS,),
+    ),
+    Mutant(
+        "the norm is that of one replica's parts",
+        "megatron/optim/mixed_precision.py",
+        "holders=self._gradients.holders, device=device",
+        "device=device",
+        (STEPS,),
+        refuses=True,  # ranks that do not agree on an overflow wait for each other in vain
+    ),
+    Mutant(
+        "all replicas count what is not cut",
+        "megatron/optim/gradient_parts.py",
+        "        return self._masters.is_cut(parameter) or self.holders.rank == 0\n",
+        "        return True\n",
+        (STEPS,),
+    ),
+    Mutant(
+        "the engine sums once more",
+        "megatron/training/engines.py",
+        "        elif self.optimizer.sums_gradients:\n",
+        "        elif self.optimizer.sums_gradients and self.grid.data.size > 2:\n",
+        (
+            "tests/parity/test_zero_parts.py::"
+            "test_replicas_that_keep_parts_of_all_and_offload_them_train_to_the_bits_of_stage_0",
+        ),
+        refuses=True,
+    ),
+    Mutant(
+        "weights are gathered from before the update",
+        "megatron/optim/masters.py",
+        "                home.copy_(self.of[parameter])\n",
+        "                pass\n",
+        (STEPS,),
+    ),
+    Mutant(
+        "what is gathered outlives the update",
+        "megatron/optim/mixed_precision.py",
+        "            self._units.free()  # what is gathered would be of before\n",
+        "            pass\n",
+        (ALONE,),
+    ),
+    Mutant(
+        "weights stay gathered",
+        "megatron/optim/weight_units.py",
+        "            whole.untyped_storage().resize_(0)\n",
+        "            pass\n",
+        (HELD,),
+    ),
+    Mutant(
+        "a layer waits for the end of backward",
+        "megatron/optim/weight_units.py",
+        "        if self._come == len(self._whole) and not self.calls:\n",
+        "        if self._come > len(self._whole):\n",
+        (BYTES,),
+    ),
+    Mutant(
+        "a weight that two layers share goes with the first",
+        "megatron/optim/weight_units.py",
+        "        if len(places) == 1 and places[0] in elements:\n",
+        "        if places[0] in elements:\n",
+        (f"{PARTS}::test_layers_are_the_elements_of_lists_and_what_they_share_is_the_rest",),
+    ),
+    Mutant(
+        "old values are left where a weight was",
+        "megatron/optim/weight_units.py",
+        "whole.new_full((), torch.nan)",
+        "whole.new_full((), 0.0)",
+        (ALONE,),
+    ),
+    Mutant(
+        "a forward that fails leaves the watch on",
+        "megatron/optim/weight_units.py",
+        "always_call=True",
+        "always_call=False",
+        (ALONE,),
+    ),
+    Mutant(
+        "masters stay beside the weights",
+        "megatron/optim/masters.py",
+        "        if self.offload.optimizer:\n            part =",
+        "        if False:\n            part =",
+        (f"{PARTS}::test_what_is_offloaded_has_copies_of_its_own",),
+    ),
+    Mutant(
+        "offload of the weights does nothing",
+        "megatron/optim/masters.py",
+        "        return self.offload.copy(part) if self.offload.parameters else",
+        "        return part if self.offload.parameters else",
+        (f"{PARTS}::test_what_is_offloaded_has_copies_of_its_own",),
+    ),
+    Mutant(
+        "the plan forgets the gathered layer",
+        "megatron/cost/memory.py",
+        "            gathered=gathered * self.width if",
+        "            gathered=0 * self.width if",
+        (BYTES,),
+    ),
+    Mutant(
+        "ZeRO 3 enters a pipeline",
+        "megatron/config/zero.py",
+        "    if stage > 1 and parallel.has_pipeline:\n",
+        "    if stage == 2 and parallel.has_pipeline:\n",
+        ("tests/config/test_zero.py::test_stages_2_and_3_are_refused_with_the_reason_and_what_to_do",),
+    ),
+    Mutant(
+        "offload to disks is taken for the CPU",
+        "megatron/config/deepspeed_keys.py",
+        'choices=("cpu", "none")',
+        'choices=("cpu", "none", "nvme")',
+        ("tests/config/test_zero.py::test_the_json_offloads_to_the_cpu_and_to_nothing_else",),
+    ),
+)
