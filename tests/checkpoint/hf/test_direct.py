@@ -25,8 +25,12 @@ from tests.harness import fork_ranks
 MODELS = {
     "gpt2": {"hidden_bias": True},
     "gpt2 without biases and untied": {"untie_embeddings": True},
+    "mpt": {},
     "t5": {"max_position_embeddings": 0},
     "t5 gated and untied": {"max_position_embeddings": 0, "activation": "gated-gelu", "untie_embeddings": True},
+    "llama": {"num_query_groups": 4, "activation": "gated-silu", "untie_embeddings": True},
+    "mpt": {},
+    "bert": {"hidden_bias": True},
 }
 
 
