@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log  # noqa: E402
-from megatron.errors import ConfigError, DataError, marked  # noqa: E402
+from megatron.errors import DataError, marked  # noqa: E402
 from megatron.generate.options import parse_args, read_prompts, world_size  # noqa: E402
 from megatron.training.failure import guard  # noqa: E402
 
@@ -77,12 +77,10 @@ def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
     from megatron.config import Config
     from megatron.mpu.groups import single_grid
     from megatron.training import world
+    from megatron.training.accelerator import settle
 
     if world_size() == 1:
-        try:
-            kind = device.choose(args.device)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        kind = settle(Config.of_values({"device": args.device}))
         return single_grid(), device.bind(kind, 0), "rank 0"
     values: dict[str, Any] = {"pipe_parallel_size": args.pipe_parallel_size, "dtype": args.dtype}
     values |= {"model_parallel_size": args.model_parallel_size, "device": args.device}

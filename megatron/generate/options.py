@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron import accelerators
 from megatron.errors import ConfigError, DataError
 
 DTYPES = ("fp32", "bf16", "fp64")
@@ -43,14 +44,23 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--mode", choices=("R", "X", "S"), help="of a T5 trained with several --denoisers: whose task this is (first)")
     add("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
     add("--dtype", choices=DTYPES, default="fp32", help="compute in this type (fp32)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (auto)")
+    add("--device", default="auto", help="where to compute: auto, cpu, cuda, or the device of a plug-in (auto)")
     add("--model-parallel-size", type=int, default=1, metavar="T", help="ranks that share each layer (1)")
     add("--pipe-parallel-size", type=int, default=1, metavar="P", help="stages that the layers are cut into (1)")
     args = parser.parse_args(argv)
-    problems = [*_input_problems(args), *_number_problems(args), *_layout_problems(args)]
+    problems = [*_device_problems(args), *_input_problems(args), *_number_problems(args), *_layout_problems(args)]
     if problems:
         raise ConfigError("\n".join(problems))
     return args
+
+
+def _device_problems(args: argparse.Namespace) -> Iterator[str]:
+    try:
+        accelerators.load()
+    except ValueError as error:
+        yield str(error)
+    if problem := accelerators.problem(args.device):
+        yield problem
 
 
 def _input_problems(args: argparse.Namespace) -> Iterator[str]:
