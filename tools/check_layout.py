@@ -34,6 +34,7 @@ DEFAULTS = {
     "gpt2": SIZES + "--num-layers 4 --seq-length 32 --hidden-bias --init-method-std 0.05",
     "t5": SIZES + "--num-layers 2 --enc-seq-length 32",
     "llama": SIZES + "--num-layers 4 --seq-length 32 --num-query-groups 2 --init-method-std 0.05",
+    "bert": SIZES + "--num-layers 4 --seq-length 32 --init-method-std 0.05",
     "mpt": SIZES + "--num-layers 4 --seq-length 32 --init-method-std 0.05",
 }
 """What holds where the user gives nothing else."""

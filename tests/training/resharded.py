@@ -14,6 +14,7 @@ import torch
 
 import pretrain_gpt2
 import pretrain_t5
+from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from megatron import device
@@ -35,6 +36,7 @@ COMMON = (
 )
 SIZES = {
     pretrain_gpt2: f"--num-layers 4 --max-position-embeddings 16 --hidden-bias --seq-length 16 {COMMON}",
+    pretrain_bert: f"--num-layers 4 --seq-length 16 {COMMON}",
     pretrain_llama: f"--num-layers 4 --seq-length 16 {COMMON} --num-attention-heads 8 --num-query-groups 4",
     pretrain_mpt: f"--num-layers 4 --seq-length 16 {COMMON}",
     pretrain_t5: f"--enc-layers 2 --dec-layers 3 --enc-seq-length 24 --vocab-extra-ids 8 {COMMON}",

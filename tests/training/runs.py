@@ -24,7 +24,12 @@ from tests.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
-LENGTHS = {"gpt2": "--seq-length 32 --hidden-bias", "t5": "--enc-seq-length 32", "mpt": "--seq-length 32"}
+LENGTHS = {
+    "gpt2": "--seq-length 32 --hidden-bias",
+    "t5": "--enc-seq-length 32",
+    "mpt": "--seq-length 32",
+    "bert": "--seq-length 32",
+}
 SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 "
     "--train-iters 20 --lr 3e-3 --warmup 0.1 --log-interval 1 --eval-iters 1 --eval-interval 0 --split 900,50,50 "

@@ -10,6 +10,7 @@ import pytest
 
 import pretrain_gpt2
 import pretrain_t5
+from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from tests.training.resharded import Layout, assert_is_state, load_by, save_by
@@ -53,7 +54,18 @@ def test_tensor_ranks_of_llama_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
     check_pairs(pretrain_llama, (SAVED[4],), (LOADED[7],), tmp_path)
 
 
-SCRIPTS = {"gpt2": pretrain_gpt2, "t5": pretrain_t5, "mpt": pretrain_mpt, "llama": pretrain_llama}
+def test_tensor_ranks_of_bert_are_loaded_by_a_pipeline(tmp_path: Path) -> None:
+    """Its bias of each word is cut with the vocabulary."""
+    check_pairs(pretrain_bert, (SAVED[1],), (LOADED[2],), tmp_path)
+
+
+SCRIPTS = {
+    "gpt2": pretrain_gpt2,
+    "t5": pretrain_t5,
+    "mpt": pretrain_mpt,
+    "llama": pretrain_llama,
+    "bert": pretrain_bert,
+}
 
 
 @pytest.mark.slow

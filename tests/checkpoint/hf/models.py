@@ -11,11 +11,13 @@ import torch
 from megatron.checkpoint import TensorRecord, named_parameters, save
 from megatron.config import Config
 from megatron.model import (
+    BertModel,
     GPT2Model,
     LlamaModel,
     MptModel,
     Place,
     T5Model,
+    bert_sizes_from,
     llama_sizes_from,
     mpt_sizes_from,
     sizes_from,
@@ -41,6 +43,8 @@ def build(config: Config, group: Group) -> torch.nn.Module:
         return LlamaModel(llama_sizes_from(config.model, config.llama), Place(group))
     if config.family == "mpt":
         return MptModel(mpt_sizes_from(config.model, config.mpt), Place(group))
+    if config.family == "bert":
+        return BertModel(bert_sizes_from(config.model, config.bert), Place(group))
     return GPT2Model(sizes_from(config.model), Place(group))
 
 
