@@ -13,7 +13,7 @@ from tests.parity.test_schedules import GRIDS, INTERLEAVED, OTHERS, UNTIED, chec
 
 RATES = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DROPPED = f"--fp64 --clip-grad 0.5 {RATES} --layout-independent-dropout"
-SHORT = [((2, 2, 1), "documents"), ((1, 2, 2), "tied"), ((4, 1, 1), "positions")]
+SHORT = [((2, 2, 1), "positions"), ((1, 2, 2), "tied"), ((4, 1, 1), "documents")]
 EVERY = [
     pytest.param(*grid, variant, marks=() if (grid, variant) in SHORT else pytest.mark.slow)
     for grid, variant in product(LAYOUTS, VARIANTS)
@@ -103,3 +103,21 @@ def test_bf16_trains_close_to_fp32_and_equal_in_every_replica() -> None:
     wide, narrow = traces(1, 1, 1, "--fp32", 6)[0], traces(2, 2, 1, "--bf16", 6)
     assert abs(narrow[0].losses[-1] - wide.losses[-1]) < 0.05
     assert len({tuple(t.losses) for t in narrow}) == 1
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--reset-position-ids",
+        "--reset-attention-mask",
+        "--num-query-groups 1",
+        "--rotary-base 50",
+        "--rotary-scaling linear",
+        "--activation gated-gelu",
+        "--tie-embeddings-and-output-weights",
+    ],
+)
+def test_each_flag_makes_another_model_or_batch(flag: str) -> None:
+    """Layouts are compared with one process, which would not tell of a flag that is lost in both."""
+    plain, changed = (traces(1, 1, 1, f"--fp64 {extra}", 1)[0] for extra in ("", flag))
+    assert abs(plain.losses[0] - changed.losses[0]) > 1e-6

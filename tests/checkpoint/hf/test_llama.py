@@ -34,7 +34,7 @@ LLAMA_32 = {
 """As the hub has it, in small."""
 LLAMA_1 = {
     "model_type": "llama", "hidden_act": "silu", "hidden_size": 16, "intermediate_size": 24, "vocab_size": 29,
-    "num_attention_heads": 4, "num_hidden_layers": 2, "rms_norm_eps": 1e-06, "max_sequence_length": 2048,
+    "num_attention_heads": 4, "num_hidden_layers": 2, "max_sequence_length": 2048,
 }  # fmt: skip
 """The first one's, which says much less."""
 
