@@ -16,6 +16,9 @@ def stage_recompute(module: PipelineModule, sizes: Sizes, place: Place) -> Recom
 
 def _slots(module: PipelineModule, sizes: Sizes) -> tuple[int, int]:
     """Return how many inputs wait on this stage at most, by the chunk with the most runs; a seam of T5 counts once."""
-    runs = max(sum(run.is_checkpointable_results) for run in module._runs or [module])
+    chunks = [list(run.is_checkpointable_results) for run in module._runs or [module]]
+    if module.stage_id == 0:
+        chunks[0][0] = False  # it begins with the embedding and keeps tokens, which wait as they are
+    runs = max(map(sum, chunks))
     forwards = sizes.forwards_in_flight[min(module.stage_id, len(sizes.forwards_in_flight) - 1)]
     return runs * forwards, forwards
