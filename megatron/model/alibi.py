@@ -50,6 +50,7 @@ class AlibiBias:
         self._causal: torch.Tensor | None = None
         self._within, self._pass = Last(), Last()
 
+    @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
     def for_hidden(self, x: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return what the layers add that read ``x`` [s, b, h]; with ``segment_ids`` [b, s] documents are apart."""
         causal = self._causal
