@@ -80,10 +80,15 @@ def _calls(dump: Dump, stages: Sequence[int]) -> dict[tuple[int, str, int, int],
 
 
 def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
-    """Yield each tensor as both dumps have it, over the smallest runs of samples that both can be joined to."""
+    """Yield each tensor as both dumps have it, over the smallest runs of samples that both can be joined to.
+
+    Layers of a pipeline hand on what others will need beside their first tensor, and its gradient on the way back; of
+    a dump with a pipeline and one without, only first tensors are the same.
+    """
     one, other = grouped(first), grouped(second)
+    have_pipeline = {dump.facts["layout"].get("pipe", 1) > 1 for dump in (first, second)}
     for key in one:
-        if key in other:
+        if key in other and (key.index == 0 or len(have_pipeline) == 1):
             for start, stop in common_spans(one[key], other[key]):
                 yield join(key, one[key], start, stop), join(key, other[key], start, stop)
 
