@@ -88,7 +88,8 @@ class GroupedQueryAttention(Attention):
         each = self.num_heads // self.num_groups
         groups = packed.view(s, b, self.num_groups, each + 2, self.head_size)  # [s, b, g/t, a/g + 2, d]
         query = groups[:, :, :, :each].flatten(2, 3)  # [s, b, a/t, d]
-        return query.permute(1, 2, 0, 3), *(groups[:, :, :, each + i].permute(1, 2, 0, 3) for i in (0, 1))
+        key, value = groups[:, :, :, each], groups[:, :, :, each + 1]  # 2 x [s, b, g/t, d]
+        return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
 
 class LlamaLayer(nn.Module):

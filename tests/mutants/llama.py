@@ -77,8 +77,8 @@ LLAMA = (
     Mutant(
         "keys and values change places within a group",
         _MODEL,
-        "for i in (0, 1))",
-        "for i in (1, 0))",
+        "key, value = groups[:, :, :, each], groups",
+        "value, key = groups[:, :, :, each], groups",
         (_SAME,),
     ),
     Mutant(

@@ -58,7 +58,7 @@ def to_ours(theirs: Mapping[str, Any]) -> Config:
         CheckpointError: another architecture, a setting that our models do not have, or a size that is missing.
     """
     kind = theirs.get("model_type")
-    if kind not in FAMILY:
+    if kind is None or kind not in FAMILY:
         raise CheckpointError(f"model_type must be one of {', '.join(FAMILY)}, got {kind!r}: another architecture")
     try:
         return Config.of_values(form_of(FAMILY[kind]).values(dict(theirs)), family=FAMILY[kind])
