@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from megatron import accelerators, device
 from megatron.accelerators import Accelerator
 from megatron.config import parse
 from megatron.errors import ConfigError
+from tools import check_accelerator
 
 Make = Callable[..., Accelerator]
 
@@ -110,3 +115,34 @@ def test_one_name_has_one_device(make: Make) -> None:
 def test_every_hook_is_a_function_of_the_seam_and_all_that_may_be_hooked_are_named() -> None:
     hooked = {name for name, value in vars(device).items() if hasattr(value, "__wrapped__") and callable(value)}
     assert hooked - {"_copy_stream"} == accelerators.HOOKS
+
+
+def test_the_worked_example_of_the_document_registers_its_device(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vendor's package is a stand-in; what the code itself asks of it is what the document lists."""
+    text = (Path(__file__).parents[1] / "docs" / "accelerators.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
+    own = torch.Generator()
+    module = SimpleNamespace(is_available=lambda: True, default_generators=())
+    monkeypatch.setattr(torch, "tpu", module, raising=False)
+    monkeypatch.setitem(sys.modules, "torch_tpu", None)
+    exec(compile(code, "accelerators.md", "exec"), {"__name__": "megatron_accelerator_tpu"})
+    assert device.choose() == "cpu", "without the vendor's package there is no device"
+    monkeypatch.setitem(sys.modules, "torch_tpu", ModuleType("torch_tpu"))
+    assert (device.choose(), device.backend("tpu"), device.default_precision("tpu")) == (
+        "tpu",
+        "cpu:gloo,tpu:sccl",
+        "bf16",
+    )
+    plugin = accelerators.find("tpu")
+    assert plugin is not None
+    place = SimpleNamespace(type="tpu", index=0)
+    assert plugin.hooks["default_generator"](place) is torch.default_generator
+    module.default_generators = (own,)
+    assert plugin.hooks["default_generator"](place) is own and not device.can_pin("tpu")
+
+
+def test_the_document_names_every_hook_field_and_check() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "accelerators.md").read_text(encoding="utf-8")
+    fields = {field.name for field in dataclasses.fields(Accelerator)} - {"module"}
+    checks = {check.__name__ for check in check_accelerator.CHECKS}
+    assert {f"`{name}`" for name in fields | accelerators.HOOKS | checks} - set(re.findall(r"`\w+`", text)) == set()
