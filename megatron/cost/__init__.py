@@ -14,3 +14,4 @@ from megatron.cost.memory import Memory as Memory
 from megatron.cost.memory import Zero as Zero
 from megatron.cost.peaks import peak_flops as peak_flops
 from megatron.cost.t5 import T5Costs as T5Costs
+from megatron.cost.waiting import waiting_of as waiting_of

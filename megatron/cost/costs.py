@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron.cost.memory import PLAIN, Memory, State, Zero
+from megatron.cost.waiting import Kept as Kept
+from megatron.cost.waiting import Waiting
 from megatron.stages import in_flight, pieces_on
 
 Number = TypeVar("Number", int, float)
@@ -23,14 +25,6 @@ class Shared:
     def is_held(self, pieces: Sequence[tuple[int, int]]) -> bool:
         """Return whether one of the pieces (first, one past the last) has any of the units."""
         return any(start <= unit < stop for unit in self.units for start, stop in pieces)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Bytes that a unit keeps of a micro-batch until its backward: in full, or its input when it is recomputed."""
-
-    full: int = 0
-    input: int = 0
 
 
 class Costs(ABC):
@@ -131,6 +125,7 @@ class Costs(ABC):
         optimizer: str = "adamw",
         zero: Zero = PLAIN,
         checkpoint_activations: bool = False,
+        waiting: Waiting = Waiting(),  # noqa: B008 - frozen
         schedule: str = "1f1b",
         chunks: int = 1,
     ) -> list[Memory]:
@@ -140,6 +135,7 @@ class Costs(ABC):
 
         Args:
             zero: how replicas share what they hold.
+            waiting: of what is recomputed, with ``checkpoint_activations``.
         """
         stages = (len(bounds) - 1) // chunks
         state = State.of(dtype, optimizer)
@@ -148,14 +144,16 @@ class Costs(ABC):
         estimates = []
         for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages)):
             pieces = pieces_on(bounds, stages, stage)
-            kept = [unit.input if checkpoint_activations else unit.full for unit in units]
-            in_all = sum(_held(kept, shared, [piece]) for piece in pieces)
-            again = max(unit.full for start, stop in pieces for unit in units[start:stop])
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
-            activations = forwards * in_all // chunks + (again if checkpoint_activations else 0)
+            in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             logits = self.logit_bytes(*sizes) if stage == stages - 1 else 0
             gathered = self.gathered_parameters(pieces, tensor)
-            estimates.append(state.memory(held, activations, logits, zero, gathered))
+            memory = state.memory(held, forwards * in_all // chunks, logits, zero, gathered)
+            if checkpoint_activations:
+                read = sum(_held([0] * len(units), shared, [piece]) for piece in pieces)
+                parts = [units[start:stop] for start, stop in pieces]
+                memory = waiting.placed(memory, parts, forwards / chunks, read)
+            estimates.append(memory)
         return estimates
 
 

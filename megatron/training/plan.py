@@ -162,6 +162,7 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         optimizer=config.optimizer.optimizer,
         zero=zero_of(config, topology.data),
         checkpoint_activations=config.parallel.checkpoint_activations,
+        waiting=cost.waiting_of(config),
         **_schedule(config, bounds, stages),
     )
     held = costs.stage_parameters(bounds, topology.tensor, stages)

@@ -31,7 +31,10 @@ def read(line: str, folder=None, section: object = None, world_size: int = 2) ->
         ("--recompute-activations --checkpoint-num-layers 2", ["--checkpoint-num-layers acts with"]),
         (f"{RECOMPUTE} --recompute-activations", ["either whole layers", "--recompute-granularity selective"]),
         ("--recompute-granularity half", ["--recompute-granularity must be one of full, selective, got 'half'"]),
-        ("--pipe-parallel-size 2 --compile --pipeline-schedule zb-h1", ["--compile needs a schedule of whole", "zb-h1"]),
+        (
+            "--pipe-parallel-size 2 --compile --pipeline-schedule zb-h1",
+            ["--compile needs a schedule of whole", "zb-h1"],
+        ),
         ("--pipe-parallel-size 2 --compile --pipeline-schedule auto", ["--compile needs a schedule of whole", "auto"]),
         ("--compile --hidden-dropout 0.1 --layout-independent-dropout", ["--compile", "--layout-independent-dropout"]),
     ],

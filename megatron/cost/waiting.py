@@ -1,0 +1,45 @@
+"""What recompute keeps of a forward: inputs of runs of layers, and where they wait for their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.cost.memory import Memory
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a unit keeps of a micro-batch until its backward: in full, or its input when it is recomputed."""
+
+    full: int = 0
+    input: int = 0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One input for ``every`` layers, of which each of ``parts`` tensor ranks keeps a part; or on the host."""
+
+    every: int = 1
+    parts: int = 1
+    is_on_host: bool = False
+
+    def placed(self, memory: Memory, pieces: Sequence[Sequence[Kept]], forwards: float, read: int) -> Memory:
+        """Return ``memory`` with what recompute keeps of so many ``forwards`` through all ``pieces`` of a stage.
+
+        Args:
+            read: bytes that all layers of the pieces read, of one forward; they count in full and on the device.
+        """
+        inputs = sum(sum([unit.input for unit in piece if unit.input][:: self.every]) for piece in pieces)
+        waits = -(-int(forwards * inputs) // self.parts)
+        again = max(sum(sorted((unit.full for unit in piece), reverse=True)[: self.every]) for piece in pieces)
+        on_device, on_host = (0, waits) if self.is_on_host else (waits, 0)
+        return replace(memory, activations=int(forwards * read) + on_device + again, host=memory.host + on_host)
+
+
+def waiting_of(config: Any) -> Waiting:
+    """Return how a run of ``config``, a ``megatron.config.Config``, keeps the inputs of what it recomputes."""
+    parallel = config.parallel
+    parts = parallel.model_parallel_size if parallel.partition_activations else 1
+    return Waiting(parallel.checkpoint_num_layers, parts, parallel.checkpoint_in_cpu)
