@@ -27,6 +27,7 @@ TOKENIZER = ROOT / "tests" / "golden" / "tokenizer.json"
 LENGTHS = {
     "gpt2": "--seq-length 32 --hidden-bias",
     "t5": "--enc-seq-length 32",
+    "llama": "--seq-length 32 --num-query-groups 2",
     "mpt": "--seq-length 32",
     "bert": "--seq-length 32",
 }

@@ -13,6 +13,7 @@ import torch
 import pretrain_gpt2
 import pretrain_t5
 from examples.bert import pretrain_bert
+from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from megatron.checkpoint import open_latest
 from megatron.mpu.groups import SINGLE
@@ -88,10 +89,11 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
         (pretrain_gpt2, 2, 2, 4),
         (pretrain_gpt2, 1, 1, 2),
         pytest.param(pretrain_t5, 2, 2, 4, marks=pytest.mark.slow),
+        pytest.param(pretrain_llama, 2, 2, 4, marks=pytest.mark.slow),
         pytest.param(pretrain_mpt, 2, 2, 4, marks=pytest.mark.slow),
         pytest.param(pretrain_bert, 2, 2, 4, marks=pytest.mark.slow),
     ],
-    ids=["1-1-1", "2-2-4", "1-1-2", "t5-2-2-4", "mpt-2-2-4", "bert-2-2-4"],
+    ids=["1-1-1", "2-2-4", "1-1-2", "t5-2-2-4", "llama-2-2-4", "mpt-2-2-4", "bert-2-2-4"],
 )
 def test_killed_and_resumed_run_is_bit_for_bit_the_same(
     script: ModuleType, tensor: int, pipe: int, world_size: int, corpus: Path, tmp_path: Path
@@ -115,6 +117,7 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_same(
     [
         (pretrain_gpt2, ""),
         (pretrain_t5, "--activation gated-gelu --untie-embeddings-and-output-weights --reset-attention-mask"),
+        pytest.param(pretrain_llama, "--reset-attention-mask --reset-position-ids", marks=pytest.mark.slow),
         pytest.param(pretrain_mpt, "--reset-attention-mask --eod-mask-loss", marks=pytest.mark.slow),
         pytest.param(pretrain_bert, "--short-seq-prob 0.5", marks=pytest.mark.slow),
     ],
