@@ -31,7 +31,7 @@ CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/bert-<time>; run folder
 # ----------------------------------------------------------------------------------------------------------------------
 own=(--seq-length SEQLEN)
 recipe="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --batch-size 8 --gas 4
-  --train-iters 100
+  --train-iters 100 --attention-dropout 0 --hidden-dropout 0
   --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05
   --log-interval 10 --eval-interval 50 --eval-iters 2"
 # shellcheck source=../../tools/run.sh

@@ -147,6 +147,16 @@ def test_whole_words_stay_whole(file: TokenFile, has_pairs: bool) -> None:
     assert {0, 1, 2, 3} <= sizes and fewer <= 3
 
 
+def test_no_word_reaches_over_the_seam(file: TokenFile) -> None:
+    """Where no token begins a word, a segment up to the end of a document is one."""
+    samples, alone = samples_of(file, word_starts=np.zeros(TEXT, bool), mask_prob=0.4), 0
+    for sample in (samples[index] for index in range(200)):
+        first = int((sample["parts"] == 0).sum())
+        beside = sample["labels"][first - 2] >= 0, sample["labels"][first] >= 0
+        alone += beside[0] != beside[1] and sample["text"][first - 2] != EOD
+    assert alone > 20
+
+
 def test_masks_and_pairs_are_new_in_each_epoch_and_with_each_seed(file: TokenFile) -> None:
     samples = samples_of(file, documents=(2, 4), has_pairs=False, seq_length=202, short_seq_prob=0.0)
     other = samples_of(file, documents=(2, 4), has_pairs=False, seq_length=202, short_seq_prob=0.0, seed=4)

