@@ -35,7 +35,7 @@ class EmbeddingPipe(AroundWords):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> Stream:  # type: ignore[override]
         tokens, token_types, *segments = inputs
         x = super().forward(self.word(tokens.t()), token_types)  # [s, b, h]
-        return (x, *segments) if segments else x
+        return (x, segments[0]) if segments else x
 
 
 class BertLayerPipe(BertLayer):

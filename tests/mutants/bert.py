@@ -56,10 +56,9 @@ BERT = (
     Mutant(
         "words are masked beyond what is asked",
         "megatron/data/bert_masking.py",
-        "        smaller = np.flatnonzero(sizes[start:] <= room)\n",
-        "        smaller = np.flatnonzero(sizes[start:] <= room + 2 * (room > 0))\n",
+        "_fitting(sizes[order], count)]",
+        "_fitting(sizes[order], count + 1)]",
         (WHOLE,),
-        refuses=True,
     ),
     Mutant(
         "the second segment is from a document beside the first",
