@@ -31,8 +31,9 @@ class ModelConfig:
     hidden_bias: bool = option(
         False,
         "give the linear layers biases",
-        families=("gpt2", "t5", "llama", "mpt"),
+        families=("gpt2", "t5", "llama"),
         elsewhere="BERT's linear layers have biases anyway; leave it out",
+        elsewhere_in={"mpt": "MPT has no biases; leave it out"},
     )
     max_position_embeddings: int = option(
         0,

@@ -38,7 +38,7 @@ def test_a_sequence_may_be_longer_than_the_length_it_was_made_for() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--hidden-bias"], "--hidden-bias must be left out in MPT"),
+        (["--hidden-bias"], "--hidden-bias is refused: MPT has no biases"),
         (["--alibi-bias-max", "0"], "--alibi-bias-max must be a positive integer, got 0"),
         (["--clip-qkv", "-1"], "--clip-qkv must be a finite number of at least 0, got -1.0"),
         (["--reset-position-ids"], "MPT has no positions; --reset-attention-mask alone keeps documents apart"),
