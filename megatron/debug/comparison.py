@@ -61,7 +61,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All differences in the order of the first run, and what only one of the dumps has."""
+    """All differences in the order of the first run, and what only one of the dumps has of steps that both have."""
 
     differences: list[Difference]
     only_first: list[Key]
@@ -100,7 +100,9 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
     ]
     found.sort(key=lambda each: (each.key.step, ORDER.index(each.phase), each.time_ns))
     one, other = grouped(first), grouped(second)
-    return Comparison(found, [key for key in one if key not in other], [key for key in other if key not in one])
+    steps = {key.step for key in one} & {key.step for key in other}
+    only = [[key for key in a if key not in b and key.step in steps] for a, b in ((one, other), (other, one))]
+    return Comparison(found, *only)
 
 
 def _floors(pairs: Iterable[tuple[Joined, Joined]]) -> dict[tuple[int, str], tuple[float, float]]:
