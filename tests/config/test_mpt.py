@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import Config, parse
+from megatron.config.validate import find_problems
 from megatron.errors import ConfigError
 
 WORDS = ["--data-path", "none", "--seq-length", "64", "--vocab-size", "101", "--device", "cpu"]
@@ -59,3 +60,8 @@ def test_what_cannot_act_is_refused(words: list[str], told: str) -> None:
 def test_its_flags_are_refused_elsewhere(family: str, words: list[str]) -> None:
     with pytest.raises(ConfigError, match="examples/mpt/pretrain_mpt.py"):
         parsed(*words, family=family)
+
+
+def test_a_script_that_gives_it_biases_is_told() -> None:
+    config = Config.of_values({"hidden_bias": True, "vocab_size": 101}, family="mpt")
+    assert any("whose layers and norms have no biases" in problem for problem in find_problems(config, 1))
