@@ -18,7 +18,8 @@ unpacks them (``torch.autograd.graph.saved_tensors_hooks``), whatever a layer re
 and FSDP hang on the outputs of modules instead, which sees fewer of them.
 
 Between its passes a weight has its shape and one number for all its elements, NaN: what reads one outside of any call
-gets NaN rather than old values. Frozen weights and single numbers stay whole on every replica.
+gets NaN rather than old values; layers that the first pass has not called are named in a warning. Frozen weights and
+single numbers stay whole on every replica.
 
 Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 4.3, for keeping the tensor.
 """
@@ -33,6 +34,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron import log
 from megatron.mpu.groups import Group
 from megatron.optim.gather import Piece, buckets, gather
 
@@ -43,11 +45,14 @@ class Unit:
     """Weights that are gathered and freed together.
 
     Args:
+        name: of the module, for messages.
         pieces: the whole weights, whose memory is this unit's from now on, and what this replica keeps of each.
     """
 
-    def __init__(self, pieces: dict[nn.Parameter, Piece], group: Group, *, stays: bool) -> None:
+    def __init__(self, name: str, pieces: dict[nn.Parameter, Piece], group: Group, *, stays: bool) -> None:
+        self.name = name
         self.stays = stays  # from a forward to its backward
+        self.was_called = False
         self.calls = 0
         self.is_here = False
         self._group = group
@@ -110,6 +115,8 @@ class WeightUnits:
         self._at: dict[int, Unit] = {}
         self._depth = 0
         self._watch: saved_tensors_hooks | None = None
+        self._names = {inner: name for name, inner in module.named_modules()}
+        self._has_told = False
         layers = layers_of(module, cut)
         for inner, weights in layers.items():
             self._add(inner, {p: cut[p] for p in weights}, group, stays=False)
@@ -125,7 +132,7 @@ class WeightUnits:
     def _add(self, module: nn.Module, pieces: dict[nn.Parameter, Piece], group: Group, *, stays: bool) -> None:
         if not pieces:
             return
-        unit = Unit(pieces, group, stays=stays)
+        unit = Unit(self._names[module], pieces, group, stays=stays)
         self.units.append(unit)
         self._units_of.setdefault(module, []).append(unit)
         for parameter in unit.parameters:
@@ -144,6 +151,7 @@ class WeightUnits:
     def _enter(self, units: list[Unit], module: nn.Module, inputs: Any) -> None:
         for unit in units:
             unit.calls += 1
+            unit.was_called = True
             self._gather(unit)
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled() and not _is_in_backward():
@@ -155,10 +163,22 @@ class WeightUnits:
         if self._depth == 0 and self._watch is not None:
             self._watch.__exit__()
             self._watch = None
+            self._tell_uncalled(output)
         for unit in units:
             unit.calls -= 1
             if not (unit.calls or _is_in_backward() or (unit.stays and torch.is_grad_enabled())):
                 self._free(unit)
+
+    def _tell_uncalled(self, output: Any) -> None:
+        """After the first pass that backward may follow, name the layers that it has not called, if there are any."""
+        names = [unit.name for unit in self.units if not unit.was_called]
+        if names and not self._has_told and output is not None:  # None: the pass has failed
+            log.warning(
+                f"--zero-stage 3 gathers weights when a module that has them is called, and {', '.join(names)} was not "
+                "called in the first pass. If its weights were read there, they were NaN: call the module, or use "
+                "--zero-stage 2"
+            )
+        self._has_told = self._has_told or output is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Return what the graph keeps of ``tensor``: beside a weight its unit, which may be away when it is needed."""

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron import log
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import LossScaler, Offload, gradient_parts, owners
+from megatron.optim import LossScaler, Offload, build_optimizer, gradient_parts, owners
 from megatron.optim.cuts import cut_of
 from megatron.optim.weight_units import layers_of
 from tds.gradients import buckets as tds_buckets
@@ -222,6 +223,24 @@ def test_what_reads_a_weight_outside_of_any_call_gets_no_number() -> None:
         optimizer.master_of(module.words.weight).zero_()
         optimizer.copy_masters_to_parameters()
         assert units_here(optimizer) == 0 and module(tokens).unique().numel() == 1, "no word is likelier"
+
+
+def test_layers_whose_weights_are_read_past_them_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.layers[0](x), self.layers[2].weight)
+
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning", told.append)
+    module = Odd()
+    optimizer = build_optimizer(module.parameters(), zero_stage=3, offload=EVERYWHERE)
+    optimizer.cut_weights(module)
+    assert all(module(torch.ones(2, 16)).isnan().all() for _ in range(2))
+    assert len(told) == 1 and "layers.1, layers.2 was not called" in told[0]
 
 
 def twice(rank: int) -> None:

@@ -13,8 +13,8 @@ from tests.parity.test_zero import within
 AWAY = "--zero-stage 3 --offload-optimizer --offload-parameters"
 STAGES = ("--zero-stage 2", "--zero-stage 3", AWAY)
 STEPS = 20
-NORM = 3e-7
-"""Relative difference of two norms in fp32 whose squares are added up in other orders; 1.03e-7 was seen."""
+NORM = 1e-6
+"""Relative difference of two norms in fp32 whose squares are added up in other orders; 1.03e-7 was seen here, 4.4e-7 for a word table of 1,000 rows."""
 
 
 def place(part: Shard, whole: Shard) -> Shard | None:

@@ -52,7 +52,8 @@ def flip(name: str, ranks: list[int], step: int) -> Any:
         def advance_and_flip(run: loop.Run, result: Any, samples: int) -> None:
             advance(run, result, samples)
             if run.progress.step == step and rank in ranks:
-                dict(named_parameters(run.engine.module))[name].detach().view(torch.int32).view(-1)[0] ^= 1
+                weight = run.engine.optimizer.kept(dict(named_parameters(run.engine.module))[name])
+                weight.detach().view(torch.int32).view(-1)[0] ^= 1
 
         loop._advance = advance_and_flip
 
@@ -79,9 +80,18 @@ EVERY_4 = "--train-iters 12 --drift-interval 4 --save-interval 3"
             marks=pytest.mark.slow,
         ),
         pytest.param(GRID, 4, "layers.1.input_norm.weight", [3], "differs among ranks 2, 3", 2, marks=pytest.mark.slow),
+        pytest.param(
+            "--model-parallel-size 2 --zero-stage 3",
+            4,
+            "layers.1.input_norm.weight",
+            [3],
+            "differs among ranks 2, 3",
+            2,
+            marks=pytest.mark.slow,
+        ),
         ("--pipe-parallel-size 2", 2, "embedding.word.weight", [1], "differs among ranks 0, 1", 0),
     ],
-    ids=["replicas", "three replicas", "replicas and tensor", "tensor", "tied"],
+    ids=["replicas", "three replicas", "replicas and tensor", "tensor", "parts", "tied"],
 )
 def test_one_flipped_bit_ends_the_run_with_parameter_and_ranks(
     layout: str, ranks: int, name: str, hit: list[int], told: str, teller: int, corpus: Path, tmp_path: Path
@@ -101,7 +111,10 @@ def test_one_flipped_bit_ends_the_run_with_parameter_and_ranks(
     "layout",
     [
         "--pipe-parallel-size 2 --bf16 --zero-stage 1",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (GRID, "--model-parallel-size 2", "--bf16")),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (GRID, "--model-parallel-size 2", "--bf16", "--model-parallel-size 2 --bf16 --zero-stage 3")
+        ),
     ],
 )
 def test_copies_of_a_sound_run_agree_to_the_bit(layout: str, corpus: Path, tmp_path: Path) -> None:
