@@ -24,6 +24,11 @@ class FamilyConfig:
         """Whether ``max_position_embeddings`` counts; 0 is then the longest sequence."""
         return True
 
+    @property
+    def summary(self) -> str:
+        """What is said of the model behind its sizes."""
+        return ""
+
     def resolved(self, model: ModelConfig, data: DataConfig) -> FamilyConfig:
         """Return this section with the numbers that follow from others."""
         return self

@@ -66,6 +66,10 @@ class LlamaConfig(FamilyConfig):
     )
     rotary_original_positions: int = _rotary(8192, "of llama3: the earlier length, in tokens", minimum=1)
 
+    @property
+    def summary(self) -> str:
+        return f"{self.num_query_groups} heads of keys"
+
     def resolved(self, model: ModelConfig, data: DataConfig) -> LlamaConfig:
         return replace(self, num_query_groups=self.num_query_groups or model.num_attention_heads)
 

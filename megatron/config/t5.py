@@ -113,6 +113,10 @@ class T5Config(FamilyConfig):
         return self.position_embedding_type == "relative"
 
     @property
+    def summary(self) -> str:
+        return f"{self.position_embedding_type} positions"
+
+    @property
     def has_max_positions(self) -> bool:
         return not self.has_relative_positions
 

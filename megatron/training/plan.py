@@ -140,14 +140,13 @@ def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int
 def model_text(config: Config) -> str:
     """Return the sizes of the model that ``config`` describes."""
     model, t5 = config.model, config.t5
-    layers, positions = f"{model.num_layers} layers", ""
+    layers, more = f"{model.num_layers} layers", config.own.summary
     if config.is_t5:
         layers = f"{t5.enc_layers} encoder and {t5.dec_layers} decoder layers"
-        positions = f", {t5.position_embedding_type} positions"
     return (
         f"{human_count(cost.of(config).num_parameters)} parameters: {layers}, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
-        f"{positions}"
+        f"{', ' + more if more else ''}"
     )
 
 

@@ -23,7 +23,7 @@ TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizer.json"
 
 
 def config_of(flags: str, pipe: int, family: str) -> Config:
-    sizes = {"gpt2": SIZES, "t5": T5_SIZES}[family]
+    sizes = T5_SIZES if family == "t5" else SIZES
     line = f"{sizes} {flags} --pipe-parallel-size {pipe}"
     return parse(line.split(), world_size=pipe, env={}, family=family).with_vocab(101)
 
@@ -49,6 +49,12 @@ def test_stages_of_several_chunks_show_all_their_layers_and_what_they_keep() -> 
     assert shown["stage 1"].endswith("; keeps the activations of 3 of 8 x 2 forwards")
     assert shown["pipeline"] == "schedule interleaved, 2 chunks on each stage"
     assert shown["pipeline bubble"].endswith(" % expected, 5.9 % with equal stages")
+
+
+def test_a_llama_is_described_with_its_heads_of_keys() -> None:
+    shown = rows("--num-query-groups 2", family="llama")
+    assert shown["model"].endswith("4 heads, feed-forward 256, vocabulary 101, 2 heads of keys")
+    assert shown["stage 1"].startswith("layers 5-10 of 11, ") and "heads of keys" not in rows("")["model"]
 
 
 def test_parameters_of_stages_add_up_whatever_the_chunks() -> None:
