@@ -82,10 +82,10 @@ BERT = (
         (BACK,),
     ),
     Mutant(
-        "a micro-batch is told of the step before",
+        "all steps are told of the first",
         "megatron/data/step_predictions.py",
-        "        while stop <= index:\n",
-        "        while stop < index:\n",
+        "sum(map(self._num_predicted, range(start, stop))), stop - start",
+        "sum(map(self._num_predicted, range(self._consumed, self._consumed + stop - start))), stop - start",
         (STEPS,),
     ),
     Mutant(
