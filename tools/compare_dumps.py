@@ -35,8 +35,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; it needs no torch."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options; ends with code 2 and one line for those that do not go together."""
     parser = OneLineParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +53,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--picture", type=Path, metavar="PNG",
         help="the error by layer (default: compare.png in the folder of the second; with --json none)",
     )  # fmt: skip
-    return parser
+    flags = parser.parse_args(argv)
+    if flags.picture is not None and flags.picture.suffix.lower() != ".png":
+        parser.error(f"--picture must end in .png, got {flags.picture}")
+    if flags.picture is not None and flags.json:
+        parser.error("--json draws nothing, got --picture. Leave one of them out")
+    if flags.all and flags.json:
+        parser.error("--json lists every tensor anyway, got --all. Leave one of them out")
+    return flags
 
 
 def tolerance(text: str) -> float:
@@ -66,14 +73,7 @@ def tolerance(text: str) -> float:
 
 def main() -> int:
     """Compare what the command line names; return the exit code."""
-    parser = make_parser()
-    flags = parser.parse_args()
-    if flags.picture is not None and flags.picture.suffix.lower() != ".png":
-        parser.error(f"--picture must end in .png, got {flags.picture}")
-    if flags.picture is not None and flags.json:
-        parser.error("--json draws nothing, got --picture. Leave one of them out")
-    if flags.all and flags.json:
-        parser.error("--json lists every tensor anyway, got --all. Leave one of them out")
+    flags = parse_args()
     from megatron.debug.comparison import compare
     from megatron.debug.folder import read
 
@@ -85,7 +85,8 @@ def main() -> int:
         else:
             report(found, dumps, flags)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        print(f"compare_dumps.py: {error}", file=sys.stderr)
+        return 2
     return 0 if found.first is None else 1
 
 
