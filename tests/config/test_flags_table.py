@@ -66,6 +66,7 @@ NEEDS = {
             "--allow-vocab-change",
         )
     },
+    "--resize-vocab": ["--load", "somewhere", "--finetune"],
     "--keep-every": ["--keep-last", "1"],
     "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
     "--prefetch-factor": ["--num-workers", "1"],
@@ -128,6 +129,7 @@ def some_value(option, folder: Path) -> str:
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
         "debug_dump_steps": "2,5-7",
+        "device": "cpu",
     }
     if option.name in chosen:
         return chosen[option.name]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from tests.mutants.bert import BERT
+from tests.mutants.contract import CONTRACT
 from tests.mutants.convert import CONVERT
 from tests.mutants.counted import COUNTED_MASKS
 from tests.mutants.data import DATA
+from tests.mutants.device import DEVICE
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
+from tests.mutants.dumps import DUMPS
 from tests.mutants.flips import FLIPPED
 from tests.mutants.generate import GENERATE
 from tests.mutants.gradients import GRADIENTS
@@ -14,13 +18,17 @@ from tests.mutants.guard import GUARDED
 from tests.mutants.kills import KILLED_RUNS
 from tests.mutants.launch import LAUNCH
 from tests.mutants.legacy import LEGACY
+from tests.mutants.llama import LLAMA
 from tests.mutants.mixture import MIXTURE
+from tests.mutants.mpt import MPT
 from tests.mutants.norms import NORMS
 from tests.mutants.overlap import OVERLAP
 from tests.mutants.packing import PACKING
 from tests.mutants.preprocess import PREPROCESS
+from tests.mutants.pretrained import PRETRAINED
 from tests.mutants.reading import READING
 from tests.mutants.reasons import TOLD
+from tests.mutants.recompute import RECOMPUTE
 from tests.mutants.resumed import RESUMED
 from tests.mutants.rows import ROWS
 from tests.mutants.saves import SAVES
@@ -36,10 +44,13 @@ from tests.mutants.tools import TOOLS
 from tests.mutants.train import TRAIN
 from tests.mutants.watch import WATCHED
 from tests.mutants.zero import ZERO_1
+from tests.mutants.zero_parts import ZERO_PARTS
 
 IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING, *CONVERT)
 IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
-MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER, *IN_FAULTS)
+IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED)
+IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *DUMPS, *CONTRACT)
+MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER, *IN_FAULTS, *IN_FAMILIES, *IN_SYSTEMS)
