@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.data.batches import ReplicaBatches
+    from megatron.data.bert_control import BertTokens, bert_tokens
     from megatron.data.bert_layout import bert_fields
     from megatron.data.bert_samples import BertSamples
-    from megatron.data.bert_control import BertTokens, bert_tokens
     from megatron.data.build import build_train_valid_test
     from megatron.data.build_bert import build_bert_train_valid_test
     from megatron.data.build_t5 import build_t5_train_valid_test

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.bert_masking import NOTHING, Masked
 from megatron.data.bert_control import BertTokens
+from megatron.data.bert_masking import NOTHING, Masked
 
 if TYPE_CHECKING:
     from torch import Tensor

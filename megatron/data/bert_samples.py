@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from megatron.data import bert_layout
-from megatron.data.bert_masking import DRAWS, mask, num_to_mask
 from megatron.data.bert_control import BertTokens
+from megatron.data.bert_masking import DRAWS, mask, num_to_mask
 from megatron.data.cache import Cache
 from megatron.data.documents import Documents, count_of, documents_key
 from megatron.data.random_words import random_words

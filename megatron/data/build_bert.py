@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data import checks
-from megatron.data.bert_samples import BertSamples, text_length
 from megatron.data.bert_control import BertTokens
+from megatron.data.bert_samples import BertSamples, text_length
 from megatron.data.build_splits import Opened, Three, build_splits
 from megatron.data.cache import Cache
 from megatron.data.corpora import DataPaths
