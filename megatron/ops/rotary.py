@@ -70,14 +70,18 @@ def turns(
     return table[0][positions].unsqueeze(1), table[1][positions].unsqueeze(1)
 
 
-@torch.compiler.disable
-@functools.lru_cache(maxsize=16)
+@torch.compiler.assume_constant_result  # in a compiled layer's graph the table is an input, not made anew
 def _table(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of the positions below ``rows``; all layers of a process share them.
 
     Shapes:
         output 2 x [rows, d/2]
     """
+    return _made(rotary, rows, dtype, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _made(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False), torch.device("cpu"):
         speeds = torch.tensor(rotary.frequencies(), dtype=torch.float64)
         angles = torch.arange(rows, dtype=torch.float64).unsqueeze(1) * speeds
