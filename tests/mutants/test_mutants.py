@@ -26,14 +26,16 @@ def test_every_mutant_has_a_name_of_its_own_and_compiles(tmp_path: Path) -> None
         copy = tmp_path / "copy.py"
         copy.write_bytes((ROOT / mutant.file).read_bytes())
         replace_once(copy, mutant.old, mutant.new)
-        compile(copy.read_text(encoding="utf-8"), mutant.file, "exec")
+        if mutant.file.endswith(".py"):
+            compile(copy.read_text(encoding="utf-8"), mutant.file, "exec")
 
 
 def test_every_selected_test_is_there() -> None:
     for mutant in MUTANTS:
         for test in mutant.tests:
             file, _, name = test.partition("::")
-            assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert not name or f"\ndef {name.partition('[')[0]}(" in text, test
 
 
 def test_one_mutant_is_killed(runner: Runner) -> None:
