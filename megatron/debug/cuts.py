@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from megatron.mpu.shard import Shard, shard_of
+from megatron.mpu.shard import Shard
 
 
 class Cut(NamedTuple):
@@ -63,9 +63,8 @@ def input_cut(module: nn.Module, given: torch.Tensor) -> Cut | None:
     return Cut(given.dim() - 1, shard.start, shard.length, shard.global_shape[1])
 
 
-def parameter_cut(parameter: torch.Tensor) -> Cut | None:
-    """Return how a parameter is cut, None if every rank holds all of it."""
-    shard = shard_of(parameter)
+def shard_cut(shard: Shard) -> Cut | None:
+    """Return how what lies at ``shard`` is cut, None if every rank holds all of it."""
     if shard.partition_dim is None:
         return None
     return Cut(shard.partition_dim, shard.start, shard.length, shard.global_shape[shard.partition_dim])

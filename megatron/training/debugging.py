@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron import log
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
-from megatron.debug.cuts import parameter_cut
+from megatron.debug.cuts import shard_cut
 from megatron.debug.finite import Finding, FiniteCheck
 from megatron.debug.folder import GRADIENT, WEIGHT, Samples, Writer, write_manifest
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, Seen, Watch
@@ -24,6 +24,7 @@ from megatron.debug.names import named_modules
 from megatron.errors import ConfigError, NumericsError
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams
+from megatron.mpu.shard import shard_of
 from megatron.training.engines import DataIterator, StepEngine
 from megatron.training.rank_zero import by_rank_0
 from megatron.training.step_result import ModuleError, StepResult
@@ -127,9 +128,13 @@ class Debugger:
         return (1.0 if by_tokens else 1.0 / self.world.grid.data.size) / self.engine.optimizer.loss_scale
 
     def _dump_weights(self, writer: Writer) -> None:
+        """Write the weights; of ZeRO 3, whose weights are whole in use alone, this replica's parts of the masters."""
+        are_whole = self.config.optimizer.zero_stage < 3
         for name, parameter in named_parameters(self.engine.module):
             if self._pattern.search(name):
-                writer.add(parameter, name, WEIGHT, cut=parameter_cut(parameter))
+                is_own = are_whole or not parameter.requires_grad
+                held = parameter if is_own else self.engine.optimizer.master_of(parameter)
+                writer.add(held, name, WEIGHT, cut=shard_cut(shard_of(held)))
 
     @torch.no_grad()
     def _dump_gradients(self, writer: Writer) -> None:
@@ -140,7 +145,8 @@ class Debugger:
                 continue
             gradient = optimizer.gradient_of(parameter)
             if gradient is not None:
-                writer.add(gradient, name, GRADIENT, cut=parameter_cut(parameter), factor=factor)
+                cut = shard_cut(optimizer.gradient_shard(parameter))
+                writer.add(gradient, name, GRADIENT, cut=cut, factor=factor)
 
     def _ahead_of_update(self) -> None:
         """Write the gradients; with --debug-nan end the run on all ranks if any has found something. Collective."""

@@ -188,6 +188,8 @@ def test_number_formats_and_zero_agree_within_their_tolerance(one: Path, tmp_pat
     for name, layout, extra in (
         ("fp32", (2, 1, 1), "--fp32"),
         ("bf16", (1, 1, 2), "--bf16 --zero-stage 1"),
+        ("zero-2", (1, 1, 2), "--fp64 --zero-stage 2"),
+        ("zero-3", (1, 1, 2), "--fp64 --zero-stage 3"),
         ("gpipe", (1, 2, 1), "--fp64 --pipeline-schedule gpipe"),
     ):
         dumps.run(tmp_path / name, layout, gas=4, extra=extra)
