@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch._C import _swap_tensor_impl
 
 
 def own(local_rank: int) -> torch.device:
@@ -38,7 +39,7 @@ def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor
     for parameter in module.parameters():
         made = function(parameter)
         if made.device != parameter.device:
-            torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(made, parameter.requires_grad))
+            _swap_tensor_impl(parameter, torch.nn.Parameter(made, parameter.requires_grad))
 
 
 def sends_over_host() -> bool:

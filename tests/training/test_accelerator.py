@@ -95,9 +95,7 @@ def test_the_cpu_opens_no_plug_in(calls: list[str]) -> None:
 
 
 def test_deepspeed_on_another_device_is_told(calls: list[str]) -> None:
-    with pytest.raises(
-        ConfigError, match="use the device of --device, got cpu and cuda.*DS_ACCELERATOR=cuda"
-    ):
+    with pytest.raises(ConfigError, match="use the device of --device, got cpu and cuda.*DS_ACCELERATOR=cuda"):
         accelerator.check_agreement("cuda")
 
 
