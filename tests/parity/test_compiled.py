@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from megatron.training import assembly
 from megatron.training.compiled import compile_layers
 from megatron.training.parity import Trace, compare
+from tests import harness
 from tests.harness import run_ranks
 from tests.parity.layouts import batches, flags, serial, trace_rank
 
@@ -79,7 +80,11 @@ def test_compiled_layers_on_tensor_ranks_equal_plain_ones(tensor: int, pipe: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "pipe"), [("fp32", 1), ("fp32", 2), ("bf16", 2)])
-def test_kernels_of_inductor_train_as_plain_layers(dtype: str, pipe: int, tmp_path: Path) -> None:
+def test_kernels_of_inductor_train_as_plain_layers(
+    dtype: str, pipe: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage waits while the one before it compiles; a run gives its first step that time, the harness does not."""
+    monkeypatch.setattr(harness, "GROUP_TIMEOUT_S", 600)
     micro, gas = batches(1, 4)
     extra = f"--{dtype} {RATES}"
     plain = serial(micro, gas, extra, steps=STEPS)
