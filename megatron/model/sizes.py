@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,9 +105,9 @@ class LlamaSizes(Sizes):
         """Heads of keys and values."""
         return self.num_query_groups or self.num_attention_heads
 
-    @property
+    @functools.cached_property
     def rotary(self) -> Rotary:
-        """How the pairs of a head turn."""
+        """How the pairs of a head turn; one object, so that all layers have one compiled graph."""
         return Rotary(
             head_size=self.kv_hidden_size,
             base=self.rotary_base,
