@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.mpu.topology import Topology
 from megatron.optim import LossScaler, Offload, build_optimizer, gradient_parts, owners
 from megatron.optim.cuts import cut_of
 from megatron.optim.weight_units import layers_of
+from megatron.training import cpu_adam
 from tds.gradients import buckets as tds_buckets
 from tests.harness import RankFailure, run_ranks
 from tests.optim.parts import Model, alone, loss_of, make, take_step, tokens_of, whole_weights
@@ -290,8 +292,9 @@ def test_what_is_offloaded_has_copies_of_its_own(
 
 
 @pytest.mark.slow
-def test_the_adam_of_deepspeed_trains_to_the_numbers_of_torch() -> None:
-    cpu_adam = pytest.importorskip("megatron.training.cpu_adam")
+@pytest.mark.timeout(580)
+def test_the_adam_of_deepspeed_trains_to_the_numbers_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # a build that was ended would leave its lock elsewhere
     grid, away = single_grid(), Offload(optimizer=True)
     try:
         theirs = make(grid, 0, offload=away, adam=cpu_adam.deepspeed_adam)
