@@ -50,8 +50,8 @@ MADE_FILES = {
     "__init__.py",
 }
 """What a run, a tool or the user makes, and a name that stands for many files."""
-OF_OTHERS = {"--help", "--all", "--ntasks-per-node", "--kill-on-bad-exit"}
-"""Flags of pytest's options here, of every parser, and of srun."""
+OF_OTHERS = {"--help", "--all", "--ntasks-per-node", "--kill-on-bad-exit", "--to"}
+"""Flags of pytest's options here, of every parser, of srun, and what tools/convert_hf.py reads ahead of its parser."""
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
