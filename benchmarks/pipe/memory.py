@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor  # a trace of torch.compile may leave some
 from torch.autograd import profiler
 
 
@@ -33,7 +34,7 @@ def bytes_alive() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, FakeTensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu" and tensor.layout is torch.strided:
                     storage = tensor.untyped_storage()

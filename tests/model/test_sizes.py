@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig, parse
-from megatron.model import stack
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.recompute import Recompute, recompute_switches
 from megatron.model.sizes import Sizes, sizes_from
 from megatron.mpu.groups import Group
 from tests.model.samples import SEQ, batch_of, filled, place_of
@@ -20,12 +20,7 @@ BASE = (
 
 def model_of(flags="", group=None):
     config = parse(f"{BASE} {flags}".split(), world_size=group.size if group else 1)
-    parallel = config.parallel
-    sizes = sizes_from(
-        config.model,
-        checkpoint_activations=parallel.checkpoint_activations,
-        checkpoint_num_layers=parallel.checkpoint_num_layers,
-    )
+    sizes = sizes_from(config.model, **recompute_switches(config))
     return filled(GPT2Model(sizes, place_of(group or Group((0,), 0))))
 
 
@@ -98,9 +93,9 @@ def test_the_residual_after_the_norm_is_the_normalised_input():
 )
 def test_checkpoint_flags_keep_the_input_of_each_run_of_layers_only(flags, runs, monkeypatch):
     seen = []
-    real = stack.checkpoint
+    real = Recompute.__call__
     monkeypatch.setattr(
-        stack, "checkpoint", lambda s, f, part, *rest: seen.append(len(part)) or real(s, f, part, *rest)
+        Recompute, "__call__", lambda self, run, *rest: seen.append(len(run.args[0])) or real(self, run, *rest)
     )
     batch = batch_of()
     model = model_of(f"--num-layers 5 {flags}")
@@ -129,5 +124,5 @@ def test_the_cases_name_every_field_of_the_model_configuration():
     tried = " ".join([flags for flags, _, _ in CASES] + OUTPUT_FLAGS)
     for field in set(ModelConfig.__dataclass_fields__) - elsewhere:
         assert flag_of.get(field, field.replace("_", "-")) in tried, field
-    own = {"checkpoint_activations", "checkpoint_num_layers"}
+    own = set(recompute_switches(parse(BASE.split(), world_size=1)))
     assert set(Sizes.__dataclass_fields__) - own <= set(ModelConfig.__dataclass_fields__)

@@ -37,7 +37,9 @@ class CountingEngine:
     def __init__(self, calls: list[str], skipped: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.calls, self.skipped = calls, skipped
         self.module = torch.nn.Identity()
-        self.optimizer: Any = SimpleNamespace(param_groups=[{"lr": -1.0}, {"lr": -1.0}])
+        self.optimizer: Any = SimpleNamespace(
+            param_groups=[{"lr": -1.0}, {"lr": -1.0}], kept=lambda parameter: parameter
+        )
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.rates: list[float] = []
         self.read: list[Any] = []
