@@ -33,6 +33,10 @@ PAIRS = [
     ("docs/checkpoints.md", "docs/zh/checkpoints.md"),
     ("docs/running.md", "docs/zh/running.md"),
     ("docs/generate.md", "docs/zh/generate.md"),
+    ("docs/debugging.md", "docs/zh/debugging.md"),
+    ("docs/launching.md", "docs/zh/launching.md"),
+    ("docs/accelerators.md", "docs/zh/accelerators.md"),
+    ("docs/memory.md", "docs/zh/memory.md"),
 ]
 SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
 OF_THE_LAUNCHER = ("--max-restarts", "--stop-grace", "--exit-grace", "--init-timeout")
