@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrains BERT: set-up and sample data on the first start, then the training. Further flags go to pretrain_bert.py:
 #   bash examples/bert/run_bert.sh --train-iters 50      NLAYERS=12 pp_size=4 bash examples/bert/run_bert.sh --resume
-# Set a variable here, behind its :-, or give it in the environment. What is left eberty is what its comment says, and
+# Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
 # gives way to a flag and to the JSON; what is set is passed as a flag.
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
