@@ -73,6 +73,11 @@ class LossMeter:
         self.num_own = 0
         self.sums: dict[str, Sum] = {}
 
+    @property
+    def is_weighted(self) -> bool | None:
+        """Whether the loss to train on is ``Weighted``; None ahead of the first one."""
+        return next((each.is_weighted for each in self.sums.values()), None)
+
     def add(self, loss: Any, micro_batch: int) -> torch.Tensor:
         """Count one micro-batch's losses and return what its backward runs on, before loss scaling.
 

@@ -6,6 +6,9 @@
 | `rank-00003.jsonl` | what one rank saw, a line for each tensor, between the lines "begin" and "end" of each step |
 | `tensors/rank-00003/...safetensors` | the tensors, where they were asked for; a line of the rank names its file |
 
+A line "loss", of the last stage, says whether the loss is a pair (sum, count) or the mean of a replica: as soon as that
+is known, and for the gradients of all ranks, which are written as they are.
+
 A step that comes again, after a resume or a return to a checkpoint, takes the place of what was there of it and of all
 later ones.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron import files
 from megatron.debug.cuts import Cut
+from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT
 from megatron.debug.statistics import Statistics, measure
 
 MANIFEST = "dump.json"
@@ -182,6 +186,7 @@ def read(folder: Path) -> Dump:
     if facts.get("format") != FORMAT:
         raise ValueError(f"{path} must have format {FORMAT}, got {facts.get('format')!r}: it is of another version")
     dump = Dump(folder, facts, [], {}, [])
+    forms: dict[int, bool] = {}
     for rank in range(facts["world_size"]):
         own = folder / f"rank-{rank:05d}.jsonl"
         if not own.exists():
@@ -193,7 +198,24 @@ def read(folder: Path) -> Dump:
                 dump.ends[line["step"]] = line
             elif line["kind"] == "not finite":
                 dump.findings.append(line)
-    return dump
+            elif line["kind"] == "loss":
+                forms[line["step"]] = line["is_weighted"]
+    return dump._replace(
+        records=[_of_mean_loss(record, forms, facts["layout"].get("data", 1)) for record in dump.records]
+    )
+
+
+def _of_mean_loss(record: Record, forms: Mapping[int, bool], replicas: int) -> Record:
+    """Return a gradient within a replica as one of the mean loss, but for a factor that all layouts share.
+
+    Args:
+        forms: step -> whether the loss is a pair (sum, count); a scalar is the mean of a replica.
+    """
+    is_weighted = forms.get(record.step, next(iter(forms.values()), True))
+    if record.what not in (GRAD_OUTPUT, GRAD_INPUT) or is_weighted:
+        return record
+    share = 1.0 / replicas
+    return replace(record, factor=share * record.factor, statistics=record.statistics.times(share))
 
 
 def _lasting(path: Path) -> Iterator[dict[str, Any]]:

@@ -51,7 +51,7 @@ class Debugger:
         self._dumped = settings.steps() if settings.debug_dump is not None else []
         self._pattern = settings.wanted()
         self._writer = self._open() if settings.debug_dump is not None else None
-        self._is_dumping = False
+        self._is_dumping = self._has_told_form = False
         self._number = config.batch.gas
         self._check = FiniteCheck(has_loss=grid.pipe.rank == grid.pipe.size - 1)
         modules = named_modules(engine.module)
@@ -85,6 +85,7 @@ class Debugger:
     def _looking(self, step: int) -> Iterator[None]:
         """Look at all within, and at what comes ahead of the update."""
         self._check.clear()
+        self._has_told_form = False
         on_loss = self.engine.on_loss
 
         def ahead_of_update(loss: float) -> None:
@@ -107,7 +108,12 @@ class Debugger:
 
     def _see(self, seen: Seen, x: torch.Tensor) -> None:
         self._check.see(seen, x)
-        if not self._is_dumping or self._writer is None or not self._pattern.search(seen.name):
+        if not self._is_dumping or self._writer is None:
+            return
+        is_gradient = seen.what in (GRAD_OUTPUT, GRAD_INPUT)
+        if is_gradient:
+            self._tell_form_of_loss(self._writer)
+        if not self._pattern.search(seen.name):
             return
         samples, first = self.config.batch.batch_size, self.world.grid.data.rank * self._number + seen.micro_batch
         self._writer.add(
@@ -119,13 +125,17 @@ class Debugger:
             samples=Samples(first * samples, (first + 1) * samples),
             call=seen.call,
             index=seen.index,
-            factor=self._gradient_factor() if seen.what in (GRAD_OUTPUT, GRAD_INPUT) else 1.0,
+            factor=1.0 / self.engine.optimizer.loss_scale if is_gradient else 1.0,
         )
 
-    def _gradient_factor(self) -> float:
-        """Return what makes a gradient within a replica one of the mean loss, but for a factor that layouts share."""
-        by_tokens = getattr(self.engine.module, "loss_weighting", None) == "tokens"
-        return (1.0 if by_tokens else 1.0 / self.world.grid.data.size) / self.engine.optimizer.loss_scale
+    def _tell_form_of_loss(self, writer: Writer) -> None:
+        """Write ahead of the first gradient what ``folder.read`` makes gradients of the mean loss by.
+
+        The last stage alone knows, but its line is there for the tensors of all.
+        """
+        if not self._has_told_form and self.engine.has_weighted_loss is not None:
+            writer.note("loss", is_weighted=self.engine.has_weighted_loss)
+            self._has_told_form = True
 
     def _dump_weights(self, writer: Writer) -> None:
         """Write the weights; of ZeRO 3, whose weights are whole in use alone, this replica's parts of the masters."""

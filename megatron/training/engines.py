@@ -25,7 +25,7 @@ from tds.agreement import Agreement, agree_on_loss
 from tds.bubble import BubbleMeter, Row
 from tds.clock import clock_for
 from tds.data_agreement import DataDisagreement
-from tds.loss import LossMeter, has_loss_function, named_losses
+from tds.loss import LossMeter, has_loss_function, is_weighted, named_losses
 
 DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
@@ -38,12 +38,14 @@ class StepEngine(Protocol):
         engine: DeepSpeed's or tds's.
         on_loss: called on every rank with the mean loss of a step, ahead of its update.
         micro_losses: of the last step, this rank's own losses (or sums of losses) by micro-batch, on the last stage.
+        has_weighted_loss: on the last stage, as soon as there was a loss: whether it is a pair (sum, count).
     """
 
     module: torch.nn.Module
     optimizer: MixedPrecisionOptimizer
     on_loss: Callable[[float], None]
     micro_losses: dict[int, torch.Tensor]
+    has_weighted_loss: bool | None
     engine: Any
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult: ...
@@ -99,6 +101,7 @@ class SingleStageEngine:
         self.device = torch.device(engine.device)
         self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
         self.micro_losses: dict[int, torch.Tensor] = {}
+        self.has_weighted_loss: bool | None = None
         self._clock = clock_for(self.device)
         self._busy = BubbleMeter(self._clock)
         engine.enable_backward_allreduce = False
@@ -120,6 +123,7 @@ class SingleStageEngine:
             loss, report = self.forward_step(data, self.engine)
             reported = scalars(report, loss)
             share = meter.add(as_weighted(loss), micro_batch)
+            self.has_weighted_loss = meter.is_weighted
             self.micro_losses[micro_batch] = share.detach()
             position.note(f"step {step + 1}, backward of micro-batch {micro_batch}")
             self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
@@ -194,6 +198,7 @@ class PipelineEngine:
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
+        self.has_weighted_loss: bool | None = None
         self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
         engine.agrees_on_data = False  # ReplicaBatches never end
         engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
@@ -245,6 +250,7 @@ class PipelineEngine:
             loss = loss_fn(output, labels)
             if torch.is_grad_enabled():
                 trained = next(iter(named_losses(loss, self._micro_batch).values()))
+                self.has_weighted_loss = is_weighted(trained)
                 self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
             return loss
 
