@@ -1,7 +1,7 @@
 """Checkpoints of named global tensors, without the layout that saved them."""
 
 from megatron.checkpoint.background import BackgroundSaver, Durable, Staged
-from megatron.checkpoint.compare import compare_model_config
+from megatron.checkpoint.compare import check_model, compare_model_config
 from megatron.checkpoint.folders import check_writable
 from megatron.checkpoint.loading import Checkpoint
 from megatron.checkpoint.naming import named_parameters
@@ -16,6 +16,7 @@ __all__ = [
     "Staged",
     "TensorRecord",
     "check_writable",
+    "check_model",
     "compare_model_config",
     "named_parameters",
     "open_checkpoint",

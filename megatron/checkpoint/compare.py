@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from megatron.config import Config
 from megatron.errors import CheckpointError
 
 _ABSENT = "absent"
@@ -23,3 +25,29 @@ def compare_model_config(saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"the checkpoint is of another model, {len(different)} values differ:\n{table}\n"
             "Start with the saved values, or name another folder with --load."
         )
+
+
+def check_model(saved: Mapping[str, Any], config: Config) -> None:
+    """Check that weights fit the model of ``config``, as closely as its flags ask for.
+
+    ``--resize-vocab`` takes another vocabulary, ``--finetune`` another value of what no weight's shape depends on
+    (``FamilyConfig.REFITTED``).
+
+    Args:
+        saved: ``Config.identity()`` of the model that the weights are of.
+
+    Raises:
+        CheckpointError: listing every key that differs with both values.
+    """
+    flags, now = config.checkpoint, config.identity()
+    free = ("vocab_size",) if flags.resize_vocab else ()
+    free += config.own.REFITTED if flags.finetune else ()
+    try:
+        compare_model_config({**saved, **{key: now[key] for key in free if key in saved}}, now)
+    except CheckpointError as error:
+        fitting = [key for key in config.own.REFITTED if saved.get(key, _ABSENT) != now[key]]
+        if not fitting or flags.finetune:
+            raise
+        raise CheckpointError(
+            f"{error} The weights fit another {', '.join(fitting)} as well: --finetune starts anew from them so"
+        ) from None

@@ -16,6 +16,8 @@ class FamilyConfig:
     """Field of any section -> its default in this family."""
     IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Own fields that two runs must share for one's weights to fit the other."""
+    REFITTED: ClassVar[tuple[str, ...]] = ()
+    """Those of ``IDENTITY`` with which the same weights fit and compute something else: --finetune may change them."""
     NO_IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Fields of the model's section that they need not share in this family."""
 

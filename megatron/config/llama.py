@@ -35,6 +35,7 @@ class LlamaConfig(FamilyConfig):
         "rotary_high_frequency_factor",
         "rotary_original_positions",
     )
+    REFITTED: ClassVar = IDENTITY[1:]
     NO_IDENTITY: ClassVar = ("max_position_embeddings",)
 
     num_query_groups: int = option(

@@ -15,6 +15,7 @@ class MptConfig(FamilyConfig):
 
     DEFAULTS: ClassVar = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     IDENTITY: ClassVar = ("alibi_bias_max", "clip_qkv")
+    REFITTED: ClassVar = IDENTITY
     NO_IDENTITY: ClassVar = ("max_position_embeddings",)
 
     alibi_bias_max: int = option(

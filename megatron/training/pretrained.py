@@ -9,6 +9,7 @@ from megatron import log
 from megatron.checkpoint.hf import direct
 from megatron.errors import CheckpointError, marked
 from megatron.training.parts import Run
+from megatron.training.resume_rules import warn_of_weights
 from megatron.training.state_tensors import weight_records
 
 
@@ -31,8 +32,11 @@ def start_from(run: Run, source: Path) -> None:
                     f"{source} is a Hugging Face folder, which holds weights and nothing to go on with. Add --finetune"
                 )
             folder = direct.opened(source, stack)
-            folder.check_fits(run.config, resizes_vocab=flags.resize_vocab)
+            folder.check_fits(run.config)
         folder.load(weight_records(run.engine.module, run.engine.optimizer))
     run.engine.optimizer.copy_masters_to_parameters()
     run.loaded = source
+    if run.world.rank == 0:
+        advice = f". The folder's own: {folder.flags}"
+        warn_of_weights(folder.config.to_dict(), run.config, source, advice)
     log.info(f"loaded the weights of {source}, a Hugging Face folder: each rank has read its parts")

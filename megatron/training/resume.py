@@ -12,7 +12,7 @@ from megatron.training import data_order, deepspeed_format, deepspeed_format_fol
 from megatron.training.branch import Branch
 from megatron.training.parts import Run
 from megatron.training.pretrained import is_pretrained, start_from
-from megatron.training.resume_rules import check_tokenizer, layout_text, warn_of_changes
+from megatron.training.resume_rules import check_tokenizer, layout_text, warn_of_changes, warn_of_weights
 from megatron.training.run_folder import Place
 from megatron.training.run_source import is_deepspeed_folder, saved_in, saves_in
 from megatron.training.state import EVERYTHING, Progress, Taken, check_fits, open_for, restore
@@ -49,8 +49,11 @@ def load(run: Run, place: Place) -> None:
     if moved := layout_text(state["layout"], topology):
         anew = "; torch's generators start from --seed" if taken.generators else ""
         log.info(f"{moved}: each rank reads the slices that it needs{anew}")
-    if taken.data and run.world.rank == 0:
-        warn_of_changes(state, run.config, run.world.kind)
+    if run.world.rank == 0:
+        if taken.data:
+            warn_of_changes(state, run.config, run.world.kind)
+        else:
+            warn_of_weights(state.get("config", {}), run.config, checkpoint.path)
     if run.progress.step >= run.config.batch.train_iters and not flags.eval_only:
         log.info(f"all {run.config.batch.train_iters} steps are done already; raise --train-iters to go on")
 

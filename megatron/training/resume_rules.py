@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +23,31 @@ MUST, WARNED, MAY = "must match", "warned", "may change"
 
 
 class Rule(NamedTuple):
-    """A row: the settings it speaks of (section.field), what is done about a change, and what a change means."""
+    """A row: the settings it speaks of (section.field), what is done about a change, and what a change means.
+
+    Args:
+        is_of_weights: counts wherever weights are taken, though nothing else be.
+    """
 
     what: str
     fields: tuple[str, ...]
     verdict: str
     meaning: str
+    is_of_weights: bool = False
 
 
 RULES = (
     Rule(
         "the model's sizes, biases, vocabulary, tied head and activation", (), MUST,
-        "the weights would not fit; every difference is listed (compare_model_config)",
+        "the weights would not fit; every difference is listed (check_model)",
+    ),
+    Rule(
+        "--rotary-base, --rotary-scaling and its numbers (LLaMA), --alibi-bias-max, --clip-qkv (MPT)",
+        ("llama.rotary_base", "llama.rotary_scaling", "llama.rotary_scaling_factor",
+         "llama.rotary_low_frequency_factor", "llama.rotary_high_frequency_factor", "llama.rotary_original_positions",
+         "mpt.alibi_bias_max", "mpt.clip_qkv"), MUST,
+        "the same weights compute something else; --finetune takes the values given now, and warns (check_model)",
+        is_of_weights=True,
     ),
     Rule(
         "tokenizer", (), MUST,
@@ -83,7 +96,7 @@ RULES = (
     Rule(
         "--layernorm-epsilon, --apply-residual-connection-post-layernorm",
         ("model.layernorm_epsilon", "model.apply_residual_connection_post_layernorm"), WARNED,
-        "the same weights compute something else",
+        "the same weights compute something else", is_of_weights=True,
     ),
     Rule(
         "versions of torch, threads, CPU or GPU", (), WARNED,
@@ -97,10 +110,10 @@ RULES = (
 )  # fmt: skip
 
 
-def settings_changed(saved: Mapping[str, Any], now: Config) -> Iterator[str]:
-    """Yield "optimizer.lr: saved 0.1, now 0.2" for each warned setting that differs; one that was not saved is left."""
+def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule] = RULES) -> Iterator[str]:
+    """Yield "lr: saved 0.1, now 0.2" for each setting of ``rules`` that differs; one that was not saved is left."""
     given = now.to_dict()
-    for rule in RULES:
+    for rule in rules:
         for name in rule.fields:
             section, field = name.split(".")
             old, new = saved.get(section, {}), given.get(section, {})
@@ -120,6 +133,18 @@ def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
         log.warning(
             f"another machine than the checkpoint's ({'; '.join(other)}): bitwise identity with a run that did not "
             "stop is not guaranteed"
+        )
+
+
+def warn_of_weights(saved: Mapping[str, Any], now: Config, source: Path, advice: str = "") -> None:
+    """Say with which settings the weights of ``source`` compute something else than those did that were ``saved``.
+
+    For a start that takes weights and no more. Rank 0 speaks.
+    """
+    changed = list(settings_changed(saved, now, [rule for rule in RULES if rule.is_of_weights]))
+    if changed:
+        log.warning(
+            f"the weights of {source} compute something else with the settings given now: {'; '.join(changed)}{advice}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron import log
-from megatron.checkpoint import Checkpoint, TensorRecord, compare_model_config, open_latest, save
+from megatron.checkpoint import Checkpoint, TensorRecord, check_model, open_latest, save
 from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
 from megatron.checkpoint.folders import checkpoints_in
 from megatron.checkpoint.resize import fill, is_resized
@@ -212,10 +212,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
     Raises:
         CheckpointError: it is not.
     """
-    saved = checkpoint.state["model"]
-    if config.checkpoint.resize_vocab:
-        saved = {**saved, "vocab_size": config.identity()["vocab_size"]}
-    compare_model_config(saved, config.identity())
+    check_model(checkpoint.state["model"], config)
     if taken.data:
         _check_data(checkpoint, fingerprint, config.checkpoint.allow_data_change)
     saved, now = checkpoint.state.get("optimizer"), config.optimizer.optimizer

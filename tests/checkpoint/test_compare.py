@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.checkpoint import compare_model_config
+from megatron.checkpoint import check_model, compare_model_config
+from megatron.config import Config
 from megatron.errors import CheckpointError, exit_code
 
 
@@ -20,3 +21,32 @@ def test_every_differing_key_is_listed_with_both_values():
         assert f"  {line}\n" in told
     assert "new: saved absent, now None" in told and "4 values differ" in told and "activation" not in told
     assert exit_code(caught.value) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("llama", {"rotary_base": 5e5, "rotary_scaling": "llama3", "rotary_scaling_factor": 2.0}),
+        ("llama", {"rotary_low_frequency_factor": 2.0, "rotary_high_frequency_factor": 3.0}),
+        ("llama", {"rotary_original_positions": 64}),
+        ("mpt", {"alibi_bias_max": 16, "clip_qkv": 6.0}),
+    ],
+)
+def test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on(family, values):
+    saved = Config.of_values({"vocab_size": 9}, family=family).identity()
+    plain, fresh = (
+        Config.of_values({"vocab_size": 9, "finetune": finetune, **values}, family=family) for finetune in (False, True)
+    )
+    with pytest.raises(CheckpointError, match=f"weights fit another {', '.join(values)} as well: --finetune"):
+        check_model(saved, plain)
+    check_model(saved, fresh)
+    with pytest.raises(CheckpointError, match="1 values differ:\n  hidden_size: saved 64, now 256"):
+        check_model({**saved, "hidden_size": 64}, fresh)
+
+
+def test_another_vocabulary_is_taken_where_it_is_asked_for():
+    saved = Config.of_values({"vocab_size": 9}).identity()
+    check_model(saved, Config.of_values({"vocab_size": 11, "finetune": True, "resize_vocab": True}))
+    with pytest.raises(CheckpointError, match="vocab_size: saved 9, now 11") as caught:
+        check_model(saved, Config.of_values({"vocab_size": 11, "finetune": True}))
+    assert "as well" not in str(caught.value)

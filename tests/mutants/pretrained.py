@@ -9,6 +9,8 @@ DIRECT = "tests/checkpoint/hf/test_direct.py"
 PART = f"{RECIPES}::test_any_part_that_is_read_is_that_part_of_the_whole"
 MADE = "megatron/checkpoint/hf/recipes.py"
 GROWN = f"{DIRECT}::test_a_vocabulary_of_another_size_keeps_what_both_have_and_fills_the_rest_with_the_mean"
+FURTHER = "tests/training/test_pretrained.py::test_a_fresh_start_may_reach_further_than_an_earlier_training"
+FIT = "tests/checkpoint/test_compare.py::test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on"
 
 PRETRAINED = (
     Mutant(
@@ -80,5 +82,33 @@ PRETRAINED = (
         "and torch.equal(a, b)\n",
         "and a.shape == b.shape\n",
         ("tests/checkpoint/test_hf_folder.py::test_a_tied_head_with_other_values_is_refused",),
+    ),
+    Mutant(
+        "a folder's weights are taken with other settings without a word",
+        "megatron/training/pretrained.py",
+        "        warn_of_weights(",
+        "        (lambda *given: None)(",
+        (f"{FURTHER}[a folder]",),
+    ),
+    Mutant(
+        "a fresh start takes a checkpoint's weights with other settings without a word",
+        "megatron/training/resume.py",
+        "            warn_of_weights(",
+        "            (lambda *given: None)(",
+        (f"{FURTHER}[a checkpoint]",),
+    ),
+    Mutant(
+        "any start takes weights with what no shape depends on",
+        "megatron/checkpoint/compare.py",
+        "    free += config.own.REFITTED if flags.finetune else ()\n",
+        "    free += config.own.REFITTED\n",
+        (FIT,),
+    ),
+    Mutant(
+        "a fresh start may not leave the settings of an earlier training",
+        "megatron/checkpoint/compare.py",
+        "    free += config.own.REFITTED if flags.finetune else ()\n",
+        "",
+        (FIT,),
     ),
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import pretrain_gpt2
+from examples.llama import pretrain_llama
 from megatron.checkpoint.hf import folder, settings, tensors
 from megatron.checkpoint.whole import open_folder, read_weights
 from tests.training.runs import flags, parse_as, train_ranks, write_corpus
@@ -23,9 +25,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def write_model(place: Path, argv: list[str], vocab_size: int) -> None:
+def write_model(place: Path, argv: list[str], vocab_size: int, script: ModuleType = pretrain_gpt2) -> None:
     """Write a Hugging Face folder with random weights of the model that ``argv`` names."""
-    config = parse_as(pretrain_gpt2, argv, 1).with_vocab(vocab_size)
+    config = parse_as(script, argv, 1).with_vocab(vocab_size)
     rng = torch.Generator().manual_seed(5)
     weights = {name: 0.3 * torch.randn(p.shape, generator=rng) for name, p in tensors.own(config).items()}
     place.mkdir()
@@ -86,3 +88,35 @@ def test_weights_of_16_bits_are_those_of_the_folder(corpus: Path, tmp_path: Path
         assert train_ranks(1, flags(corpus, tmp_path / dtype, more))[0] == [0]
         found[dtype] = losses(tmp_path / dtype)[0]
     assert found["bf16"] == pytest.approx(found["fp32"], rel=5e-3)
+
+
+REACH = "--rotary-scaling linear --rotary-scaling-factor 4"
+
+
+@pytest.mark.parametrize("source", ["a checkpoint", "a folder"])
+def test_a_fresh_start_may_reach_further_than_an_earlier_training(
+    source: str, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(name: str, more: str) -> str:
+        argv = flags(corpus, tmp_path / name, f"{FEW} --train-iters 0 {more}", pretrain_llama)
+        assert train_ranks(1, argv, script=pretrain_llama)[0] == [0]
+        return capfd.readouterr().err
+
+    if source == "a folder":
+        write_model(
+            tmp_path / "old", flags(corpus, tmp_path / "none", FEW, pretrain_llama), vocab_of(corpus), pretrain_llama
+        )
+    else:
+        train("old", "")
+        with pytest.raises(AssertionError, match="rotary_scaling: saved none, now linear"):
+            train("plain", f"--load {tmp_path / 'old'} {REACH}")
+    told = train("new", f"--load {tmp_path / 'old'} --finetune {REACH} --layernorm-epsilon 1e-3")
+    assert "compute something else" in told
+    for change in (
+        "rotary_scaling: saved none, now linear",
+        "rotary_scaling_factor: saved 8.0, now 4.0",
+        "layernorm_epsilon: saved 1e-05, now 0.001",
+    ):
+        assert told.count(change) == 1, told
+    assert ("The folder's own: --num-layers 2" in told) is (source == "a folder")
+    assert "compute something else" not in train("same", f"--load {tmp_path / 'old'} --finetune")

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from megatron.checkpoint.compare import compare_model_config
+from megatron.checkpoint.compare import check_model
 from megatron.checkpoint.hf import folder as hf_folder
 from megatron.checkpoint.hf import settings, tensors
 from megatron.checkpoint.hf.forms import FAMILY, form_of
@@ -51,21 +51,24 @@ class Pretrained:
     recipes: Mapping[str, Recipe]
     slices: Mapping[str, hf_folder.Slice]
 
-    def check_fits(self, config: Config, *, resizes_vocab: bool) -> None:
-        """Check that the run's model is the folder's.
+    def check_fits(self, config: Config) -> None:
+        """Check that the folder's weights fit the run's model, as closely as its flags ask for.
 
         Raises:
             CheckpointError: naming what differs, with the flags that fit.
         """
-        theirs, ours = self.config.identity(), config.identity()
-        if resizes_vocab:
-            theirs = {**theirs, "vocab_size": ours["vocab_size"]}
+        saved = self.config.model.vocab_size
         try:
-            compare_model_config(theirs, ours)
+            check_model(self.config.identity(), config)
         except CheckpointError as error:
-            told = "" if theirs["vocab_size"] == ours["vocab_size"] else ", or --resize-vocab for the vocabulary"
-            words = shlex.join(settings.flags(self.config))
-            raise CheckpointError(f"{error} {self.path} needs these flags: {words}{told}") from None
+            is_other = saved != config.model.vocab_size and not config.checkpoint.resize_vocab
+            told = ", or --resize-vocab for the vocabulary" if is_other else ""
+            raise CheckpointError(f"{error} {self.path} needs these flags: {self.flags}{told}") from None
+
+    @property
+    def flags(self) -> str:
+        """The flags with which a pretraining script builds this model."""
+        return shlex.join(settings.flags(self.config))
 
     def load(self, records: Iterable[TensorRecord]) -> None:
         """Fill the tensors of ``records``, whose names are those of weights.
