@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from megatron import accelerators, device
 from megatron.accelerators import Accelerator
 from megatron.config import parse
 from megatron.errors import ConfigError
+from megatron.training import accelerator
 from tools import check_accelerator
 
 Make = Callable[..., Accelerator]
@@ -83,6 +85,17 @@ def test_hooks_take_the_place_of_the_seams_functions_for_their_device_alone(make
     assert device.missing_dtype("xpu", "bf16") == "--device xpu computes in fp16, fp32, got --bf16. Use --fp16"
     assert device.missing_dtype("xpu", "fp32") is device.missing_dtype("xpu", None) is None
     assert device.missing_dtype("cuda", "fp64") is None
+
+
+def test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(accelerators, "adapt", lambda name: seen.append((name, os.environ.get("DS_ACCELERATOR"))))
+    monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "")
+    make("npu")
+    accelerator.settle(parse(["--device", "npu", "--dry-run"], world_size=1, env={}))
+    assert seen == [("npu", "npu")]
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,9 @@ def settle(config: Config) -> str:
 def _open(plugin: Accelerator) -> None:
     """Make a plug-in's device ready, first for torch, then for DeepSpeed, and apply its adaptors."""
     device.prepare(plugin.name)
+    # DeepSpeed takes one of its own when it is imported, which an adaptor may do, and knows ours by its name or not.
+    os.environ["DS_ACCELERATOR"] = plugin.name if plugin.deepspeed is None else "cpu"
     if plugin.deepspeed is not None:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed takes one of its own when it is imported, and knows not ours
         from deepspeed.accelerator import set_accelerator
 
         set_accelerator(plugin.deepspeed())

@@ -25,8 +25,9 @@ from megatron.mpu.groups import Grid
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("torch", "deepspeed", "numpy", "tokenizers", "sentencepiece")
 VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG", "DS_ACCELERATOR", "MEGATRON_TEXT_VOCABULARY", "NCCL_ALGO", "NCCL_PROTO",
-    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADAPTOR", "DS_ACCELERATOR", "ENABLE_DEEPSPEED_ADAPTOR",
+    "ENABLE_MEGATRON_ADAPTOR", "ENABLE_TORCH_ADAPTOR", "MEGATRON_ACCELERATOR", "MEGATRON_TEXT_VOCABULARY", "NCCL_ALGO",
+    "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
 """Of the environment: what changes numbers or what is sent. Names of network devices may differ between nodes."""
 MOST_ROWS = 20

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron import accelerators
+from megatron.adaptors import ALL_OFF, PARTS, Adaptor
 from megatron.training import sameness, world
 from tests.training.runs import flags, start_script
 
@@ -33,6 +35,7 @@ def other_rate() -> None:
 
 def other_environment() -> None:
     os.environ["NCCL_ALGO"] = "Tree"
+    os.environ["MEGATRON_ACCELERATOR"] = "math"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,13 @@ def other_environment() -> None:
         (other_code, ("code: crc ", "crc 00000000 on rank 1", "code: git commit: ", "0123abc on rank 1")),
         (other_torch, ("version: torch: ", "1.0 on rank 1")),
         (other_rate, ("arguments: optimizer.min_lr: ", "1e-09 on rank 1")),
-        (other_environment, ("environment: NCCL_ALGO: unset on rank 0; Tree on rank 1",)),
+        (
+            other_environment,
+            (
+                "environment: NCCL_ALGO: unset on rank 0; Tree on rank 1",
+                "environment: MEGATRON_ACCELERATOR: unset on rank 0; math on rank 1",
+            ),
+        ),
     ],
     ids=["code", "torch", "arguments", "environment"],
 )
@@ -52,6 +61,11 @@ def test_a_rank_that_runs_something_else_ends_all_with_2_and_a_table(act, told, 
     assert all(word in text for word in told), text
     assert text.count("all ranks must run the same code") == 1
     assert "Traceback" not in text
+
+
+def test_what_brings_and_switches_patches_of_a_plug_in_is_compared():
+    switches = {Adaptor(part, "", ()).switch for part in PARTS}
+    assert {ALL_OFF, accelerators.VARIABLE, *switches} <= set(sameness.VARIABLES)
 
 
 def test_ranks_are_told_by_runs_of_their_numbers():
