@@ -1,8 +1,9 @@
 """How the tensors that a module takes and gives are cut over the tensor group, as far as its weights tell.
 
-| a module with a weight of its own | takes | gives |
+| a module with a weight of its own, or a bias alone | takes | gives |
 |---|---|---|
 | cut by rows of the output (``partition_dim`` 0), and as many columns come out | all | its columns |
+| the same of ``num_outputs`` n, whose outputs have every n-th row each | all | its columns of each |
 | the same with more columns out (gathered), or that takes token ids (an embedding) | all | all |
 | cut by columns of the input (``partition_dim`` 1), and as many columns go in | its columns | all |
 
@@ -32,11 +33,14 @@ class Cut(NamedTuple):
         return x.narrow(self.dim, 0, self.length)
 
 
-def own_shard(module: nn.Module) -> Shard | None:
-    """Return where the weight lies that is the module's own, if it is cut."""
-    weight = module._parameters.get("weight")
+def own_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
+    """Return where the weight lies that is the module's own, None if it is not cut, and its shape on this rank."""
+    held = module._parameters
+    weight = held.get("weight") if "weight" in held else held.get("bias")
     shard = getattr(weight, "shard", None)
-    return shard if isinstance(shard, Shard) and shard.is_partitioned else None
+    if weight is None or not isinstance(shard, Shard) or not shard.is_partitioned:
+        return None, ()
+    return shard, tuple(weight.shape)
 
 
 def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool) -> Cut | None:
@@ -45,20 +49,19 @@ def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool) -> Cut | 
     Args:
         has_ids: the module was given whole numbers.
     """
-    shard = own_shard(module)
+    shard, shape = own_shard(module)
     if shard is None or shard.partition_dim != 0 or has_ids or output.dim() == 0:
         return None
-    if output.shape[-1] != module._parameters["weight"].shape[0]:  # type: ignore[union-attr]
+    ways = getattr(module, "num_outputs", 1)
+    if ways * output.shape[-1] != shape[0]:
         return None
-    return Cut(output.dim() - 1, shard.start, shard.length, shard.global_shape[0])
+    return Cut(output.dim() - 1, shard.start // ways, shard.length // ways, shard.global_shape[0] // ways)
 
 
 def input_cut(module: nn.Module, given: torch.Tensor) -> Cut | None:
     """Return how ``given`` is cut, None if every rank has all of it or that is not known."""
-    shard = own_shard(module)
-    if shard is None or shard.partition_dim != 1 or given.dim() == 0:
-        return None
-    if given.shape[-1] != module._parameters["weight"].shape[1]:  # type: ignore[union-attr]
+    shard, shape = own_shard(module)
+    if shard is None or shard.partition_dim != 1 or given.dim() == 0 or given.shape[-1] != shape[1]:
         return None
     return Cut(given.dim() - 1, shard.start, shard.length, shard.global_shape[1])
 

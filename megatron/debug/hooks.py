@@ -165,10 +165,13 @@ def is_recomputing() -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (number, tensor) for the floating-point tensors of a structure; numbers count these alone."""
+    """Yield (number, tensor) for the floating-point tensors of a structure; numbers count these alone.
+
+    A weight that one module hands to another belongs to no sample; a dump has it as a weight.
+    """
     number = 0
     for leaf in _leaves(value):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+        if _is_shown(leaf):
             yield number, leaf
             number += 1
 
@@ -176,12 +179,16 @@ def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
 def replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the structure with ``change`` of each of its floating-point tensors."""
     if isinstance(value, torch.Tensor):
-        return change(value) if value.is_floating_point() else value
+        return change(value) if _is_shown(value) else value
     if type(value) in (tuple, list):
         return type(value)(replaced(each, change) for each in value)
     if type(value) is dict:
         return {key: replaced(each, change) for key, each in value.items()}
     return value
+
+
+def _is_shown(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, nn.Parameter)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -83,12 +83,17 @@ def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
     """Yield each tensor as both dumps have it, over the smallest runs of samples that both can be joined to.
 
     Layers of a pipeline hand on what others will need beside their first tensor, and its gradient on the way back; of
-    a dump with a pipeline and one without, only first tensors are the same.
+    a dump with a pipeline and one without, only first tensors are the same, and the others that a module's own weight
+    has cut.
     """
     one, other = grouped(first), grouped(second)
     have_pipeline = {dump.facts["layout"].get("pipe", 1) > 1 for dump in (first, second)}
+
+    def is_own(key: Key) -> bool:
+        return key.index == 0 or all(records[key][0].cut is not None for records in (one, other))
+
     for key in one:
-        if key in other and (key.index == 0 or len(have_pipeline) == 1):
+        if key in other and (len(have_pipeline) == 1 or is_own(key)):
             for start, stop in common_spans(one[key], other[key]):
                 yield join(key, one[key], start, stop), join(key, other[key], start, stop)
 

@@ -12,12 +12,31 @@ from megatron.mpu.mappings import copy_to_tensor_region
 from megatron.ops.activations import activation, is_gated
 
 
+class GatedLinear(ColumnParallelLinear):
+    """The two products of a gated feed-forward half: its gate and its value.
+
+    Their weights are one matrix whose rows take turns (the first of the gate, the first of the value, the second of the
+    gate), so that any contiguous cut into pairs gives each rank as much of both.
+
+    Shapes:
+        input  [s, b, input_size], the same on every rank
+        output 2 x [s, b, output_size/2t]
+    """
+
+    num_outputs = 2
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Two products with every second row, for a product with all would leave two tensors full of gaps."""
+        x = copy_to_tensor_region(x, self.group)
+        gate, value = self.weight.unflatten(0, (-1, 2)).unbind(1)  # 2 x [output_size/2t, input_size]
+        gate_bias, value_bias = (None, None) if self.bias is None else self.bias.unflatten(0, (-1, 2)).unbind(1)
+        return F.linear(x, gate, gate_bias), F.linear(x, value, value_bias)
+
+
 class MLP(nn.Module):
     """Up to the feed-forward size, activation, down again: ``down(activation(up(x)))``.
 
-    A gated one has two products up, ``down(activation(gate(x)) * value(x))``. Their weights are one matrix whose rows
-    take turns (the first of the gate, the first of the value, the second of the gate), so that any contiguous cut into
-    pairs gives each rank as much of both.
+    A gated one has two products up, ``down(activation(gate(x)) * value(x))``.
 
     Shapes:
         input, output [s, b, h]
@@ -33,20 +52,18 @@ class MLP(nn.Module):
         self.is_gated = is_gated(sizes.activation)
         self.layer, self.dropout = layer, dropout
         self.place = place
-        self.up = ColumnParallelLinear(h, 2 * f if self.is_gated else f, bias=sizes.hidden_bias, group=place.group)
+        kind, rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
+        self.up = kind(h, rows, bias=sizes.hidden_bias, group=place.group)
         self.activation = activation(sizes.activation)
         self.down = RowParallelLinear(f, h, bias=sizes.hidden_bias, group=place.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self._gated(x) if self.is_gated else self.activation(self.up(x))  # [s, b, f/t]
+        if self.is_gated:
+            gate, value = self.up(x)  # 2 x [s, b, f/t]
+            hidden = self.activation(gate) * value
+        else:
+            hidden = self.activation(self.up(x))  # [s, b, f/t]
         return self.down(self._dropped(hidden))
-
-    def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        """Two products with every second row, for a product with all would leave two tensors full of gaps."""
-        x = copy_to_tensor_region(x, self.place.group)
-        gate, value = self.up.weight.unflatten(0, (-1, 2)).unbind(1)  # 2 x [f/t, h]
-        gate_bias, value_bias = (None, None) if self.up.bias is None else self.up.bias.unflatten(0, (-1, 2)).unbind(1)
-        return self.activation(F.linear(x, gate, gate_bias)) * F.linear(x, value, value_bias)
 
     def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.place.streams.dropout(

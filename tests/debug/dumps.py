@@ -12,6 +12,9 @@ import torch
 
 import pretrain_gpt2
 import pretrain_t5
+from examples.bert import pretrain_bert
+from examples.llama import pretrain_llama
+from examples.mpt import pretrain_mpt
 from megatron.config import parse
 from megatron.training import world
 from megatron.training.parity import Trace, trace_steps
@@ -23,6 +26,11 @@ SIZES = {
     pretrain_gpt2: "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --hidden-bias "
     "--init-method-std 0.2",
     pretrain_t5: "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --enc-seq-length 8 --dec-seq-length 8",
+    pretrain_llama: "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --num-query-groups 2 --ff-hidden-size 24 "
+    "--seq-length 8 --hidden-bias --init-method-std 0.2 --reset-attention-mask --reset-position-ids",
+    pretrain_mpt: "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --init-method-std 0.2 "
+    "--activation gated-gelu --clip-qkv 0.5 --reset-attention-mask",
+    pretrain_bert: "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --init-method-std 0.2",
 }
 COMMON = (
     f"--vocab-size {VOCAB} --attention-dropout 0 --hidden-dropout 0 --data-path none "
@@ -61,7 +69,7 @@ def run(
 
 def _rank(rank: int, words: list[str], size: int, name: str, steps: int, plant: Plant | None) -> Trace:
     script = sys.modules[name]
-    family = name.removeprefix("pretrain_")
+    family = name.rpartition("pretrain_")[2]
     config = parse(words, world_size=size, family=family, defaults=getattr(script, "DEFAULTS", None)).with_vocab(VOCAB)
     here = world.start(config)
 

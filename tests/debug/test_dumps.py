@@ -7,14 +7,19 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import pretrain_t5
+from examples.bert import pretrain_bert
+from examples.llama import pretrain_llama
+from examples.mpt import pretrain_mpt
 from megatron.debug.comparison import compare
+from megatron.debug.cuts import Cut
 from megatron.debug.folder import Samples, Writer, read, write_manifest
-from megatron.debug.joining import grouped
+from megatron.debug.joining import grouped, paired
 from megatron.debug.names import named_modules
 from tests.debug import dumps
 from tools import compare_dumps
@@ -97,6 +102,29 @@ def test_a_layer_that_is_off_by_a_thousandth_on_two_tensor_ranks_is_named(
     out = capsys.readouterr().out
     assert "verdict: first differs output of layers.1.attention.dense in step 1, forward" in out
     assert "tensor 2, pipe 1, data 1" in out
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pretrain_llama,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (pretrain_mpt, pretrain_bert)),
+    ],
+    ids=lambda script: script.__name__,
+)
+def test_other_families_agree_in_slices_and_stages(tmp_path: Path, script: ModuleType) -> None:
+    layouts = {"one": (1, 1, 1), "slices": (2, 1, 1), "stages": (1, 2, 1)}
+    for name, layout in layouts.items():
+        dumps.run(tmp_path / name, layout, gas=2, script=script)
+        assert_agree(tmp_path / "one", tmp_path / name)
+    if script is not pretrain_bert:
+        found = [r for r in read(tmp_path / "slices").records if (r.name, r.what) == ("layers.1.mlp.up", "output")]
+        half = found[0].shape[-1]
+        assert {(r.index, r.cut) for r in found} == {
+            (index, Cut(2, start, half, 2 * half)) for index in (0, 1) for start in (0, half)
+        }
+        pairs = paired(read(tmp_path / "one"), read(tmp_path / "stages"))
+        assert {one.key.index for one, _ in pairs if one.key.name == "layers.1.mlp.up"} == {0, 1}
 
 
 def test_what_is_asked_for_alone_is_written_and_read_back(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron.debug.finite import FiniteCheck
 from megatron.debug.hooks import Watch
 from megatron.debug.names import named_modules
+from megatron.model.llama import LlamaModel
+from tests.model.llama_samples import llama_sizes
+from tests.model.samples import batch_of, filled
 
 NAN = float("nan")
 
@@ -117,3 +120,11 @@ def test_infinity_counts_and_an_evaluation_does_not() -> None:
     net[1].down.bias.data[0] = float("inf")
     assert str(finding(net, X)).startswith("1.down gave")
     assert finding(net.eval(), X) is None
+
+
+def test_the_first_product_of_a_gated_feed_forward_half_is_named() -> None:
+    net = filled(LlamaModel(llama_sizes()))
+    tokens = batch_of().tokens
+    assert finding(net, tokens) is None
+    net.layers[1].mlp.up.weight.data[0, 0] = NAN
+    assert str(finding(net, tokens)).startswith("layers.1.mlp.up gave NaN or infinity in the forward of micro-batch 2")

@@ -14,6 +14,8 @@ OFF = "tests/debug/test_dumps.py::test_a_layer_that_is_off_by_a_thousandth_on_tw
 AGAIN = "tests/debug/test_dumps.py::test_a_step_that_comes_again_replaces_the_first_and_a_line_cut_off_is_left_out"
 AT_ONCE = "tests/debug/test_dumps.py::test_a_line_is_there_as_soon_as_it_is_written"
 RUNS = "tests/training/test_debugging.py::test_the_rank_that_holds_the_module_names_it_and_all_end_ahead_of_the_update"
+FAMILIES = "tests/debug/test_dumps.py::test_other_families_agree_in_slices_and_stages"
+LLAMA, BERT = (f"{FAMILIES}[examples.{name}.pretrain_{name}]" for name in ("llama", "bert"))
 NOTHING = "tests/training/test_debugging.py::test_without_the_flags_nothing_is_imported_hooked_or_wrapped"
 
 DUMPS = (
@@ -122,6 +124,34 @@ DUMPS = (
         "    return Cut(output.dim() - 1, shard.start,",
         "    return Cut(output.dim() - 1, 0,",
         (OFF,),
+    ),
+    Mutant(
+        "the second product of a gated half is told as the columns behind those of the first",
+        "megatron/debug/cuts.py",
+        "shard.start // ways, shard.length // ways,",
+        "shard.start, shard.length // ways,",
+        (LLAMA,),
+    ),
+    Mutant(
+        "of a pipeline and one process only first tensors are compared",
+        "megatron/debug/joining.py",
+        "(len(have_pipeline) == 1 or is_own(key))",
+        "(len(have_pipeline) == 1 or key.index == 0)",
+        (LLAMA,),
+    ),
+    Mutant(
+        "a gated half does not call its product up",
+        "megatron/model/mlp.py",
+        "gate, value = self.up(x)",
+        "gate, value = self.up.forward(x)",
+        ("tests/debug/test_finite.py::test_the_first_product_of_a_gated_feed_forward_half_is_named",),
+    ),
+    Mutant(
+        "a weight that is handed on counts as a tensor of samples",
+        "megatron/debug/hooks.py",
+        " and not isinstance(value, nn.Parameter)",
+        "",
+        (BERT,),
     ),
     Mutant(
         "a step that comes again is read twice",
