@@ -39,10 +39,16 @@ def text_of_page() -> str:
     return "\n\n".join(blocks)
 
 
+def _remove(place: Path, owner: int) -> None:
+    """Delete ``place``, unless this is a fork of the process that made it."""
+    if os.getpid() == owner:
+        shutil.rmtree(place)
+
+
 def build_from_page() -> Any:
     """Return the module that the page describes: a file that lies where the page puts it, in a folder of its own."""
     place = Path(tempfile.mkdtemp(prefix="page-")) / "examples"
-    atexit.register(shutil.rmtree, place.parent)
+    atexit.register(_remove, place.parent, os.getpid())
     place.mkdir()
     (place / "corpus").symlink_to(ROOT / "examples" / "corpus")
     script = place / "own_model.py"
