@@ -82,9 +82,21 @@ def prepare(kind: str) -> None:
 
 @_by_plugin
 def bind(kind: str, local_rank: int) -> torch.device:
-    """Make device ``local_rank`` of this kind the current one and return it."""
+    """Make device ``local_rank`` of this kind the current one and return it.
+
+    Raises:
+        ValueError: this process does not see so many.
+    """
     if kind == "cpu":
         return torch.device("cpu")
+    number = torch.accelerator.device_count()
+    if local_rank >= number:
+        raise ValueError(
+            f"LOCAL_RANK must be below the number of {kind} devices that this process sees, got {local_rank} and "
+            f"{number}. Start as many ranks on each node as it has devices. Where the launcher shows each process only "
+            "its own device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task), let it show all (srun --gpu-bind=none), or "
+            "set LOCAL_RANK=0"
+        )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
 

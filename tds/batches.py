@@ -178,7 +178,9 @@ def training_loader(engine: PipelineEngine) -> TrainingLoader:
 
 
 def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
-    """Return copies of a micro-batch's inputs on ``device``: layers may change them in place. A list becomes a tuple.
+    """Return copies of a micro-batch's inputs on ``device``: layers may change them in place.
+
+    A list becomes a tuple, a namedtuple stays one.
 
     Args:
         needs_grad: let floats require a gradient, without which reentrant recompute detaches the first layers.
@@ -192,7 +194,7 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
             copy = value.detach().to(device, copy=True)
             return copy.requires_grad_() if needs_grad and copy.is_floating_point() else copy
         if isinstance(value, (tuple, list)):
-            return tuple(copied(each, f"{path}[{place}]") for place, each in enumerate(value))
+            return _tuple_like(value, [copied(each, f"{path}[{place}]") for place, each in enumerate(value)])
         if isinstance(value, Mapping):
             return {key: copied(each, f"{path}[{key!r}]") for key, each in value.items()}
         raise refuse_input(value, path, inputs)
@@ -201,11 +203,19 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with every tensor in it on ``device``; lists become tuples, as DeepSpeed gives them."""
+    """Return ``value`` with every tensor in it on ``device``; lists become tuples, as DeepSpeed gives them.
+
+    A namedtuple stays one.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, (tuple, list)):
-        return tuple(to_device(each, device) for each in value)
+        return _tuple_like(value, [to_device(each, device) for each in value])
     if isinstance(value, dict):
         return {key: to_device(each, device) for key, each in value.items()}
     return value
+
+
+def _tuple_like(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> tuple[Any, ...]:
+    """Return ``parts`` in a tuple, or a namedtuple if ``value`` is one."""
+    return type(value)(*parts) if isinstance(value, tuple) and hasattr(value, "_fields") else tuple(parts)

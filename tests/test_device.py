@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron import device
+from megatron.errors import ConfigError
+from megatron.training import world
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,6 +65,17 @@ def test_the_cpu_answers_every_question():
     assert device.name("cpu").startswith("CPU, ")
     assert 0 < device.peak_memory_bytes("cpu") < device.total_memory_bytes("cpu")
     device.synchronize("cpu")
+
+
+def test_a_rank_without_a_device_of_its_own_is_told_how_many_it_sees(monkeypatch):
+    bound = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", bound.append)
+    assert device.bind("cuda", 1) == torch.device("cuda", 1) and bound == [1]
+    told = "cuda devices that this process sees, got 2 and 2. Start .*or set LOCAL_RANK=0"
+    with pytest.raises(ConfigError, match=told) as error:
+        world._bind("cuda", 2)
+    assert bound == [1] and error.value.is_of_this_rank
 
 
 def test_generator_states_come_back():

@@ -15,7 +15,8 @@ MASTER_ADDR=${hosts%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
-srun "${PYTHON:-python}" \
+# Ranks that another one left behind would wait for it until their own limit: end them with it.
+srun --kill-on-bad-exit=1 "${PYTHON:-python}" \
   pretrain_gpt2.py --pipe-parallel-size 2 --model-parallel-size 2 --num-layers 24 --hidden-size 1024 \
   --num-attention-heads 16 --seq-length 1024 --batch-size 4 --gas 8 --train-iters 10000 --lr 3e-4 \
   --save "runs/gpt2-$SLURM_JOB_ID" --data-path data/sample/gpt2_text_document \

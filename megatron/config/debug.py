@@ -100,13 +100,27 @@ def problems(config: Config) -> Iterator[str]:
             f"--debug-nan ends the run at the first NaN, --stability-guard {config.stability.stability_guard} goes on "
             "behind it. Leave one of them out; --debug-dump names the module, too, and lets the guard go on"
         )
+    yield from _steps_beyond(config)
     named = [_flag(name) for name in IN_TRAINING if name in config.given]
     if named and config.checkpoint.eval_only:
         yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
-    if debug.is_on and getattr(config.parallel, "compile", False):
+    if debug.is_on and config.parallel.compile:
         yield (
             f"{'--debug-dump' if debug.debug_dump else '--debug-nan'} looks into layers, and compiled ones have no "
             "modules within, got --compile. Leave one of them out"
+        )
+
+
+def _steps_beyond(config: Config) -> Iterator[str]:
+    """Yield that the run has none of the steps to dump."""
+    debug, last = config.debug, config.batch.train_iters
+    if debug.debug_dump is None or any(True for _ in debug.problems()):
+        return
+    first = min(steps.start for steps in debug.steps())
+    if first > last:
+        yield (
+            f"--debug-dump-steps must name a step of the run, got {debug.debug_dump_steps} and --train-iters {last}: "
+            "nothing would be written. Name earlier steps, or train for longer"
         )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron import device
 from megatron.config import Config
-from megatron.errors import ConfigError, PeerError
+from megatron.errors import ConfigError, PeerError, marked
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.training.accelerator import backend_of, check_device_fits, settle
@@ -57,7 +57,7 @@ def start(config: Config) -> World:
     kind = settle(config)
     check_device_fits(config, kind)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
-    place = device.bind(kind, local_rank)
+    place = _bind(kind, local_rank)
     if kind == "cpu":
         device.keep_freed_memory()
     timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # Phases sets that of a step once there is one
@@ -76,6 +76,14 @@ def stop() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _bind(kind: str, local_rank: int) -> torch.device:
+    try:
+        return device.bind(kind, local_rank)
+    except ValueError as error:
+        with marked(is_of_this_rank=True):  # the ranks with a device wait for this one
+            raise ConfigError(str(error)) from None
 
 
 def _init_process_group(backend: str, kind: str, timeout: timedelta) -> None:

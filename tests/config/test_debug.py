@@ -22,6 +22,7 @@ def test_nothing_is_looked_at_unless_it_is_asked_for() -> None:
     assert not debug.is_on and debug.wanted().search("layers.0")
     assert parse(f"{BASE} --debug-nan".split(), world_size=1).debug.is_on
     assert parse(f"{BASE} --debug-dump x".split(), world_size=1).debug.is_on
+    assert parse(f"{BASE} --debug-dump x --debug-dump-steps 9,5 --train-iters 5".split(), world_size=1).debug.is_on
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,8 @@ def test_nothing_is_looked_at_unless_it_is_asked_for() -> None:
         ("--debug-dump x --debug-dump-steps 1,,2", "--debug-dump-steps must be steps from 1 on"),
         ("--debug-dump x --debug-dump-steps all", "--debug-dump-steps must be steps from 1 on"),
         ("--debug-dump x --debug-dump-modules (", r"--debug-dump-modules must be a regular expression, got '\('"),
+        ("--debug-dump x --debug-dump-steps 9,6-7 --train-iters 5", "must name a step .* 9,6-7 and --train-iters 5"),
+        ("--debug-dump x --train-iters 0", "must name a step of the run, got 1-3 and --train-iters 0"),
         ("--debug-dump-steps 1", "--debug-dump-steps acts with --debug-dump only"),
         ("--debug-dump-modules a", "--debug-dump-modules acts with --debug-dump only"),
         ("--debug-dump-tensors", "--debug-dump-tensors acts with --debug-dump only"),

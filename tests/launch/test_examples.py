@@ -98,6 +98,7 @@ def test_srun_starts_a_task_for_each_rank_and_names_the_first_host(corpus: Path,
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", (PLACE / "srun.sh").read_text(), re.M))
     assert options["ntasks-per-node"] == options["gpus-per-node"] == "8"
     words = words_of("srun.sh", tmp_path, SLURM_JOB_ID="77", SLURM_JOB_NODELIST="n[4-5]")
+    assert words[: words.index("python")] == ["--kill-on-bad-exit=1"]
     env = (tmp_path / "words.env").read_text().splitlines()
     assert {"MASTER_ADDR=n4", "MASTER_PORT=20077"} < set(env)
     world_size = int(options["nodes"]) * int(options["ntasks-per-node"])

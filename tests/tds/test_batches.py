@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumSched
 from torch.utils._pytree import tree_map
 
 import tds
-from tds.batches import stage_inputs
+from tds.batches import stage_inputs, to_device
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, check_equal, make_engine, train
 
@@ -29,6 +29,18 @@ def test_inputs_of_any_structure_are_copied() -> None:
     assert x.sum() == 2 and ids.sum() == 1
     with pytest.raises(TypeError, match="tuples, lists or dicts of them, got str"):
         stage_inputs(("text",), CPU, needs_grad=False)
+
+
+class _Named(NamedTuple):
+    x: torch.Tensor
+    more: Any
+
+
+def test_a_namedtuple_keeps_its_names() -> None:
+    given = _Named(torch.ones(2), [_Named(torch.zeros(1), ())])
+    for got in (stage_inputs(given, CPU, needs_grad=False), to_device(given, CPU)):
+        assert type(got) is _Named and type(got.more) is tuple and type(got.more[0]) is _Named
+        assert torch.equal(got.x, given.x) and torch.equal(got.more[0].x, given.more[0].x)
 
 
 SCHEDULE = {
