@@ -20,8 +20,8 @@ from megatron.checkpoint.compare import check_model
 from megatron.checkpoint.hf import folder as hf_folder
 from megatron.checkpoint.hf import settings, tensors
 from megatron.checkpoint.hf.forms import FAMILY, form_of
-from megatron.checkpoint.hf.recipes import Recipe, read_part
-from megatron.checkpoint.records import TensorRecord
+from megatron.checkpoint.hf.recipes import Recipe, read_into
+from megatron.checkpoint.records import TensorRecord, part_shape
 from megatron.checkpoint.resize import fill, is_resized
 from megatron.config import Config
 from megatron.errors import CheckpointError
@@ -89,13 +89,18 @@ class Pretrained:
         if is_resized(saved, shard.global_shape):
             fill(target, shard, saved, lambda part: self.read(name, part))
         elif target.numel():
-            target.copy_(self.read(name, shard))
+            self._read_into(target, name, shard)
 
     def read(self, name: str, shard: Shard) -> torch.Tensor:
         """Return the part ``shard`` of our weight ``name``."""
+        part = torch.empty(part_shape(shard), dtype=self.slices[self.recipes[name].names[0]].dtype)
+        self._read_into(part, name, shard)
+        return part
+
+    def _read_into(self, target: torch.Tensor, name: str, shard: Shard) -> None:
         recipe = self.recipes[name]
         shapes = {part: list(self.slices[part].shape) for part in recipe.names}
-        return read_part(recipe, self.slices, shapes, shard)
+        read_into(target, recipe, self.slices, shapes, shard)
 
 
 def opened(source: Path, stack: ExitStack) -> Pretrained:

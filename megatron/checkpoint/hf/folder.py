@@ -135,6 +135,10 @@ class Slice:
         return tuple(self._slice.get_shape())
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._slice[:1].dtype
+
+    @property
     def _slice(self) -> Any:
         return self.file.get_slice(self.name)
 

@@ -14,8 +14,9 @@ heights (of grouped queries: several heads, one key, one value).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -45,11 +46,6 @@ class Recipe:
     blocks: int = 1
     parts_in_one: int = 1
     is_transposed: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether our rows are theirs in their order."""
-        return len(self.names) == 1 and self.parts_in_one == 1
 
 
 def to_ours(recipe: Recipe, theirs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -90,10 +86,16 @@ def from_ours(recipe: Recipe, ours: torch.Tensor, heights: Mapping[str, int] | N
     return {name: part.contiguous() for name, part in zip(recipe.names, whole, strict=True)}
 
 
-def read_part(
-    recipe: Recipe, theirs: Mapping[str, Readable], shapes: Mapping[str, list[int]], shard: Shard
-) -> torch.Tensor:
-    """Return the part of our weight that ``shard`` is, reading no more than it needs of ``theirs``.
+def read_into(
+    target: torch.Tensor,
+    recipe: Recipe,
+    theirs: Mapping[str, Readable],
+    shapes: Mapping[str, list[int]],
+    shard: Shard,
+) -> None:
+    """Fill ``target`` with the part of our weight that ``shard`` is.
+
+    Of ``theirs`` no more is read than that needs, one after the other: what is held beside ``target`` is of one tensor.
 
     Args:
         theirs: by name; indexed with slices.
@@ -102,28 +104,58 @@ def read_part(
     Raises:
         CheckpointError: rows cannot be cut into blocks.
     """
-    dim, start, stop = shard.partition_dim, shard.start, shard.start + shard.length
-    if dim is None:
-        return to_ours(recipe, {name: theirs[name][:] for name in recipe.names})
-    if dim != 0:
-        return to_ours(recipe, {name: _columns(recipe, theirs[name], start, stop) for name in recipe.names})
-    heights = {name: shapes[name][-1 if recipe.is_transposed else 0] for name in recipe.names}
-    if recipe.is_plain:
-        (name,) = recipe.names
-        return to_ours(recipe, {name: _rows(recipe, theirs[name], start, stop)})
-    rows = sum(heights.values()) // recipe.blocks  # of ours in a block
-    if sum(heights.values()) % recipe.blocks:
-        raise _uneven(recipe, sum(heights.values()))
-    first, last = start // rows, -(-stop // rows)
-    found = {}
-    for name in recipe.names:
-        height = heights[name] // recipe.parts_in_one
-        each = height // recipe.blocks
-        spans = [(i * height + first * each, i * height + last * each) for i in range(recipe.parts_in_one)]
-        axis = -1 if recipe.is_transposed else 0
-        found[name] = torch.cat([_rows(recipe, theirs[name], *span) for span in spans], dim=axis)
-    whole = to_ours(replace(recipe, blocks=last - first), found)
-    return whole.narrow(0, start - first * rows, stop - start)
+    each = _heights(recipe, shapes)
+    begin, end = shard.start, shard.start + shard.length
+    if shard.partition_dim == 0:
+        for start, stop in _spans(begin, end, sum(each)):
+            _fill(target[start - begin : stop - begin], recipe, theirs, each, start, None)
+    else:
+        _fill(target, recipe, theirs, each, 0, None if shard.partition_dim is None else slice(begin, end))
+
+
+def _heights(recipe: Recipe, shapes: Mapping[str, list[int]]) -> list[int]:
+    """Return the rows of a block of each part."""
+    rows = [shapes[name][-1 if recipe.is_transposed else 0] for name in recipe.names]
+    if any(height % (recipe.blocks * recipe.parts_in_one) for height in rows):
+        raise _uneven(recipe, sum(rows))
+    return [height // recipe.blocks // recipe.parts_in_one for height in rows for _ in range(recipe.parts_in_one)]
+
+
+def _spans(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Cut our rows ``start`` to ``stop`` into whole blocks of so many ``rows``, together, and parts of one block."""
+    edges = {edge for edge in (-(-start // rows) * rows, stop // rows * rows) if start < edge < stop}
+    return itertools.pairwise(sorted({start, stop} | edges))
+
+
+def _fill(
+    target: torch.Tensor,
+    recipe: Recipe,
+    theirs: Mapping[str, Readable],
+    each: list[int],
+    start: int,
+    columns: slice | None,
+) -> None:
+    """Fill ``target``, which holds our rows from ``start`` on: whole blocks, or rows of one."""
+    first, low = divmod(start, sum(each))  # block, and row in it
+    count = -(-(low + target.shape[0]) // sum(each))
+    blocks = target.unflatten(0, (count, -1))
+    begin, high = 0, low + blocks.shape[1]
+    for number, height in enumerate(each):
+        name, part = recipe.names[number // recipe.parts_in_one], number % recipe.parts_in_one
+        lowest, highest = max(low, begin), min(high, begin + height)
+        if lowest < highest:
+            at = (part * recipe.blocks + first) * height + lowest - begin
+            rows = slice(at, at + (count - 1) * height + highest - lowest)
+            found = _cut(recipe, theirs[name], rows, columns)
+            blocks[:, lowest - low : highest - low].copy_(found.unflatten(0, (count, -1)))
+        begin += height
+
+
+def _cut(recipe: Recipe, tensor: Readable, rows: slice, columns: slice | None) -> torch.Tensor:
+    """Return rows and columns of ours, which are columns and rows of a transposed weight of theirs."""
+    if recipe.is_transposed:
+        return (tensor[..., rows] if columns is None else tensor[columns, rows]).t()
+    return tensor[rows] if columns is None else tensor[rows, columns]
 
 
 def _parts(recipe: Recipe, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -140,15 +172,6 @@ def _blocks(recipe: Recipe, part: torch.Tensor) -> torch.Tensor:
     if part.shape[0] % recipe.blocks:
         raise _uneven(recipe, part.shape[0])
     return part.unflatten(0, (recipe.blocks, -1))
-
-
-def _rows(recipe: Recipe, tensor: Readable, start: int, stop: int) -> torch.Tensor:
-    """Return rows of ours, which are the columns of a transposed weight of theirs."""
-    return tensor[..., start:stop] if recipe.is_transposed else tensor[start:stop]
-
-
-def _columns(recipe: Recipe, tensor: Readable, start: int, stop: int) -> torch.Tensor:
-    return tensor[start:stop] if recipe.is_transposed else tensor[:, start:stop]
 
 
 def _uneven(recipe: Recipe, rows: int) -> CheckpointError:

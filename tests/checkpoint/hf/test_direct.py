@@ -33,6 +33,9 @@ MODELS = {
 }
 
 
+RESIZED = [f"weights/{name}" for name in ("embedding.word.weight", "head.weight", "head.bias")]
+
+
 def config_named(name: str, **values) -> Config:
     return config_of(name.split()[0], **{**MODELS[name], "num_attention_heads": 4, **values})
 
@@ -85,11 +88,12 @@ def test_parts_that_cut_through_a_head_are_read_too(tmp_path: Path) -> None:
                 assert torch.equal(opened.read(name, part), part.cut(whole))
 
 
+@pytest.mark.parametrize("name", ["gpt2 without biases and untied", "bert"])
 @pytest.mark.parametrize(("saved", "now"), [(29, 40), (29, 23)])
 def test_a_vocabulary_of_another_size_keeps_what_both_have_and_fills_the_rest_with_the_mean(
-    saved: int, now: int, tmp_path: Path
+    saved: int, now: int, name: str, tmp_path: Path
 ) -> None:
-    theirs = config_named("gpt2 without biases and untied", vocab_size=saved)
+    theirs = config_named(name, vocab_size=saved)
     weights = write(tmp_path / "hf", theirs)
     ours = replace(theirs, model=replace(theirs.model, vocab_size=now))
     for size in (1, 4):
@@ -103,8 +107,8 @@ def test_a_vocabulary_of_another_size_keeps_what_both_have_and_fills_the_rest_wi
                 opened.load(records)
             for record in records:
                 whole = weights[record.name.removeprefix("weights/")]
-                if record.name in ("weights/embedding.word.weight", "weights/head.weight"):
-                    mean = whole.double().mean(0).float().expand(max(now - saved, 0), -1)
+                if record.name in RESIZED:
+                    mean = whole.double().mean(0).float().expand(max(now - saved, 0), *whole.shape[1:])
                     whole = torch.cat([whole[:now], mean])
                 torch.testing.assert_close(record.shard.unpadded(record.tensor), record.shard.cut(whole))
                 if record.shard.partition_dim == 0:
@@ -136,17 +140,24 @@ def test_what_does_not_fit_is_told_with_the_flags_that_do(tmp_path: Path) -> Non
 LARGE = {"hidden_size": 512, "num_attention_heads": 8, "num_layers": 4, "vocab_size": 12_000}
 
 
-def test_a_rank_holds_its_share_and_one_tensor_at_most(tmp_path: Path) -> None:
-    config = config_of("gpt2", hidden_bias=True, **LARGE)
+SHORT = [("gpt2", 2), ("llama", 1)]
+CASES = [(name, size) for name in MODELS if " " not in name for size in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES]
+)
+def test_a_rank_holds_its_share_and_one_tensor_at_most(name: str, size: int, tmp_path: Path) -> None:
+    config = config_named(name, **LARGE)
     write(tmp_path / "hf", config)
-    _, results, _ = fork_ranks(1, _peak, tmp_path / "hf", config, init=False)
+    _, results, _ = fork_ranks(1, _peak, tmp_path / "hf", config, size, init=False)
     grown, share, largest = results[0]
     print(f"grown by {grown / 1e6:.1f} MB; share {share / 1e6:.1f} MB, largest tensor {largest / 1e6:.1f} MB")
     assert 0.9 * share < grown < 1.05 * (share + largest), "its part of the weights, and one tensor"
 
 
-def _peak(rank: int, place: Path, config: Config) -> tuple[int, int, int]:
-    """Return how far this process grew while the second of two tensor ranks was built and loaded, and what it holds."""
+def _peak(rank: int, place: Path, config: Config, size: int) -> tuple[int, int, int]:
+    """Return how far this process grew while the last of ``size`` tensor ranks was built and loaded, and what it holds."""
     peak, done = 0, threading.Event()
 
     def watch() -> None:
@@ -159,7 +170,7 @@ def _peak(rank: int, place: Path, config: Config) -> tuple[int, int, int]:
     before = _anonymous_bytes()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    records = records_of(config, 1, 2)
+    records = records_of(config, size - 1, size)
     with ExitStack() as stack:
         direct.opened(place, stack).load(records)
     done.set()

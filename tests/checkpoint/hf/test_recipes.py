@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron.checkpoint.hf.recipes import Recipe, from_ours, read_part, to_ours
+from megatron.checkpoint.hf.recipes import Recipe, from_ours, read_into, to_ours
+from megatron.checkpoint.records import part_shape
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
 
@@ -34,6 +35,12 @@ class Counting:
         found = self.tensor[index]
         self.read += found.numel()
         return found
+
+
+def read_part(recipe, theirs, shapes, shard):
+    part = torch.full(part_shape(shard), torch.nan, dtype=torch.float64)
+    read_into(part, recipe, theirs, shapes, shard)
+    return part
 
 
 def theirs_of(recipe: Recipe, heights: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -88,3 +95,5 @@ def test_queries_keys_and_values_of_a_group_lie_together():
 def test_rows_that_make_no_blocks_are_named():
     with pytest.raises(CheckpointError, match="q, k: the rows of each part must be 4 blocks .* got 6 rows"):
         to_ours(Recipe(("q", "k"), blocks=4), {"q": torch.zeros(6, 2), "k": torch.zeros(6, 2)})
+    with pytest.raises(CheckpointError, match="q, k: the rows of each part must be 4 blocks .* got 12 rows"):
+        read_part(Recipe(("q", "k"), blocks=4), {}, {"q": [6, 2], "k": [6, 2]}, Shard((12, 2), 0, 0, 3))
