@@ -115,7 +115,7 @@ class Chain:
             out.problems.append(f"life {out.lives} goes on after step {set(begins)}, the newest checkpoint is {newest}")
         out.lives += 1
         if job.code not in (0, -9 if victims == LAUNCHER else RESTARTED) or (job.code and victims is None):
-            return self._give_up(f"a start ended with code {job.code} by itself:\n{job.output[-3000:]}")
+            return self._give_up(f"a start ended with code {job.code} by itself:\n{job.output[-12000:]}")
         out.problems += folders.broken(self.run)
         self.is_done = job.code == 0
         if not self.is_done and self._draw.random() < 0.2:
@@ -131,7 +131,7 @@ class Chain:
             victims = None if moment is None else self._kill(job, start, moment)
             if victims is None and job.next_start(start) is not None:
                 told = f"start {start} of life {self.outcome.lives} ended, though nobody was killed"
-                self.outcome.problems.append(f"{told}:\n{job.output[-3000:]}")
+                self.outcome.problems.append(f"{told}:\n{job.output[-12000:]}")
         return victims
 
     def _kill(self, job: Job, start: int, moment: Moment) -> str | None:
