@@ -40,7 +40,7 @@ def check_model(saved: Mapping[str, Any], config: Config) -> None:
         CheckpointError: listing every key that differs with both values.
     """
     flags, now = config.checkpoint, config.identity()
-    free = ("vocab_size",) if flags.resize_vocab else ()
+    free: tuple[str, ...] = ("vocab_size",) if flags.resize_vocab else ()
     free += config.own.REFITTED if flags.finetune else ()
     try:
         compare_model_config({**saved, **{key: now[key] for key in free if key in saved}}, now)

@@ -16,15 +16,8 @@ LLAMA3 = ("rotary_low_frequency_factor", "rotary_high_frequency_factor", "rotary
 def problems(config: Config) -> Iterator[str]:
     """Yield what cannot be, and what was given and cannot act."""
     yield from decoder_checks.problems(config)
-    yield from _group_problems(config)
-    model, scaling = config.model, config.llama.rotary_scaling
-    if model.kv_hidden_size % 2:
-        yield (
-            "--kv-hidden-size, the size of one head, must be even for rotary positions, which turn pairs of numbers, "
-            f"got {model.kv_hidden_size}. Change --num-attention-heads or --kv-hidden-size"
-        )
-    if not model.activation.startswith("gated-"):
-        yield f"--activation must be gated-silu or gated-gelu in LLaMA, got {model.activation}. Leave it out"
+    yield from model_problems(config)
+    scaling = config.llama.rotary_scaling
     for names, allowed in ((SCALING, ("linear", "llama3")), (LLAMA3, ("llama3",))):
         named = [f"--{name.replace('_', '-')}" for name in names if name in config.given]
         if named and scaling not in allowed:
@@ -32,6 +25,19 @@ def problems(config: Config) -> Iterator[str]:
                 f"{', '.join(named)} acts with --rotary-scaling {' or '.join(allowed)} only, got {scaling}. Leave it "
                 "out, or add that"
             )
+
+
+def model_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot be of the model alone, wherever its settings come from."""
+    yield from _group_problems(config)
+    model = config.model
+    if model.kv_hidden_size % 2:
+        yield (
+            "--kv-hidden-size, the size of one head, must be even for rotary positions, which turn pairs of numbers, "
+            f"got {model.kv_hidden_size}. Change --num-attention-heads or --kv-hidden-size"
+        )
+    if not model.activation.startswith("gated-"):
+        yield f"--activation must be gated-silu or gated-gelu in LLaMA, got {model.activation}. Leave it out"
 
 
 def notes(config: Config) -> Iterator[str]:

@@ -60,6 +60,14 @@ def find_problems(config: Config, world_size: int) -> list[str]:
     return [*own, *_world_problems(config, world_size), *_cut_problems(config), *_cross_problems(config)]
 
 
+def model_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot be of the model alone, wherever its settings come from; ``config.given`` says which do."""
+    yield from config.own.problems()
+    yield from _head_problems(config)
+    if config.family == "llama":
+        yield from llama_checks.model_problems(config)
+
+
 def _range_problems(config: Config) -> Iterator[str]:
     for name, section in config.sections().items():
         for option in options_of(SECTIONS[name]):
@@ -120,8 +128,8 @@ def _stage_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _cut_problems(config: Config) -> Iterator[str]:
-    model, t = config.model, config.parallel.model_parallel_size
+def _head_problems(config: Config) -> Iterator[str]:
+    model = config.model
     h, a = model.hidden_size, model.num_attention_heads
     if h % a and "kv_hidden_size" not in config.given and model.kv_hidden_size == h // a:
         works = [n for n in range(1, min(h, 4 * a) + 1) if h % n == 0]
@@ -129,6 +137,11 @@ def _cut_problems(config: Config) -> Iterator[str]:
             f"--hidden-size must be a multiple of --num-attention-heads, got {h} and {a} ({h} / {a} = {h / a:g}). "
             f"Use one of {works} heads, or set --kv-hidden-size, the size of one head"
         )
+
+
+def _cut_problems(config: Config) -> Iterator[str]:
+    model, t = config.model, config.parallel.model_parallel_size
+    yield from _head_problems(config)
     cut = {  # heads are cut whole, so that any --kv-hidden-size fits when the heads do
         "--num-attention-heads": model.num_attention_heads,
         "--hidden-size": model.hidden_size,

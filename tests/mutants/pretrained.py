@@ -9,6 +9,7 @@ DIRECT = "tests/checkpoint/hf/test_direct.py"
 PART = f"{RECIPES}::test_any_part_that_is_read_is_that_part_of_the_whole"
 MADE = "megatron/checkpoint/hf/recipes.py"
 GROWN = f"{DIRECT}::test_a_vocabulary_of_another_size_keeps_what_both_have_and_fills_the_rest_with_the_mean"
+SETTINGS = "tests/checkpoint/hf/test_settings.py"
 FURTHER = "tests/training/test_pretrained.py::test_a_fresh_start_may_reach_further_than_an_earlier_training"
 FIT = "tests/checkpoint/test_compare.py::test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on"
 
@@ -40,7 +41,8 @@ PRETRAINED = (
         "all parts have blocks of one height",
         MADE,
         "        lowest, highest = max(low, begin), min(high, begin + height)\n",
-        "        height = sum(each) // len(each)\n        lowest, highest = max(low, begin), min(high, begin + height)\n",
+        "        height = sum(each) // len(each)\n"
+        "        lowest, highest = max(low, begin), min(high, begin + height)\n",
         (f"{PART}[grouped queries]",),
     ),
     Mutant(
@@ -120,6 +122,38 @@ PRETRAINED = (
         "    free += config.own.REFITTED if flags.finetune else ()\n",
         "",
         (FIT,),
+        refuses=True,
+    ),
+    Mutant(
+        "values of a config.json are taken as they are",
+        "megatron/checkpoint/hf/settings.py",
+        "        found = list(_out_of_range(values))\n",
+        "        found: list[str] = []\n",
+        (f"{SETTINGS}::test_what_no_flag_would_take_is_refused_all_at_once",),
+        refuses=True,
+    ),
+    Mutant(
+        "sizes of a config.json need not go together",
+        "megatron/checkpoint/hf/settings.py",
+        "list(model_problems(replace(config, given=tuple(values))))",
+        "[]",
+        (f"{SETTINGS}::test_what_no_flag_would_take_is_refused_all_at_once",),
+        refuses=True,
+    ),
+    Mutant(
+        "a folder of an unknown model is no folder",
+        "megatron/checkpoint/hf/direct.py",
+        '.get("model_type") is not None',
+        '.get("model_type") in ("gpt2", "t5")',
+        (f"{SETTINGS}::test_a_folder_of_a_model_that_we_do_not_have_is_told_with_those_that_we_have",),
+        refuses=True,
+    ),
+    Mutant(
+        "a sliding window of a config.json is passed over",
+        "megatron/checkpoint/hf/mpt.py",
+        " | _NOT_IN_ATTENTION)",
+        ")",
+        ("tests/checkpoint/hf/test_mpt.py::test_what_our_mpt_has_not_is_refused_by_name",),
         refuses=True,
     ),
 )

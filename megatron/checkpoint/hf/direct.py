@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from megatron.checkpoint.compare import check_model
 from megatron.checkpoint.hf import folder as hf_folder
 from megatron.checkpoint.hf import settings, tensors
-from megatron.checkpoint.hf.forms import FAMILY, form_of
+from megatron.checkpoint.hf.forms import form_of
 from megatron.checkpoint.hf.recipes import Recipe, read_into
 from megatron.checkpoint.records import TensorRecord, part_shape
 from megatron.checkpoint.resize import fill, is_resized
@@ -29,10 +29,10 @@ from megatron.mpu.shard import Shard
 
 
 def is_folder(source: Path) -> bool:
-    """Tell whether ``source`` is a Hugging Face folder of a model that we have."""
-    return (source / hf_folder.CONFIG).is_file() and hf_folder.read_json(source, hf_folder.CONFIG).get(
-        "model_type"
-    ) in FAMILY
+    """Tell whether ``source`` is a Hugging Face folder, of a model that we have or of another one."""
+    if not (source / hf_folder.CONFIG).is_file():
+        return False
+    return hf_folder.read_json(source, hf_folder.CONFIG).get("model_type") is not None
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
         "hidden_bias": theirs.get("hidden_bias", True),
         "hidden_dropout": theirs.get("resid_pdrop", 0.1),
         "attention_dropout": theirs.get("attn_pdrop", 0.1),
+        "init_method_std": theirs.get("initializer_range", 0.02),
     }
 
 

@@ -154,6 +154,7 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
         "untie_embeddings": not theirs.get("tie_word_embeddings", False),
         "attention_dropout": theirs.get("attention_dropout") or 0.0,
         "hidden_dropout": theirs.get("hidden_dropout", 0.0),
+        "init_method_std": theirs.get("initializer_range", 0.02),
         **rotary,
     }
 

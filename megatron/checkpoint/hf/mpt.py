@@ -21,6 +21,7 @@ What their model does with its settings, and we with them:
 | expansion_ratio | takes 4, whatever it says | must be 4 |
 | alibi false, learned_pos_emb without alibi, no_bias false, logit_scale | not looked at | refused |
 | prefix_lm, qk_ln, attn_uses_sequence_id, softmax_scale | only the last is | refused |
+| norm_type rmsnorm, rope, sliding_window_size, ffn_config | not looked at | refused |
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _LAYER = {
 }
 _WORD = "transformer.wte.weight"
 _FIXED = {"no_bias": True, "logit_scale": None, "embedding_fraction": 1.0, "expansion_ratio": 4}
+_NORMS = ("low_precision_layernorm", "layernorm")  # one and the same but for the format in which it is computed
 _FIXED_IN_ATTENTION = {
     "alibi": True,
     "attn_type": "multihead_attention",
@@ -53,6 +55,7 @@ _FIXED_IN_ATTENTION = {
     "qk_ln": False,
     "attn_uses_sequence_id": False,
 }
+_NOT_IN_ATTENTION = {"rope": False, "sliding_window_size": -1}  # which files of MosaicML's program may have
 
 
 def recipes(config: Config) -> dict[str, Recipe]:
@@ -129,7 +132,12 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
     attention = {key: value for key, value in (theirs.get("attn_config") or {}).items() if value is not None}
     size, heads = theirs["d_model"], theirs["n_heads"]
     found = list(_differences(theirs, _FIXED))
-    found += [f"attn_config.{each}" for each in _differences(attention, _FIXED_IN_ATTENTION)]
+    found += [f"attn_config.{each}" for each in _differences(attention, _FIXED_IN_ATTENTION | _NOT_IN_ATTENTION)]
+    if theirs.get("norm_type", _NORMS[0]) not in _NORMS:
+        found.append(f"norm_type {theirs['norm_type']!r} (known: {', '.join(_NORMS)})")
+    forward = {key: value for key, value in (theirs.get("ffn_config") or {}).items() if value is not None}
+    if {key: value for key, value in forward.items() if key != "fc_type"} not in ({}, {"ffn_type": "mptmlp"}):
+        found.append(f"ffn_config {forward!r} (known: ffn_type 'mptmlp' alone)")
     scale, usual = attention.get("softmax_scale"), (size / heads) ** -0.5
     if scale is not None and abs(scale - usual) > 1e-6 * usual:
         found.append(f"attn_config.softmax_scale {scale} (known: {usual:.6g}, one over the root of the head size)")
@@ -146,6 +154,7 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
         "untie_embeddings": not theirs.get("tie_word_embeddings", True),
         "hidden_dropout": theirs.get("resid_pdrop", 0.0),
         "attention_dropout": theirs.get("attention_dropout", attention.get("attn_pdrop", 0.0)),
+        "init_method_std": theirs.get("initializer_range", 0.02),
         "alibi_bias_max": attention.get("alibi_bias_max", 8),
         "clip_qkv": float(attention.get("clip_qkv", 0.0)),
     }

@@ -5,14 +5,15 @@ What the fields are stands in the file of each family: ``forms`` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron.checkpoint.hf.forms import FAMILY, FORMS, form_of
 from megatron.config import Config
 from megatron.config.config import all_options, defaults_of
-from megatron.config.option import FAMILIES, Option
+from megatron.config.option import FAMILIES, Option, is_derived
+from megatron.config.validate import model_problems
 from megatron.errors import CheckpointError
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file")
@@ -55,17 +56,42 @@ def to_ours(theirs: Mapping[str, Any]) -> Config:
     """Return our configuration of the model that ``config.json`` describes.
 
     Raises:
-        CheckpointError: another architecture, a setting that our models do not have, or a size that is missing.
+        CheckpointError: another architecture, a setting that our models do not have, a size that is missing; or listing
+            every value that no flag would take.
     """
     kind = theirs.get("model_type")
     if kind is None or kind not in FAMILY:
         raise CheckpointError(f"model_type must be one of {', '.join(FAMILY)}, got {kind!r}: another architecture")
     try:
-        return Config.of_values(form_of(FAMILY[kind]).values(dict(theirs)), family=FAMILY[kind])
+        values = _with_whole_numbers(form_of(FAMILY[kind]).values(dict(theirs)))
+        found = list(_out_of_range(values))
+        config = Config() if found else Config.of_values(values, family=FAMILY[kind])
+        found = found or list(model_problems(replace(config, given=tuple(values))))
     except KeyError as error:
         raise CheckpointError(f"config.json must hold {error} for a {kind}; it is missing") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json does not describe a {kind}: {error}") from error
+    if found:
+        raise CheckpointError(f"config.json does not describe a {kind} that we have: {'; '.join(found)}")
+    return config
+
+
+def _with_whole_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with 16.0 as 16 where a whole number is wanted."""
+    whole = {option.name for _, option in all_options() if option.kind == "int"}
+    return {
+        name: int(value) if name in whole and isinstance(value, float) and value.is_integer() else value
+        for name, value in values.items()
+    }
+
+
+def _out_of_range(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what no flag would take."""
+    for _, option in all_options():
+        value = values.get(option.name)
+        problem = option.problem(value, option.flag or option.name) if value is not None else None
+        if problem and not is_derived(option, value):
+            yield problem
 
 
 def flags(config: Config) -> list[str]:

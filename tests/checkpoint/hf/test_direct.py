@@ -157,7 +157,7 @@ def test_a_rank_holds_its_share_and_one_tensor_at_most(name: str, size: int, tmp
 
 
 def _peak(rank: int, place: Path, config: Config, size: int) -> tuple[int, int, int]:
-    """Return how far this process grew while the last of ``size`` tensor ranks was built and loaded, and what it holds."""
+    """Return how far this process grew while the last of so many ranks was built and loaded, and what it holds."""
     peak, done = 0, threading.Event()
 
     def watch() -> None:

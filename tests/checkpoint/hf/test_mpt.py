@@ -44,6 +44,8 @@ def test_a_config_of_the_hub_is_read() -> None:
     assert (model.ff_hidden_size, model.max_position_embeddings, model.untie_embeddings) == (64, 64, False)
     assert settings.to_ours(with_attention(softmax_scale=8**-0.5)) == config
     assert settings.to_ours({**STORYWRITER, "attn_config": None}).mpt.alibi_bias_max == 8
+    same = {"norm_type": "layernorm", "ffn_config": {"ffn_type": "mptmlp", "fc_type": "torch", "ffn_act_fn": None}}
+    assert settings.to_ours({**with_attention(rope=False, sliding_window_size=-1), **same}) == config
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,14 @@ def test_a_config_of_the_hub_is_read() -> None:
         (with_attention(attn_type="multiquery_attention"), "attn_config.attn_type 'multiquery_attention'"),
         (with_attention(attn_uses_sequence_id=True), "attn_config.attn_uses_sequence_id True"),
         (with_attention(softmax_scale=0.1), "attn_config.softmax_scale 0.1 (known: 0.353553"),
+        (with_attention(rope=True), "attn_config.rope True"),
+        (with_attention(sliding_window_size=512), "attn_config.sliding_window_size 512"),
+        ({**STORYWRITER, "norm_type": "rmsnorm"}, "norm_type 'rmsnorm'"),
+        ({**STORYWRITER, "ffn_config": {"ffn_type": "mptglu"}}, "ffn_config {'ffn_type': 'mptglu'}"),
+        (
+            {**STORYWRITER, "ffn_config": {"ffn_act_fn": {"name": "relu"}}},
+            "ffn_config {'ffn_act_fn': {'name': 'relu'}}",
+        ),
         ({**STORYWRITER, "no_bias": False}, "no_bias False"),
         ({**STORYWRITER, "logit_scale": "inv_sqrt_d_model"}, "logit_scale 'inv_sqrt_d_model'"),
         ({**STORYWRITER, "expansion_ratio": 8}, "expansion_ratio 8"),
