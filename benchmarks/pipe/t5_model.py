@@ -15,8 +15,9 @@ from benchmarks.sizes import START_ID
 from megatron import cost
 from megatron.checkpoint.naming import named_parameters
 from megatron.model.init import initialize, t5_rule
+from megatron.model.loss import model_loss
 from megatron.model.sizes import Place, T5Sizes, t5_sizes_from
-from megatron.model.t5 import T5Model, t5_loss
+from megatron.model.t5 import T5Model
 from megatron.mpu.topology import Topology
 from megatron.pipe.t5 import T5ModelPipe, layer_specs
 
@@ -67,7 +68,7 @@ def make_t5_model(case: Case) -> Model:
     sizes, place = t5_sizes_from(config.model, config.t5), Place()
 
     def loss_fn(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        total, count = t5_loss(logits, labels[0], labels[1], sizes, place)
+        total, count = model_loss(logits, labels[0], labels[1], sizes, place)
         return total / count
 
     def finish(module: nn.Module) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 from megatron.cost import parts
 from megatron.cost.costs import Costs, Kept, Shared
@@ -22,8 +23,15 @@ from megatron.stages import balanced_bounds, layers_in_chunks
 
 @dataclass(frozen=True)
 class GPT2Costs(Costs):
-    """The costs of a GPT-2 of ``sizes`` on samples of ``seq_length`` tokens."""
+    """The costs of a GPT-2 of ``sizes`` on samples of ``seq_length`` tokens.
 
+    Args:
+        norm_vectors: of h numbers in a norm: what it scales by and what it shifts by.
+        has_positions: the embedding has a table of positions.
+    """
+
+    norm_vectors: ClassVar[int] = 2
+    has_positions: ClassVar[bool] = True
     sizes: Sizes
     seq_length: int
 
@@ -31,6 +39,11 @@ class GPT2Costs(Costs):
     def keys(self) -> int:
         """Size of all keys of a layer together, and of all values."""
         return parts.attention_width(self.sizes)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm."""
+        return self.norm_vectors * self.sizes.hidden_size
 
     @property
     def unit_names(self) -> list[str]:
@@ -53,21 +66,21 @@ class GPT2Costs(Costs):
         """Return the FLOPs of forward and backward for one token; ``causal`` counts half of the attention matrix."""
         sizes = self.sizes
         head = parts.vocabulary(sizes) * sizes.hidden_size
-        products = sizes.num_layers * self.layer_parameters() + 2 * sizes.hidden_size + head
+        products = sizes.num_layers * self.layer_parameters() + self.norm_parameters + head
         scores = sizes.num_layers * parts.attention_width(sizes) * self.seq_length
         return 6.0 * products + (6.0 if causal else 12.0) * scores
 
     def layer_parameters(self, tensor: int = 1) -> int:
         """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are whole."""
         inner = parts.attention_parameters(self.sizes, tensor, self.keys)
-        return inner + parts.feed_forward_parameters(self.sizes, tensor) + 4 * self.sizes.hidden_size
+        return inner + parts.feed_forward_parameters(self.sizes, tensor) + 2 * self.norm_parameters
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         sizes = self.sizes
         table = parts.table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
-        positions = sizes.max_position_embeddings * sizes.hidden_size
+        positions = sizes.max_position_embeddings * sizes.hidden_size if self.has_positions else 0
         layers = [self.layer_parameters(tensor)] * sizes.num_layers
-        return [table + positions, *layers, 2 * sizes.hidden_size, table]
+        return [table + positions, *layers, self.norm_parameters, table]
 
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
         if self.sizes.untie_embeddings:

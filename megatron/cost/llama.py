@@ -12,6 +12,7 @@ Turning queries and keys by their positions is not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.cost.gpt2 import GPT2Costs
 
@@ -20,19 +21,10 @@ from megatron.cost.gpt2 import GPT2Costs
 class LlamaCosts(GPT2Costs):
     """The costs of a LLaMA of ``sizes``; ``num_groups``: heads of keys and values."""
 
+    norm_vectors: ClassVar[int] = 1
+    has_positions: ClassVar[bool] = False
     num_groups: int = 0
 
     @property
     def keys(self) -> int:
         return (self.num_groups or self.sizes.num_attention_heads) * self.sizes.kv_hidden_size
-
-    def flops_per_token(self, *, causal: bool = True) -> float:
-        return super().flops_per_token(causal=causal) - 6.0 * self.sizes.hidden_size  # the shift of the last norm
-
-    def layer_parameters(self, tensor: int = 1) -> int:
-        return super().layer_parameters(tensor) - 2 * self.sizes.hidden_size
-
-    def unit_parameters(self, tensor: int = 1) -> list[int]:
-        embedding, *layers, _, head = super().unit_parameters(tensor)
-        positions = self.sizes.max_position_embeddings * self.sizes.hidden_size
-        return [embedding - positions, *layers, self.sizes.hidden_size, head]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.cost.costs import Shared
 from megatron.cost.gpt2 import GPT2Costs
@@ -21,18 +21,9 @@ from megatron.cost.memory import BYTES, Memory
 class MptCosts(GPT2Costs):
     """The costs of an MPT of ``sizes``; ``has_segments``: documents are kept apart."""
 
+    norm_vectors: ClassVar[int] = 1
+    has_positions: ClassVar[bool] = False
     has_segments: bool = False
-
-    def flops_per_token(self, *, causal: bool = True) -> float:
-        return super().flops_per_token(causal=causal) - 6.0 * self.sizes.hidden_size  # the shift of the last norm
-
-    def layer_parameters(self, tensor: int = 1) -> int:
-        return super().layer_parameters(tensor) - 2 * self.sizes.hidden_size
-
-    def unit_parameters(self, tensor: int = 1) -> list[int]:
-        embedding, *layers, _, head = super().unit_parameters(tensor)
-        positions = self.sizes.max_position_embeddings * self.sizes.hidden_size
-        return [embedding - positions, *layers, self.sizes.hidden_size, head]
 
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
         layers = tuple(range(1, 1 + self.sizes.num_layers))

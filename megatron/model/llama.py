@@ -7,19 +7,15 @@ from torch import nn
 
 from megatron.model.attention import Attention
 from megatron.model.cache import LayerCache
+from megatron.model.decoder import DecoderModel
 from megatron.model.embedding import WordEmbedding
-from megatron.model.head import Head, logits_of
-from megatron.model.loss import model_loss
 from megatron.model.mlp import MLP
 from megatron.model.norm import RMSNorm
-from megatron.model.recompute import Recompute
 from megatron.model.sizes import LlamaSizes, Place
 from megatron.model.stack import run_layers
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.ops.attention import attention, document_mask
 from megatron.ops.rotary import rotated, turns
-
-llama_loss = model_loss
 
 
 class GroupedQueryAttention(Attention):
@@ -130,7 +126,7 @@ def make_norm(sizes: LlamaSizes) -> RMSNorm:
     return RMSNorm(sizes.hidden_size, sizes.layernorm_epsilon)
 
 
-class LlamaModel(nn.Module):
+class LlamaModel(DecoderModel):
     """A decoder-only language model with rotary positions, cut over the tensor-parallel group of ``place``.
 
     Shapes:
@@ -142,17 +138,8 @@ class LlamaModel(nn.Module):
     Source: Touvron et al. 2023, "LLaMA: open and efficient foundation language models".
     """
 
-    loss_weighting = "tokens"  # for the start table
-
     def __init__(self, sizes: LlamaSizes, place: Place | None = None) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.place = place or Place()
-        self.recompute = Recompute(sizes, self.place)
-        self.embedding = WordEmbedding(sizes, self.place)
-        self.layers = nn.ModuleList(LlamaLayer(sizes, self.place, i) for i in range(sizes.num_layers))
-        self.final_norm = make_norm(sizes)
-        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
+        super().__init__(sizes, place, embedding=WordEmbedding, layer=LlamaLayer, norm=make_norm)
 
     def forward(
         self,
@@ -165,12 +152,4 @@ class LlamaModel(nn.Module):
         mask = None if segment_ids is None else document_mask(segment_ids)
         x = self.embedding(tokens)  # [s, b, h]
         x = run_layers(list(self.layers), x, mask, None, position_ids, recompute=self.recompute)
-        logits = self._logits(self.final_norm(x))  # [s, b, v/t]
-        if labels is None or loss_mask is None:
-            return logits
-        return llama_loss(logits, labels, loss_mask, self.sizes, self.place)
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        if self.head is not None:
-            return self.head(x)
-        return logits_of(x, self.embedding.word.weight, self.place.group)
+        return self.finish(x, labels, loss_mask)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from megatron.model.alibi import AlibiBias
+from megatron.model.decoder import DecoderModel
 from megatron.model.embedding import WordEmbedding
-from megatron.model.head import Head, logits_of
 from megatron.model.layer import TransformerLayer
-from megatron.model.loss import model_loss
 from megatron.model.norm import LayerNorm
-from megatron.model.recompute import Recompute
 from megatron.model.sizes import MptSizes, Place
 from megatron.model.stack import run_layers
 from megatron.mpu.layers import ColumnParallelLinear
-
-mpt_loss = model_loss
 
 
 def make_norm(sizes: MptSizes) -> LayerNorm:
@@ -54,7 +49,7 @@ class MptLayer(TransformerLayer):
             self.attention.query_key_value = packed
 
 
-class MptModel(nn.Module):
+class MptModel(DecoderModel):
     """A decoder-only language model with ALiBi and without biases, cut over the tensor-parallel group of ``place``.
 
     There is no table of positions: a sequence may be longer than ``max_position_embeddings``.
@@ -67,18 +62,9 @@ class MptModel(nn.Module):
     Source: MosaicML 2023, "Introducing MPT-7B"; Press et al. 2022, "Train short, test long".
     """
 
-    loss_weighting = "tokens"  # for the start table
-
     def __init__(self, sizes: MptSizes, place: Place | None = None) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self.place = place or Place()
-        self.recompute = Recompute(sizes, self.place)
+        super().__init__(sizes, place, embedding=WordEmbedding, layer=MptLayer, norm=make_norm)
         self.alibi = AlibiBias(sizes, self.place)
-        self.embedding = WordEmbedding(sizes, self.place)
-        self.layers = nn.ModuleList(MptLayer(sizes, self.place, i) for i in range(sizes.num_layers))
-        self.final_norm = make_norm(sizes)
-        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
     def forward(
         self,
@@ -90,12 +76,4 @@ class MptModel(nn.Module):
         x = self.embedding(tokens)  # [s, b, h]
         bias = self.alibi.for_hidden(x, segment_ids)
         x = run_layers(list(self.layers), x, bias, recompute=self.recompute)
-        logits = self._logits(self.final_norm(x))  # [s, b, v/t]
-        if labels is None or loss_mask is None:
-            return logits
-        return mpt_loss(logits, labels, loss_mask, self.sizes, self.place)
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        if self.head is not None:
-            return self.head(x)
-        return logits_of(x, self.embedding.word.weight, self.place.group)
+        return self.finish(x, labels, loss_mask)

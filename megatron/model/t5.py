@@ -24,11 +24,8 @@ __all__ = [
     "embed",
     "make_final_norm",
     "make_norm",
-    "t5_loss",
     "tied_logits",
 ]
-
-t5_loss = model_loss
 
 
 class T5Model(nn.Module):
@@ -79,7 +76,7 @@ class T5Model(nn.Module):
         logits = tied_logits(y, table, self.sizes, self.place) if self.head is None else self.head(y)  # [s_d, b, v/t]
         if labels is None or loss_mask is None:
             return logits
-        return t5_loss(logits, labels, loss_mask, self.sizes, self.place)
+        return model_loss(logits, labels, loss_mask, self.sizes, self.place)
 
     def _word_table(self) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return the word table for both embeddings, where it is whole and on a CPU, and for the head."""

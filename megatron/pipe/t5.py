@@ -25,6 +25,7 @@ from torch import nn
 
 from megatron.model.embedding import PositionEmbedding
 from megatron.model.head import Head
+from megatron.model.loss import model_loss
 from megatron.model.sizes import Place, T5Sizes
 from megatron.model.t5 import (
     RelativeBias,
@@ -32,7 +33,6 @@ from megatron.model.t5 import (
     T5EncoderLayer,
     embed,
     make_final_norm,
-    t5_loss,
     tied_logits,
 )
 from megatron.mpu.layers import VocabParallelEmbedding
@@ -223,7 +223,7 @@ class T5ModelPipe(PipelineModule):
         return any(isinstance(func, (EncoderLayerPipe, DecoderLayerPipe)) for func in funcs)
 
     def _loss(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
-        return Weighted(*t5_loss(logits, labels[0], labels[1], self.sizes, self.place))
+        return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
 
     def logical_name(self, local_name: str) -> str:
         """Return the name of this parameter, or module with a dot behind it, in the single-stage model."""

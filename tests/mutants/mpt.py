@@ -179,8 +179,8 @@ MPT = (
     Mutant(
         "the plan counts a table of positions",
         "megatron/cost/mpt.py",
-        "[embedding - positions, *layers,",
-        "[embedding, *layers,",
+        "has_positions: ClassVar[bool] = False",
+        "has_positions: ClassVar[bool] = True",
         (f"{COSTS}::test_mpt_7b_has_its_published_number_of_parameters",),
     ),
     Mutant(

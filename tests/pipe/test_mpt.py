@@ -7,7 +7,8 @@ import torch
 
 from megatron.model.alibi import AlibiBias
 from megatron.model.sizes import Place
-from megatron.pipe.mpt import MptLayerPipe, layer_specs, random_batch
+from megatron.pipe.decoder import random_batch
+from megatron.pipe.mpt import MptLayerPipe, layer_specs
 from megatron.training.compiled import compile_layers
 from tests.model.mpt_samples import mpt_sizes
 from tests.model.samples import batch_of, filled
@@ -16,7 +17,7 @@ from tests.model.samples import batch_of, filled
 def test_all_layers_of_a_stage_share_one_bias_and_pass_documents_on() -> None:
     embedding, *layers, norm, _ = [spec.build() for spec in layer_specs(mpt_sizes(untie_embeddings=True), Place())]
     assert len({id(layer.alibi) for layer in layers}) == 1
-    inputs, _ = random_batch(101, (2, 6), has_segments=True)
+    inputs, _ = random_batch(101, (2, 6), ["segment_ids"])
     x = embedding(inputs)
     for layer in layers:
         x = layer(x)

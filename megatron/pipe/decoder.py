@@ -1,0 +1,166 @@
+"""A decoder as a list of layers for the pipeline engine: what GPT-2, LLaMA and MPT have in common there.
+
+Between stages travel the hidden states [s, b, h] and, where the model asks for them, segment ids and positions [b, s];
+never a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.model.embedding import WordEmbedding
+from megatron.model.head import Head, logits_of
+from megatron.model.loss import model_loss
+from megatron.model.norm import LayerNorm
+from megatron.model.sizes import Place, Sizes
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.topology import Topology
+from megatron.pipe.recompute import stage_recompute
+from megatron.pipe.topology import pipe_topology
+from tds.loss import Weighted
+from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+Stream = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, or these with what travels beside them
+
+
+class WordEmbeddingPipe(WordEmbedding):
+    """Tokens, or tokens with what travels beside them, to hidden states with the same beside them."""
+
+    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+        if isinstance(inputs, torch.Tensor):
+            return super().forward(inputs)
+        x = super().forward(inputs[0])
+        return x if len(inputs) == 1 else (x, *inputs[1:])
+
+
+class TiedTable(nn.Module):
+    """The word table as the last stage holds it, for the head; positions stay on the first stage."""
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+        )
+
+
+class FinalNormPipe(LayerNorm):
+    """The last norm; what travels beside the hidden states ends here."""
+
+    def forward(self, inputs: Stream) -> torch.Tensor:
+        return super().forward(hidden_of(inputs))
+
+
+def hidden_of(inputs: Stream) -> torch.Tensor:
+    """Return the hidden states of a stream."""
+    return inputs if isinstance(inputs, torch.Tensor) else inputs[0]
+
+
+def decoder_specs(
+    embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, sizes: Sizes, place: Place
+) -> list[LayerSpec]:
+    """Return ``embedding`` of (sizes, place), ``layers``, ``norm`` and head, whose table is the embedding's if tied."""
+    if sizes.untie_embeddings:
+        return [LayerSpec(embedding, sizes, place), *layers, norm, LayerSpec(Head, sizes, place)]
+    first = TiedLayerSpec("embedding", embedding, sizes, place, tied_weight_attr="word.weight")
+    head = partial(_tied_head, place)
+    last = TiedLayerSpec("embedding", TiedTable, sizes, place, forward_fn=head, tied_weight_attr="word.weight")
+    return [first, *layers, norm, last]
+
+
+def _tied_head(place: Place, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return logits_of(x, module.word.weight, place.group)  # type: ignore[union-attr, arg-type]
+
+
+def random_batch(vocab_size: int, shape: tuple[int, int], entering: Sequence[str] = ()) -> tuple[Any, Any]:
+    """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
+
+    Shapes:
+        each tensor [b, s], by ``shape``
+
+    Args:
+        entering: what the first stage takes behind the tokens, of "position_ids" and "segment_ids".
+    """
+    tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    known = {
+        "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
+        "segment_ids": torch.zeros(shape, dtype=torch.int32),
+    }
+    return (tokens, *[known[name] for name in entering]), (tokens.roll(-1, dims=1), torch.ones(shape))
+
+
+class DecoderPipe(PipelineModule):
+    """A decoder over the pipeline stages of ``topology``; a family gives ``layer_class`` and ``specs``.
+
+    Args:
+        partition: bounds of the pieces in layers (embedding, transformer layers, norm, head), or the name of a
+            partition method; "profile" times the layers on ``probe``.
+        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
+        has_segments: segment ids travel with the hidden states.
+        probe: (micro-batch size, sequence length).
+    """
+
+    loss_weighting = "tokens"  # for the start table
+    layer_class: type[nn.Module]
+    has_positions = False
+
+    def __init__(
+        self,
+        sizes: Any,
+        place: Place,
+        topology: Topology,
+        *,
+        partition: str | list[int] = "parameters",
+        chunks: int = 1,
+        has_segments: bool = False,
+        probe: tuple[int, int] | None = None,
+    ) -> None:
+        self.sizes, self.place, self.has_segments = sizes, place, has_segments
+        profile = {} if probe is None else {"profile_batch": random_batch(sizes.vocab_size, probe, self.entering)}
+        recompute = stage_recompute(self, sizes, place)
+        super().__init__(
+            self.specs(),
+            topology=pipe_topology(topology),
+            loss_fn=self._loss,
+            partition_method=partition,
+            chunks=chunks,
+            activation_checkpoint_interval=recompute.every,
+            activation_checkpoint_func=recompute,
+            **profile,
+        )
+        beside = has_segments + self.has_positions
+        self._input_grad = [True, *[False] * beside]
+        self._input_type = ["float", *["int"] * beside]
+        self._input_pipe_partitioned = [False] * len(self._input_grad)
+
+    def specs(self) -> list[LayerSpec]:
+        """Return embedding, ``num_layers`` transformer layers, final norm and head."""
+        raise NotImplementedError
+
+    @property
+    def entering(self) -> list[str]:
+        """What the first stage takes behind the tokens."""
+        return ["segment_ids"] * self.has_segments + ["position_ids"] * self.has_positions
+
+    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
+        return any(isinstance(func, self.layer_class) for func in funcs)
+
+    def _loss(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
+        return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+
+    def logical_name(self, local_name: str) -> str:
+        """Return the name that this parameter has in the single-stage model."""
+        head, _, rest = local_name.partition(".")
+        if head == "tied_modules":
+            return rest  # "embedding.word.weight"
+        index = int(head)
+        if index == 0:
+            return f"embedding.{rest}"
+        if index <= self.sizes.num_layers:
+            return f"layers.{index - 1}.{rest}"
+        return f"{'final_norm' if index == self.sizes.num_layers + 1 else 'head'}.{rest}"
