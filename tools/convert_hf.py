@@ -7,7 +7,8 @@
 `--to hf` and `--to checkpoint` in front mean export and import. A run may also name a Hugging Face folder with --load
 itself: each rank then reads its own parts, and nothing is written.
 
-GPT-2 and T5 (T5, v1.1, mT5), saved by any layout. The weights come out bit for bit the same, in both directions.
+GPT-2, T5 (T5, v1.1, mT5), LLaMA, MPT and BERT, saved by any layout. The weights come out bit for bit the same, in both
+directions.
 --verify compares the logits of a random batch in fp64 and needs `transformers`; nothing else here does.
 Ends with code 0, 2 (an option), or 3 (a checkpoint or folder that cannot be converted).
 """

@@ -44,7 +44,8 @@ def pretrain(
         extra_args_provider: adds flags of the script's own to an argparse parser.
         args_defaults: flag names with values that hold where the user gives none.
         name: of the run folder, ``runs/<name>-<time>``; None: the script's, without ``pretrain_``.
-        family: "gpt2" or "t5": which flags there are; a model of your own takes those of the one it resembles.
+        family: "gpt2", "t5", "llama", "mpt" or "bert": which flags there are; a model of your own takes those of the
+            one it resembles.
     """
     unsettled = adopt(os.environ)  # ahead of all that asks for RANK
     started = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this machine

@@ -12,9 +12,9 @@ _TWO_RANKS = f"{_TOOL}::test_a_model_of_two_ranks_goes_there_and_back_to_the_bit
 CONVERT = (
     Mutant(
         "the zero biases of a GPT-2 without them are given to its norms as well",
-        "megatron/checkpoint/hf/tensors.py",
-        "for name in weights if _LAYER_WEIGHT.fullmatch(name)}",
-        'for name in weights if name.startswith("layers.")}',
+        "megatron/checkpoint/hf/gpt2.py",
+        "for name in ours if _LAYER_WEIGHT.fullmatch(name)}",
+        'for name in ours if name.startswith("layers.")}',
         (f"{_TWO_RANKS}[gpt2-values0]",),
     ),
     Mutant(

@@ -23,7 +23,7 @@ from megatron.checkpoint.hf.form import Form, by_recipes
 from megatron.checkpoint.hf.recipes import Recipe
 from megatron.config import Config, ModelConfig
 from megatron.errors import CheckpointError
-from megatron.model import BertModel, bert_sizes_from
+from megatron.model import BertModel, Place, bert_sizes_from
 
 _WORD, _THEIR_WORD = "embedding.word.weight", "bert.embeddings.word_embeddings.weight"
 _THEIR_HEAD, _THEIR_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
@@ -88,9 +88,9 @@ def named(name: str, config: Config) -> str | None:
     return None if is_second and not config.bert.binary_head else name
 
 
-def build(model: ModelConfig, config: Config) -> torch.nn.Module:
-    """Return our model in one piece."""
-    return BertModel(bert_sizes_from(model, config.bert))
+def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    """Return our model, or the part of it that ``place`` is."""
+    return BertModel(bert_sizes_from(model, config.bert), place)
 
 
 def problems(config: Config) -> Iterator[str]:

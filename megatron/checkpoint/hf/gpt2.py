@@ -29,7 +29,7 @@ from megatron.checkpoint.hf.form import Form, Tensors
 from megatron.checkpoint.hf.recipes import Recipe
 from megatron.config import Config, ModelConfig
 from megatron.errors import CheckpointError
-from megatron.model import GPT2Model, sizes_from
+from megatron.model import GPT2Model, Place, sizes_from
 
 _TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
 _LAYER = {
@@ -43,6 +43,7 @@ _LAYER = {
 _TOP_OF_THEIRS = {theirs: ours for ours, theirs in _TOP.items()}
 _LAYER_OF_THEIRS = {theirs: ours for ours, theirs in _LAYER.items()}
 _CONV1D = {"attention.query_key_value", "attention.dense", "mlp.up", "mlp.down"}
+_LAYER_WEIGHT = re.compile(r"layers\.\d+\..+\.weight")
 _THEIR_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 _ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
 _THEIR_ACTIVATIONS = {"gelu-tanh": "gelu_new", "gelu": "gelu"}
@@ -201,8 +202,8 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _build(model: ModelConfig, config: Config) -> torch.nn.Module:
-    return GPT2Model(sizes_from(model))
+def _build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    return GPT2Model(sizes_from(model), place)
 
 
 def _recipes(config: Config) -> dict[str, Recipe]:
@@ -227,7 +228,14 @@ def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
 
 
 def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
-    return from_ours(ours, config.model.num_attention_heads)
+    return from_ours({**ours, **_zero_biases(ours, config)}, config.model.num_attention_heads)
+
+
+def _zero_biases(ours: Tensors, config: Config) -> Tensors:
+    if config.model.hidden_bias:
+        return {}
+    names = {name: f"{name.removesuffix('weight')}bias" for name in ours if _LAYER_WEIGHT.fullmatch(name)}
+    return {bias: ours[name].new_zeros(ours[name].shape[0]) for name, bias in names.items() if bias not in ours}
 
 
 FORM = Form(
@@ -240,5 +248,7 @@ FORM = Form(
     from_ours=_all_from_ours,
     recipes=_recipes,
     word="transformer.wte.weight",
+    short="transformer.",  # as the hub's GPT-2 files
+    biases=re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias"),
     unread=re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
 )

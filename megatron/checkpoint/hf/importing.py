@@ -23,8 +23,8 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
     The checkpoint is of step 0 and holds weights alone: ``--load output --finetune`` starts from it.
 
     Raises:
-        CheckpointError: ``source`` is no Hugging Face folder of GPT-2 or T5, or its tensors are not those that its
-            ``config.json`` asks for.
+        CheckpointError: ``source`` is no Hugging Face folder of a model that we have, or its tensors are not those that
+            its ``config.json`` asks for.
         ConfigError: ``output`` holds something.
     """
     hf_folder.require_free(output)

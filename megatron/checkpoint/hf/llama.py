@@ -28,7 +28,7 @@ from megatron.checkpoint.hf.form import Form, by_recipes
 from megatron.checkpoint.hf.recipes import Recipe
 from megatron.config import Config, ModelConfig
 from megatron.errors import CheckpointError
-from megatron.model import LlamaModel, llama_sizes_from
+from megatron.model import LlamaModel, Place, llama_sizes_from
 
 _ACTIVATIONS = {
     "silu": "gated-silu",
@@ -74,9 +74,9 @@ def heights(config: Config) -> dict[str, int]:
     return {f"{name}_proj.{kind}": rows for name, rows in sizes.items() for kind in ("weight", "bias")}
 
 
-def build(model: ModelConfig, config: Config) -> torch.nn.Module:
-    """Return our model in one piece."""
-    return LlamaModel(llama_sizes_from(model, config.llama))
+def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    """Return our model, or the part of it that ``place`` is."""
+    return LlamaModel(llama_sizes_from(model, config.llama), place)
 
 
 def problems(config: Config) -> Iterator[str]:

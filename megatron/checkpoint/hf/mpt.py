@@ -35,7 +35,7 @@ from megatron.checkpoint.hf.form import Form, by_recipes
 from megatron.checkpoint.hf.recipes import Recipe
 from megatron.config import Config, ModelConfig
 from megatron.errors import CheckpointError
-from megatron.model import MptModel, mpt_sizes_from
+from megatron.model import MptModel, Place, mpt_sizes_from
 
 _LAYER = {
     "input_norm": "norm_1",
@@ -71,9 +71,9 @@ def recipes(config: Config) -> dict[str, Recipe]:
     return found
 
 
-def build(model: ModelConfig, config: Config) -> torch.nn.Module:
-    """Return our model in one piece."""
-    return MptModel(mpt_sizes_from(model, config.mpt))
+def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    """Return our model, or the part of it that ``place`` is."""
+    return MptModel(mpt_sizes_from(model, config.mpt), place)
 
 
 def problems(config: Config) -> Iterator[str]:

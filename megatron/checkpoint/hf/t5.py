@@ -34,7 +34,7 @@ from megatron.checkpoint.hf.form import Form, Tensors
 from megatron.checkpoint.hf.recipes import Recipe
 from megatron.config import Config, ModelConfig
 from megatron.errors import CheckpointError
-from megatron.model import T5Model, t5_sizes_from
+from megatron.model import Place, T5Model, t5_sizes_from
 from megatron.ops.activations import is_gated
 
 _WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
@@ -250,8 +250,8 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
     return {**model_fields(theirs), "hidden_dropout": rate, "attention_dropout": rate}
 
 
-def _build(model: ModelConfig, config: Config) -> torch.nn.Module:
-    return T5Model(t5_sizes_from(model, config.t5))
+def _build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    return T5Model(t5_sizes_from(model, config.t5), place)
 
 
 def _recipes(config: Config) -> dict[str, Recipe]:
@@ -274,6 +274,20 @@ def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
     return from_ours(ours, config.model.num_attention_heads)
 
 
+def _decoded(tokens: torch.Tensor) -> torch.Tensor:
+    """Return other tokens [b, s / 2] for the decoder."""
+    return tokens.flip(1)[:, : tokens.shape[1] // 2]
+
+
+def _our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(tokens, _decoded(tokens)).transpose(0, 1)
+    return logits
+
+
+def _their_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens, "decoder_input_ids": _decoded(tokens)}
+
+
 FORM = Form(
     model_types=("t5", "mt5"),
     build=_build,
@@ -288,4 +302,6 @@ FORM = Form(
     unread=re.compile(re.escape(f"{_UNUSED}.weight")),
     allowed=1e-5,  # their norm takes its variance in fp32
     auto="AutoModelForSeq2SeqLM",
+    our_logits=_our_logits,
+    their_inputs=_their_inputs,
 )

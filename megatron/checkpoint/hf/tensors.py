@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatron.checkpoint.hf.form import Tensors
+from megatron.checkpoint.hf.form import NOTHING, Tensors
 from megatron.checkpoint.hf.forms import form_of
 from megatron.checkpoint.naming import named_parameters
 from megatron.config import Config
@@ -28,10 +27,6 @@ class Readable(Protocol):
 
 
 Named = TypeVar("Named", bound=Readable)
-
-_BIASES = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias")
-"""Those that a GPT-2 of ours may lack, and theirs has."""
-_LAYER_WEIGHT = re.compile(r"layers\.\d+\..+\.weight")
 
 
 def build_model(config: Config) -> torch.nn.Module:
@@ -89,10 +84,11 @@ def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) 
 
 def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
     """Return ``config`` as it is, or with biases where it says that there are none and some are not zero."""
-    if config.family != "gpt2" or config.model.hidden_bias:
+    biases = form_of(config.family).biases
+    if config.model.hidden_bias or biases is NOTHING:
         return config
     has_biases = any(
-        bool(tensor[:].any()) for name, tensor in _named(tensors, config).items() if _BIASES.fullmatch(name)
+        bool(tensor[:].any()) for name, tensor in _named(tensors, config).items() if biases.fullmatch(name)
     )
     return replace(config, model=replace(config.model, hidden_bias=has_biases))
 
@@ -100,8 +96,8 @@ def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Conf
 def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
     """Return ``tensors`` with their full names, each once, without what no model reads."""
     form = form_of(config.family)
-    is_short = config.family == "gpt2" and "wte.weight" in tensors  # as the hub's GPT-2 files
-    theirs = {f"transformer.{name}" if is_short and name != form.head else name: t for name, t in tensors.items()}
+    is_short = form.word.removeprefix(form.short) in tensors if form.short else False
+    theirs = {f"{form.short}{name}" if is_short and name != form.head else name: t for name, t in tensors.items()}
     theirs = {name: t for name, t in theirs.items() if not form.unread.fullmatch(name)}
     theirs = {full: t for name, t in theirs.items() if (full := form.named(name, config)) is not None}
     for name in _copies(config):
@@ -135,17 +131,8 @@ def own(config: Config) -> Tensors:
 
 
 def _to_theirs(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
-    theirs = form_of(config.family).from_ours({**weights, **_zero_biases(weights, config)}, config)
+    theirs = form_of(config.family).from_ours(dict(weights), config)
     return {name: tensor for name, tensor in theirs.items() if name not in _copies(config)}
-
-
-def _zero_biases(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
-    if config.family != "gpt2" or config.model.hidden_bias:
-        return {}
-    names = {name: f"{name.removesuffix('weight')}bias" for name in weights if _LAYER_WEIGHT.fullmatch(name)}
-    return {
-        bias: weights[name].new_zeros(weights[name].shape[0]) for name, bias in names.items() if bias not in weights
-    }
 
 
 def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:

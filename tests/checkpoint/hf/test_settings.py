@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,14 @@ def test_a_folder_of_a_model_that_we_do_not_have_is_told_with_those_that_we_have
     assert not direct.is_folder(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint found"):
         require_checkpoint(tmp_path)
+
+
+def test_what_a_family_needs_stands_in_its_own_file() -> None:
+    here = Path(direct.__file__).parent
+    shared = ["direct", "export", "folder", "form", "importing", "recipes", "settings", "tensors", "verify"]
+    laddered = [
+        name
+        for name in shared
+        if re.search(r"\.is_t5|family [=!]= \"", (here / f"{name}.py").read_text(encoding="utf-8"))
+    ]
+    assert laddered == []
