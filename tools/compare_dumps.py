@@ -84,6 +84,7 @@ def main() -> int:
             print(json.dumps(as_json(found, dumps), indent=1))
         else:
             report(found, dumps, flags)
+            draw_beside(found, dumps, flags)
     except (ValueError, OSError) as error:
         print(f"compare_dumps.py: {error}", file=sys.stderr)
         return 2
@@ -91,7 +92,7 @@ def main() -> int:
 
 
 def report(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
-    """Print what the runs are, the tensors about the first difference, the picture's place and the verdict."""
+    """Print what the runs are, the tensors about the first difference, and the verdict."""
     print_table("the dumps", ["", *(str(dump.folder) for dump in dumps)], facts_of(dumps))
     place = 0 if found.first is None else found.differences.index(found.first)
     start = 0 if flags.all else max(place - SHOWN // 2, 0)
@@ -102,10 +103,20 @@ def report(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespac
     for dump, keys in zip(dumps, (found.only_first, found.only_second), strict=True):
         if keys:
             print(f"only in {dump.folder}: {listed_names(keys)}")
+    print(f"verdict: {verdict(found)}", flush=True)
+
+
+def draw_beside(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
+    """Draw the picture and print its place; one that was not asked for may fail, and leaves the code to the verdict."""
     picture = flags.picture or flags.second / "compare.png"
-    draw(found, dumps, picture)
-    print(f"picture: {picture}")
-    print(f"verdict: {verdict(found)}")
+    try:
+        draw(found, dumps, picture)
+    except (OSError, ImportError) as error:
+        if flags.picture is not None:
+            raise OSError(f"no picture: {error}") from error
+        print(f"no picture: {error}", file=sys.stderr)
+    else:
+        print(f"picture: {picture}")
 
 
 def facts_of(dumps: tuple[Dump, Dump]) -> list[list[str]]:

@@ -35,6 +35,7 @@ class Difference:
     Attributes:
         error: relative to the norm, or to the largest number; infinite where one has NaN or infinity and the other not.
         tolerance: up to which it counts as none.
+        place: by which the tensors of a phase are in the order of the first run.
         by_tensors: ``error`` is of the tensors themselves rather than of their statistics.
         copies: names of dumps whose ranks do not agree on what they hold copies of.
     """
@@ -46,7 +47,7 @@ class Difference:
     one: Statistics
     other: Statistics
     micro_batch: int | None
-    time_ns: int
+    place: tuple[int, int]
     by_tensors: bool = False
     copies: tuple[str, ...] = ()
 
@@ -98,7 +99,7 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
         )
         for one, other in pairs
     ]
-    found.sort(key=lambda each: (each.key.step, ORDER.index(each.phase), each.time_ns))
+    found.sort(key=lambda each: (each.key.step, ORDER.index(each.phase), each.place))
     one, other = grouped(first), grouped(second)
     steps = {key.step for key in one} & {key.step for key in other}
     only = [[key for key in a if key not in b and key.step in steps] for a, b in ((one, other), (other, one))]
@@ -142,10 +143,16 @@ def _difference(
         a,
         b,
         micro_batches.pop() if len(micro_batches) == 1 else None,
-        one.time_ns,
+        _place(first, one),
         exact is not None,
         tuple(str(dump.folder) for dump, each in ((first, one), (second, other)) if each.copies_differ),
     )
+
+
+def _place(dump: Dump, one: Joined) -> tuple[int, int]:
+    """Return (piece, time), by one rank's clock; a backward goes through the pieces in reverse."""
+    piece = dump.piece(one.lead)
+    return -piece if PHASES[one.key.what] == "backward" else piece, one.lead.time_ns
 
 
 def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, number_floor: float = 0.0) -> float:
@@ -175,9 +182,10 @@ def _tensor_error(first: Dump, second: Dump, one: Joined, other: Joined, floor: 
     a, b = _whole(first, one.parts), _whole(second, other.parts)
     if a is None or b is None or a.shape != b.shape:
         return None
-    if not (a.isfinite().all() and b.isfinite().all()):
-        is_same = torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
-        return 0.0 if is_same else math.inf
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        if not torch.equal(kind(a), kind(b)):
+            return math.inf
+    a, b = (x.nan_to_num(0.0, 0.0, 0.0) for x in (a, b))
     norm = max(float(a.norm()), float(b.norm()), floor)
     return _share(float((a - b).norm()), norm)
 

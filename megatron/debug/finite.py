@@ -4,7 +4,7 @@
 |---|---|
 | an output or the gradient that a module sends back | that module |
 | an input or the gradient of an output | what lies between the module and the one before it, such as a sum |
-| the first input of a pass, the gradient of what the model returns here | another stage, or the data; the loss |
+| what comes to the model, the gradient of what it returns | another stage, or the data; the loss |
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT, Seen
+from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, OUTPUT, Seen
 
 BACKWARD = (GRAD_OUTPUT, GRAD_INPUT)
 
 
 class Finding(NamedTuple):
-    """What was seen first; ``before`` is what was seen ahead of it, still finite."""
+    """What was seen first; ``before`` is what was seen ahead of it, still finite.
 
+    ``number`` counts what was seen in the step: the same tensor on all ranks of a tensor group.
+    """
+
+    number: int
     seen: Seen
     before: Seen | None
     has_arrived: bool
@@ -36,7 +40,8 @@ class Finding(NamedTuple):
             return f"{name} sent NaN or infinity back {where}, having got only finite gradients"
         if what == GRAD_OUTPUT and self.seen.is_boundary:
             return f"the loss sent NaN or infinity back to {name} {where}"
-        before = f"between {self.before.name} and {name}" if self.before is not None else f"ahead of {name}"
+        has_before = self.before is not None and not self.before.is_boundary
+        before = f"between {self.before.name} and {name}" if self.before and has_before else f"ahead of {name}"
         return f"NaN or infinity was made {before} {where}, outside of modules"
 
 
@@ -44,11 +49,12 @@ class FiniteCheck:
     """Collects the smallest and the largest number of each tensor of a step: any NaN and any infinity shows there.
 
     Args:
-        has_loss: this rank's model returns what the loss is taken of.
+        has_loss: this rank's model returns what the loss is taken of: its last chunk.
+        chunks: of this rank's model.
     """
 
-    def __init__(self, has_loss: bool) -> None:
-        self.has_loss = has_loss
+    def __init__(self, has_loss: bool, chunks: int = 1) -> None:
+        self.has_loss, self.chunks = has_loss, chunks
         self._seen: list[Seen] = []
         self._extremes: list[torch.Tensor] = []
 
@@ -76,8 +82,8 @@ class FiniteCheck:
             seen = self._seen[index]
             if in_backward or seen.what not in BACKWARD:
                 before = self._seen[index - 1] if index else None
-                return Finding(seen, before, seen.is_boundary and self._is_from_elsewhere(seen))
+                return Finding(index, seen, before, seen.is_boundary and not self._is_of_loss(seen))
         return None
 
-    def _is_from_elsewhere(self, seen: Seen) -> bool:
-        return seen.what == INPUT or (seen.what == GRAD_OUTPUT and not self.has_loss)
+    def _is_of_loss(self, seen: Seen) -> bool:
+        return seen.what == GRAD_OUTPUT and self.has_loss and seen.chunk == self.chunks - 1

@@ -53,6 +53,7 @@ class Record:
         factor: what the tensor in ``file`` is to be multiplied by; the statistics have been.
         time_ns: when it was seen, for the order among ranks.
         rank: who saw it.
+        chunk: of the stage that the rank is.
     """
 
     step: int
@@ -70,6 +71,7 @@ class Record:
     time_ns: int
     rank: int
     file: str | None = None
+    chunk: int = 0
 
 
 class Writer:
@@ -80,10 +82,25 @@ class Writer:
         self._file: BinaryIO | None = None
         self._step = self._number = 0
 
+    @property
+    def path(self) -> Path:
+        """This rank's file."""
+        return self.folder / f"rank-{self.rank:05d}.jsonl"
+
+    def make(self) -> None:
+        """Make the folder, which other hosts may not share, and this rank's file, if they are not there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        files.make_folder(self.folder)
+        with open(self.path, "ab"):
+            pass
+
     def begin(self, step: int) -> None:
         """Begin a step."""
         self.close()
-        self._file = open(self.folder / f"rank-{self.rank:05d}.jsonl", "ab")  # noqa: SIM115 - closed in close()
+        self._file = open(self.path, "ab")  # noqa: SIM115 - closed in close()
         self._file.write(b"\n")  # a kill may have cut off the last line
         self._step, self._number = step, 0
         self._write({"kind": "begin", "step": step})
@@ -99,6 +116,7 @@ class Writer:
         samples: Samples | None = None,
         call: int = 0,
         index: int = 0,
+        chunk: int = 0,
         factor: float = 1.0,
     ) -> None:
         """Write the statistics of ``factor`` times ``x``, and ``x`` itself where that is asked for."""
@@ -108,7 +126,7 @@ class Writer:
         found = measure(real, start).times(factor)
         record = Record(
             self._step, name, what, micro_batch, samples, call, index, tuple(x.shape),
-            str(x.dtype).removeprefix("torch."), cut, found, factor, now, self.rank, self._keep(x),
+            str(x.dtype).removeprefix("torch."), cut, found, factor, now, self.rank, self._keep(x), chunk,
         )  # fmt: skip
         self._write({"kind": "tensor", "step": self._step, "record": record})
 
@@ -149,7 +167,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     path = folder / MANIFEST
     if path.exists():
         kept = orjson.loads(path.read_bytes())
-        fixed = ("format", "layout", "family", "micro_batch_size")
+        fixed = ("format", "layout", "family", "micro_batch_size", "dtype", "seed")
         differing = [key for key in fixed if kept.get(key) != orjson.loads(orjson.dumps(facts.get(key)))]
         if differing:
             told = ", ".join(f"{key} {kept.get(key)} and now {facts.get(key)}" for key in differing)
@@ -166,6 +184,11 @@ class Dump(NamedTuple):
     records: list[Record]
     ends: dict[int, dict[str, Any]]
     findings: list[dict[str, Any]]
+
+    def piece(self, record: Record) -> int:
+        """Return the place of the record's chunk among those of all stages, in the order of a forward."""
+        places, layout = self.facts["ranks"], self.facts["layout"]
+        return int(record.chunk * layout.get("pipe", 1) + places[record.rank]["stage"])
 
     def tensor(self, record: Record) -> torch.Tensor:
         """Return what the rank saw, without padding, in fp64."""

@@ -7,6 +7,9 @@
 | grad_output | once the gradient of an output is complete | all |
 | grad_input | once a module's own part of the gradient of an input is complete | all |
 
+What comes to the model, and the gradients that come to what it returns, are shown apart, ahead of all modules: the
+boundary. A weight that a module is given or returns is none of its inputs and outputs.
+
 The numbers of the run stay as they are. A module gets views of its inputs in place of these, so that what it sends back
 is told apart from what others add. Neither a forward that backward runs again, to recompute, is shown nor an
 evaluation.
@@ -31,15 +34,12 @@ LAST_ONES = 8
 """Outputs among which the model's own is looked for."""
 
 
-Place = tuple[str, int, int, int]
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """Which tensor this is.
 
     ``call`` counts the calls of modules of this name on a micro-batch, ``index`` the tensors among what it takes or
-    gives, and ``is_boundary`` says that it is the first tensor of a pass, or the gradient of what the model returns.
+    gives, and ``is_boundary`` says that it comes to the model, or to what it returns, which ``name`` has made.
     """
 
     name: str
@@ -49,10 +49,7 @@ class Seen:
     index: int
     cut: Cut | None
     is_boundary: bool = False
-
-    @property
-    def place(self) -> Place:
-        return self.name, self.micro_batch, self.call, self.index
+    chunk: int = 0
 
 
 Sight = Callable[[Seen, torch.Tensor], None]
@@ -64,6 +61,7 @@ class Watch:
     Args:
         model: what is called with a stage's, or chunk's, input.
         micro_batch: returns the number of the one in work, in a recomputed forward that of the first time.
+        chunk: returns the number of the chunk that runs, of what the model is called with.
     """
 
     def __init__(
@@ -72,20 +70,21 @@ class Watch:
         modules: Sequence[tuple[str, nn.Module]],
         micro_batch: Callable[[], int],
         see: Sight,
+        chunk: Callable[[tuple[Any, ...]], int] = lambda args: 0,
     ) -> None:
         self._model, self._modules = model, modules
-        self._micro_batch, self._see = micro_batch, see
+        self._micro_batch, self._see, self._chunk_of = micro_batch, see, chunk
         self._handles: list[Any] = []
         self._calls: dict[bool, Counter[tuple[str, int]]] = {False: Counter(), True: Counter()}  # recomputed or not
-        self._is_first = False
-        self._last: deque[tuple[Place, torch.Tensor]] = deque(maxlen=LAST_ONES)
-        self._boundary: set[Place] = set()
+        self._last: deque[tuple[str, torch.Tensor]] = deque(maxlen=LAST_ONES)
+        self._chunk = 0
+        self._chunks: dict[tuple[str, int, int], int] = {}  # of (name, micro-batch, call)
 
     def start(self) -> None:
         """Look from now on."""
         for calls in self._calls.values():
             calls.clear()
-        self._boundary.clear()
+        self._chunks.clear()
         self._handles.append(self._model.register_forward_pre_hook(self._enter))
         for name, module in self._modules:
             self._handles.append(module.register_forward_pre_hook(partial(self._before, name)))
@@ -100,22 +99,44 @@ class Watch:
         self._last.clear()
 
     def _enter(self, model: nn.Module, args: Any) -> None:
-        self._is_first = True
+        """Show what comes to the model."""
+        if not model.training or is_recomputing():
+            return
+        self._chunk = self._chunk_of(args)
+        for index, tensor in tensors_in(args):
+            seen = Seen("", INPUT, self._micro_batch(), 0, index, None, is_boundary=True, chunk=self._chunk)
+            self._see(seen, tensor.detach())
 
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Note which of the last outputs leave the model."""
-        leaving = {id(tensor) for _, tensor in tensors_in(output)}
-        self._boundary.update(key for key, tensor in self._last if id(tensor) in leaving)
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Return views of what leaves the model: the gradient of one is what comes to it, and nothing else."""
+        names = {id(tensor): name for name, tensor in self._last}
         self._last.clear()
+        if not model.training or not torch.is_grad_enabled():
+            return None
+        numbers, micro_batch = count(), self._micro_batch()
+
+        def alias(x: torch.Tensor) -> torch.Tensor:
+            index = next(numbers)
+            if not x.requires_grad:
+                return x
+            view = x.view_as(x)
+            name = names.get(id(x), "the model")
+            seen = Seen(name, GRAD_OUTPUT, micro_batch, 0, index, None, is_boundary=True, chunk=self._chunk)
+            view.register_hook(partial(self._show, seen))
+            return view
+
+        return replaced(output, alias)
 
     def _before(self, name: str, module: nn.Module, args: Any) -> Any:
         if not module.training:
             return None
         micro_batch, is_again = self._micro_batch(), is_recomputing()
         call = self._calls[is_again][name, micro_batch]
+        chunk = self._chunk_at(name, micro_batch, call, is_again)
         if not is_again and next(module.children(), None) is None:
             for index, tensor in tensors_in(args):
-                self._show_forward(Seen(name, INPUT, micro_batch, call, index, input_cut(module, tensor)), tensor)
+                seen = Seen(name, INPUT, micro_batch, call, index, input_cut(module, tensor), chunk=chunk)
+                self._see(seen, tensor.detach())
         if not torch.is_grad_enabled():
             return None
         numbers = count()
@@ -125,12 +146,18 @@ class Watch:
             if not x.requires_grad:
                 return x
             view = x.view_as(x)
-            view.register_hook(
-                partial(self._show, Seen(name, GRAD_INPUT, micro_batch, call, index, input_cut(module, x)))
-            )
+            seen = Seen(name, GRAD_INPUT, micro_batch, call, index, input_cut(module, x), chunk=chunk)
+            view.register_hook(partial(self._show, seen))
             return view
 
         return replaced(args, alias)
+
+    def _chunk_at(self, name: str, micro_batch: int, call: int, is_again: bool) -> int:
+        """Return the chunk that made this call the first time."""
+        if is_again:
+            return self._chunks.get((name, micro_batch, call), 0)
+        self._chunks[name, micro_batch, call] = self._chunk
+        return self._chunk
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not module.training:
@@ -138,21 +165,17 @@ class Watch:
         micro_batch, is_again = self._micro_batch(), is_recomputing()
         call = self._calls[is_again][name, micro_batch]
         self._calls[is_again][name, micro_batch] += 1
+        chunk = self._chunk_at(name, micro_batch, call, is_again)
         has_ids = any(not tensor.is_floating_point() for tensor in args if isinstance(tensor, torch.Tensor))
         for index, tensor in tensors_in(output):
-            seen = Seen(name, OUTPUT, micro_batch, call, index, output_cut(module, tensor, has_ids))
+            seen = Seen(name, OUTPUT, micro_batch, call, index, output_cut(module, tensor, has_ids), chunk=chunk)
             if not is_again:
-                self._last.append((seen.place, tensor))
-                self._show_forward(seen, tensor)
+                self._last.append((name, tensor))
+                self._see(seen, tensor.detach())
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._show_of_output, replace(seen, what=GRAD_OUTPUT)))
-
-    def _show_forward(self, seen: Seen, tensor: torch.Tensor) -> None:
-        is_boundary, self._is_first = self._is_first, False
-        self._see(replace(seen, is_boundary=is_boundary), tensor.detach())
-
-    def _show_of_output(self, seen: Seen, gradient: torch.Tensor) -> None:
-        self._show(replace(seen, is_boundary=seen.place in self._boundary), gradient)
+                handle = tensor.register_hook(partial(self._show, replace(seen, what=GRAD_OUTPUT)))
+                if tensor.is_leaf:  # it outlives the step
+                    self._handles.append(handle)
 
     def _show(self, seen: Seen, gradient: torch.Tensor) -> None:
         if self._handles:
@@ -180,6 +203,8 @@ def replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the structure with ``change`` of each of its floating-point tensors."""
     if isinstance(value, torch.Tensor):
         return change(value) if _is_shown(value) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replaced(each, change) for each in value))
     if type(value) in (tuple, list):
         return type(value)(replaced(each, change) for each in value)
     if type(value) is dict:

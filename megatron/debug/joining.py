@@ -45,37 +45,38 @@ class Joined:
     first: int
     stop: int
     statistics: Statistics
-    time_ns: int
     parts: tuple[Record, ...]
     copies_differ: bool = False
+
+    @property
+    def lead(self) -> Record:
+        """The part that tells when: the first of the lowest rank, for the clocks of ranks differ."""
+        return min(self.parts, key=lambda part: (part.rank, part.time_ns))
 
 
 def grouped(dump: Dump) -> dict[Key, list[Record]]:
     """Return the records of each tensor, of all ranks and samples."""
-    stages = [place["stage"] for place in dump.facts["ranks"]]
-    calls = _calls(dump, stages)
+    calls = _calls(dump)
     found: dict[Key, list[Record]] = defaultdict(list)
     for record in dump.records:
-        call = calls.get((record.step, record.name, stages[record.rank], record.call), record.call)
+        call = calls.get((record.step, record.name, dump.piece(record), record.call), record.call)
         found[Key(record.step, record.what, record.name, call, record.index)].append(record)
     return dict(found)
 
 
-def _calls(dump: Dump, stages: Sequence[int]) -> dict[tuple[int, str, int, int], int]:
-    """Return the number of a call over all stages by (step, name, stage, number there), where several stages call.
+def _calls(dump: Dump) -> dict[tuple[int, str, int, int], int]:
+    """Return the number of a call over all pieces by (step, name, piece, number on its stage).
 
-    Those of a micro-batch follow one another, so the time of the first micro-batch tells their order.
+    The clocks of hosts differ, so pieces tell the order, not times.
     """
-    times: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
+    places: dict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
     for record in dump.records:
         if record.what == "output" and record.micro_batch == 0:
-            seen = times[record.step, record.name]
-            place = stages[record.rank], record.call
-            seen[place] = min(seen.get(place, record.time_ns), record.time_ns)
+            places[record.step, record.name].add((dump.piece(record), record.call))
     return {
         (step, name, *place): number
-        for (step, name), seen in times.items()
-        for number, place in enumerate(sorted(seen, key=seen.__getitem__))
+        for (step, name), seen in places.items()
+        for number, place in enumerate(sorted(seen))
     }
 
 
@@ -124,7 +125,6 @@ def join(key: Key, records: Sequence[Record], first: int, stop: int) -> Joined:
         first,
         stop,
         joined([statistics for _, statistics, _ in over_ranks]),
-        min(record.time_ns for record in parts),
         parts,
         any(differ for _, _, differ in over_ranks),
     )

@@ -5,7 +5,8 @@ Imported only where one of the two is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,14 @@ from megatron.training.rank_zero import by_rank_0
 from megatron.training.step_result import ModuleError, StepResult
 from megatron.training.world import World
 
+MOST_NAMES = 8
+
 
 def attach(engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
     """Let the steps of ``engine`` be looked at as ``config.debug`` says. Collective.
 
     Raises:
-        ConfigError: the folder of the dump cannot be written, or holds that of another layout.
+        ConfigError: a rank cannot write to the folder, it holds the dump of another run, or nothing is to be dumped.
     """
     debugger = Debugger(engine, config, world, streams)
     engine.train_step = debugger.train_step  # type: ignore[method-assign]
@@ -50,12 +53,22 @@ class Debugger:
         self._plain_step = engine.train_step
         self._dumped = settings.steps() if settings.debug_dump is not None else []
         self._pattern = settings.wanted()
-        self._writer = self._open() if settings.debug_dump is not None else None
+        modules = named_modules(engine.module)
+        self._writer = self._open([name for name, _ in modules]) if settings.debug_dump is not None else None
         self._is_dumping = self._has_told_form = False
         self._number = config.batch.gas
-        self._check = FiniteCheck(has_loss=grid.pipe.rank == grid.pipe.size - 1)
-        modules = named_modules(engine.module)
-        self._watch = Watch(engine.module, modules, lambda: streams.position.micro_batch, self._see)
+        chunks = getattr(engine.module, "chunks", 1)
+        self._chunks = _chunks_of_parameters(engine.module, chunks)
+        self._check = FiniteCheck(has_loss=grid.pipe.rank == grid.pipe.size - 1, chunks=chunks)
+        self._found: Finding | None = None
+        self._has_asked = self._has_started = False
+        self._watch = Watch(
+            engine.module,
+            modules,
+            lambda: streams.position.micro_batch,
+            self._see,
+            chunk=lambda args: args[1] if chunks > 1 and len(args) > 1 else 0,  # as tds.stage calls it
+        )
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Take the engine's step, looked at where that is asked for. Collective.
@@ -63,6 +76,7 @@ class Debugger:
         Raises:
             ModuleError: a number is not finite, and the run ends for it.
         """
+        self._warn_of_steps_behind(step + 1)
         self._is_dumping = any(step + 1 in steps for steps in self._dumped)
         self._number = num_micro_batches or self.config.batch.gas
         if not self._is_dumping and not self.config.debug.debug_nan:
@@ -73,7 +87,7 @@ class Debugger:
             except ModuleError:
                 raise
             except NumericsError as error:
-                found = self._finding()
+                found = self._found if self._has_asked else self._finding()
                 if found is None:
                     raise
                 self._note(found)
@@ -85,7 +99,7 @@ class Debugger:
     def _looking(self, step: int) -> Iterator[None]:
         """Look at all within, and at what comes ahead of the update."""
         self._check.clear()
-        self._has_told_form = False
+        self._found, self._has_asked, self._has_told_form = None, False, False
         on_loss = self.engine.on_loss
 
         def ahead_of_update(loss: float) -> None:
@@ -113,7 +127,7 @@ class Debugger:
         is_gradient = seen.what in (GRAD_OUTPUT, GRAD_INPUT)
         if is_gradient:
             self._tell_form_of_loss(self._writer)
-        if not self._pattern.search(seen.name):
+        if seen.is_boundary or not self._pattern.search(seen.name):
             return
         samples, first = self.config.batch.batch_size, self.world.grid.data.rank * self._number + seen.micro_batch
         self._writer.add(
@@ -125,6 +139,7 @@ class Debugger:
             samples=Samples(first * samples, (first + 1) * samples),
             call=seen.call,
             index=seen.index,
+            chunk=seen.chunk,
             factor=1.0 / self.engine.optimizer.loss_scale if is_gradient else 1.0,
         )
 
@@ -144,7 +159,7 @@ class Debugger:
             if self._pattern.search(name):
                 is_own = are_whole or not parameter.requires_grad
                 held = parameter if is_own else self.engine.optimizer.master_of(parameter)
-                writer.add(held, name, WEIGHT, cut=shard_cut(shard_of(held)))
+                writer.add(held, name, WEIGHT, cut=shard_cut(shard_of(held)), chunk=self._chunks.get(id(parameter), 0))
 
     @torch.no_grad()
     def _dump_gradients(self, writer: Writer) -> None:
@@ -155,16 +170,20 @@ class Debugger:
                 continue
             gradient = optimizer.gradient_of(parameter)
             if gradient is not None:
-                cut = shard_cut(optimizer.gradient_shard(parameter))
-                writer.add(gradient, name, GRADIENT, cut=cut, factor=factor)
+                cut, chunk = shard_cut(optimizer.gradient_shard(parameter)), self._chunks.get(id(parameter), 0)
+                writer.add(gradient, name, GRADIENT, cut=cut, chunk=chunk, factor=factor)
 
     def _ahead_of_update(self) -> None:
         """Write the gradients; with --debug-nan end the run on all ranks if any has found something. Collective."""
         if self._is_dumping and self._writer is not None:
             self._dump_gradients(self._writer)
+        self._found, self._has_asked = (
+            self._first_of_group(self._check.finding(in_backward=self._counts_gradients())),
+            True,
+        )
         if not self.config.debug.debug_nan:
             return
-        found = self._finding()
+        found = self._found
         self._note(found)
         number = torch.tensor([float(found is not None)], device=self.world.device)
         if all_reduce(number, self.world.grid.world, dist.ReduceOp.MAX).item():
@@ -172,9 +191,22 @@ class Debugger:
             raise ModuleError(text, found.text if found is not None else "")
 
     def _finding(self) -> Finding | None:
-        """Return what this rank made first; an overflow that a smaller loss scale may cure is none."""
-        found = self._check.finding(in_backward=not self.engine.optimizer.scaler.is_to_blame)
+        """Return what this rank made first, by itself; the step has ended ahead of what ranks ask one another."""
+        found = self._check.finding(in_backward=self._counts_gradients())
         return None if found is None or found.has_arrived else found
+
+    def _first_of_group(self, found: Finding | None) -> Finding | None:
+        """Return ``found`` if this rank made it and none of its tensor group was ahead of it. Collective.
+
+        What one rank makes is in the sums that all take next, and all of a group see the same tensors.
+        """
+        own = math.inf if found is None else float(found.number)
+        first = all_reduce(torch.tensor([own], device=self.world.device), self.world.grid.tensor, dist.ReduceOp.MIN)
+        return None if found is None or found.has_arrived or own > first.item() else found
+
+    def _counts_gradients(self) -> bool:
+        """Return whether a gradient may be to blame: an overflow that a smaller loss scale may cure is none."""
+        return not self.engine.optimizer.scaler.is_to_blame
 
     def _note(self, found: Finding | None) -> None:
         if found is not None and self._is_dumping and self._writer is not None:
@@ -183,14 +215,29 @@ class Debugger:
     def _end(self, result: StepResult) -> None:
         if not self._is_dumping or self._writer is None:
             return
-        found = self._finding()
+        found = self._found
         if found is not None:  # the guard has left the step out, or what is not finite came to nothing
             log.warning(f"{self.world.name}: {found.text}")
         self._note(found)
         self._writer.note("end", loss=result.loss, grad_norm=result.grad_norm, is_skipped=result.is_skipped)
 
-    def _open(self) -> Writer:
+    def _warn_of_steps_behind(self, first: int) -> None:
+        """Say at the first step of this start, if it is behind all that are to be dumped, that there will be none."""
+        is_first, self._has_started = not self._has_started, True
+        if is_first and self._dumped and first >= max(steps.stop for steps in self._dumped) and self.world.rank == 0:
+            log.warning(
+                f"--debug-dump writes nothing: the run goes on with step {first}, behind --debug-dump-steps "
+                f"{self.config.debug.debug_dump_steps}. Name later steps, counted from the first start"
+            )
+
+    def _open(self, modules: Sequence[str]) -> Writer:
+        """Return the writer of this rank, whose file is there. Collective.
+
+        Args:
+            modules: names of this rank's.
+        """
         folder = Path(str(self.config.debug.debug_dump))
+        writer = Writer(folder, self.world.rank, with_tensors=self.config.debug.debug_dump_tensors)
 
         def make() -> None:
             try:
@@ -199,7 +246,30 @@ class Debugger:
                 raise ConfigError(f"--debug-dump must name a folder for a new dump: {error}. Take another") from error
 
         by_rank_0(self.world, make)
-        return Writer(folder, self.world.rank, with_tensors=self.config.debug.debug_dump_tensors)
+        try:
+            writer.make()
+            problem = None
+        except OSError as error:
+            problem = f"{self.world.name}: {error}"
+        names = [*modules, *(name for name, _ in named_parameters(self.engine.module))]
+        told = self._told_by_all((problem, any(map(self._pattern.search, names))))
+        if problems := [each for each, _ in told if each is not None]:
+            raise ConfigError(
+                f"--debug-dump must name a folder that every rank can write to, got {'; '.join(problems)}"
+            )
+        if not any(has_any for _, has_any in told):
+            raise ConfigError(
+                f"--debug-dump-modules must match a module or parameter, got {self._pattern.pattern!r}, which matches "
+                f"none of {', '.join(modules[:MOST_NAMES])}, ... of {self.world.name}"
+            )
+        return writer
+
+    def _told_by_all(self, own: tuple[str | None, bool]) -> list[tuple[str | None, bool]]:
+        """Return what each rank has to say. Collective."""
+        told: list[Any] = [own] * self.world.grid.host.size
+        if len(told) > 1:
+            dist.all_gather_object(told, own, group=self.world.grid.host.handle)
+        return told
 
     def _facts(self) -> dict[str, Any]:
         """Return what a reader must know of the run."""
@@ -217,3 +287,10 @@ class Debugger:
             "seed": config.run.seed,
             "torch": torch.__version__,
         }
+
+
+def _chunks_of_parameters(module: Any, chunks: int) -> dict[int, int]:
+    """Return id of a parameter -> the first chunk that it is in, of a model with several."""
+    if chunks == 1:
+        return {}
+    return {id(parameter): chunk for chunk in reversed(range(chunks)) for parameter in module.parameters_of(chunk)}

@@ -115,6 +115,77 @@ def test_what_has_arrived_is_nobodys_here_and_a_loss_is_named() -> None:
     assert finding(model(""), X, loss=loss, has_loss=False) is None
 
 
+class Chunks(nn.Module):
+    """Two chunks, called as a pipeline's stage calls them; each passes on a second tensor that it takes."""
+
+    def __init__(self, spoiled: str = "") -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Passing(spoiled), Passing("")])
+
+    def forward(self, inputs: tuple[torch.Tensor, ...], chunk: int = 0) -> tuple[torch.Tensor, ...]:
+        return self.parts[chunk](inputs)
+
+
+class Passing(nn.Module):
+    def __init__(self, spoiled: str) -> None:
+        super().__init__()
+        self.block, self.cross = Block(spoiled), nn.Linear(4, 4)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, memory = inputs
+        return self.block(x) + self.cross(memory), memory
+
+
+def found_in_chunk(
+    chunk: int, inputs: tuple[torch.Tensor, ...], gradients: tuple[float, float], spoiled: str = ""
+) -> tuple[bool, str]:
+    """Return whether what was found has arrived, and its text, with gradients of such numbers for both outputs."""
+    net = Chunks(spoiled)
+    check = FiniteCheck(has_loss=True, chunks=2)
+    watch = Watch(net, named_modules(net), lambda: 0, check.see, chunk=lambda args: args[1])
+    watch.start()
+    outputs = net(inputs, chunk)
+    torch.autograd.backward(outputs, [torch.full_like(x, g) for x, g in zip(outputs, gradients, strict=True)])
+    watch.stop()
+    found = check.finding()
+    assert found is not None
+    return found.has_arrived, found.text
+
+
+def test_what_comes_to_a_chunk_is_nobodys_and_the_loss_is_of_the_last_chunk_alone() -> None:
+    memory = X.detach().clone().requires_grad_()
+    has_arrived, told = found_in_chunk(1, (X, memory), (NAN, 1.0))
+    assert not has_arrived and told.startswith("the loss sent NaN or infinity back to parts.1")
+    assert found_in_chunk(0, (X, memory), (NAN, 1.0))[0]
+    assert found_in_chunk(0, (X, memory), (1.0, NAN))[0]  # of the tensor that it only passes on
+    spoiled = (memory.detach() * NAN).requires_grad_()
+    assert found_in_chunk(1, (X, spoiled), (1.0, 1.0))[0]
+    has_arrived, told = found_in_chunk(0, (X, memory), (1.0, 1.0), "between")
+    assert not has_arrived and "made between parts.0.block.up and parts.0.block.down" in told
+
+
+def test_nothing_stays_on_a_tensor_that_a_module_keeps_and_returns() -> None:
+    class Keeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.state = nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)
+
+        def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.weight, self.state
+
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keeper = Keeper()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(self.keeper(), x)
+
+    net = Adding()
+    assert finding(net, X) is None
+    assert not net.keeper.weight._backward_hooks and not net.keeper.state._backward_hooks
+
+
 def test_infinity_counts_and_an_evaluation_does_not() -> None:
     net = model("")
     net[1].down.bias.data[0] = float("inf")

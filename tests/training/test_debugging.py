@@ -19,6 +19,7 @@ from tests.harness import run_ranks
 from tests.training import guarded
 
 HIT = "layers.1.mlp.up"
+SLICED = "layers.0.attention.query_key_value"
 SMALL = "--eval-iters 0 --train-iters 5 --clip-grad 0 --lr 1e-3"
 
 
@@ -54,6 +55,30 @@ def test_the_rank_that_holds_the_module_names_it_and_all_end_ahead_of_the_update
     for seen in (first, last):
         assert seen.steps == [0, 1, 2] and seen.digests[-1] == seen.digests[-2]
     assert exit_code(ModuleError("", "")) == exit_code(NumericsError("")) == 5
+
+
+def spoil_one_slice(rank: int) -> None:
+    """Let the slice of a column layer that tensor rank 1 holds give an infinite number in step 3."""
+    plain = assembly.build_model
+
+    def spoiled(*args):
+        model = plain(*args)
+        for name, module in named_modules(model):
+            if name == SLICED and rank == 1:
+                module.register_forward_hook(_Spoiler())
+        return model
+
+    assembly.build_model = spoiled
+
+
+@pytest.mark.parametrize("flag", ["--debug-nan", pytest.param("--debug-dump", marks=pytest.mark.slow)])
+def test_of_a_tensor_group_the_rank_that_made_it_speaks_alone(corpus: Path, tmp_path: Path, flag: str) -> None:
+    flags = f"{SMALL} {flag if flag == '--debug-nan' else f'{flag} {tmp_path}/dump'} --model-parallel-size 2"
+    first, last = guarded.train(2, corpus, tmp_path / "run", flags, spoil_one_slice)
+    assert f"Here {SLICED} gave NaN or infinity" in last.error and last.is_of_this_rank
+    assert first.error and "gave NaN" not in first.error
+    if flag == "--debug-dump":
+        assert [(each["name"], each["step"]) for each in read(tmp_path / "dump").findings] == [(SLICED, 3)]
 
 
 @pytest.mark.slow
