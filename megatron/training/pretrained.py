@@ -6,8 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint.hf import direct
-from megatron.errors import CheckpointError, marked
+from megatron.checkpoint.hf import direct, tokens
+from megatron.config import Config
+from megatron.errors import CheckpointError, ConfigError, DataError, marked
 from megatron.training.parts import Run
 from megatron.training.resume_rules import warn_of_weights
 from megatron.training.state_tensors import weight_records
@@ -39,4 +40,18 @@ def start_from(run: Run, source: Path) -> None:
     if run.world.rank == 0:
         advice = f". The folder's own: {folder.flags}"
         warn_of_weights(folder.config.to_dict(), run.config, source, advice)
+        _compare_tokenizers(run.config, source)
     log.info(f"loaded the weights of {source}, a Hugging Face folder: each rank has read its parts")
+
+
+def _compare_tokenizers(config: Config, source: Path) -> None:
+    """Say whether the run's tokenizer gives the ids that the weights of ``source`` were trained on, as far as seen."""
+    try:
+        found = tokens.difference(source, config)
+    except (ConfigError, DataError) as error:
+        log.info(f"whether the tokenizer is that of {source} is not checked: {error}")
+        return
+    if found:
+        log.warning(f"the tokenizer is not that of {source}: {found}. The weights read other words")
+    else:
+        log.info(f"the tokenizer has the ids of that in {source}")

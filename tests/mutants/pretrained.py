@@ -156,4 +156,18 @@ PRETRAINED = (
         ("tests/checkpoint/hf/test_mpt.py::test_what_our_mpt_has_not_is_refused_by_name",),
         refuses=True,
     ),
+    Mutant(
+        "tokens of other ids are taken for the folder's",
+        "megatron/checkpoint/hf/tokens.py",
+        "if None not in pair and pair[0] != pair[1]]",
+        "if None in pair and pair[0] != pair[1]]",
+        ("tests/training/test_pretrained.py::test_the_tokenizer_is_compared_with_that_of_the_folder",),
+    ),
+    Mutant(
+        "nobody is told of another tokenizer than the folder's",
+        "megatron/training/pretrained.py",
+        "    if found:\n        log.warning(",
+        "    if found:\n        (lambda told: None)(",
+        ("tests/training/test_pretrained.py::test_the_tokenizer_is_compared_with_that_of_the_folder",),
+    ),
 )

@@ -12,9 +12,9 @@ import torch
 
 import pretrain_gpt2
 from examples.llama import pretrain_llama
-from megatron.checkpoint.hf import folder, settings, tensors
+from megatron.checkpoint.hf import folder, settings, tensors, tokens
 from megatron.checkpoint.whole import open_folder, read_weights
-from tests.training.runs import flags, parse_as, train_ranks, write_corpus
+from tests.training.runs import TOKENIZER, flags, parse_as, train_ranks, write_corpus
 
 FEW = "--train-iters 3 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
 LAYOUTS = {1: "", 2: "--model-parallel-size 2", 4: "--model-parallel-size 2 --pipe-parallel-size 2"}
@@ -120,3 +120,27 @@ def test_a_fresh_start_may_reach_further_than_an_earlier_training(
         assert told.count(change) == 1, told
     assert ("The folder's own: --num-layers 2" in told) is (source == "a folder")
     assert "compute something else" not in train("same", f"--load {tmp_path / 'old'} --finetune")
+
+
+def test_the_tokenizer_is_compared_with_that_of_the_folder(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(corpus, tmp_path / "run", f"{FEW} --train-iters 0 --load {tmp_path / 'hf'} --finetune")
+    write_model(tmp_path / "hf", flags(corpus, tmp_path / "none", FEW), vocab_of(corpus))
+    assert train_ranks(1, argv)[0] == [0]
+    assert "is not checked: " in capfd.readouterr().err
+    config, place = parse_as(pretrain_gpt2, argv, 1).with_vocab(vocab_of(corpus)), tmp_path / "hf" / tokens.JSON
+    own = TOKENIZER.read_text(encoding="utf-8")
+    place.write_text(own, encoding="utf-8")
+    assert tokens.difference(tmp_path / "hf", config) is None
+    for change, told in (
+        (lambda vocab: {**vocab, "a": vocab["b"], "b": vocab["a"]}, "2 of [0-9]+ ids stand for other tokens"),
+        (lambda vocab: {**vocab, "a new token": max(vocab.values()) + 1}, "it has ([0-9]+) tokens, and that of"),
+    ):
+        library = json.loads(own)
+        library["model"]["vocab"] = change(library["model"]["vocab"])
+        place.write_text(json.dumps(library), encoding="utf-8")
+        assert re.search(told, tokens.difference(tmp_path / "hf", config) or "")
+    argv = flags(corpus, tmp_path / "other", f"{FEW} --train-iters 0 --load {tmp_path / 'hf'} --finetune")
+    assert train_ranks(1, argv)[0] == [0]
+    assert "warning: the tokenizer is not that of" in capfd.readouterr().err

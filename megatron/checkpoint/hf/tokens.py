@@ -33,6 +33,7 @@ from megatron.tokenizer.t5 import T5SentencePieceTokenizer
 JSON, SPIECE, VOCAB, MERGES, SETTINGS = (
     "tokenizer.json", "spiece.model", "vocab.json", "merges.txt", "tokenizer_config.json",
 )  # fmt: skip
+VOCAB_TEXT = "vocab.txt"  # of BERT
 _COPIED = (JSON, SPIECE, VOCAB, MERGES, SETTINGS, "special_tokens_map.json", "added_tokens.json")
 
 
@@ -176,3 +177,36 @@ def fields_of(folder: Path, place: Path) -> dict[str, Any]:
         return {"tokenizer_type": "T5SentencePiece", "tokenizer_path": str(place)}
     pair = {"vocab_file": str(place / VOCAB), "merge_file": str(place / MERGES)}
     return {"tokenizer_type": "GPT2BPETokenizer", **pair}
+
+
+def difference(source: Path, config: Config) -> str | None:
+    """Return how the tokenizer of the run differs from that of the folder ``source``, None where ids mean the same.
+
+    Raises:
+        DataError: one of the two is not there, or cannot be read.
+    """
+    theirs, ours = _tokenizer_in(source), vocabulary_of(config, None)
+    if ours is None:
+        raise DataError("the run names no tokenizer")
+    pairs = [
+        (ours.tokenizer.piece(token), theirs.piece(token))
+        for token in range(min(ours.tokenizer.vocab_size, theirs.vocab_size))
+    ]
+    other = [pair for pair in pairs if None not in pair and pair[0] != pair[1]]
+    if other:
+        one, another = other[0]
+        return (
+            f"{len(other)} of {len(pairs)} ids stand for other tokens, the first for {one!r} and there for {another!r}"
+        )
+    if ours.tokenizer.vocab_size != theirs.vocab_size:
+        return f"it has {ours.tokenizer.vocab_size} tokens, and that of the folder {theirs.vocab_size}"
+    return None
+
+
+def _tokenizer_in(source: Path) -> Tokenizer:
+    if (source / VOCAB_TEXT).is_file() and not (source / JSON).is_file():
+        return build("BertWordPiece", tokenizer_path=source)
+    if not any((source / name).is_file() for name in (JSON, SPIECE, VOCAB)):
+        raise DataError(f"{source} holds none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TEXT}")
+    named = fields_of(source, source)
+    return build(named.pop("tokenizer_type"), **named)
