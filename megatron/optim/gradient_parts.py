@@ -8,8 +8,10 @@ Every micro-batch is summed by itself, as DeepSpeed does: to wait for the last o
 what this stage is there to avoid. With one micro-batch a step the sums are those of ZeRO 0 to the bit where the
 replicas' sums are (``megatron.optim.owners``); with several the additions come in another order.
 
-Buckets are those in which ZeRO 0 sums: one sum rounds as its place in a bucket says. All replicas sum them in one fixed
-order, the last weights first, and those that backward has not reached at its end, with zeros.
+Buckets are those in which ZeRO 0 sums: one sum rounds as its place in a bucket says. All replicas sum them in one
+order, the last weights first. A bucket that backward does not fill, for a weight of it gets no gradient, would hold up
+all behind it: such buckets come last, and are summed at the end, with zeros for what is missing. Replicas agree on them
+in the first micro-batch: at its first gradient by what autograd's graph says, and at its end by what has come.
 
 Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.2.
 """
@@ -19,9 +21,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron.mpu.grads import accurate_dtype
 from megatron.mpu.shard import Shard, shard_of
+from megatron.optim import backward
 from megatron.optim.masters import Masters
 from megatron.optim.owners import Share, Sum
 
@@ -38,12 +42,14 @@ class GradientParts:
         self._masters = masters
         self.holders = masters.data_group
         self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._arrived: dict[torch.Tensor, torch.Tensor] = {}
+        self._arrived: dict[torch.Tensor, torch.Tensor | None] = {}
         self._parameters: list[torch.nn.Parameter] = []
+        self._guess: list[list[torch.nn.Parameter]] = []
         self._buckets: list[list[torch.nn.Parameter]] = []
         self._number_of: dict[torch.Tensor, int] = {}
         self._missing: list[int] = []
         self._next = 0
+        self._agreed = 0  # how often replicas have agreed on the order: twice, and never again
         self._flight: Sum | None = None
 
     def adopt(self, parameter: torch.nn.Parameter) -> None:
@@ -68,10 +74,15 @@ class GradientParts:
     @torch.no_grad()
     def end_micro_batch(self) -> None:
         """Sum what is left, and have all sums here. Collective over the replicas."""
+        if not self._agreed:
+            self._agree([True] * len(self._in_order()))
+        came = [number < self._next or not missing for number, missing in enumerate(self._missing)]
         while self._next < len(self._in_order()):
             self._start_sum()
         self._land()
         self._next = 0
+        if self._agreed == 1:
+            self._agree([not each for each in came])
 
     def clear(self) -> None:
         """Forget all gradients, those of a backward that broke off too."""
@@ -84,9 +95,12 @@ class GradientParts:
     def _take(self, parameter: torch.Tensor) -> None:
         """Take the gradient that backward has just left in ``parameter``."""
         order = self._in_order()
-        number = self._number_of.get(parameter)
-        if parameter.grad is None or number is None:  # a weight without numbers is in no bucket
+        if not parameter.numel():  # it is in no bucket
             return
+        if not self._agreed:
+            self._agree([not all(map(backward.will_reach, bucket)) for bucket in order])
+            order = self._in_order()
+        number = self._number_of[parameter]
         if parameter in self._arrived or number < self._next:
             raise RuntimeError(
                 "backward must leave the gradient of a weight once for each micro-batch, got one of shape "
@@ -122,11 +136,29 @@ class GradientParts:
         """Return the buckets in the order of their sums: a guess at when backward fills them, the same on all ranks."""
         if not self._buckets:
             place = {parameter: number for number, parameter in enumerate(self._parameters)}
-            self._buckets = sorted(buckets(self._parameters), key=lambda bucket: -place[bucket[0]])
-            self._buckets.sort(key=lambda bucket: bucket[0].dim() < 2)  # biases and norms of all layers come last
-            self._missing = [len(bucket) for bucket in self._buckets]
-            self._number_of = {p: number for number, bucket in enumerate(self._buckets) for p in bucket}
+            self._guess = sorted(buckets(self._parameters), key=lambda bucket: -place[bucket[0]])
+            self._guess.sort(key=lambda bucket: bucket[0].dim() < 2)  # biases and norms of all layers come last
+            self._arrange(self._guess)
         return self._buckets
+
+    def _agree(self, is_late: list[bool]) -> None:
+        """Put the buckets last that are late on any replica. Collective, while no bucket is on its way to its sum.
+
+        Args:
+            is_late: of each bucket, in the order of now.
+        """
+        self._agreed += 1
+        if not is_late:
+            return
+        late = torch.tensor(is_late, dtype=torch.int32, device=self._parameters[0].device)
+        dist.all_reduce(late, dist.ReduceOp.MAX, group=self.holders.handle)
+        told = late.tolist()
+        self._arrange(sorted(self._guess, key=lambda bucket: told[self._number_of[bucket[0]]]))
+
+    def _arrange(self, order: list[list[torch.nn.Parameter]]) -> None:
+        self._buckets = order
+        self._missing = [len(bucket) for bucket in order]
+        self._number_of = {p: number for number, bucket in enumerate(order) for p in bucket}
 
     def _view(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         cut = self._masters.cut(parameter)

@@ -138,7 +138,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         An engine calls it after every backward.
         """
         if self._units is not None:
-            self._units.free()
+            self._units.end_micro_batch()
         self._gradients.end_micro_batch()
 
     @torch.no_grad()
@@ -153,7 +153,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         Raises:
             NumericsError: the norm is not finite, and there is no loss scale to blame or it is at its smallest.
+            ConfigError: with ZeRO 3, replicas did not call the same layers.
         """
+        if self._units is not None:
+            self._units.check()
         factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
         norm = self._norm() * factor
         self._global_grad_norm = norm

@@ -1,15 +1,16 @@
 """ZeRO 3: each replica keeps its parts of the weights; whole ones are gathered for a layer's passes and freed again.
 
-A unit is what is gathered together: the weights of one element of a ``ModuleList`` or ``Sequential``, or all that are
-in no such element or in several (tables, final norms, heads, what layers share): the rest. A whole weight is always the
-same tensor, and autograd's graph keeps it: only its memory comes and goes.
+A unit is what is gathered together: the weights of a layer (``megatron.optim.weight_layers``), or all that are in no
+layer or in several (tables, final norms, heads, what layers share): the rest. A whole weight is always the same tensor,
+and autograd's graph keeps it: only its memory comes and goes. Replicas gather the same units in the same order, or the
+step ends in an error (``megatron.optim.call_order``).
 
 | when | a layer | the rest |
 |---|---|---|
 | a module that has weights of it is called | gathered | gathered |
 | that call returns, outside backward | freed | freed, but for a pass that backward will follow |
 | backward asks for a weight that forward has saved | gathered | gathered |
-| backward has left the gradient of each of its weights | freed | freed |
+| backward has left the gradient of each weight that it reaches | freed | freed |
 | the micro-batch ends, or the weights change | freed | freed |
 
 So a layer is gathered twice for each micro-batch, also where it is recomputed, which happens within backward. No output
@@ -36,9 +37,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron import log
 from megatron.mpu.groups import Group
+from megatron.optim import backward
+from megatron.optim.call_order import CallOrder
 from megatron.optim.gather import Piece, buckets, gather
+from megatron.optim.weight_layers import layers_of
 
-CONTAINERS = (nn.ModuleList, nn.Sequential)
+REST = "what is in no layer"
+MUCH = 0.5
+"""Of all weights: a larger unit is warned of, for ZeRO 3 saves little then."""
 
 
 class Unit:
@@ -58,7 +64,7 @@ class Unit:
         self._group = group
         self._whole = {p: torch.empty_like(p, memory_format=torch.contiguous_format).detach() for p in pieces}
         self._pieces = [Piece(whole, pieces[p].master, pieces[p].cut) for p, whole in self._whole.items()]
-        self._come = 0
+        self._come = self._due = 0
         self.is_here = True
         self.free()
 
@@ -91,9 +97,15 @@ class Unit:
 
     def note_gradient(self) -> None:
         """Take note that backward has left the gradient of one of the weights: it needs none of them after the last."""
+        if not self._come:
+            self._due = sum(map(backward.will_reach, self._whole))
         self._come += 1
-        if self._come == len(self._whole) and not self.calls:
+        if self._come >= self._due and not self.calls:
             self.free()
+
+    def num_bytes(self) -> int:
+        """Return the bytes of the whole weights."""
+        return sum(whole.nbytes for whole in self._whole.values())
 
     def storages(self) -> Iterator[int]:
         """Yield where the whole weights lie in memory."""
@@ -115,6 +127,7 @@ class WeightUnits:
         self._at: dict[int, Unit] = {}
         self._depth = 0
         self._watch: saved_tensors_hooks | None = None
+        self._module = module
         self._names = {inner: name for name, inner in module.named_modules()}
         self._has_told = False
         layers = layers_of(module, cut)
@@ -122,17 +135,32 @@ class WeightUnits:
             self._add(inner, {p: cut[p] for p in weights}, group, stays=False)
         taken = {p for weights in layers.values() for p in weights}
         self._add(module, {p: piece for p, piece in cut.items() if p not in taken}, group, stays=True)
+        self._order = CallOrder(group, [unit.name for unit in self.units], place_of(cut))
         self._hook(module)
+        self._tell_largest()
 
     def free(self) -> None:
         """Free all that is gathered."""
         for unit in self.units:
             self._free(unit)
 
+    def end_micro_batch(self) -> None:
+        """Free all that is gathered, and take note that no more is called. Collective over the replicas."""
+        self.free()
+        self._order.end()
+
+    def check(self) -> None:
+        """Check that what replicas have gathered up to now is the same; they must not use it before.
+
+        Raises:
+            ConfigError: it is not; the same on every replica.
+        """
+        self._order.check()
+
     def _add(self, module: nn.Module, pieces: dict[nn.Parameter, Piece], group: Group, *, stays: bool) -> None:
         if not pieces:
             return
-        unit = Unit(self._names[module], pieces, group, stays=stays)
+        unit = Unit(self._names[module] if not stays else REST, pieces, group, stays=stays)
         self.units.append(unit)
         self._units_of.setdefault(module, []).append(unit)
         for parameter in unit.parameters:
@@ -145,7 +173,7 @@ class WeightUnits:
             own = [unit_of[p] for p in inner.parameters(recurse=False) if p in unit_of]
             units = list(dict.fromkeys([*self._units_of.get(inner, []), *own]))
             if units or inner is module:
-                inner.register_forward_pre_hook(partial(self._enter, units))
+                inner.register_forward_pre_hook(partial(self._enter, units), prepend=True)  # others read weights
                 inner.register_forward_hook(partial(self._leave, units), always_call=True)
 
     def _enter(self, units: list[Unit], module: nn.Module, inputs: Any) -> None:
@@ -154,7 +182,7 @@ class WeightUnits:
             unit.was_called = True
             self._gather(unit)
         self._depth += 1
-        if self._depth == 1 and torch.is_grad_enabled() and not _is_in_backward():
+        if self._depth == 1 and torch.is_grad_enabled() and not backward.is_running():
             self._watch = saved_tensors_hooks(self._pack, self._unpack)
             self._watch.__enter__()
 
@@ -163,14 +191,28 @@ class WeightUnits:
         if self._depth == 0 and self._watch is not None:
             self._watch.__exit__()
             self._watch = None
-            self._tell_uncalled(output)
+            if module is self._module:
+                self._tell_uncalled(output)
         for unit in units:
             unit.calls -= 1
-            if not (unit.calls or _is_in_backward() or (unit.stays and torch.is_grad_enabled())):
+            if not (unit.calls or backward.is_running() or (unit.stays and torch.is_grad_enabled())):
                 self._free(unit)
 
+    def _tell_largest(self) -> None:
+        sizes = [unit.num_bytes() for unit in self.units]
+        if not sizes:
+            return
+        largest, total = self.units[sizes.index(max(sizes))].name, sum(sizes)
+        told = f"ZeRO 3 gathers {len(sizes)} units, the largest with {max(sizes) / total:.0%} of the weights: {largest}"
+        if max(sizes) > MUCH * total:
+            log.warn_once(
+                f"{told}. So much is held at once: put layers in a ModuleList, whose elements come one by one"
+            )
+        else:
+            log.info(told)
+
     def _tell_uncalled(self, output: Any) -> None:
-        """After the first pass that backward may follow, name the layers that it has not called, if there are any."""
+        """After the first pass of all that backward may follow, name the layers that it has not called."""
         names = [unit.name for unit in self.units if not unit.was_called]
         if names and not self._has_told and output is not None:  # None: the pass has failed
             log.warning(
@@ -182,6 +224,8 @@ class WeightUnits:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Return what the graph keeps of ``tensor``: beside a weight its unit, which may be away when it is needed."""
+        if tensor.layout is not torch.strided:  # it has no such storage, and is no weight
+            return tensor.detach()
         unit = self._at.get(tensor.untyped_storage().data_ptr())
         return tensor.detach() if unit is None else (unit, tensor)
 
@@ -199,6 +243,7 @@ class WeightUnits:
 
     def _gather(self, unit: Unit) -> None:
         if not unit.is_here:
+            self._order.gathers(self.units.index(unit))
             unit.gather()
             self._at.update(dict.fromkeys(unit.storages(), unit))
 
@@ -210,29 +255,6 @@ class WeightUnits:
         self._at = {place: other for place, other in self._at.items() if other is not unit}
 
 
-def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the outermost elements of containers in ``module`` and those of ``weights`` that only they have."""
-    elements = dict.fromkeys(_elements(module))
-    inside = {part for element in elements for part in element.modules()}
-    holders: dict[nn.Parameter, list[nn.Module]] = {weight: [] for weight in weights}
-    for place in [*elements, *(part for part in module.modules() if part not in inside)]:
-        for parameter in place.parameters(recurse=place in elements):
-            if parameter in holders:
-                holders[parameter].append(place)
-    found: dict[nn.Module, list[nn.Parameter]] = {}
-    for parameter, places in holders.items():
-        if len(places) == 1 and places[0] in elements:
-            found.setdefault(places[0], []).append(parameter)
-    return found
-
-
-def _elements(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(module, CONTAINERS):
-            yield child
-        else:
-            yield from _elements(child)
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def place_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return where the first of ``tensors`` lies."""
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

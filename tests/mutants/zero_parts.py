@@ -9,6 +9,9 @@ STEPS = f"{PARTS}::test_steps_of_one_micro_batch_leave_the_bits_of_stage_0_in_ev
 MICRO = f"{PARTS}::test_micro_batches_add_up_to_rounding"
 HELD = f"{PARTS}::test_gradients_and_weights_are_held_in_parts_and_gathered_by_the_layer"
 ALONE = f"{PARTS}::test_what_reads_a_weight_outside_of_any_call_gets_no_number"
+LAYERS = "tests/optim/test_zero_layers.py"
+HELD_UP = f"{LAYERS}::test_weights_without_gradients_hold_nothing_up_from_the_first_micro_batch_on"
+OTHER_WAYS = f"{LAYERS}::test_replicas_that_call_other_layers_are_stopped_on_all_ranks_before_a_weight_is_changed"
 BYTES = "tests/training/test_zero_bytes.py::test_counted_bytes_of_a_rank_are_those_of_the_formulas"
 
 ZERO_PARTS = (
@@ -105,15 +108,15 @@ ZERO_PARTS = (
     Mutant(
         "a layer waits for the end of backward",
         "megatron/optim/weight_units.py",
-        "        if self._come == len(self._whole) and not self.calls:\n",
-        "        if self._come > len(self._whole):\n",
+        "        if self._come >= self._due and not self.calls:\n",
+        "        if self._come > self._due:\n",
         (BYTES,),
     ),
     Mutant(
         "a weight that two layers share goes with the first",
-        "megatron/optim/weight_units.py",
-        "        if len(places) == 1 and places[0] in elements:\n",
-        "        if places[0] in elements:\n",
+        "megatron/optim/weight_layers.py",
+        "        if layer is not None and not others:\n",
+        "        if layer is not None:\n",
         (f"{PARTS}::test_layers_are_the_elements_of_lists_and_what_they_share_is_the_rest",),
     ),
     Mutant(
@@ -164,5 +167,48 @@ ZERO_PARTS = (
         'choices=("cpu", "none")',
         'choices=("cpu", "none", "nvme")',
         ("tests/config/test_zero.py::test_the_json_offloads_to_the_cpu_and_to_nothing_else",),
+    ),
+    Mutant(
+        "replicas do not look at what others gather",
+        "megatron/optim/call_order.py",
+        "        if len(set(said)) > 1:\n",
+        "        if False:\n",
+        (f"{OTHER_WAYS}[skips]",),
+    ),
+    Mutant(
+        "the end of a micro-batch is not told",
+        "megatron/optim/weight_units.py",
+        "        self._order.end()\n",
+        "        pass\n",
+        (f"{OTHER_WAYS}[ends early]",),
+        refuses=True,
+    ),
+    Mutant(
+        "a bucket that is not filled holds up those behind it",
+        "megatron/optim/gradient_parts.py",
+        "        self._arrange(sorted(self._guess, key=lambda bucket: told[self._number_of[bucket[0]]]))\n",
+        "        pass\n",
+        (f"{HELD_UP}[2]",),
+    ),
+    Mutant(
+        "a layer waits for gradients that do not come",
+        "megatron/optim/weight_units.py",
+        "            self._due = sum(map(backward.will_reach, self._whole))\n",
+        "            self._due = len(self._whole)\n",
+        (f"{HELD_UP}[3]",),
+    ),
+    Mutant(
+        "an encoder is gathered as one",
+        "megatron/optim/weight_layers.py",
+        "LISTS if _is_cut(child) else ()",
+        "()",
+        (f"{LAYERS}::test_lists_within_layers_are_cut_again_where_most_weights_are_in_them",),
+    ),
+    Mutant(
+        "other hooks run before a layer is gathered",
+        "megatron/optim/weight_units.py",
+        "partial(self._enter, units), prepend=True",
+        "partial(self._enter, units), prepend=False",
+        (f"{LAYERS}::test_hooks_and_tensors_of_other_kinds_see_the_weights",),
     ),
 )

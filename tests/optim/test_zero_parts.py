@@ -16,7 +16,7 @@ from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import LossScaler, Offload, build_optimizer, gradient_parts, owners
 from megatron.optim.cuts import cut_of
-from megatron.optim.weight_units import layers_of
+from megatron.optim.weight_layers import layers_of
 from megatron.training import cpu_adam
 from tds.gradients import buckets as tds_buckets
 from tests.harness import RankFailure, run_ranks
@@ -176,7 +176,7 @@ def test_gradients_and_weights_are_held_in_parts_and_gathered_by_the_layer() -> 
         whole, *parts = gradients
         assert whole == 4 * numbers
         assert all(abs(part - 2 * numbers) <= 4 * 16 * 4 for part in parts), "vectors of 16 that do not halve"
-        passes = [2 * (rest + layer), 2 * rest, 2 * rest]  # in the layer, after forward, after backward: one is unused
+        passes = [2 * (rest + layer), 2 * rest, 0]  # in the layer, after forward, after backward
         assert weights == [0, *passes, 2 * (rest + layer), 0]
         assert between < 200, "one number for each weight, the frozen one and the scalars"
 
