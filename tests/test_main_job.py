@@ -1,4 +1,4 @@
-"""``bash run_gpt2.sh`` as a user types it, with tiny sizes: set-up, launcher, training, run folder, evaluation."""
+"""The run scripts as a user types them, with tiny sizes: set-up, launcher, training, run folder, evaluation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 from megatron.training.metrics import read_metrics
 from tests.training.runs import ROOT, TOKENIZER, write_corpus
 
+OF_EXAMPLES = {"llama": {"NGROUPS": "2", "NFF": "48"}, "mpt": {}, "bert": {}}
+"""Example -> variables of its own."""
 TINY = {"NLAYERS": "2", "NHIDDEN": "32", "NHEADS": "4", "SEQLEN": "32", "BATCHSIZE": "2", "GAS": "2"}
 
 
@@ -23,11 +25,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(place: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def start(place: Path, *flags: str, script: str = "run_gpt2.sh", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the script from another folder, with the Python of the tests."""
     env = os.environ | TINY | {"PYTHON": sys.executable, "TOKENIZER": str(TOKENIZER), "DATA_PATH": str(place / "texts")}
     env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
-    command = ["bash", str(ROOT / "run_gpt2.sh"), *flags]
+    command = ["bash", str(ROOT / script), *flags]
     return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
@@ -65,3 +67,20 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "8 ranks = pipe 2 x data 2 x tensor 2" in done.stdout
     assert not (place / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OF_EXAMPLES)
+def test_the_script_of_an_example_trains_saves_and_goes_on(place: Path, tmp_path: Path, family: str) -> None:
+    how = {"script": f"examples/{family}/run_{family}.sh", "CHECKPOINT_PATH": "run", **OF_EXAMPLES[family]}
+    extra = ("--split", "800,100,100", "--eval-interval", "2")
+    done = start(tmp_path, *extra, DATA_PATH=str(place / "texts"), TRAIN_ITERS="2", **how)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks = pipe 2 x data 1 x tensor 2" in done.stdout
+    again = start(tmp_path, *extra, "--resume", DATA_PATH=str(place / "texts"), TRAIN_ITERS="3", **how)
+    assert again.returncode == 0, again.stderr
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(record["step"], record["kind"]) for record in records if record["kind"] != "train"] == [
+        (2, "valid"), (2, "save"), (2, "test"), (3, "save"), (3, "test")
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["family"] == family
