@@ -194,8 +194,8 @@ def with_data(flags: list[str]) -> list[str]:
 def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
     """Return the configuration with its vocabulary, the tokenizer, and the user's token files or random tokens."""
     from megatron.training import arguments
-    from megatron.training.plan import with_tokenizer
     from megatron.training.stand_in import random_data
+    from megatron.training.vocabulary import with_tokenizer
 
     if config.data.data_path == "none":
         config = config.with_vocab(config.model.vocab_size or VOCAB_SIZE)

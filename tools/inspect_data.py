@@ -103,7 +103,7 @@ def tell(flags: argparse.Namespace, prefixes: list[str], others: list[str], cons
     from megatron import config
     from megatron.data.inspect import facts_of, picture, report
     from megatron.data.token_file import TokenFile
-    from megatron.training.plan import with_tokenizer
+    from megatron.training.vocabulary import with_tokenizer
 
     settings = config.parse([*others, "--device", "cpu"], world_size=1, family=flags.model)
     tokenizer, settings = with_tokenizer(settings)

@@ -6,57 +6,20 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron import cost, data
+from megatron import cost
 from megatron.config import Config, T5Config
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Topology
 from megatron.stages import AUTO, bubble, by_default, candidates, in_flight, pieces_on, t5_units
-from megatron.tokenizer import build as build_tokenizer
 from megatron.training.plan_data import data_text, sample_rows
 from megatron.training.screen import Screen, human_bytes, human_count
 from megatron.training.stand_in import StandInTokenizer
+from megatron.training.vocabulary import tokens_of, with_tokenizer, with_vocabulary
 
 TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
 """Environment variable: ids of the tokenizer that a dry run reckons with where it is not made yet."""
 
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
-
-
-def with_tokenizer(config: Config) -> tuple[Any, Config]:
-    """Return the tokenizer, where one is named, and the configuration with its vocabulary."""
-    files = config.data
-    if not (files.tokenizer_path or files.vocab_file):
-        return None, config if config.model.vocab_size is None else config.with_vocab(config.model.vocab_size)
-    tokenizer = build_tokenizer(
-        files.tokenizer_type,
-        vocab_file=files.vocab_file,
-        merge_file=files.merge_file,
-        tokenizer_path=files.tokenizer_path,
-    )
-    return tokenizer, _with_vocabulary(tokenizer, config)
-
-
-def _with_vocabulary(tokenizer: Any, config: Config) -> Config:
-    """Return the configuration with the ids of the tokenizer, and those that T5 and BERT put behind them.
-
-    Raises:
-        ConfigError: --vocab-size is too small, or --vocab-extra-ids was given and the tokenizer has sentinels.
-    """
-    if config.family == "bert":
-        return config.with_vocab(data.bert_tokens(tokenizer).vocab_size)
-    if not config.is_t5:
-        return config.with_vocab(tokenizer.vocab_size)
-    own = len(tokenizer.sentinel_ids)
-    if own and "vocab_extra_ids" in config.given:
-        raise ConfigError(
-            "--vocab-extra-ids is for a tokenizer without sentinels, got --vocab-extra-ids "
-            f"{config.t5.vocab_extra_ids} and a tokenizer with {own} of its own, which are used. Leave it out"
-        )
-    return config.with_vocab(_t5_tokens(tokenizer, config).vocab_size)
-
-
-def _t5_tokens(tokenizer: Any, config: Config) -> Any:
-    return data.t5_tokens(tokenizer, config.t5.vocab_extra_ids, config.t5.kinds)
 
 
 def dry_run(config: Config, world_size: int) -> None:
@@ -66,12 +29,12 @@ def dry_run(config: Config, world_size: int) -> None:
     tokenizer, config = with_tokenizer(config)
     if tokenizer is None and TEXT_VOCABULARY in os.environ:
         tokenizer = StandInTokenizer(int(os.environ[TEXT_VOCABULARY]))
-        config = _with_vocabulary(tokenizer, config)
+        config = with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
     if config.is_t5 and tokenizer is not None and config.data.cuts_spans:
         asked_by = f"--enc-seq-length {config.t5.enc_seq_length}"
-        _t5_tokens(tokenizer, config).require_sentinels(config.t5.most_spans, asked_by)
+        tokens_of(tokenizer, config).require_sentinels(config.t5.most_spans, asked_by)
     parallel = config.parallel
     topology = Topology.of_world(world_size, parallel.model_parallel_size, parallel.num_stages)
     bounds = cost.of(config).stage_bounds(topology.pipe, parallel.chunks)

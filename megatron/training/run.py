@@ -27,12 +27,12 @@ from megatron.training.loop import evaluate, train
 from megatron.training.metrics import MetricsWriter
 from megatron.training.parts import Run
 from megatron.training.phases import LOADING, OPENING_DATA, Phases
-from megatron.training.plan import with_tokenizer
 from megatron.training.resume import is_same_run, load
 from megatron.training.run_folder import Place
 from megatron.training.run_source import saved_in
 from megatron.training.screen import Screen
 from megatron.training.stop import StopRequests
+from megatron.training.vocabulary import with_tokenizer
 from megatron.training.world import World
 
 

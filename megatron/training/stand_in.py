@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron.config import Config
-from megatron.data import BertSamples, T5Samples, bert_tokens, t5_tokens
+from megatron.data import BertSamples, T5Samples
+from megatron.training.vocabulary import tokens_of
 
 EOD_ID = 0
 NUM_DOCUMENTS = 400
@@ -65,14 +66,9 @@ class StandInTokenizer:
 
 def stand_in_tokenizer(config: Config) -> StandInTokenizer:
     """Return a tokenizer whose text, with what its family appends, fills the vocabulary: 0 where a script has none."""
-    size = config.model.vocab_size or 0
-    if config.family == "bert":
-        return StandInTokenizer(size - bert_tokens(StandInTokenizer(1)).vocab_size + 1)
-    if not config.is_t5:
-        return StandInTokenizer(size)
-    settings = config.t5
-    appended = t5_tokens(StandInTokenizer(0), settings.vocab_extra_ids, settings.kinds).vocab_size
-    return StandInTokenizer(size - appended)
+    one = StandInTokenizer(1)
+    appended = tokens_of(one, config).vocab_size - one.vocab_size
+    return StandInTokenizer((config.model.vocab_size or 0) - appended)
 
 
 def random_data(config: Config, seed: int | None = None) -> Any:
@@ -93,7 +89,7 @@ def _random_spans(config: Config, seed: int) -> T5Samples:
         enc_seq_length=settings.enc_seq_length,
         dec_seq_length=settings.dec_seq_length,
         denoisers=settings.kinds,
-        tokens=t5_tokens(tokenizer, settings.vocab_extra_ids, settings.kinds),
+        tokens=tokens_of(tokenizer, config),
         seed=seed,
         reset_attention_mask=config.data.reset_attention_mask,
     )
@@ -106,7 +102,7 @@ def _random_pairs(config: Config, seed: int) -> BertSamples:
         texts,
         documents=(0, texts.num_documents),
         seq_length=config.batch.seq_length,
-        tokens=bert_tokens(tokenizer),
+        tokens=tokens_of(tokenizer, config),
         seed=seed,
         has_pairs=settings.binary_head,
         mask_prob=settings.mask_prob,

@@ -10,12 +10,13 @@ from megatron import cost, device
 from megatron.config import Config, parse
 from megatron.errors import ConfigError, DataError
 from megatron.mpu.topology import Topology
-from megatron.training import plan
+from megatron.training import plan, vocabulary
 from megatron.training.forecast import simulated_bubble
-from megatron.training.plan import dry_run, plan_rows, with_tokenizer
+from megatron.training.plan import dry_run, plan_rows
 from megatron.training.report import Rates
 from megatron.training.screen import human_bytes
 from megatron.training.stand_in import StandInTokenizer
+from megatron.training.vocabulary import with_tokenizer
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
 T5_SIZES = SIZES.replace("--seq-length 32", "--enc-seq-length 64").replace("--num-layers 8", "--num-layers 4")
@@ -211,7 +212,7 @@ class WithSentinels(StandInTokenizer):
 
 
 def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "build_tokenizer", lambda *args, **kwargs: WithSentinels())
+    monkeypatch.setattr(vocabulary, "build_tokenizer", lambda *args, **kwargs: WithSentinels())
     line = ["--tokenizer-path", str(TOKENIZER)]
     _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
     assert config.model.vocab_size == 50

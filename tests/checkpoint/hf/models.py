@@ -9,20 +9,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import TensorRecord, named_parameters, save
+from megatron.checkpoint.hf.forms import form_of
 from megatron.config import Config
-from megatron.model import (
-    BertModel,
-    GPT2Model,
-    LlamaModel,
-    MptModel,
-    Place,
-    T5Model,
-    bert_sizes_from,
-    llama_sizes_from,
-    mpt_sizes_from,
-    sizes_from,
-    t5_sizes_from,
-)
+from megatron.model import Place
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
@@ -37,15 +26,7 @@ def config_of(family: str, **values: Any) -> Config:
 
 
 def build(config: Config, group: Group) -> torch.nn.Module:
-    if config.is_t5:
-        return T5Model(t5_sizes_from(config.model, config.t5), Place(group))
-    if config.family == "llama":
-        return LlamaModel(llama_sizes_from(config.model, config.llama), Place(group))
-    if config.family == "mpt":
-        return MptModel(mpt_sizes_from(config.model, config.mpt), Place(group))
-    if config.family == "bert":
-        return BertModel(bert_sizes_from(config.model, config.bert), Place(group))
-    return GPT2Model(sizes_from(config.model), Place(group))
+    return form_of(config.family).build(config.model, config, Place(group))
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
