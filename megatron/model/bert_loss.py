@@ -51,7 +51,8 @@ def bert_loss(
     if step_predictions is None:
         share = num_masked / num_samples
     else:
-        share = (step_predictions[0] / step_predictions[1].double()).to(wide)
+        predictions, samples = step_predictions.to(wide)  # not every device has fp64; below 2^24 the quotient is as exact
+        share = predictions / samples
     return {
         "loss": (masked + following * share, num_masked),
         "mlm loss": (masked.detach(), num_masked),
