@@ -85,7 +85,8 @@ def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
 
     Layers of a pipeline hand on what others will need beside their first tensor, and its gradient on the way back; of
     a dump with a pipeline and one without, only first tensors are the same, and the others that a module's own weight
-    has cut.
+    has cut. What has no dimension of samples, such as the positions of a micro-batch, is the same tensor where both
+    have micro-batches of one size.
     """
     one, other = grouped(first), grouped(second)
     have_pipeline = {dump.facts["layout"].get("pipe", 1) > 1 for dump in (first, second)}
@@ -94,9 +95,15 @@ def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
         return key.index == 0 or all(records[key][0].cut is not None for records in (one, other))
 
     for key in one:
-        if key in other and (len(have_pipeline) == 1 or is_own(key)):
+        if key in other and (len(have_pipeline) == 1 or is_own(key)) and _can_add_up(one[key], other[key]):
             for start, stop in common_spans(one[key], other[key]):
                 yield join(key, one[key], start, stop), join(key, other[key], start, stop)
+
+
+def _can_add_up(one: Sequence[Record], other: Sequence[Record]) -> bool:
+    """Return whether the tensors of larger micro-batches are larger, where micro-batches differ in size."""
+    sizes = [{r.samples.stop - r.samples.first for r in each if r.samples is not None} for each in (one, other)]
+    return sizes[0] == sizes[1] or {r.shape for r in one}.isdisjoint(r.shape for r in other)
 
 
 def common_spans(one: Sequence[Record], other: Sequence[Record]) -> list[tuple[int, int]]:

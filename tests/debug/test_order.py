@@ -119,3 +119,19 @@ def test_the_verdict_comes_ahead_of_the_picture_and_stands_without_it(
     monkeypatch.setattr(sys, "argv", [*words, "--picture", str(tmp_path / "b" / "compare.png")])
     assert compare_dumps.main() == 2
     assert "compare_dumps.py: no picture: " in capsys.readouterr().err
+
+
+def test_what_has_no_samples_is_left_out_where_micro_batches_differ_in_size(tmp_path: Path) -> None:
+    for name, number in (("large", 1), ("small", 2)):
+        write_manifest(tmp_path / name, FACTS | {"world_size": 1})
+        writer = Writer(tmp_path / name, 0)
+        writer.begin(1)
+        for micro_batch in range(number):
+            size = 2 // number
+            samples = Samples(micro_batch * size, (micro_batch + 1) * size)
+            for of, width in (("states", size), ("positions", 1)):
+                writer.add(torch.ones(3, width), of, OUTPUT, micro_batch=micro_batch, samples=samples)
+        writer.close()
+    large, small = read(tmp_path / "large"), read(tmp_path / "small")
+    assert {(each.key.name, each.error) for each in compare(large, small).differences} == {("states", 0.0)}
+    assert {each.key.name for each in compare(large, large).differences} == {"states", "positions"}

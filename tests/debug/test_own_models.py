@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples.bert import pretrain_bert
 from megatron.debug.folder import Writer, read, write_manifest
 from megatron.debug.hooks import GRAD_INPUT, OUTPUT
 from tests.debug import dumps
@@ -52,6 +53,17 @@ def test_layouts_of_four_ranks_agree_with_one_process(plant: Any, layout: tuple[
     dumps.run(tmp_path / "one", gas=2, plant=plant, steps=1)
     dumps.run(tmp_path / "four", layout, gas=4, plant=plant, steps=1)
     assert_agree(tmp_path / "one", tmp_path / "four")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)], ids=str)
+def test_bert_agrees_with_a_vocabulary_that_is_padded_and_other_micro_batches(
+    layout: tuple[int, int, int], tmp_path: Path
+) -> None:
+    assert dumps.VOCAB % layout[0]
+    dumps.run(tmp_path / "one", gas=2, script=pretrain_bert, steps=1)
+    dumps.run(tmp_path / "other", layout, gas=4, script=pretrain_bert, steps=1)
+    assert_agree(tmp_path / "one", tmp_path / "other")
 
 
 @pytest.mark.parametrize("told, factor", [(True, 1.0), (False, 0.5)])

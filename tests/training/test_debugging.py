@@ -81,6 +81,38 @@ def test_of_a_tensor_group_the_rank_that_made_it_speaks_alone(corpus: Path, tmp_
         assert [(each["name"], each["step"]) for each in read(tmp_path / "dump").findings] == [(SLICED, 3)]
 
 
+class _Poisoned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
+
+
+def spoil_a_gradient(rank: int) -> None:
+    """Let a layer of the first stage's second chunk send NaN back, all the way to the first layer."""
+    plain = assembly.build_model
+
+    def spoiled(*args):
+        model = plain(*args)
+        for name, module in named_modules(model):
+            if name == "layers.3.mlp.down":
+                module.register_forward_pre_hook(lambda module, given: (_Poisoned.apply(given[0]),))
+        return model
+
+    assembly.build_model = spoiled
+
+
+@pytest.mark.slow
+def test_a_gradient_that_comes_from_another_chunk_is_not_the_losss(corpus: Path, tmp_path: Path) -> None:
+    flags = f"{SMALL} --debug-nan --pipe-parallel-size 2 --pipeline-chunks 2 --num-layers 4 --partition-method uniform"
+    first, last = guarded.train(2, corpus, tmp_path / "run", flags, spoil_a_gradient)
+    assert "Here NaN or infinity was made between layers.3.mlp.down and layers.3.mlp.up in the backward" in first.error
+    assert "--debug-nan" in last.error and "Here" not in last.error
+
+
 @pytest.mark.slow
 def test_a_dump_names_the_module_beside_the_loss_and_lets_a_guard_go_on(corpus: Path, tmp_path: Path) -> None:
     def flags(name: str) -> str:
