@@ -26,7 +26,7 @@ def test_fp32_is_at_the_floor(tensor: int, pipe: int, data: int) -> None:
     check_fp32(difference(tensor, pipe, data, 2, "--fp32 --clip-grad 0.5"))
 
 
-@pytest.mark.parametrize("gas", [1, 4])
+@pytest.mark.parametrize("gas", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_accumulation_of_1_and_4_equals_one_process(gas: int) -> None:
     for tensor, pipe, data in ((1, 2, 1), (2, 2, 1), (1, 2, 2)):
         check_fp64(difference(tensor, pipe, data, gas, "--fp64"))
@@ -36,7 +36,7 @@ def test_accumulation_of_1_and_4_equals_one_process(gas: int) -> None:
     "extra",
     [
         "--untie-embeddings-and-output-weights",
-        "--checkpoint-activations",
+        pytest.param("--checkpoint-activations", marks=pytest.mark.slow),
         "--checkpoint-activations --checkpoint-num-layers 2",
         "--num-layers 3",
         "--reset-position-ids --reset-attention-mask --eod-mask-loss",
@@ -102,7 +102,9 @@ def test_micro_batches_may_be_cut_otherwise(mask: str) -> None:
     assert exact.gradient <= 1e-11
 
 
-@pytest.mark.parametrize("dropout", ["", "--hidden-dropout 0.1 --attention-dropout 0.1"])
+@pytest.mark.parametrize(
+    "dropout", [pytest.param("", marks=pytest.mark.slow), "--hidden-dropout 0.1 --attention-dropout 0.1"]
+)
 @pytest.mark.parametrize(("tensor", "pipe"), [(1, 1), (2, 2)])
 def test_recompute_changes_no_bit(tensor: int, pipe: int, dropout: str) -> None:
     """Row E08, with the dropout masks drawn again in backward."""

@@ -23,7 +23,9 @@ def _compare(toys: list[Toy], ranks: int, num_stages: int, tolerance: float | No
         check_equal([each[index] for each in results], toy, replicas, tolerance)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_stages", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_fp32_equals_one_process_to_the_bit(num_stages: int) -> None:
     """Untied, any number of micro-batches, every schedule (row E10)."""
     toys = [
@@ -106,7 +108,7 @@ def test_uneven_bounds_equal_one_process() -> None:
         _compare([Toy("chain", dtype=torch.float32), Toy("many")], 2, 2, 1e-12, partition_method=bounds)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_recompute_changes_no_bit(use_reentrant: bool) -> None:
     toys = [
         Toy(

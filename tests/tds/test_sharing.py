@@ -29,7 +29,9 @@ def _compare(toys: list[Toy], ranks: int, num_stages: int, **more: Any) -> None:
         check_equal([each[index] for each in results], toy, ranks // num_stages, 1e-12)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_stages", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_gradients_and_norm_equal_one_process(num_stages: int) -> None:
     """The norm too: each shared weight counts once, however many stages hold it."""
     toys = [

@@ -136,7 +136,7 @@ def test_the_learning_rate_waits_while_steps_are_skipped(whole: Path) -> None:
     assert len(set(rates.values())) > 8, "it follows the updates that were made"
 
 
-@pytest.mark.parametrize("stop", [3, 9, 11])
+@pytest.mark.parametrize("stop", [3, pytest.param(9, marks=pytest.mark.slow), pytest.param(11, marks=pytest.mark.slow)])
 def test_loss_scale_and_counters_survive_a_stop(stop: int, whole: Path, corpus: Path, tmp_path: Path) -> None:
     """At 3 and 11 one of the hysteresis is used up; at 9 part of a window of good steps is over."""
     assert train(corpus, tmp_path / "cut", f"--exit-interval {stop}") == [75, 75]

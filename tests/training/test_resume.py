@@ -116,7 +116,11 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_same(
     ("script", "variant"),
     [
         (pretrain_gpt2, ""),
-        (pretrain_t5, "--activation gated-gelu --untie-embeddings-and-output-weights --reset-attention-mask"),
+        pytest.param(
+            pretrain_t5,
+            "--activation gated-gelu --untie-embeddings-and-output-weights --reset-attention-mask",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(pretrain_llama, "--reset-attention-mask --reset-position-ids", marks=pytest.mark.slow),
         pytest.param(pretrain_mpt, "--reset-attention-mask --eod-mask-loss", marks=pytest.mark.slow),
         pytest.param(pretrain_bert, "--short-seq-prob 0.5", marks=pytest.mark.slow),
