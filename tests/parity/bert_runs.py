@@ -21,6 +21,7 @@ SIZES = (
 VARIANTS = {
     "pairs": "--fp64",
     "words": "--fp64 --bert-no-binary-head --whole-word-masking --short-seq-prob 0 --checkpoint-activations",
+    "pairs of whole words": "--fp64 --whole-word-masking",
 }
 
 

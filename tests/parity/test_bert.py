@@ -6,6 +6,8 @@ import pytest
 
 from tests.parity.bert_runs import VARIANTS, difference, traces
 from tests.parity.layouts import LAYOUTS, check_fp64
+from tests.parity.test_layouts import assert_same_gradients
+from tests.parity.test_zero import assert_same_bits
 
 SHORT = {("pairs", 2, 1, 1), ("pairs", 1, 2, 2), ("words", 1, 2, 1)}
 SCHEDULES = [
@@ -45,13 +47,54 @@ def test_schedules_differ_from_one_process_in_no_bit_but_for_the_word_table(sche
             assert apart <= (3e-7 if name == "embedding.word.weight" else 0.0), name
 
 
-@pytest.mark.parametrize("extra", ["--checkpoint-activations", "--checkpoint-activations --checkpoint-num-layers 2"])
-def test_recompute_changes_no_bit_with_dropout_on(extra: str) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "pipe", "every"),
+    [
+        *((1, 1, every) for every in (1, 2)),
+        *(pytest.param(*grid, marks=pytest.mark.slow) for grid in ((2, 1, 1), (1, 2, 2), (2, 2, 1))),
+    ],
+)
+def test_recompute_changes_no_bit_with_dropout_on(tensor: int, pipe: int, every: int) -> None:
     """Row E08."""
     dropped = f"{FP32} --attention-dropout 0.1 --hidden-dropout 0.1"
-    plain, again = traces(1, 1, 1, dropped, 2)[0], traces(1, 1, 1, f"{dropped} {extra}", 2)[0]
-    assert plain.losses == again.losses
-    assert all((again.gradients[name][1] == part).all() for name, (_, part) in plain.gradients.items())
+    extra = f"{dropped} --checkpoint-activations --checkpoint-num-layers {every}"
+    for plain, again in zip(traces(tensor, pipe, 1, dropped, 2), traces(tensor, pipe, 1, extra, 2), strict=True):
+        assert plain.losses == again.losses
+        assert_same_gradients(plain, again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
+def test_fp32_is_at_the_floor(tensor: int, pipe: int, data: int) -> None:
+    """Row E02."""
+    found = difference(tensor, pipe, data, "--fp32", 6)
+    assert found.first_loss <= 2e-6
+    assert found.loss <= 5e-5
+    assert found.gradient <= 3e-6, found.worst
+    assert found.first_norm <= 1e-6
+
+
+@pytest.mark.slow
+def test_replicas_that_share_train_the_model_of_those_that_do_not() -> None:
+    """Row E07."""
+    for layout in ((1, 1, 2), (2, 1, 2)):
+        assert_same_bits(*(traces(*layout, f"--fp32 {zero}", 6) for zero in ("", "--zero-stage 1")))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--bert-no-binary-head",
+        "--whole-word-masking",
+        "--mask-prob 0.3",
+        "--short-seq-prob 0",
+        "--activation gated-gelu",
+    ],
+)
+def test_each_flag_makes_another_model_or_batch(flag: str) -> None:
+    """Layouts are compared with one process, which would not tell of a flag that is lost in both."""
+    plain, changed = (traces(1, 1, 1, f"--fp64 {extra}", 1)[0] for extra in ("", flag))
+    assert abs(plain.losses[0] - changed.losses[0]) > 1e-6
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from tests.parity.layouts import LAYOUTS, check_fp64
 from tests.parity.llama_runs import VARIANTS, difference, traces
 from tests.parity.test_layouts import assert_same_gradients
 from tests.parity.test_schedules import GRIDS, INTERLEAVED, OTHERS, UNTIED, check_same_bits
+from tests.parity.test_zero import assert_same_bits
 
 RATES = "--attention-dropout 0.1 --hidden-dropout 0.1"
 DROPPED = f"--fp64 --clip-grad 0.5 {RATES} --layout-independent-dropout"
@@ -121,3 +122,10 @@ def test_each_flag_makes_another_model_or_batch(flag: str) -> None:
     """Layouts are compared with one process, which would not tell of a flag that is lost in both."""
     plain, changed = (traces(1, 1, 1, f"--fp64 {extra}", 1)[0] for extra in ("", flag))
     assert abs(plain.losses[0] - changed.losses[0]) > 1e-6
+
+
+@pytest.mark.slow
+def test_replicas_that_share_train_the_model_of_those_that_do_not() -> None:
+    """Row E07."""
+    for layout in ((1, 1, 2), (2, 1, 2)):
+        assert_same_bits(*(traces(*layout, f"--fp32 --clip-grad 0.5 {zero}", 6) for zero in ("", "--zero-stage 1")))
