@@ -138,7 +138,14 @@ def kept_notes(config: Config) -> Iterator[str]:
 
 
 def scaling_problems(config: Config) -> Iterator[str]:
-    """Yield flags of the loss scale when the number format is known and is not fp16."""
+    """Yield flags of the loss scale when the number format is known and is not fp16, or when the scale is fixed."""
+    fixed = config.precision.loss_scale
+    course = _flags(config, ("initial_scale_power", *SCALING_COURSE)) if fixed and _may_be_fp16(config) else []
+    if course:
+        yield (
+            f"{', '.join(course)} acts on a dynamic loss scale only, got the fixed {_scale_text(config)}. Leave one of "
+            "them out"
+        )
     dtype, named = config.precision.dtype, _flags(config, SCALING)
     if named and dtype not in (None, "fp16"):
         got = f"--{dtype}" if "dtype" in config.given else f"{dtype} (--fp16 was not given)"
@@ -169,11 +176,25 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def scaling_notes(config: Config) -> Iterator[str]:
-    """Yield flags and keys of the loss scale when the number format is known and is not fp16."""
-    dtype = config.precision.dtype
+    """Yield flags and keys of the loss scale when the number format is known and is not fp16, or that is fixed."""
+    dtype, fixed = config.precision.dtype, "fp16.loss_scale"
+    course = (
+        [name for name in _stated_scaling(config.deepspeed) if name != fixed] if config.precision.loss_scale else []
+    )
+    if course and _may_be_fp16(config):
+        yield f"{', '.join(course)} in the JSON: no effect with the fixed {_scale_text(config)}"
     named = [*_flags(config, SCALING_COURSE), *_stated_scaling(config.deepspeed)]
     if named and dtype not in (None, "fp16"):
         yield f"{', '.join(named)}: no effect, for only fp16 has a loss scale and this run is {dtype}"
+
+
+def _may_be_fp16(config: Config) -> bool:
+    return config.precision.dtype in (None, "fp16")
+
+
+def _scale_text(config: Config) -> str:
+    name = "--loss-scale" if "loss_scale" in config.given else "fp16.loss_scale of the JSON,"
+    return f"{name} {config.precision.loss_scale:g}"
 
 
 def _flags(config: Config, names: tuple[str, ...]) -> list[str]:

@@ -24,7 +24,9 @@ class PrecisionConfig:
     loss_scale: float = option(0.0, "fixed loss scale of fp16; 0: dynamic", minimum=0)
     initial_scale_power: int = option(16, "the dynamic loss scale starts at 2 to this power", minimum=0, maximum=64)
     loss_scale_window: int = option(1000, "steps without overflow before the scale doubles", minimum=1)
-    hysteresis: int = option(2, "overflows before the scale halves", minimum=1)
+    hysteresis: int = option(
+        2, "the overflow that halves the scale first; each one after it does too, until a good window", minimum=1
+    )
     min_scale: float = option(1.0, "lowest dynamic loss scale", above=0)
     excluded: tuple[str, ...] = ()  # formats that the JSON says are not enabled; never chosen for the device
 

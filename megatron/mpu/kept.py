@@ -9,7 +9,8 @@
 
 All three go together: a slice, in a slot, in a buffer of the host. It is the inputs that a gradient flows to, for these
 are of the size of the hidden states and the same on every tensor rank. Others (tokens, documents, masks) are small or
-shared by all layers of a micro-batch and wait as they are.
+shared by all layers of a micro-batch and wait as they are. Inputs of another size have a buffer of their own; when one
+is made, those in which nothing waits are given back.
 
 Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 6.
 """
@@ -91,6 +92,7 @@ class Keeper:
     def _buffer(self, part: torch.Tensor, is_first: bool) -> _Buffer:
         key = part.numel(), part.dtype, is_first
         if key not in self._buffers:
+            self._buffers = {known: buffer for known, buffer in self._buffers.items() if not buffer.is_free}
             slots = self._slots()[0 if is_first else 1]
             shape, like = (slots, part.numel()), part.new_empty(0)  # not part itself, which would wait for ever
             self._buffers[key] = _Buffer(slots, lambda: self._memory(shape, like))
@@ -168,6 +170,11 @@ class _Buffer:
         self._blocks = [make()]
         self._free = list(reversed(self._blocks[0].unbind()))
         self._size = slots
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing waits in it."""
+        return len(self._free) == sum(map(len, self._blocks))
 
     @property
     def num_bytes(self) -> int:

@@ -119,7 +119,7 @@ class GradientParts:
         self._next += 1
         self._land()
         shares = [Share(self._arrived.pop(p, None), p, self._masters.cut(p)) for p in bucket]
-        self._flight = Sum.start(shares, self.holders)
+        self._flight = Sum(shares, self.holders)
 
     def _land(self) -> None:
         """Wait for the sum that is on its way, and keep this replica's parts of it."""

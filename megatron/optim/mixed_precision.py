@@ -112,6 +112,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self._masters.homes.get(parameter, parameter)
 
     @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are here in passes of the modules that have them only, and NaN between: ZeRO 3."""
+        return self._units is not None
+
+    @property
     def sums_gradients(self) -> bool:
         """Whether gradients are summed over the replicas here, within backward: the engine must not do it then."""
         return self._gradients.are_summed
@@ -243,6 +248,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             return (
                 f"overflow at the smallest loss scale ({self.loss_scale:g}); the gradients themselves are not finite: "
                 "lower --lr or use bf16. The weights are as before this step."
+            )
+        if self.scaler.is_fixed:
+            return (
+                f"fp16 gradients must not overflow at the fixed --loss-scale {self.loss_scale:g}, got the norm {norm}. "
+                "The weights are as before this step. Lower --loss-scale, or leave it out: a dynamic one skips such a "
+                "step and halves itself. If they overflow at any scale, lower --lr or use bf16."
             )
         return (
             f"the gradient norm must be finite, got {norm}. The weights are as before this step. "

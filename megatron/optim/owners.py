@@ -2,8 +2,11 @@
 
 | backend | what is sent of n bytes | the sum |
 |---|---|---|
-| NCCL | a reduce-scatter, n (d - 1) / d | its own order of additions |
+| NCCL | a reduce-scatter, n (d - 1) / d; an all-reduce of what all replicas keep whole | its own order of additions |
 | others | an all-reduce, twice as much | that of ZeRO 0 to the bit, in the same buckets |
+
+What is kept whole (single numbers) is never scattered: each replica's sum of it would be added up in another order, and
+the copies of the weight would drift apart.
 
 gloo makes a reduce-scatter of an all-reduce, so nothing is lost there.
 """
@@ -51,9 +54,31 @@ class Share:
         return whole if self.cut is None else self.cut.part(whole, replica)
 
 
-@dataclass
 class Sum:
-    """A sum on its way: ``flat`` holds it once ``work`` is done."""
+    """A sum on its way, in one run of numbers or two.
+
+    Args:
+        is_scattered: by a reduce-scatter; None: as the backend likes it.
+    """
+
+    def __init__(self, shares: Sequence[Share], group: Group, *, is_scattered: bool | None = None) -> None:
+        """Start the sum of ``shares`` of one dtype. Collective: the same parameters in the same order on every rank."""
+        if is_scattered is None:
+            is_scattered = dist.get_backend(group.handle) == "nccl"
+        kinds = [(shares, False)]
+        if is_scattered:
+            kinds = [([s for s in shares if s.cut is not None], True), ([s for s in shares if s.cut is None], False)]
+        self._runs = [_Run.start(some, group, is_scattered=scatters) for some, scatters in kinds if some]
+
+    def parts(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Wait for the sum; yield each parameter and this replica's part in memory of its own."""
+        for run in self._runs:
+            yield from run.parts()
+
+
+@dataclass
+class _Run:
+    """``flat`` holds the sum once ``work`` is done."""
 
     shares: Sequence[Share]
     group: Group
@@ -62,14 +87,7 @@ class Sum:
     is_scattered: bool
 
     @classmethod
-    def start(cls, shares: Sequence[Share], group: Group, *, is_scattered: bool | None = None) -> Sum:
-        """Start the sum of ``shares`` of one dtype. Collective: the same parameters in the same order on every rank.
-
-        Args:
-            is_scattered: by a reduce-scatter; None: as the backend likes it.
-        """
-        if is_scattered is None:
-            is_scattered = dist.get_backend(group.handle) == "nccl"
+    def start(cls, shares: Sequence[Share], group: Group, *, is_scattered: bool) -> _Run:
         if is_scattered:
             every = _in_slots(shares, group.size)
             mine = every.new_empty(every.shape[1])
@@ -79,7 +97,6 @@ class Sum:
         return cls(shares, group, flat, dist.all_reduce(flat, group=group.handle, async_op=True), False)
 
     def parts(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Wait for the sum; yield each parameter and this replica's part in memory of its own."""
         self.work.wait()
         start = 0
         for share in self.shares:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScaler:
-    """Doubles after ``window`` good steps, halves when gradients overflow ``hysteresis`` times without a good window.
+    """Doubles after ``window`` good steps; the overflow number ``hysteresis`` halves it, and each one after that.
+
+    A good window makes the hysteresis whole again, halving does not: the rule of DeepSpeed (``consecutive_hysteresis``
+    false) and Megatron.
 
     Args:
         scale: the factor now; a power of two.
@@ -29,6 +32,11 @@ class LossScaler:
         self.overflows_left = self.overflows_left or self.hysteresis
 
     @property
+    def is_fixed(self) -> bool:
+        """Return whether there is a factor, and it stays."""
+        return not self.is_dynamic and self.scale != 1.0
+
+    @property
     def is_to_blame(self) -> bool:
         """Return whether a smaller factor could have prevented an overflow."""
         return self.is_dynamic and self.scale > self.floor
@@ -39,10 +47,10 @@ class LossScaler:
             return
         if has_overflow:
             self.good_steps = 0
-            self.overflows_left -= 1
-            if self.overflows_left <= 0:
+            if self.overflows_left > 1:
+                self.overflows_left -= 1
+            else:
                 self.scale = max(self.scale / 2.0, self.floor)
-                self.overflows_left = self.hysteresis
             return
         self.good_steps += 1
         if self.good_steps % self.window == 0:

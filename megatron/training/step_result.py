@@ -62,9 +62,12 @@ class FiniteOnly:
 
     def _allows(self, norm: float) -> bool:
         if not math.isfinite(self._loss):
+            gathers = " If it is so from the first step on, weights are read outside of the forward of a module that "
+            gathers += "has them, which --zero-stage 3 gathers them for: use --zero-stage 2."
             raise LossError(
                 f"the loss must be finite, got {self._loss}. The weights are as before this step. Lower --lr, look at "
                 "the samples, or leave such steps out with --stability-guard skip."
+                + (gathers if self._optimizer.gathers_weights else "")
             )
         if not math.isfinite(norm):
             raise NumericsError(self._optimizer.not_finite_text(norm))

@@ -24,6 +24,13 @@ def read(line: str, folder=None, content: object = None, world_size: int = 1) ->
         ("--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6", ["--adam-beta1, --adam-eps acts on AdamW only", "sgd"]),
         ("--bf16 --loss-scale 8", ["--loss-scale acts on fp16 only, got --bf16"]),
         ("--fp32 --initial-scale-power 8", ["--initial-scale-power acts on fp16 only, got --fp32"]),
+        (
+            "--fp16 --loss-scale 1024 --hysteresis 4 --initial-scale-power 8 --loss-scale-window 9 --min-scale 2",
+            [
+                "--initial-scale-power, --loss-scale-window, --hysteresis, --min-scale acts on a dynamic loss scale",
+                "got the fixed --loss-scale 1024",
+            ],
+        ),
         ("--eval-only --load x --eval-iters 0", ["--eval-only needs steps", "--eval-iters 0"]),
         ("--eval-only --load x --save-interval 5", ["--save-interval acts in training only"]),
         (
@@ -56,6 +63,12 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
         ("--lr-decay-style constant --min-lr 1e-5", None, 1, "--min-lr 1e-05 has no effect"),
         ("--bf16 --hysteresis 2 --loss-scale-window 9", None, 1, "--loss-scale-window, --hysteresis: no effect"),
         ("--bf16", {"fp16": {"loss_scale": 4}}, 1, "fp16.loss_scale: no effect, for only fp16 has"),
+        (
+            "--fp16",
+            {"fp16": {"loss_scale": 8, "hysteresis": 3, "min_loss_scale": "auto"}},
+            1,
+            "fp16.hysteresis in the JSON: no effect with the fixed fp16.loss_scale of the JSON, 8",
+        ),
         ("", {"pipeline": {"schedule": "gpipe"}}, 1, '"pipeline" has no effect without a pipeline'),
         ("--pipe-parallel-size 2", {"pipeline": {"stages": 2}}, 2, "pipeline.stages has no effect: stages are set by"),
         ("--pipe-parallel-size 2", {"flops_profiler": {"enabled": True}}, 2, '"flops_profiler" has no effect'),

@@ -64,6 +64,22 @@ def test_a_buffer_that_is_too_small_grows_and_says_so(capsys):
         assert torch.equal(each.take()[0], leaf(seed, 4))
 
 
+def test_inputs_of_another_size_give_back_the_buffers_in_which_nothing_waits():
+    keeper = Keeper(Keeping(is_contiguous=True), lambda: (2, 1))
+    waiting = [keeper.put_away((leaf(0, 4), leaf(1, 7)))]
+    for numel in range(10, 20):
+        other = keeper.put_away((leaf(numel, numel),))
+        assert keeper.buffer_bytes() == (2 * 4 + 7 + 2 * numel) * 8, "the one in use stays"
+        del other
+        gc.collect()
+    waiting[0].take()
+    assert torch.equal(waiting[0].take()[0], leaf(0, 4))
+    waiting.clear()
+    gc.collect()
+    keeper.put_away((leaf(0, 5),))
+    assert keeper.buffer_bytes() == 2 * 5 * 8
+
+
 @pytest.mark.parametrize("how", [Keeping(is_on_host=True), Keeping(is_contiguous=True)])
 def test_what_several_runs_read_is_put_away_once(how):
     keeper, shared = Keeper(how, lambda: (2, 1)), leaf(9, 8)

@@ -180,7 +180,7 @@ ZERO_PARTS = (
         "megatron/optim/weight_units.py",
         "        self._order.end()\n",
         "        pass\n",
-        (f"{OTHER_WAYS}[ends early]",),
+        (f"{OTHER_WAYS}[goes on]",),
         refuses=True,
     ),
     Mutant(
@@ -210,5 +210,19 @@ ZERO_PARTS = (
         "partial(self._enter, units), prepend=True",
         "partial(self._enter, units), prepend=False",
         (f"{LAYERS}::test_hooks_and_tensors_of_other_kinds_see_the_weights",),
+    ),
+    Mutant(
+        "single numbers are scattered, each sum in an order of its own",
+        "megatron/optim/owners.py",
+        "kinds = [([s for s in shares if s.cut is not None], True), ",
+        "kinds = [(shares, True)] if shares else [",
+        (f"{PARTS}::test_single_numbers_do_not_drift_apart_where_a_reduce_scatter_adds_in_orders_of_its_own",),
+    ),
+    Mutant(
+        "halving makes the hysteresis whole again",
+        "megatron/optim/scaler.py",
+        "                self.scale = max(self.scale / 2.0, self.floor)\n",
+        "                self.scale, self.overflows_left = max(self.scale / 2.0, self.floor), self.hysteresis\n",
+        ("tests/optim/test_scaler.py::test_every_overflow_is_answered_as_deepspeed_does",),
     ),
 )

@@ -1,8 +1,9 @@
 """The loss scale of fp16 as one table, and sums of gradients of bf16 over many micro-batches.
 
-The rule: it starts at 2 to the power of ``--initial-scale-power``; a step whose gradients overflow is skipped; after
-``--hysteresis`` such steps within a window it halves, down to ``--min-scale``; after ``--loss-scale-window`` good steps
-in a row it doubles, and the hysteresis is whole again. An overflow at the smallest scale ends the run.
+The rule: it starts at 2 to the power of ``--initial-scale-power``; a step whose gradients overflow is skipped; such
+step number ``--hysteresis`` halves it and so does each one after that, down to ``--min-scale``; after
+``--loss-scale-window`` good steps in a row it doubles, and the hysteresis is whole again. An overflow at the smallest
+scale ends the run, and so does one at a fixed scale (``--loss-scale``).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ TABLE = [
     ("doubles after a window", 4, 3, 1, 1.0, ".......", [4, 4, 4, 5, 5, 5, 6], False),
     ("halves at an overflow", 4, 3, 1, 1.0, "x.x.", [4, 3, 3, 2], False),
     ("begins the window anew", 4, 3, 1, 1.0, "..x....", [4, 4, 4, 3, 3, 3, 4], False),
-    ("waits for the hysteresis", 4, 9, 3, 1.0, "xx.x.xxx.", [4, 4, 4, 4, 3, 3, 3, 3, 2], False),
-    ("a window makes it whole", 4, 2, 2, 1.0, "x..x.x.", [4, 4, 4, 5, 5, 5, 4], False),
+    ("waits for the hysteresis", 4, 9, 3, 1.0, "xx.x.xx.", [4, 4, 4, 4, 3, 3, 2, 1], False),
+    ("a window makes it whole", 4, 2, 2, 1.0, "x..x.xx.", [4, 4, 4, 5, 5, 5, 4, 3], False),
     ("stops at the floor and ends", 2, 9, 1, 2.0, "xx", [2, 1], True),
     ("hysteresis counts there too", 1, 9, 2, 1.0, "xxx", [1, 1, 0], True),
 ]
@@ -53,6 +54,20 @@ def test_the_scale_follows_its_rule_and_a_skipped_step_changes_nothing(row):
         updates += step == "."
         assert torch.equal(optimizer.master_of(weight), torch.full((3,), -updates * 2.0**-20))
     assert seen == [2.0**log for log in wanted]
+
+
+def test_an_overflow_at_a_fixed_scale_says_which_flag_to_change():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    build = partial(torch.optim.SGD, lr=1.0)
+    optimizer = MixedPrecisionOptimizer(
+        [{"params": [weight]}], build, dtype=torch.float16, scaler=LossScaler(scale=2.0**16)
+    )
+    (weight.float() * 1.5).sum().mul(optimizer.loss_scale).backward()
+    with pytest.raises(
+        NumericsError, match=r"overflow at the fixed --loss-scale 65536.*Lower --loss-scale, or leave it"
+    ):
+        optimizer.step()
+    assert torch.equal(weight, torch.zeros(3, dtype=torch.float16))
 
 
 def test_bf16_gradients_of_256_micro_batches_are_summed_in_fp32():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+from deepspeed.runtime.fp16 import loss_scaler
+
 from megatron.optim import LossScaler
 
 
@@ -27,11 +31,25 @@ def test_it_halves_at_an_overflow_and_the_window_starts_anew():
 
 
 def test_hysteresis_lets_some_overflows_pass():
-    assert after(dynamic(hysteresis=2), [1, 1, 1, 1]) == [16, 8, 8, 4]
+    assert after(dynamic(hysteresis=2), [1, 1, 1, 1]) == [16, 8, 4, 2]
+    assert after(dynamic(hysteresis=3), [1, 1, 1, 1]) == [16, 16, 8, 4]
+
+
+def test_every_overflow_is_answered_as_deepspeed_does(monkeypatch):
+    """Within a window: DeepSpeed doubles one good step later than its window says, which Megatron and we do not."""
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)
+    chance = random.Random(5)
+    for hysteresis in (1, 2, 4, 9):
+        theirs = loss_scaler.DynamicLossScaler(2.0**30, 1000, 1.0, hysteresis, False)
+        steps, wanted = [chance.random() < 0.2 for _ in range(60)], []
+        for step in steps:
+            theirs.update_scale(step)
+            wanted.append(theirs.cur_scale)
+        assert after(dynamic(scale=2.0**30, hysteresis=hysteresis, window=1000), steps) == wanted
 
 
 def test_a_few_good_steps_do_not_renew_the_hysteresis_but_a_window_does():
-    assert after(dynamic(hysteresis=2), [1, 0, 1]) == [16, 16, 8]
+    assert after(dynamic(hysteresis=2), [1, 0, 1, 0, 1]) == [16, 16, 8, 8, 4]
     assert after(dynamic(hysteresis=2), [1, 0, 0, 0, 1]) == [16, 16, 16, 32, 32]
 
 

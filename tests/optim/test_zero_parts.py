@@ -119,7 +119,7 @@ def sum_both_ways(rank: int) -> float:
         generator = torch.Generator().manual_seed(10 * number + rank)
         gradient = None if number == rank else torch.randn(parameter.shape, generator=generator)
         shares.append(owners.Share(gradient, parameter, cut_of(parameter, 3)))
-    one, other = (dict(owners.Sum.start(shares, grid.data, is_scattered=way).parts()) for way in (False, True))
+    one, other = (dict(owners.Sum(shares, grid.data, is_scattered=way).parts()) for way in (False, True))
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in (*one.values(), *other.values()))
     whole = {p: torch.zeros_like(p).detach() for p in parameters}
     for share in shares:
@@ -132,6 +132,37 @@ def sum_both_ways(rank: int) -> float:
 
 def test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce() -> None:
     assert max(run_ranks(3, sum_both_ways)) <= 1e-6
+
+
+def in_a_ring(rank: int) -> list[bool]:
+    """Sum by a reduce-scatter that adds up in another order for each replica; return whether all have what is whole."""
+    grid = build_grid(Topology.of_world(4, tensor=1, pipe=1), rank)
+
+    def scatter(mine: torch.Tensor, every: torch.Tensor, **how: Any) -> Any:
+        sent = [torch.empty_like(every) for _ in range(4)]
+        dist.all_gather(sent, every)
+        mine.copy_(sum(sent[(rank + 1 + step) % 4].view(4, -1)[rank] for step in range(4)))
+        return Done()
+
+    dist.reduce_scatter_single = scatter
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((64, 4), *[()] * 64)]
+    generator = torch.Generator().manual_seed(rank)
+    shares = [owners.Share(torch.randn(p.shape, generator=generator), p, cut_of(p, 4)) for p in parameters]
+    parts = dict(owners.Sum(shares, grid.data, is_scattered=True).parts())
+    numbers = torch.stack([parts[p] for p in parameters[1:]])
+    every = [torch.empty_like(numbers) for _ in range(4)]
+    dist.all_gather(every, numbers)
+    return [torch.equal(other, numbers) for other in every]
+
+
+class Done:
+    """A sum that is here."""
+
+    def wait(self) -> None: ...
+
+
+def test_single_numbers_do_not_drift_apart_where_a_reduce_scatter_adds_in_orders_of_its_own() -> None:
+    assert run_ranks(4, in_a_ring) == [[True] * 4] * 4
 
 
 def test_buckets_are_those_in_which_stage_0_sums() -> None:
