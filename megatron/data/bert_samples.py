@@ -21,7 +21,7 @@ from megatron.data import bert_layout
 from megatron.data.bert_control import BertTokens
 from megatron.data.bert_masking import DRAWS, mask, num_to_mask
 from megatron.data.cache import Cache
-from megatron.data.documents import Documents, count_of, documents_key
+from megatron.data.documents import Documents, count_of, documents_key, longest_of
 from megatron.data.random_words import random_words
 from megatron.data.token_source import Piece
 from megatron.data.windows import TokenSource, Windows
@@ -104,6 +104,15 @@ class BertSamples:
             self.seed,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def share_of_random(self) -> float:
+        """About how many of the pairs have a second segment from elsewhere: half of them, or fewer where one document
+        is nearly all of the text, in which places that are drawn mostly fall.
+        """
+        longest = longest_of(self.token_file.sizes, self.documents)
+        beside = min((longest + self.text_length) / self.num_tokens, 1.0)
+        return 0.5 * (1.0 - beside * beside**_TRIES)
 
     def num_predicted(self, index: int) -> int:
         """Return how many tokens of sample ``index`` are to be predicted, without reading it."""

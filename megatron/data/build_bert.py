@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron import log
 from megatron.data import checks
 from megatron.data.bert_control import BertTokens
 from megatron.data.bert_samples import BertSamples, text_length
@@ -14,6 +15,9 @@ from megatron.data.cache import Cache
 from megatron.data.corpora import DataPaths
 from megatron.data.documents import Documents
 from megatron.data.token_file import TokenFile
+
+FEW = 0.25
+"""Share of pairs from elsewhere below which the start tells: half of what it should be."""
 
 
 def build_bert_train_valid_test(
@@ -47,7 +51,7 @@ def build_bert_train_valid_test(
         checks.check_token_ids(token_file, tokens.text_vocab_size, cache)
 
         def make(documents: Documents, draws: str) -> BertSamples:
-            return BertSamples(
+            samples = BertSamples(
                 token_file,
                 documents=documents,
                 seq_length=seq_length,
@@ -60,6 +64,13 @@ def build_bert_train_valid_test(
                 cache=cache,
                 draws=draws,
             )
+            if has_pairs and samples.share_of_random < FEW:
+                log.info(
+                    f"warning: {prefix}: nearly all text of a split is of one document, so that only about "
+                    f"{samples.share_of_random:.0%} of its pairs are of two. Give it more documents, or use "
+                    "--bert-no-binary-head"
+                )
+            return samples
 
         sample_tokens, asked_by = text_length(seq_length, has_pairs), f"--seq-length {seq_length}"
         return Opened(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -45,8 +46,18 @@ def num_tokens_of(sizes: np.ndarray, documents: Documents) -> int:
     """Return how many tokens ``documents`` hold; ``sizes`` are those of all documents of the file."""
     if not isinstance(documents, np.ndarray):
         return int(sizes[documents[0] : documents[1]].sum(dtype=np.int64))
-    blocks = (documents[begin : begin + _BLOCK] for begin in range(0, len(documents), _BLOCK))
-    return sum(int(sizes_of(sizes, block).sum(dtype=np.int64)) for block in blocks)
+    return sum(int(sizes_of(sizes, block).sum(dtype=np.int64)) for block in _blocks(documents))
+
+
+def longest_of(sizes: np.ndarray, documents: Documents) -> int:
+    """Return how many tokens the longest of ``documents`` holds."""
+    if not isinstance(documents, np.ndarray):
+        return int(sizes[documents[0] : documents[1]].max())
+    return max(int(sizes_of(sizes, block).max()) for block in _blocks(documents))
+
+
+def _blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
+    return (numbers[begin : begin + _BLOCK] for begin in range(0, len(numbers), _BLOCK))
 
 
 def documents_key(documents: Documents) -> str:

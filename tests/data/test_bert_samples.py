@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import BertSamples, BertTokens, ReplicaBatches, TokenFile, bert_fields, bert_tokens
+from megatron.data import (
+    BertSamples,
+    BertTokens,
+    DataPaths,
+    ReplicaBatches,
+    TokenFile,
+    bert_fields,
+    bert_tokens,
+    build_bert_train_valid_test,
+)
 from megatron.data.bert_control import NAMES
 from megatron.data.step_predictions import KEY
 from megatron.data.windows import Windows
@@ -264,6 +273,20 @@ def test_a_sample_stays_the_same_for_ever(file: TokenFile) -> None:
 def test_documents_of_one_token_make_pairs_that_do_not_belong_together(tmp_path: Path) -> None:
     samples = samples_of(write(tmp_path / "a", [1] * 60), documents=(0, 60), seq_length=12, short_seq_prob=0.0)
     assert all(samples[index]["is_random"] == 1 and len(segments_of(samples[index])) == 2 for index in range(5))
+
+
+def test_the_start_tells_of_a_split_that_is_nearly_all_one_document(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, sizes, told in (("many", [300] * 9, ""), ("one", [2700, 40, 40], "% of its pairs are of two")):
+        file = write(tmp_path / name, sizes)
+        paths = DataPaths(data_path=file.prefix, split="1,0,0")
+        build_bert_train_valid_test(paths, seq_length=48, tokens=TOKENS, seed=3, needed=(True, False, False))
+        samples = samples_of(file, documents=(0, len(sizes)))
+        found = sum(int(samples[index]["is_random"]) for index in range(samples.samples_per_epoch))
+        assert abs(found / samples.samples_per_epoch - samples.share_of_random) < 0.15
+        said = "".join(capfd.readouterr())
+        assert (told in said) if told else "warning" not in said
 
 
 FIXED: dict[str, Any] = {

@@ -68,6 +68,13 @@ BERT = (
         (PAIRS,),
     ),
     Mutant(
+        "the start does not tell of text that is nearly all one document",
+        "megatron/data/build_bert.py",
+        "samples.share_of_random < FEW",
+        "samples.share_of_random > FEW",
+        ("tests/data/test_bert_samples.py::test_the_start_tells_of_a_split_that_is_nearly_all_one_document",),
+    ),
+    Mutant(
         "labels of pairs are swapped",
         "megatron/data/bert_layout.py",
         '"is_random": np.array(int(is_random), np.int64)',
