@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from megatron.model.cache import Slots
+from megatron.model.last_made import LastMade
 from megatron.model.sizes import MptSizes, Place
 from megatron.mpu.layers import divide
 from megatron.ops.alibi import alibi_bias, alibi_slopes, within_documents
-
-
-class Last:
-    """What was made of a tensor last, as long as it is the same tensor and nobody has written to it."""
-
-    def __init__(self) -> None:
-        self._key: tuple[weakref.ref[torch.Tensor], int] | None = None
-        self._made: torch.Tensor | None = None
-
-    def of(self, key: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what ``make`` returned for ``key`` last, or returns now."""
-        is_known = self._key is not None and self._key[0]() is key and self._key[1] == key._version
-        if self._made is None or not is_known:
-            self._made, self._key = make(), (weakref.ref(key), key._version)
-        return self._made
-
-    def forget(self) -> None:
-        """Make it anew the next time."""
-        self._key = self._made = None
 
 
 class AlibiBias:
@@ -48,7 +28,7 @@ class AlibiBias:
         first = place.group.rank * heads
         self.slopes = alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]
         self._causal: torch.Tensor | None = None
-        self._within, self._pass = Last(), Last()
+        self._within, self._pass = LastMade(), LastMade()
 
     @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
     def for_hidden(self, x: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron.model.bert_head import NextSentence, Transform, WordHead
-from megatron.model.bert_layer import BertEmbedding, BertLayer
+from megatron.model.bert_layer import BertEmbedding, BertLayer, padding_mask
 from megatron.model.bert_loss import Logits, Pair, bert_loss
 from megatron.model.recompute import Recompute
 from megatron.model.sizes import BertSizes, Place
@@ -49,7 +49,8 @@ class BertModel(nn.Module):
         step_predictions: torch.Tensor | None = None,
     ) -> Logits | Pair | dict[str, Pair]:
         x = self.embedding(tokens, token_types)  # [s, b, h]
-        x = run_layers(list(self.layers), x, segments, recompute=self.recompute)
+        mask = None if segments is None else padding_mask(segments)
+        x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
         logits = words if self.next_sentence is None else (words, self.next_sentence(x))
         if labels is None or loss_mask is None:

@@ -72,12 +72,17 @@ class BertAttention(SelfAttention):
         return self.dense(self.attend(attention, query, key, value, mask=mask, is_causal=False))
 
 
+def padding_mask(segments: torch.Tensor) -> torch.Tensor:
+    """Return where a query may look: bool [b, 1, s, s] of segments [b, s], -1 in padding, which no other token sees."""
+    return segment_mask(segments, segments)
+
+
 class BertLayer(nn.Module):
     """A post-norm layer: ``norm(x + dropout(attention(x)))``, then ``norm(x + dropout(mlp(x)))``.
 
     Shapes:
         x        [s, b, h]
-        segments [b, s] or None; given, -1 is padding, which no other token sees
+        mask     of ``padding_mask``, or None
         output   [s, b, h]
 
     Args:
@@ -96,8 +101,7 @@ class BertLayer(nn.Module):
         self.mlp = MLP(sizes, place, layer)
         self.post_mlp_norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
 
-    def forward(self, x: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
-        mask = None if segments is None else segment_mask(segments, segments)
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = self.post_attention_norm(x + self._dropout(self.attention(x, mask), "attention output"))
         return self.post_mlp_norm(x + self._dropout(self.mlp(x), "mlp output"))
 

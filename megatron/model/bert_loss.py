@@ -51,7 +51,7 @@ def bert_loss(
     if step_predictions is None:
         share = num_masked / num_samples
     else:
-        predictions, samples = step_predictions.to(wide)  # not every device has fp64; below 2^24 the quotient is as exact
+        predictions, samples = step_predictions.to(wide)  # not fp64, which some devices lack
         share = predictions / samples
     return {
         "loss": (masked + following * share, num_masked),

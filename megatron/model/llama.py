@@ -131,9 +131,12 @@ class LlamaModel(DecoderModel):
 
     Shapes:
         tokens [b, s]
-        position_ids [b, s], each below ``max_position_embeddings``; None: 0 ... s-1
+        position_ids [b, s], each below ``max_position_embeddings`` or s; None: 0 ... s-1
         segment_ids [b, s] or None; given, attention stays within documents
         output logits [s, b, v/t]; with ``labels`` and ``loss_mask`` [b, s] the pair (loss sum, token count)
+
+    Raises:
+        ValueError: a position is not; looked for on a CPU alone, for another device would have to be waited for.
 
     Source: Touvron et al. 2023, "LLaMA: open and efficient foundation language models".
     """
@@ -149,7 +152,18 @@ class LlamaModel(DecoderModel):
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if position_ids is not None and position_ids.device.type == "cpu":
+            self._check_positions(position_ids)
         mask = None if segment_ids is None else document_mask(segment_ids)
         x = self.embedding(tokens)  # [s, b, h]
         x = run_layers(list(self.layers), x, mask, None, position_ids, recompute=self.recompute)
         return self.finish(x, labels, loss_mask)
+
+    def _check_positions(self, position_ids: torch.Tensor) -> None:
+        lowest, highest = (int(each) for each in position_ids.aminmax())
+        length = max(self.sizes.max_position_embeddings, position_ids.shape[-1])
+        if lowest < 0 or highest >= length:
+            raise ValueError(
+                f"position_ids must be from 0 to {length - 1}, got {lowest} to {highest}. Give a model of more "
+                "max_position_embeddings (--max-position-embeddings) or other positions"
+            )

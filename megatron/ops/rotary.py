@@ -60,7 +60,8 @@ def turns(
         output    2 x [s, d/2], or [b, 1, s, d/2] of given positions
 
     Args:
-        longest: given positions are below it.
+        longest: given positions are below it or ``s``; others are read beyond the table, or not as they should be, and
+            only a CPU would tell. ``LlamaModel`` checks what it is given.
     """
     length = x.shape[2]
     rows = max(length, longest)

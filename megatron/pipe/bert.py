@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from megatron.model.bert_head import NextSentence, Transform, WordHead
-from megatron.model.bert_layer import AroundWords, BertLayer
+from megatron.model.bert_layer import AroundWords, BertLayer, padding_mask
 from megatron.model.bert_loss import Logits, bert_loss
+from megatron.model.last_made import SharedMask
 from megatron.model.sizes import BertSizes, Place
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.topology import Topology
@@ -39,13 +40,17 @@ class EmbeddingPipe(AroundWords):
 
 
 class BertLayerPipe(BertLayer):
-    """A layer that passes segments on and builds its mask from them here, on its own stage."""
+    """A layer that passes segments on, with the mask that all layers of its stage share."""
+
+    def __init__(self, sizes: BertSizes, place: Place, layer: int, mask: SharedMask) -> None:
+        super().__init__(sizes, place, layer)
+        self.mask = mask
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
         if isinstance(inputs, torch.Tensor):
             return super().forward(inputs)
         x, segments = inputs
-        return super().forward(x, segments), segments
+        return super().forward(x, self.mask.of(segments)), segments
 
 
 class TransformPipe(nn.Module):
@@ -79,9 +84,10 @@ def layer_specs(sizes: BertSizes, place: Place) -> list[LayerSpec]:
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
         divisible_by=sizes.make_vocab_size_divisible_by, group=place.group,
     )  # fmt: skip
+    mask = SharedMask(padding_mask)
     return [
         SharingLayerSpec(EmbeddingPipe, sizes, place, shares={"word": word}),
-        *[LayerSpec(BertLayerPipe, sizes, place, i) for i in range(sizes.num_layers)],
+        *[LayerSpec(BertLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)],
         LayerSpec(TransformPipe, sizes),
         SharingLayerSpec(WordHeadPipe, sizes, place, shares={"word": word}),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megatron.model.embedding import Embedding
+from megatron.model.last_made import SharedMask
 from megatron.model.layer import TransformerLayer
 from megatron.model.sizes import Place, Sizes
 from megatron.ops.attention import document_mask
@@ -24,18 +25,23 @@ class EmbeddingPipe(Embedding):
 
 
 class TransformerLayerPipe(TransformerLayer):
-    """A layer that passes segment ids on and builds its mask from them here, on its own stage."""
+    """A layer that passes segment ids on, with the mask that all layers of its stage share."""
+
+    def __init__(self, sizes: Sizes, place: Place, layer: int, mask: SharedMask) -> None:
+        super().__init__(sizes, place, layer)
+        self.mask = mask
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
         if isinstance(inputs, torch.Tensor):
             return super().forward(inputs)
         x, segment_ids = inputs
-        return super().forward(x, document_mask(segment_ids)), segment_ids
+        return super().forward(x, self.mask.of(segment_ids)), segment_ids
 
 
 def layer_specs(sizes: Sizes, place: Place) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
-    layers = [LayerSpec(TransformerLayerPipe, sizes, place, i) for i in range(sizes.num_layers)]
+    mask = SharedMask(document_mask)
+    layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
     norm = LayerSpec(FinalNormPipe, sizes.hidden_size, sizes.layernorm_epsilon)
     return decoder_specs(EmbeddingPipe, layers, norm, sizes, place)
 

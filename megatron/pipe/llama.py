@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron.model.last_made import SharedMask
 from megatron.model.llama import LlamaLayer
 from megatron.model.norm import RMSNorm
 from megatron.model.sizes import LlamaSizes, Place
@@ -20,22 +21,23 @@ from tds.pipe import LayerSpec
 
 
 class LlamaLayerPipe(LlamaLayer):
-    """A layer that passes segment ids and positions on and builds its mask here, on its own stage.
+    """A layer that passes segment ids and positions on.
 
     Args:
-        has_segments: segment ids are the first beside the hidden states; positions follow, if there are any.
+        mask: what all layers of the stage share; given, segment ids are the first beside the hidden states. Positions
+            follow, if there are any.
     """
 
-    def __init__(self, sizes: LlamaSizes, place: Place, layer: int, has_segments: bool = False) -> None:
+    def __init__(self, sizes: LlamaSizes, place: Place, layer: int, mask: SharedMask | None = None) -> None:
         super().__init__(sizes, place, layer)
-        self.has_segments = has_segments
+        self.mask = mask
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
         if isinstance(inputs, torch.Tensor):
             return super().forward(inputs)
         x, *beside = inputs
-        mask = document_mask(beside[0]) if self.has_segments else None
-        positions = beside[-1] if len(beside) > self.has_segments else None
+        mask = None if self.mask is None else self.mask.of(beside[0])
+        positions = beside[-1] if len(beside) > (mask is not None) else None
         return super().forward(x, mask, None, positions), *beside
 
 
@@ -48,7 +50,8 @@ class FinalNormPipe(RMSNorm):
 
 def layer_specs(sizes: LlamaSizes, place: Place, has_segments: bool = False) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
-    layers = [LayerSpec(LlamaLayerPipe, sizes, place, i, has_segments) for i in range(sizes.num_layers)]
+    mask = SharedMask(document_mask) if has_segments else None
+    layers = [LayerSpec(LlamaLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
     norm = LayerSpec(FinalNormPipe, sizes.hidden_size, sizes.layernorm_epsilon)
     return decoder_specs(WordEmbeddingPipe, layers, norm, sizes, place)
 

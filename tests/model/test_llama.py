@@ -107,3 +107,10 @@ def test_each_document_is_read_as_if_it_stood_alone(is_reset: bool) -> None:
             torch.testing.assert_close(logits[at, row], alone[:, 0], rtol=1e-11, atol=1e-11)
             parts += 1
     assert parts > len(batch.segment_ids)
+
+
+def test_positions_beyond_the_longest_are_refused():
+    model, batch = filled(LlamaModel(llama_sizes())), batch_of()
+    for wrong in (batch.position_ids + 1, batch.position_ids - 1):
+        with pytest.raises(ValueError, match=r"position_ids must be from 0 to 11, got -?1 to 1[02]"):
+            model(batch.tokens, wrong)

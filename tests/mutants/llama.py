@@ -121,16 +121,30 @@ LLAMA = (
     Mutant(
         "positions that begin anew are lost between stages",
         _PIPE,
-        "positions = beside[-1] if len(beside) > self.has_segments else None",
+        "positions = beside[-1] if len(beside) > (mask is not None) else None",
         "positions = None",
         (f"{_PARITY}[2-2-1-positions]",),
     ),
     Mutant(
         "a stage looks across documents",
         _PIPE,
-        "document_mask(beside[0]) if self.has_segments else None",
+        "None if self.mask is None else self.mask.of(beside[0])",
         "None",
         (f"{_PARITY}[1-2-2-tied]",),
+    ),
+    Mutant(
+        "each layer of a stage makes a mask of its own",
+        "megatron/model/last_made.py",
+        "return self._last.of(segment_ids, partial(self._make, segment_ids))",
+        "return self._make(segment_ids)",
+        ("tests/pipe/test_masks.py::test_a_stage_makes_the_mask_of_a_micro_batch_once[llama]",),
+    ),
+    Mutant(
+        "a position one too far is taken",
+        _MODEL,
+        "highest >= length",
+        "highest > length",
+        ("tests/model/test_llama.py::test_positions_beyond_the_longest_are_refused",),
     ),
     Mutant(
         "the script drops positions that begin anew",

@@ -73,14 +73,14 @@ MPT = (
     ),
     Mutant(
         "the documents of the first micro-batch are those of all",
-        "megatron/model/alibi.py",
+        "megatron/model/last_made.py",
         "self._key[0]() is key and",
         "self._key[0]() is not None and",
         (KEPT,),
     ),
     Mutant(
         "documents that are overwritten in place go unseen",
-        "megatron/model/alibi.py",
+        "megatron/model/last_made.py",
         " and self._key[1] == key._version\n",
         "\n",
         (KEPT,),
@@ -101,7 +101,7 @@ MPT = (
     ),
     Mutant(
         "each layer makes a bias of its own",
-        "megatron/model/alibi.py",
+        "megatron/model/last_made.py",
         "        if self._made is None or not is_known:\n",
         "        if True:\n",
         (KEPT,),
