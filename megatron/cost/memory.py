@@ -9,6 +9,7 @@ SGD has no moments; Adafactor's means of rows and columns are small and not coun
 | ZeRO 1 | 2 + 4 + 12 / d | 4 + 4 + 8 / d |
 | ZeRO 2 | 2 + (4 + 12) / d | 4 + (4 + 8) / d |
 | ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
+| ... at the start, until it is cut | 4 + 4 / d | 4 + 4 / d |
 | ... and of those gathered: tables and the largest layer | 2 | 4 |
 | offload of the optimizer, on the CPU | 12, or 12 / d | the same: its own copy of the weight |
 | offload of the weights, on the CPU | 2 / d | 4 / d, none where the optimizer is there too |
@@ -32,7 +33,11 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training holds on one rank: ``gathered`` weights with ZeRO 3 alone, ``host`` what is offloaded."""
+    """Bytes that training holds on one rank: ``gathered`` weights with ZeRO 3 alone, ``host`` what is offloaded.
+
+    ``start``: with ZeRO 3 what lies on the device before the first step, when the model is there whole in fp32 and the
+    parts have just been taken from it.
+    """
 
     weights: int
     gradients: int
@@ -41,6 +46,7 @@ class Memory:
     logits: int
     gathered: int = 0
     host: int = 0
+    start: int = 0
 
     @property
     def total(self) -> int:
@@ -89,6 +95,8 @@ class State:
         if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
             optimizer += wide  # the master cannot be the weight
         states = -(-parameters * optimizer // zero.share(1))
+        cuts = is_cut and (zero.replicas > 1 or zero.offload_parameters)
+        masters = 0 if zero.offload_optimizer else -(-parameters * wide // zero.share(1))
         on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(
             weights=0 if zero.offload_parameters else weights,
@@ -96,6 +104,7 @@ class State:
             optimizer=0 if zero.offload_optimizer else states,
             activations=activations,
             logits=logits,
-            gathered=gathered * self.width if is_cut and (zero.replicas > 1 or zero.offload_parameters) else 0,
+            gathered=gathered * self.width if cuts else 0,
             host=on_host,
+            start=parameters * wide + masters if cuts else 0,
         )
