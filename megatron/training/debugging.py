@@ -6,9 +6,8 @@ Imported only where one of the two is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,19 +18,17 @@ from megatron.checkpoint import named_parameters
 from megatron.config import Config
 from megatron.debug.cuts import shard_cut
 from megatron.debug.finite import Finding, FiniteCheck
-from megatron.debug.folder import GRADIENT, WEIGHT, Samples, Writer, write_manifest
+from megatron.debug.folder import GRADIENT, WEIGHT, Samples, Writer
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, Seen, Watch
 from megatron.debug.names import named_modules
-from megatron.errors import ConfigError, NumericsError
+from megatron.errors import NumericsError
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
+from megatron.training.dump_opening import open_dump
 from megatron.training.engines import DataIterator, StepEngine
-from megatron.training.rank_zero import by_rank_0
 from megatron.training.step_result import ModuleError, StepResult
 from megatron.training.world import World
-
-MOST_NAMES = 8
 
 
 def attach(engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
@@ -54,7 +51,10 @@ class Debugger:
         self._dumped = settings.steps() if settings.debug_dump is not None else []
         self._pattern = settings.wanted()
         modules = named_modules(engine.module)
-        self._writer = self._open([name for name, _ in modules]) if settings.debug_dump is not None else None
+        self._writer: Writer | None = None
+        if settings.debug_dump is not None:
+            names = [[name for name, _ in each] for each in (modules, named_parameters(engine.module))]
+            self._writer = open_dump(config, world, *names)
         self._is_dumping = self._has_told_form = False
         self._number = config.batch.gas
         chunks = getattr(engine.module, "chunks", 1)
@@ -229,64 +229,6 @@ class Debugger:
                 f"--debug-dump writes nothing: the run goes on with step {first}, behind --debug-dump-steps "
                 f"{self.config.debug.debug_dump_steps}. Name later steps, counted from the first start"
             )
-
-    def _open(self, modules: Sequence[str]) -> Writer:
-        """Return the writer of this rank, whose file is there. Collective.
-
-        Args:
-            modules: names of this rank's.
-        """
-        folder = Path(str(self.config.debug.debug_dump))
-        writer = Writer(folder, self.world.rank, with_tensors=self.config.debug.debug_dump_tensors)
-
-        def make() -> None:
-            try:
-                write_manifest(folder, self._facts())
-            except (ValueError, OSError) as error:
-                raise ConfigError(f"--debug-dump must name a folder for a new dump: {error}. Take another") from error
-
-        by_rank_0(self.world, make)
-        try:
-            writer.make()
-            problem = None
-        except OSError as error:
-            problem = f"{self.world.name}: {error}"
-        names = [*modules, *(name for name, _ in named_parameters(self.engine.module))]
-        told = self._told_by_all((problem, any(map(self._pattern.search, names))))
-        if problems := [each for each, _ in told if each is not None]:
-            raise ConfigError(
-                f"--debug-dump must name a folder that every rank can write to, got {'; '.join(problems)}"
-            )
-        if not any(has_any for _, has_any in told):
-            raise ConfigError(
-                f"--debug-dump-modules must match a module or parameter, got {self._pattern.pattern!r}, which matches "
-                f"none of {', '.join(modules[:MOST_NAMES])}, ... of {self.world.name}"
-            )
-        return writer
-
-    def _told_by_all(self, own: tuple[str | None, bool]) -> list[tuple[str | None, bool]]:
-        """Return what each rank has to say. Collective."""
-        told: list[Any] = [own] * self.world.grid.host.size
-        if len(told) > 1:
-            dist.all_gather_object(told, own, group=self.world.grid.host.handle)
-        return told
-
-    def _facts(self) -> dict[str, Any]:
-        """Return what a reader must know of the run."""
-        config, grid = self.config, self.world.grid
-        places = [grid.topology.coordinate(rank) for rank in range(grid.topology.world_size)]
-        return {
-            "family": config.family,
-            "layout": {"tensor": grid.tensor.size, "pipe": grid.pipe.size, "data": grid.data.size},
-            "world_size": len(places),
-            "ranks": [{"stage": place.pipe, "tensor": place.tensor, "data": place.data} for place in places],
-            "micro_batch_size": config.batch.batch_size,
-            "dtype": config.precision.dtype,
-            "device": self.world.kind,
-            "schedule": config.parallel.schedule if config.parallel.has_pipeline else None,
-            "seed": config.run.seed,
-            "torch": torch.__version__,
-        }
 
 
 def _chunks_of_parameters(module: Any, chunks: int) -> dict[int, int]:

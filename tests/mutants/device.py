@@ -12,6 +12,20 @@ SIMULATED = "tests/examples/test_accelerator_sim.py"
 
 DEVICE = (
     Mutant(
+        "DeepSpeed is told of the CPU while adaptors are applied",
+        "megatron/training/accelerator.py",
+        'plugin.name if plugin.deepspeed is None else "cpu"',
+        '"cpu"',
+        (f"{REGISTRY}::test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_it",),
+    ),
+    Mutant(
+        "a rank takes a device behind the last one",
+        "megatron/device.py",
+        "    if local_rank >= number:\n",
+        "    if local_rank > number:\n",
+        ("tests/test_device.py::test_a_rank_without_a_device_of_its_own_is_told_how_many_it_sees",),
+    ),
+    Mutant(
         "an attribute that was inherited stays on the class",
         "megatron/adaptors.py",
         "            elif patch.old is _MISSING:\n                delattr(patch.owner, patch.attribute)\n",

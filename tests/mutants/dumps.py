@@ -13,6 +13,10 @@ ONCE = "tests/debug/test_dumps.py::test_a_dump_changes_no_bit_and_holds_each_ten
 OFF = "tests/debug/test_dumps.py::test_a_layer_that_is_off_by_a_thousandth_on_two_tensor_ranks_is_named"
 AGAIN = "tests/debug/test_dumps.py::test_a_step_that_comes_again_replaces_the_first_and_a_line_cut_off_is_left_out"
 AT_ONCE = "tests/debug/test_dumps.py::test_a_line_is_there_as_soon_as_it_is_written"
+CHUNKS = "tests/debug/test_finite.py::test_what_comes_to_a_chunk_is_nobodys_and_the_loss_is_of_the_last_chunk_alone"
+OWN = "tests/debug/test_own_models.py"
+ORDER = "tests/debug/test_order.py"
+OPENING = "tests/debug/test_opening.py"
 RUNS = "tests/training/test_debugging.py::test_the_rank_that_holds_the_module_names_it_and_all_end_ahead_of_the_update"
 FAMILIES = "tests/debug/test_dumps.py::test_other_families_agree_in_slices_and_stages"
 LLAMA, BERT = (f"{FAMILIES}[examples.{name}.pretrain_{name}]" for name in ("llama", "bert"))
@@ -50,8 +54,8 @@ DUMPS = (
     Mutant(
         "what others add to a gradient is taken for what the module sends back",
         "megatron/debug/hooks.py",
-        "            view = x.view_as(x)\n",
-        "            view = x\n",
+        "            view = x.view_as(x)\n            seen = Seen(name, GRAD_INPUT",
+        "            view = x\n            seen = Seen(name, GRAD_INPUT",
         (SENT,),
     ),
     Mutant(
@@ -78,7 +82,7 @@ DUMPS = (
     Mutant(
         "what has come from another stage is this one's",
         "megatron/debug/finite.py",
-        "seen.is_boundary and self._is_from_elsewhere(seen)",
+        "seen.is_boundary and not self._is_of_loss(seen)",
         "False",
         (ARRIVED,),
     ),
@@ -121,7 +125,7 @@ DUMPS = (
     Mutant(
         "the columns of every tensor rank are the first ones",
         "megatron/debug/cuts.py",
-        "    return Cut(output.dim() - 1, shard.start,",
+        "    return Cut(output.dim() - 1, shard.start // ways,",
         "    return Cut(output.dim() - 1, 0,",
         (OFF,),
     ),
@@ -166,5 +170,83 @@ DUMPS = (
         "        self._file.flush()\n",
         "",
         (AT_ONCE,),
+    ),
+    Mutant(
+        "a mean of replicas is taken for a sum over tokens",
+        "megatron/debug/folder.py",
+        "    is_weighted = forms.get(record.step, next(iter(forms.values()), True))\n",
+        "    is_weighted = True\n",
+        (f"{OWN}::test_what_the_last_stage_says_of_the_loss_holds_for_the_gradients_of_all_ranks",),
+    ),
+    Mutant(
+        "all of a tensor group speak of what one has made",
+        "megatron/training/debugging.py",
+        " or own > first.item() else found",
+        " else found",
+        ("tests/training/test_debugging.py::test_of_a_tensor_group_the_rank_that_made_it_speaks_alone",),
+    ),
+    Mutant(
+        "what comes to any chunk of the last stage is the loss's",
+        "megatron/debug/finite.py",
+        " and seen.chunk == self.chunks - 1",
+        "",
+        (CHUNKS,),
+    ),
+    Mutant(
+        "only the first tensor that comes from another stage has arrived",
+        "megatron/debug/hooks.py",
+        '        for index, tensor in tensors_in(args):\n            seen = Seen(""',
+        '        for index, tensor in list(tensors_in(args))[:1]:\n            seen = Seen(""',
+        (CHUNKS,),
+    ),
+    Mutant(
+        "hooks stay on tensors that a module keeps",
+        "megatron/debug/hooks.py",
+        "                if tensor.is_leaf:",
+        "                if tensor is None:",
+        ("tests/debug/test_finite.py::test_nothing_stays_on_a_tensor_that_a_module_keeps_and_returns",),
+    ),
+    Mutant(
+        "a backward goes through stages as a forward does",
+        "megatron/debug/comparison.py",
+        "    return -piece if PHASES",
+        "    return piece if PHASES",
+        (f"{ORDER}::test_stages_and_chunks_tell_the_order_and_clocks_of_hosts_do_not",),
+    ),
+    Mutant(
+        "infinity of either sign is the same",
+        "megatron/debug/comparison.py",
+        "(torch.isnan, torch.isposinf, torch.isneginf)",
+        "(torch.isnan, torch.isinf)",
+        (f"{ORDER}::test_equal_places_of_nan_leave_the_finite_numbers_to_judge",),
+    ),
+    Mutant(
+        "positions of micro-batches of other sizes are added up",
+        "megatron/debug/joining.py",
+        "    return sizes[0] == sizes[1] or {",
+        "    return bool(sizes) or {",
+        (f"{ORDER}::test_what_has_no_samples_is_left_out_where_micro_batches_differ_in_size",),
+    ),
+    Mutant(
+        "a step too few is warned of",
+        "megatron/training/debugging.py",
+        "first >= max(steps.stop",
+        "first > max(steps.stop",
+        (f"{OPENING}::test_a_run_that_goes_on_behind_the_steps_to_dump_says_so_once",),
+    ),
+    Mutant(
+        "modules must be found on every stage",
+        "megatron/training/dump_opening.py",
+        "    if not any(_told",
+        "    if not all(_told",
+        (f"{OPENING}::test_a_dump_of_no_module_is_refused_and_one_of_another_stage_is_not",),
+        refuses=True,
+    ),
+    Mutant(
+        "steps behind the end of the run are taken",
+        "megatron/config/debug.py",
+        "    if first > last:\n",
+        "    if first > last + 1:\n",
+        ("tests/config/test_debug.py::test_what_cannot_act_is_refused",),
     ),
 )

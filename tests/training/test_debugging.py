@@ -19,6 +19,7 @@ from tests.harness import run_ranks
 from tests.training import guarded
 
 HIT = "layers.1.mlp.up"
+IN_TRAINING = ("megatron.training.debugging", "megatron.training.dump_opening")
 SLICED = "layers.0.attention.query_key_value"
 SMALL = "--eval-iters 0 --train-iters 5 --clip-grad 0 --lr 1e-3"
 
@@ -132,7 +133,7 @@ def test_a_dump_names_the_module_beside_the_loss_and_lets_a_guard_go_on(corpus: 
 
 def _ours() -> list[str]:
     """Return the debugger's modules that are imported."""
-    return [name for name in sys.modules if name.startswith("megatron.debug") or name == "megatron.training.debugging"]
+    return [name for name in sys.modules if name.startswith("megatron.debug") or name in IN_TRAINING]
 
 
 def _look(rank: int, extra: str) -> tuple[list[str], int, bool]:
