@@ -19,6 +19,9 @@ dist.init_process_group('gloo')
 total = torch.ones(1)
 dist.all_reduce(total)
 start = os.environ['TORCHELASTIC_RESTART_COUNT']
+store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)
+open(f'{sys.argv[1]}/met-{start}.{dist.get_rank()}', 'w').write(str(store.check([f'left/{dist.get_rank()}'])))
+store.set(f'left/{dist.get_rank()}', 'by the first start')
 if start == '0':
     dist.barrier()
     if dist.get_rank() == 1:
@@ -87,6 +90,7 @@ def test_a_restart_meets_nothing_that_the_dead_ranks_left_in_the_store(tmp_path)
     job = Job(tmp_path, [[], []], *flags, script=script, arguments=[str(tmp_path)])
     assert job.wait(30) == 0, job.output
     assert [(tmp_path / f"sum-1.{rank}").read_text() for rank in (0, 1)] == ["2.0", "2.0"]
+    assert [(tmp_path / f"met-1.{rank}").read_text() for rank in (0, 1)] == ["False", "False"]
 
 
 def test_several_nodes_start_again_together(tmp_path):
