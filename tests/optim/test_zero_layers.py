@@ -16,6 +16,7 @@ from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer, Offload, build_optimizer, gradient_parts
 from megatron.optim.call_order import CallOrder
 from megatron.optim.weight_layers import layers_of
+from megatron.training.step_result import FiniteOnly, LossError
 from tests.harness import fork_ranks, run_ranks
 
 H, LAYERS = 64, 8
@@ -249,6 +250,20 @@ def test_the_largest_unit_is_told_and_warned_of_where_it_is_most(monkeypatch: py
     assert [kind for kind, _ in told] == ["info", "warning"]
     assert "8 units, the largest with 12% of the weights: layers.0" in told[0][1]
     assert "100% of the weights: what is in no layer" in told[1][1] and "ModuleList" in told[1][1]
+
+
+def test_a_loss_that_is_no_number_under_zero_3_says_where_nan_may_be_from() -> None:
+    told = {}
+    for stage in (0, 3):
+        module = Plain()
+        optimizer = alone(module) if stage else build_optimizer(module.parameters())
+        judge = FiniteOnly(optimizer)
+        judge.take_loss(float("nan"))
+        with pytest.raises(LossError) as caught:
+            optimizer.judge(1.0)
+        told[stage] = str(caught.value)
+    assert "weights are read outside of the forward" in told[3] and "use --zero-stage 2" in told[3]
+    assert told[3].startswith(told[0])
 
 
 def with_weight_norm() -> nn.Module:

@@ -78,7 +78,34 @@ def test_compiled_layers_on_tensor_ranks_equal_plain_ones(tensor: int, pipe: int
     assert found.loss <= 1e-12 and found.gradient <= 1e-11 and found.norm <= 1e-12, found
 
 
+def evaluated_rank(rank: int, cache: str, argv: list[str], size: int) -> Trace:
+    built = compile_layers
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    if "--compile" in argv:
+        assembly.compile_layers = lambda *args, **how: built(*args, **how, backend="aot_eager")  # type: ignore[assignment]
+    return trace_rank(rank, argv, size, STEPS, 1)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("data", [1, 2])
+def test_compiled_layers_are_evaluated_and_trained_on_by_replicas_to_the_bits_of_plain_ones(
+    data: int, tmp_path: Path
+) -> None:
+    """With dropout, which an evaluation leaves out and the steps after it draw again."""
+    micro, gas = batches(data, 1)
+    found = []
+    for side in ("", "--zero-stage 2 --offload-optimizer --compile"):
+        zero = side if data > 1 else side.replace("--zero-stage 2 ", "")
+        argv = flags(1, 1, micro=micro, gas=gas, extra=f"--fp32 {RATES} --checkpoint-activations {zero}")
+        found.append(run_ranks(data, evaluated_rank, str(tmp_path), argv, data, deadline_s=300.0))
+    for plain, compiled_trace in zip(*found, strict=True):
+        assert plain.losses == compiled_trace.losses
+        assert plain.eval_losses == compiled_trace.eval_losses and len(plain.eval_losses) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("dtype", "pipe"), [("fp32", 1), ("fp32", 2), ("bf16", 2)])
 def test_kernels_of_inductor_train_as_plain_layers(
     dtype: str, pipe: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

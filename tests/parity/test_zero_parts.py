@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron.mpu.shard import Shard
 from megatron.training.parity import Trace
-from tests.parity import t5_runs
+from tests.parity import bert_runs, llama_runs, mpt_runs, t5_runs
 from tests.parity.layouts import batches, check_fp64, difference, traces
 from tests.parity.test_zero import within
 
@@ -86,3 +88,12 @@ def test_t5_of_unequal_masks_and_shared_tables_equals_one_process(
 ) -> None:
     found = t5_runs.difference(*layout, f"--fp64 {t5_runs.VARIANTS[variant]}", 3, side)
     assert found.loss <= 1e-11 and found.gradient <= 1e-10 and found.norm <= 1e-11, found.worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", STAGES)
+@pytest.mark.parametrize("family", [llama_runs, mpt_runs, bert_runs], ids=["llama", "mpt", "bert"])
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)], ids=str)
+def test_other_families_have_the_bits_of_stage_0(layout: tuple[int, int, int], family: Any, side: str) -> None:
+    plain, cut = (family.traces(*layout, f"--fp32 --clip-grad 0 {zero}", 6, 1, 3) for zero in ("", side))
+    assert_same_bits(plain, cut)

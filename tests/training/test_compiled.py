@@ -67,6 +67,7 @@ def test_compiled_layers_of_every_family_give_the_bits_of_plain_ones(family: str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_inductor_equal_plain_layers_to_rounding(
     family: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
