@@ -172,6 +172,13 @@ def finish_copies(place: torch.device) -> None:
         torch.accelerator.current_stream(place).synchronize()
 
 
+def mark(place: torch.device) -> Any:
+    """Return an event behind all that was given to the current stream of ``place``; ``synchronize`` waits for it."""
+    event = torch.Event(place)
+    event.record()
+    return event
+
+
 def host_memory(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
     """Return memory of the host for tensors of ``place``, pinned where copies can then run beside the computation."""
     return torch.empty(shape, dtype=dtype, pin_memory=can_pin(place.type))

@@ -8,6 +8,7 @@ was gathered meanwhile may be of several layers, and is used for no update.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class CallOrder:
         self._group, self._names, self._place = group, names, place
         self._looks_later = place.type != "cpu" if looks_later is None else looks_later
         self._seen: torch.Tensor | None = None  # by replica, what it has said last
-        self._is_seen: torch.Event | None = None
+        self._is_seen: Any = None  # an event, behind the copy
 
     def gathers(self, number: int) -> None:
         """Tell the others that this replica gathers ``names[number]`` next. Collective.
@@ -86,8 +87,7 @@ class CallOrder:
             return
         self._seen = device.host_memory(tuple(every.shape), every.dtype, self._place)
         self._seen.copy_(every, non_blocking=True)
-        self._is_seen = torch.Event(self._place)
-        self._is_seen.record()
+        self._is_seen = device.mark(self._place)
 
     def _text(self, number: int) -> str:
         return "is through with its micro-batch" if number == END else f"calls {self._names[number]}"
