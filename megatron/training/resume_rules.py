@@ -99,6 +99,11 @@ RULES = (
         "the same weights compute something else", is_of_weights=True,
     ),
     Rule(
+        "--compile, --fused-kernels, --cpu-adam",
+        ("parallel.compile", "parallel.fused_kernels", "optimizer.cpu_adam"), WARNED,
+        "other kernels round otherwise from the next step on",
+    ),
+    Rule(
         "versions of torch, threads, CPU or GPU", (), WARNED,
         "bitwise identity with the run that did not stop is not guaranteed (machine)",
     ),
