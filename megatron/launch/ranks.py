@@ -147,11 +147,25 @@ def _python_flags() -> list[str]:
 
 
 def _close_inherited() -> None:
-    """Close the launcher's sockets, which a fresh Python would not have."""
+    """Close the launcher's sockets and files, which a fresh Python would not have.
+
+    Their numbers stay taken, by the null device: an object of the launcher that is collected here closes its number,
+    and would close what this rank had opened under it (gloo's epoll, a checkpoint) if the number were free.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        if int(name) > 2:
-            with suppress(OSError):
-                os.close(int(name))
+        number = int(name)
+        if number > 2 and number != null and _is_open(number):
+            os.dup2(null, number, inheritable=False)
+    os.close(null)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 def _run_and_leave(script: str, arguments: Sequence[str]) -> None:

@@ -11,6 +11,20 @@ AT_EACH = (
 
 KILLED_RUNS = (
     Mutant(
+        "a forked rank frees the numbers of its launcher's sockets",
+        "megatron/launch/ranks.py",
+        "            os.dup2(null, number, inheritable=False)",
+        "            os.close(number)",
+        ("tests/launch/test_inherited.py::test_what_a_rank_opens_is_not_closed_with_the_launchers_objects",),
+    ),
+    Mutant(
+        "a forked rank keeps its launcher's sockets",
+        "megatron/launch/ranks.py",
+        "            os.dup2(null, number, inheritable=False)",
+        "            pass",
+        ("tests/launch/test_inherited.py::test_a_forked_rank_does_not_keep_the_launchers_sockets",),
+    ),
+    Mutant(
         "a forked rank runs while the next one is forked",
         "megatron/launch/ranks.py",
         "                gate.wait()\n",

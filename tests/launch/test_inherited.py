@@ -1,0 +1,53 @@
+"""What a forked rank does with the sockets and files that its launcher had open."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.launch import ranks
+
+HELD: list[socket.socket] = []
+"""A socket of the launcher, which a forked rank meets under this name."""
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        HELD.append(server)
+        yield server
+        HELD.clear()
+
+
+def run(folder: Path, text: str) -> int:
+    """Return how a forked rank ends that runs this script."""
+    script = folder / "script.py"
+    script.write_text(text)
+    one = ranks.RankProcess(0, 0, ranks.start(str(script), [], dict(os.environ), in_fork=True))
+    end = time.monotonic() + 30
+    while not one.reap() and time.monotonic() < end:
+        time.sleep(0.005)
+    return one.status
+
+
+def test_a_forked_rank_does_not_keep_the_launchers_sockets(listener, tmp_path):
+    """Else a port that the launcher has left stays taken for as long as a rank lives."""
+    code = run(tmp_path, f"import os\nlink = os.readlink('/proc/self/fd/{listener.fileno()}')\nassert 'null' in link\n")
+    assert code == 0
+
+
+def test_what_a_rank_opens_is_not_closed_with_the_launchers_objects(listener, tmp_path):
+    """A socket that is collected late closes its number once more; it was gloo's epoll once, and the rank aborted."""
+    opened = (
+        "import os\n"
+        "from tests.launch.test_inherited import HELD\n"
+        "files = [open(os.devnull) for _ in range(64)]\n"
+        "HELD.pop().close()\n"
+        "for file in files:\n"
+        "    os.fstat(file.fileno())\n"
+    )
+    assert run(tmp_path, opened) == 0
