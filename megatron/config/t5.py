@@ -43,6 +43,7 @@ class T5Config(FamilyConfig):
         "relative_attention_num_buckets",
         "relative_attention_max_distance",
     )
+    REFITTED: ClassVar = ("relative_attention_max_distance",)
     NO_IDENTITY: ClassVar = ("num_layers",)  # the numbers of layers of the sides stand for it
 
     enc_seq_length: int = _length(

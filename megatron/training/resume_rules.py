@@ -42,10 +42,11 @@ RULES = (
         "the weights would not fit; every difference is listed (check_model)",
     ),
     Rule(
-        "--rotary-base, --rotary-scaling and its numbers (LLaMA), --alibi-bias-max, --clip-qkv (MPT)",
+        "--rotary-base, --rotary-scaling and its numbers (LLaMA), --alibi-bias-max, --clip-qkv (MPT), "
+        "--relative-attention-max-distance (T5)",
         ("llama.rotary_base", "llama.rotary_scaling", "llama.rotary_scaling_factor",
          "llama.rotary_low_frequency_factor", "llama.rotary_high_frequency_factor", "llama.rotary_original_positions",
-         "mpt.alibi_bias_max", "mpt.clip_qkv"), MUST,
+         "mpt.alibi_bias_max", "mpt.clip_qkv", "t5.relative_attention_max_distance"), MUST,
         "the same weights compute something else; --finetune takes the values given now, and warns (check_model)",
         is_of_weights=True,
     ),

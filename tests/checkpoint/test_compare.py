@@ -30,6 +30,7 @@ def test_every_differing_key_is_listed_with_both_values():
         ("llama", {"rotary_low_frequency_factor": 2.0, "rotary_high_frequency_factor": 3.0}),
         ("llama", {"rotary_original_positions": 64}),
         ("mpt", {"alibi_bias_max": 16, "clip_qkv": 6.0}),
+        ("t5", {"relative_attention_max_distance": 64}),
     ],
 )
 def test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on(family, values):
