@@ -252,6 +252,27 @@ def test_a_tokenizer_travels_both_ways(convert: Run, tmp_path: Path) -> None:
     assert code == 0 and json.loads((tmp_path / "again/config.json").read_text()) == config
 
 
+def test_the_vocabulary_of_a_bert_folder_is_imported_with_its_case(convert: Run, tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "lamp", "灯", "##s"]
+    save_model(tmp_path / "run", config_of("bert"))
+    assert convert("export", "--load", tmp_path / "run", "--output", tmp_path / "theirs")[0] == 0
+    told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "bare")[1]
+    assert "--tokenizer" not in told and not (tmp_path / "bare/tokenizer").exists()
+    (tmp_path / "theirs/vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    (tmp_path / "theirs/tokenizer_config.json").write_text('{"do_lower_case": false}')
+    told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[1]
+    assert f"--tokenizer-type BertWordPiece --tokenizer-path {tmp_path}/back/tokenizer" in told
+    back, theirs = (
+        tokenizer.build("BertWordPiece", tokenizer_path=tmp_path / name) for name in ("back/tokenizer", "theirs")
+    )
+    assert back.identity == theirs.identity and back.encode("the lamps The灯") == [5, 6, 8, 1, 7]
+    assert convert("export", "--load", tmp_path / "back", "--output", tmp_path / "again")[0] == 0
+    again = tokenizer.build(tokenizer_path=tmp_path / "again")
+    assert again.encode("the lamps The灯") == [5, 6, 8, 1, 7]
+    told = convert("import", "--input", tmp_path / "again", "--output", tmp_path / "last")[1]
+    assert "--tokenizer-type TokenizersJSON" in told or "BertWordPiece" not in told
+
+
 def t5_pieces() -> bytes:
     """Return a SentencePiece model with T5's own settings."""
     model = io.BytesIO()

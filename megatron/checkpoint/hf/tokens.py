@@ -7,7 +7,8 @@
 | any other SentencePiece | spiece.model, which no class of theirs reads exactly as it is |
 | CPM1, CPM2 | none: words are cut before pieces are |
 
-``tokenizer_config.json`` names class and control tokens in the first two cases.
+``tokenizer_config.json`` names class and control tokens in the first two cases. On the way back a ``vocab.txt`` is read
+too, where there is no ``tokenizer.json``: as BertWordPiece, lower case as ``tokenizer_config.json`` says.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ JSON, SPIECE, VOCAB, MERGES, SETTINGS = (
     "tokenizer.json", "spiece.model", "vocab.json", "merges.txt", "tokenizer_config.json",
 )  # fmt: skip
 VOCAB_TEXT = "vocab.txt"  # of BERT
-_COPIED = (JSON, SPIECE, VOCAB, MERGES, SETTINGS, "special_tokens_map.json", "added_tokens.json")
+_COPIED = (JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, SETTINGS, "special_tokens_map.json", "added_tokens.json")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _copy(source: Path, target: Path) -> None:
 def copy_files(source: Path, target: Path) -> bool:
     """Copy the tokenizer's files of the folder ``source`` into ``target``; return whether there are any."""
     found = [name for name in _COPIED if (source / name).is_file()]
-    if not (JSON in found or SPIECE in found or {VOCAB, MERGES} <= {*found}):
+    if not ({JSON, VOCAB_TEXT, SPIECE} & {*found} or {VOCAB, MERGES} <= {*found}):
         return False
     files.make_folder(target)
     for name in found:
@@ -173,6 +174,8 @@ def fields_of(folder: Path, place: Path) -> dict[str, Any]:
     """Return the tokenizer's fields of our configuration for the files in ``folder``, which will be ``place``."""
     if (folder / JSON).exists():
         return {"tokenizer_type": "TokenizersJSON", "tokenizer_path": str(place)}
+    if (folder / VOCAB_TEXT).exists():
+        return {"tokenizer_type": "BertWordPiece", "tokenizer_path": str(place)}
     if (folder / SPIECE).exists():
         return {"tokenizer_type": "T5SentencePiece", "tokenizer_path": str(place)}
     pair = {"vocab_file": str(place / VOCAB), "merge_file": str(place / MERGES)}
@@ -204,9 +207,7 @@ def difference(source: Path, config: Config) -> str | None:
 
 
 def _tokenizer_in(source: Path) -> Tokenizer:
-    if (source / VOCAB_TEXT).is_file() and not (source / JSON).is_file():
-        return build("BertWordPiece", tokenizer_path=source)
-    if not any((source / name).is_file() for name in (JSON, SPIECE, VOCAB)):
+    if not any((source / name).is_file() for name in (JSON, VOCAB_TEXT, SPIECE, VOCAB)):
         raise DataError(f"{source} holds none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TEXT}")
     named = fields_of(source, source)
     return build(named.pop("tokenizer_type"), **named)
