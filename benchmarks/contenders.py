@@ -3,9 +3,11 @@
 | of | name | what it is |
 |---|---|---|
 | both | ours | the model as ``pretrain_*.py`` trains it without a pipeline: flags, DeepSpeed's engine, our optimizer |
+| both | ours-compiled | the same with ``--compile`` |
 | GPT-2 | hf | Hugging Face's ``GPT2LMHeadModel`` as it ships but with SDPA, no cache, dropout 0, in the plain loop |
 | GPT-2 | hf-fused-gelu | the same with torch's fused tanh GELU in place of Hugging Face's own |
 | GPT-2 | plain | ``plain_gpt.py``: a small script of ``torch.nn`` layers |
+| GPT-2 | plain-compiled | the same after ``torch.compile`` of the whole model and its loss |
 | T5 | hf | its ``T5ForConditionalGeneration`` as it ships, which is with SDPA, but no cache, dropout 0, in that loop |
 | T5 | hf-eager | the same with its attention written out |
 
@@ -43,8 +45,8 @@ def our_weights(sizes: GPTSizes) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of our engine, built from flags as a user's run is."""
+def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -> Step:
+    """Return a step of our engine, built from flags as a user's run is; ``more`` are further flags."""
     from megatron.mpu.random import DropoutStreams
     from megatron.training import arguments, world
     from megatron.training.assembly import build_engine
@@ -55,7 +57,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str) -> Step:
     config = config_of(
         sizes,
         f"--batch-size {batch_size} --lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} "
-        f"--seed {SEED} --{dtype} --device {kind} --train-iters 1000",
+        f"--seed {SEED} --{dtype} --device {kind} --train-iters 1000 {more}",
     )
     here = world.start(config)
     streams = DropoutStreams(SEED)
@@ -67,6 +69,11 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str) -> Step:
         return engine.train_step(iter([batch]), next(numbers)).loss
 
     return step
+
+
+def ours_compiled(sizes: Sizes, batch_size: int, kind: str, dtype: str) -> Step:
+    """Return a step of our engine with compiled layers."""
+    return ours(sizes, batch_size, kind, dtype, "--compile")
 
 
 def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, activation: str = "gelu_new") -> Step:
@@ -99,19 +106,28 @@ def hf_fused_gelu(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> St
     return hf(sizes, batch_size, kind, dtype, activation="gelu_pytorch_tanh")
 
 
-def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
+def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, *, is_compiled: bool = False) -> Step:
     """Return a step of the small script."""
     model = PlainGPT(sizes)
     theirs = from_ours(our_weights(sizes), sizes.num_attention_heads)
     model.load_state_dict(dict(_plain_state(theirs)))
+    if is_compiled:
+        model.compile(dynamic=False)
     return PlainLoop(model, _shifted, kind=kind, dtype=dtype).step
+
+
+def plain_compiled(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
+    """Return a step of the small script as its users run it when they have a compiler."""
+    return plain(sizes, batch_size, kind, dtype, is_compiled=True)
 
 
 CONTENDERS: dict[str, Contender] = {
     "ours": ours,
+    "ours-compiled": ours_compiled,
     "hf": hf,
     "hf-fused-gelu": hf_fused_gelu,
     "plain": plain,
+    "plain-compiled": plain_compiled,
 }
 
 _PLAIN_NAMES = {

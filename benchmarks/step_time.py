@@ -1,6 +1,7 @@
 """Time our step of GPT-2 or T5 beside Hugging Face's and a plain loop's, in one run.
 
     python benchmarks/step_time.py --json step_time.json
+    python benchmarks/step_time.py --contenders ours-compiled plain-compiled hf
     python benchmarks/step_time.py --model t5 --json step_time.json
 
 Every contender runs in a process of its own on the same tokens from the same weights, dropout 0, with all cores: their
@@ -29,7 +30,12 @@ from benchmarks.turns import PRODUCT, PRODUCT_SIDE, PRODUCTS_PER_TURN, Record, W
 from megatron import cost, device  # noqa: E402
 
 MODELS: dict[str, type[GPTSizes] | type[T5Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes)}
-NAMES = {"gpt2": ("ours", "hf", "hf-fused-gelu", "plain"), "t5": ("ours", "hf", "hf-eager")}
+OURS = ("ours", "ours-compiled")
+NAMES = {
+    "gpt2": (*OURS, "hf", "hf-fused-gelu", "plain", "plain-compiled"),
+    "t5": (*OURS, "hf", "hf-eager"),
+}
+EAGER = {family: [name for name in names if not name.endswith("-compiled")] for family, names in NAMES.items()}
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
@@ -46,7 +52,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2, help="sequences in a step (default: 2)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each contender (default: 7)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps in a turn (default: 3)")
-    parser.add_argument("--contenders", nargs="+", choices=NAMES[family], default=list(NAMES[family]))
+    parser.add_argument(
+        "--contenders", nargs="+", choices=NAMES[family], default=EAGER[family], help="default: those not compiled"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     parser.add_argument("--json", type=Path, help="write the result here too")
@@ -65,8 +73,8 @@ def work_of(args: argparse.Namespace) -> Work:
 def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     """Return the numbers of each contender.
 
-    ``ours_speed`` is how many times as fast ours is, round by round: quartiles. ``ours_cpu_speed`` compares processor
-    time in place of the clock.
+    ``speed_of_ours`` is how many times as fast ours is, round by round: quartiles, once for each of OURS.
+    ``cpu_speed_of_ours`` compares processor time in place of the clock.
     """
     product_s = statistics.median(records[PRODUCT].turns_s) / PRODUCTS_PER_TURN
     peak = 2.0 * PRODUCT_SIDE**3 / product_s
@@ -89,9 +97,10 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
             "memory_before_steps_bytes": record.idle_bytes,
             "losses": record.losses,
         }
-        if "ours" in records and name != "ours":
-            row["ours_speed"] = _quartiles(record.turns_s, records["ours"].turns_s)
-            row["ours_cpu_speed"] = _quartiles(record.cpu_s, records["ours"].cpu_s)
+        for our in OURS if name not in OURS else ():
+            if our in records:
+                row.setdefault("speed_of_ours", {})[our] = _quartiles(record.turns_s, records[our].turns_s)
+                row.setdefault("cpu_speed_of_ours", {})[our] = _quartiles(record.cpu_s, records[our].cpu_s)
         contenders[name] = row
     return {"peak_flops_per_s": peak, "flops_per_step": flops, "contenders": contenders}
 
@@ -120,19 +129,18 @@ def surroundings_of(work: Work) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as lines of text."""
-    lines = [
-        f"{'':16}{'ms/step':>9}{'CPU ms':>9}{'tokens/s':>10}{'MFU':>7}{'peak MiB':>10}{'last loss':>11}"
-        "   ours is ... times as fast"
-    ]
+    lines = [f"{'':16}{'ms/step':>9}{'CPU ms':>9}{'tokens/s':>10}{'MFU':>7}{'peak MiB':>10}{'last loss':>11}"]
     for name, row in result["contenders"].items():
-        speed = ""
-        if "ours_speed" in row:
-            low, middle, high = row["ours_speed"]
-            speed = f"   {middle:.3f} (quartiles {low:.3f}, {high:.3f}); by CPU time {row['ours_cpu_speed'][1]:.3f}"
         lines.append(
             f"{name:16}{row['ms_per_step']:9.1f}{row['cpu_ms_per_step']:9.1f}{row['tokens_per_s']:10.0f}{row['mfu']:7.3f}"
-            f"{row['peak_memory_bytes'] / 2**20:10.0f}{row['losses'][-1]:11.5f}{speed}"
+            f"{row['peak_memory_bytes'] / 2**20:10.0f}{row['losses'][-1]:11.5f}"
         )
+    for name, row in result["contenders"].items():
+        for our, (low, middle, high) in row.get("speed_of_ours", {}).items():
+            cpu = row["cpu_speed_of_ours"][our][1]
+            lines.append(
+                f"{our} is {middle:.3f} times as fast as {name} (quartiles {low:.3f}, {high:.3f}); by CPU time {cpu:.3f}"
+            )
     lines.append(f"matrix product {result['peak_flops_per_s'] / 1e9:.0f} GFLOP/s = MFU 1")
     return "\n".join(lines)
 

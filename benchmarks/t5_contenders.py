@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.contenders import SEED, Contender, ours
+from benchmarks.contenders import SEED, Contender, ours, ours_compiled
 from benchmarks.flags import config_of
 from benchmarks.plain_loop import Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import START_ID, T5Sizes
@@ -51,7 +51,7 @@ def hf_eager(sizes: T5Sizes, batch_size: int, kind: str, dtype: str) -> Step:
     return hf(sizes, batch_size, kind, dtype, attention="eager")
 
 
-CONTENDERS: dict[str, Contender] = {"ours": ours, "hf": hf, "hf-eager": hf_eager}
+CONTENDERS: dict[str, Contender] = {"ours": ours, "ours-compiled": ours_compiled, "hf": hf, "hf-eager": hf_eager}
 
 
 def _pair(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,24 +16,36 @@ T5_SIZES = T5Sizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_si
 WORK = Work(sizes=SIZES, batch_size=2, steps=2, kind="cpu", dtype="fp32", threads=1)
 
 
-def losses(rank: int, sizes: Sizes, steps: int) -> dict[str, list[float]]:
+def losses(rank: int, sizes: Sizes, steps: int, names: list[str]) -> dict[str, list[float]]:
     """Train each contender on the same batch, over and over."""
     builders = {"gpt2": contenders, "t5": t5_contenders}[sizes.family].CONTENDERS
+    assert set(builders) == set(step_time.NAMES[sizes.family])
     found = {}
-    for name, build in builders.items():
-        step = build(sizes, WORK.batch_size, WORK.kind, WORK.dtype)
+    for name in names:
+        step = builders[name](sizes, WORK.batch_size, WORK.kind, WORK.dtype)
         found[name] = [float(step(sizes.batch(WORK.batch_size, 0))) for _ in range(steps)]
     return found
 
 
-@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES], ids=lambda sizes: sizes.family)
-def test_all_contenders_have_the_same_losses_from_the_same_weights(sizes: Sizes) -> None:
-    found = run_ranks(1, losses, sizes, 6, init=False)[0]
-    assert set(found) == set(step_time.NAMES[sizes.family])
+def check(sizes: Sizes, names: list[str]) -> None:
+    found = run_ranks(1, losses, sizes, 6, names, init=False, deadline_s=400)[0]
     expected = found["hf"]
     assert expected[-1] < expected[0] - 1e-3  # the weights have moved, clipped and decayed, in all of them
-    for name, own in found.items():
-        assert own == pytest.approx(expected, abs=2e-6), name
+    for name in names:
+        assert found[name] == pytest.approx(expected, abs=2e-6), name
+
+
+@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES], ids=lambda sizes: sizes.family)
+def test_all_contenders_have_the_same_losses_from_the_same_weights(sizes: Sizes) -> None:
+    check(sizes, step_time.EAGER[sizes.family])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES], ids=lambda sizes: sizes.family)
+def test_compiled_contenders_have_the_same_losses_too(sizes: Sizes) -> None:
+    eager = step_time.EAGER[sizes.family]
+    check(sizes, ["hf", *(name for name in step_time.NAMES[sizes.family] if name not in eager)])
 
 
 def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
@@ -47,8 +59,8 @@ def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
     assert result["peak_flops_per_s"] == pytest.approx(1e9)
     assert ours["ms_per_step"] == pytest.approx(500.0)
     assert ours["tokens_per_s"] == pytest.approx(64.0)
-    assert plain["ours_speed"][1] == pytest.approx(1.5)  # the slow round was slow for both
-    assert plain["ours_cpu_speed"][1] == pytest.approx(1.5)
+    assert plain["speed_of_ours"]["ours"][1] == pytest.approx(1.5)  # the slow round was slow for both
+    assert plain["cpu_speed_of_ours"]["ours"][1] == pytest.approx(1.5)
     layers, head, attention = 2 * (12 * 32 * 32 + 13 * 32), 64 * 32 + 2 * 32, 2 * 32 * 16
     assert ours["mfu"] == pytest.approx(32 * 6 * (layers + head + attention) / 0.5 / 1e9)
     assert "ours" in step_time.table(result)
