@@ -137,10 +137,9 @@ def table(result: dict[str, Any]) -> str:
         )
     for name, row in result["contenders"].items():
         for our, (low, middle, high) in row.get("speed_of_ours", {}).items():
-            cpu = row["cpu_speed_of_ours"][our][1]
-            lines.append(
-                f"{our} is {middle:.3f} times as fast as {name} (quartiles {low:.3f}, {high:.3f}); by CPU time {cpu:.3f}"
-            )
+            by_cpu = row["cpu_speed_of_ours"][our][1]
+            spread = f"quartiles {low:.3f}, {high:.3f}"
+            lines.append(f"{our} is {middle:.3f} times as fast as {name} ({spread}); by CPU time {by_cpu:.3f}")
     lines.append(f"matrix product {result['peak_flops_per_s'] / 1e9:.0f} GFLOP/s = MFU 1")
     return "\n".join(lines)
 
