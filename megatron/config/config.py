@@ -24,6 +24,7 @@ from megatron.config.option import FAMILIES, Option, options_of, require_family
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
+from megatron.config.seeing import SeeingConfig
 from megatron.config.stability import StabilityConfig
 from megatron.config.t5 import T5Config
 from megatron.errors import ConfigError
@@ -43,6 +44,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "checkpoint": CheckpointConfig,
         "stability": StabilityConfig,
         "debug": DebugConfig,
+        "seeing": SeeingConfig,
         "run": RunConfig,
     }
 )
@@ -87,6 +89,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    seeing: SeeingConfig = field(default_factory=SeeingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the JSON as read
     extra: Mapping[str, Any] = field(default_factory=dict)  # what extra_args_provider added

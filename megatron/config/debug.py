@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.option import option
+from megatron.config.step_ranges import steps_of
 
 if TYPE_CHECKING:
     from megatron.config.config import Config
@@ -50,7 +51,7 @@ class DebugConfig:
         Raises:
             ValueError: the text names none, or not whole numbers from 1 on.
         """
-        return [_range_of(word) for word in self.debug_dump_steps.split(",")]
+        return [steps_of(word) for word in self.debug_dump_steps.split(",")]
 
     def wanted(self) -> re.Pattern[str]:
         """Return the pattern of the names to dump.
@@ -73,20 +74,6 @@ class DebugConfig:
             self.wanted()
         except re.error as error:
             yield f"--debug-dump-modules must be a regular expression, got {self.debug_dump_modules!r} ({error})"
-
-
-def _range_of(word: str) -> range:
-    first, dash, last = word.strip().partition("-")
-    found = range(_step(first), _step(last if dash else first) + 1)
-    if not found:
-        raise ValueError(word)
-    return found
-
-
-def _step(word: str) -> int:
-    if not re.fullmatch(r"\s*[0-9]+\s*", word) or int(word) < 1:
-        raise ValueError(word)
-    return int(word)
 
 
 def problems(config: Config) -> Iterator[str]:

@@ -17,6 +17,7 @@ from megatron.config import (
     effects,
     llama_checks,
     mpt_checks,
+    seeing,
     stability,
     t5_checks,
     zero,
@@ -171,6 +172,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
     yield from stability.problems(config)
     yield from zero.problems(config)
     yield from debug.problems(config)
+    yield from seeing.problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
 
