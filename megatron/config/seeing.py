@@ -54,8 +54,6 @@ class SeeingConfig:
             self.profiled()
         except ValueError:
             yield f"--profile must be a step from 1 on or a range of steps, as 5-7; got {self.profile!r}"
-        if self.wandb_project == "":
-            yield "--wandb-project must be the name of a project, got ''. Leave it out, or name one"
 
 
 def problems(config: Config) -> Iterator[str]:

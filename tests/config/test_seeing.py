@@ -50,11 +50,6 @@ def test_what_cannot_act_is_refused(extra: str, told: str) -> None:
         read(extra)
 
 
-def test_a_project_without_a_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--wandb-project must be the name of a project, got ''"):
-        parse([*BASE.split(), "--wandb-project", ""], world_size=1)
-
-
 def test_wandb_that_is_not_installed_is_told_with_all_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
