@@ -229,9 +229,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._gradients.adopt(parameter)
         return master
 
+    @property
+    def gradient_holders(self) -> Group:
+        """The replicas over which ``counted_gradients`` are summed; one alone where each has the whole of them."""
+        return self._gradients.holders
+
+    def counted_gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the (parameter, gradient) pairs that this rank counts in sums over the model and the holders."""
+        rank, counts = self.tensor_group.rank, self._gradients.counts_here
+        return [(p, g) for p, g in self.gradients() if counts_here(p, rank) and counts(p)]
+
     def _norm(self) -> float:
-        counts = self._gradients.counts_here
-        counted = [g for p, g in self.gradients() if counts_here(p, self.tensor_group.rank) and counts(p)]
+        counted = [gradient for _, gradient in self.counted_gradients()]
         device = next((parameter.device for parameter in self._masters.of), None)
         return global_norm(counted, model=self.model_group, holders=self._gradients.holders, device=device).item()
 
