@@ -72,8 +72,8 @@ ZERO_1 = (
     Mutant(
         "the norm is that of a replica's part",
         "megatron/optim/mixed_precision.py",
-        "        counted = [g for p, g in self.gradients() if",
-        "        counted = [self._masters.part(p, g) for p, g in self.gradients() if",
+        "        return [(p, g) for p, g in self.gradients() if",
+        "        return [(p, self._masters.part(p, g)) for p, g in self.gradients() if",
         (STEPS,),
     ),
     Mutant(
