@@ -11,11 +11,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from megatron.cost import parts
 from megatron.cost.costs import Kept
 from megatron.cost.gpt2 import GPT2Costs
+from megatron.cost.work import Product, Work
 
 _TOKEN_TYPES = 2
 
@@ -31,6 +32,7 @@ class Heads(Protocol):
 class BertCosts(GPT2Costs):
     """The costs of a BERT of ``sizes`` on samples of ``seq_length`` tokens."""
 
+    is_causal: ClassVar[bool] = False
     heads: Heads
 
     @property
@@ -59,9 +61,15 @@ class BertCosts(GPT2Costs):
         transform = h * h + 3 * h + (self._transform_parameters() if self.heads.binary_head else 0)
         return [embedding + (_TOKEN_TYPES + 2) * h, *layers, transform, head + words]
 
-    def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
-        embedding, *layers, _, head = super().unit_kept(samples, tensor, width)
-        transform = samples * self.seq_length * 3 * self.sizes.hidden_size * width
+    def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
+        embedding, *layers, norm, head = super().unit_work(samples, tensor, width)
+        h = self.sizes.hidden_size
+        transform = Work(products=(Product(samples * self.seq_length, h, h),), operations=2 * norm.operations)
+        return [embedding, *layers, transform, head]
+
+    def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
+        embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence)
+        transform = samples * self.seq_length * 3 * self.sizes.hidden_size * width // sequence
         return [embedding, *layers, Kept(transform, transform), head]
 
     def _transform_parameters(self) -> int:

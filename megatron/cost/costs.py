@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from megatron.cost.buffers import BUCKET_BYTES, Flying
 from megatron.cost.memory import PLAIN, Memory, State, Zero
 from megatron.cost.waiting import Kept as Kept
 from megatron.cost.waiting import Waiting
+from megatron.cost.work import Work
 from megatron.stages import in_flight, pieces_on
 
 Number = TypeVar("Number", int, float)
@@ -58,8 +60,16 @@ class Costs(ABC):
         """Return the parameters that units share."""
 
     @abstractmethod
-    def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
-        """Return what each unit keeps of ``samples`` samples in numbers of ``width`` bytes."""
+    def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
+        """Return what each unit keeps of ``samples`` samples in numbers of ``width`` bytes.
+
+        Args:
+            sequence: over how many tensor ranks tokens are cut between the products: t with sequence parallelism.
+        """
+
+    @abstractmethod
+    def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
+        """Return what each unit makes one of ``tensor`` ranks do of ``samples`` samples."""
 
     @abstractmethod
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
@@ -125,6 +135,8 @@ class Costs(ABC):
         optimizer: str = "adamw",
         zero: Zero = PLAIN,
         checkpoint_activations: bool = False,
+        is_selective: bool = False,
+        sequence: int = 1,
         waiting: Waiting = Waiting(),  # noqa: B008 - frozen
         schedule: str = "1f1b",
         chunks: int = 1,
@@ -135,26 +147,49 @@ class Costs(ABC):
 
         Args:
             zero: how replicas share what they hold.
+            is_selective: the core of each attention is recomputed.
+            sequence: as of ``unit_kept``.
             waiting: of what is recomputed, with ``checkpoint_activations``.
         """
         stages = (len(bounds) - 1) // chunks
         state = State.of(dtype, optimizer)
         sizes = (micro_batch_size, tensor, state.width)
-        units, shared = self.unit_kept(*sizes), self.shared_kept(*sizes)
+        units, shared = self.unit_kept(*sizes, sequence), self.shared_kept(*sizes)
+        core = max(unit.core for unit in units) if is_selective else 0
+        units = [unit.without_core() for unit in units] if is_selective else units
+        hidden = max(unit.input for unit in units)
+        small = self.small_parameters(tensor, state.gradient)
         estimates = []
         for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages)):
             pieces = pieces_on(bounds, stages, stage)
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
+            at_work = core if any(units[n].input for start, stop in pieces for n in range(start, stop)) else 0
             logits = self.logit_bytes(*sizes) if stage == stages - 1 else 0
-            gathered = self.gathered_parameters(pieces, tensor)
-            memory = state.memory(held, forwards * in_all // chunks, logits, zero, gathered)
+            gathered = self.gathered_parameters(pieces, tensor) if zero.stage == 3 else 0
+            memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered)
             if checkpoint_activations:
                 read = sum(_held([0] * len(units), shared, [piece]) for piece in pieces)
                 parts = [units[start:stop] for start, stop in pieces]
                 memory = waiting.placed(memory, parts, forwards / chunks, read)
-            estimates.append(memory)
+            flying = Flying(
+                small=sum(small[n] for start, stop in pieces for n in range(start, stop)),
+                message=hidden if stages > 1 else 0,
+                gathered=hidden * sequence if sequence > 1 else 0,
+            )
+            estimates.append(flying.placed(memory, state.gradient, zero))
         return estimates
+
+    def small_parameters(self, tensor: int, width: int) -> list[int]:
+        """Return the parameters of each unit, without shared ones, in weights that share a bucket of sums.
+
+        Args:
+            width: bytes of a gradient.
+        """
+        limit = BUCKET_BYTES // width
+        weights = [[one.inner * one.columns for one in work.products] for work in self.unit_work(1, tensor, width)]
+        large = [sum(size for size in own if size > limit) for own in weights]
+        return [max(own - big, 0) for own, big in zip(self.unit_parameters(tensor), large, strict=True)]
 
 
 def _held(units: Sequence[int], shared: Sequence[Shared], pieces: Sequence[tuple[int, int]]) -> int:

@@ -11,13 +11,14 @@ Source: Narayanan et al. 2021, "Efficient large-scale language model training on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
 from megatron.cost import parts
 from megatron.cost.costs import Costs, Kept, Shared
 from megatron.cost.parts import ELEMENTWISE, Sizes
+from megatron.cost.work import OPERATIONS, Product, Work, scores
 from megatron.stages import balanced_bounds, layers_in_chunks
 
 
@@ -28,12 +29,16 @@ class GPT2Costs(Costs):
     Args:
         norm_vectors: of h numbers in a norm: what it scales by and what it shifts by.
         has_positions: the embedding has a table of positions.
+        is_causal: a token sees those before it alone.
+        is_fused: attention is one kernel, which keeps no number for each query and key and skips what is masked.
     """
 
     norm_vectors: ClassVar[int] = 2
     has_positions: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = True
     sizes: Sizes
     seq_length: int
+    is_fused: bool = field(default=True, kw_only=True)
 
     @property
     def keys(self) -> int:
@@ -87,14 +92,50 @@ class GPT2Costs(Costs):
             return []
         return [Shared(parts.table_parameters(self.sizes, tensor), (0, self.num_units - 1))]
 
-    def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
+    def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
         """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1."""
         sizes, h = self.sizes, self.sizes.hidden_size
-        whole = 4 * h * width + 2 * h
+        whole = (4 * h * width + 2 * h) // sequence
         cut = (2 * parts.attention_width(sizes) + 2 * self.keys + parts.feed_forward_kept(sizes)) * width
-        tokens = samples * self.seq_length
-        layer = Kept(tokens * (whole + cut // tensor), tokens * h * width)
+        tokens, core = samples * self.seq_length, self._core_kept(samples, tensor, width)
+        layer = Kept(tokens * (whole + cut // tensor) + core, tokens * h * width // sequence, core)
         return [Kept(), *[layer] * sizes.num_layers, Kept(), Kept()]
+
+    def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
+        sizes, h = self.sizes, self.sizes.hidden_size
+        tokens = samples * self.seq_length
+        vocabulary = -(-parts.vocabulary(sizes) // tensor)
+        hidden, of_token = tokens * h * width, 4 * tokens
+        layer = Work(
+            products=parts.layer_products(sizes, tokens, tensor, self.keys),
+            core=self._scores(samples, tensor),
+            operations=OPERATIONS["layer"],
+            sums=(hidden, hidden),
+            back=(hidden, hidden),
+        )
+        return [
+            Work(operations=OPERATIONS["embedding"], sums=(hidden,)),
+            *[layer] * sizes.num_layers,
+            Work(operations=OPERATIONS["norm"]),
+            Work(
+                products=(Product(tokens, h, vocabulary),),
+                operations=OPERATIONS["head"],
+                sums=(of_token,) * 3,  # largest logit, that of the label, the sum
+                back=(hidden,),
+            ),
+        ]
+
+    def _scores(self, samples: int, tensor: int) -> tuple[Product, ...]:
+        """Return the products of all heads of a rank; a fused kernel makes half of a causal matrix."""
+        number = samples * self.sizes.num_attention_heads / tensor
+        half = 0.5 if self.is_causal and self.is_fused else 1.0
+        return scores(self.seq_length, self.seq_length, self.sizes.kv_hidden_size, number * half)
+
+    def _core_kept(self, samples: int, tensor: int, width: int) -> int:
+        """Return the bytes of probabilities, before and after dropout, and of its mask: 5 a s / h of s b h."""
+        if self.is_fused:
+            return 0
+        return samples * self.sizes.num_attention_heads // tensor * self.seq_length**2 * (2 * width + 1)
 
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
         return []

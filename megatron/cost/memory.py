@@ -14,7 +14,7 @@ SGD has no moments; Adafactor's means of rows and columns are small and not coun
 | offload of the optimizer, on the CPU | 12, or 12 / d | the same: its own copy of the weight |
 | offload of the weights, on the CPU | 2 / d | 4 / d, none where the optimizer is there too |
 
-Not counted: the buckets of sums and gathers on their way (32 MiB each, two of gradients), what backward has left in one
+Sums and gathers on their way are told in ``megatron.cost.buffers``. Not counted: what backward has left in a bucket
 that is not full, and the gradients that a step copies to the CPU. Parts are whole vectors (``megatron.optim.cuts``), so
 some replicas hold a row more of a weight; a recomputed run of several layers is gathered together.
 
@@ -33,7 +33,8 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training holds on one rank: ``gathered`` weights with ZeRO 3 alone, ``host`` what is offloaded.
+    """Bytes that training holds on one rank: ``gathered`` weights with ZeRO 3 alone, ``host`` what is offloaded,
+    ``buffers`` messages on their way.
 
     ``start``: with ZeRO 3 what lies on the device before the first step, when the model is there whole in fp32 and the
     parts have just been taken from it.
@@ -47,11 +48,13 @@ class Memory:
     gathered: int = 0
     host: int = 0
     start: int = 0
+    buffers: int = 0
 
     @property
     def total(self) -> int:
         """Bytes on the device: all but ``host``."""
-        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.logits
+        states = self.weights + self.gathered + self.gradients + self.optimizer
+        return states + self.activations + self.logits + self.buffers
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from megatron.cost.work import Product
+
 ELEMENTWISE = 64
 """Cost of passing over one number (norm, softmax) in FLOPs of a matrix product. With it a head counts 2.77 layers where
 212 ms beside 75 ms were measured, 2.83 layers (h 256, v 8192, s 256, two CPU cores)."""
@@ -93,6 +95,24 @@ def projections_flops(sizes: Sizes, keys: int | None = None) -> int:
 def feed_forward_flops(sizes: Sizes) -> int:
     """Return the FLOPs of one token in a feed-forward layer: 4 h f, gated 6 h f."""
     return 2 * _matrices(sizes) * sizes.hidden_size * sizes.ff_hidden_size
+
+
+def layer_products(sizes: Sizes, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
+    """Return the products with weights of a layer on one of ``tensor`` ranks: attention and feed-forward."""
+    return (*attention_products(sizes, tokens, tensor, keys), *feed_forward_products(sizes, tokens, tensor))
+
+
+def attention_products(sizes: Sizes, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
+    """Return the products of queries, keys and values, and of the output."""
+    h, width = sizes.hidden_size, attention_width(sizes)
+    keys = width if keys is None else keys
+    return Product(tokens, h, (width + 2 * keys) // tensor), Product(tokens, width // tensor, h)
+
+
+def feed_forward_products(sizes: Sizes, tokens: int, tensor: int) -> tuple[Product, ...]:
+    """Return the two products of a feed-forward layer; a gated one makes gate and value in one."""
+    h, f = sizes.hidden_size, sizes.ff_hidden_size
+    return Product(tokens, h, (_matrices(sizes) - 1) * f // tensor), Product(tokens, f // tensor, h)
 
 
 def head_cost(sizes: Sizes) -> int:

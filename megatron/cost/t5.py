@@ -23,6 +23,7 @@ from megatron.cost import parts
 from megatron.cost.costs import Costs, Kept, Shared
 from megatron.cost.cuts import bounds_in_chunks
 from megatron.cost.parts import ELEMENTWISE, KEPT, Sizes
+from megatron.cost.work import OPERATIONS, Product, Work, scores
 from megatron.stages import T5Units, balanced_bounds, t5_units
 
 
@@ -102,11 +103,52 @@ class T5Costs(Costs):
         bias = sides.relative_attention_num_buckets * sizes.num_attention_heads // tensor
         return [word, Shared(bias, tuple(units.enc_layers)), Shared(bias, tuple(units.dec_layers))]
 
-    def unit_kept(self, samples: int, tensor: int, width: int) -> list[Kept]:
-        encoder = self._encoder_kept(samples, tensor, width)
-        decoder = self._decoder_kept(samples, tensor, width)
+    def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
+        encoder = self._encoder_kept(samples, tensor, width, sequence)
+        decoder = self._decoder_kept(samples, tensor, width, sequence)
         ends = [Kept(), Kept()]
         return [Kept(), *[encoder] * self.sides.enc_layers, *ends, *[decoder] * self.sides.dec_layers, *ends]
+
+    def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
+        """A decoder layer sums three times; back also the gradient of the encoder's output, which it reads."""
+        sizes, sides, h = self.sizes, self.sides, self.sizes.hidden_size
+        enc, dec = samples * sides.enc_seq_length, samples * sides.dec_seq_length
+        read, written = enc * h * width, dec * h * width
+        encoder = Work(
+            products=parts.layer_products(sizes, enc, tensor),
+            core=self._scores(samples, tensor, sides.enc_seq_length, sides.enc_seq_length),
+            operations=OPERATIONS["layer"],
+            sums=(read,) * 2,
+            back=(read,) * 2,
+        )
+        decoder = Work(
+            products=(*parts.layer_products(sizes, dec, tensor), *self._cross_products(dec, enc, tensor)),
+            core=(
+                *self._scores(samples, tensor, sides.dec_seq_length, sides.dec_seq_length),
+                *self._scores(samples, tensor, sides.dec_seq_length, sides.enc_seq_length),
+            ),
+            operations=OPERATIONS["decoder"],
+            sums=(written,) * 3,
+            back=(written,) * 3 + (read,),
+        )
+        norm = Work(operations=OPERATIONS["norm"])
+        embeddings = [Work(operations=OPERATIONS["embedding"], sums=(size,)) for size in (read, written)]
+        head = Work(
+            products=(Product(dec, h, -(-parts.vocabulary(sizes) // tensor)),),
+            operations=OPERATIONS["head"],
+            sums=(4 * dec,) * 3,
+            back=(written,),
+        )
+        encoders, decoders = [encoder] * sides.enc_layers, [decoder] * sides.dec_layers
+        return [embeddings[0], *encoders, norm, embeddings[1], *decoders, norm, head]
+
+    def _cross_products(self, queries: int, keys: int, tensor: int) -> tuple[Product, ...]:
+        h, width = self.sizes.hidden_size, parts.attention_width(self.sizes) // tensor
+        return Product(queries, h, width), Product(keys, h, 2 * width), Product(queries, width, h)
+
+    def _scores(self, samples: int, tensor: int, queries: int, keys: int) -> tuple[Product, ...]:
+        number = samples * self.sizes.num_attention_heads / tensor
+        return scores(queries, keys, self.sizes.kv_hidden_size, number)
 
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
         """The encoder's output, which all decoder layers of a piece read."""
@@ -162,23 +204,24 @@ class T5Costs(Costs):
         cross = (dec + enc) * own // 2 + 4 * dec * enc * width
         return enc * of_token + 4 * enc * enc * width, dec * of_token + 4 * dec * dec * width + cross
 
-    def _encoder_kept(self, samples: int, tensor: int, width: int) -> Kept:
+    def _encoder_kept(self, samples: int, tensor: int, width: int, sequence: int) -> Kept:
         h, length, heads = self.sizes.hidden_size, self.sides.enc_seq_length, parts.attention_width(self.sizes)
-        whole = 4 * h * width + 2 * h
+        whole = (4 * h * width + 2 * h) // sequence
         cut = (4 * heads + parts.feed_forward_kept(self.sizes)) * width
         tokens = samples * length
-        scores = self._scores_kept(samples, length, length, tensor, width)
-        return Kept(tokens * (whole + cut // tensor) + scores, tokens * h * width)
+        own = self._scores_kept(samples, length, length, tensor, width)
+        return Kept(tokens * (whole + cut // tensor) + own, tokens * h * width // sequence)
 
-    def _decoder_kept(self, samples: int, tensor: int, width: int) -> Kept:
+    def _decoder_kept(self, samples: int, tensor: int, width: int, sequence: int) -> Kept:
         """Three parts read the decoder's side; keys and values of cross attention are as long as the encoder's."""
         h, length, heads = self.sizes.hidden_size, self.sides.dec_seq_length, parts.attention_width(self.sizes)
-        whole = 6 * h * width + 3 * h
+        whole = (6 * h * width + 3 * h) // sequence
         cut = (6 * heads + parts.feed_forward_kept(self.sizes)) * width
         tokens, cross = samples * length, samples * self.sides.enc_seq_length * 2 * heads * width // tensor
         own = self._scores_kept(samples, length, length, tensor, width)
         to_encoder = self._scores_kept(samples, length, self.sides.enc_seq_length, tensor, width, is_cross=True)
-        return Kept(tokens * (whole + cut // tensor) + cross + own + to_encoder, tokens * h * width)
+        kept = tokens * (whole + cut // tensor) + cross + own + to_encoder
+        return Kept(kept, tokens * h * width // sequence)
 
     def _scores_kept(
         self, samples: int, queries: int, keys: int, tensor: int, width: int, *, is_cross: bool = False

@@ -11,10 +11,18 @@ from megatron.cost.memory import Memory
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that a unit keeps of a micro-batch until its backward: in full, or its input when it is recomputed."""
+    """Bytes that a unit keeps of a micro-batch until its backward: in full, or its input when it is recomputed.
+
+    ``core`` of ``full`` is kept by what selective recompute runs again.
+    """
 
     full: int = 0
     input: int = 0
+    core: int = 0
+
+    def without_core(self) -> Kept:
+        """Return what is left where selective recompute runs."""
+        return replace(self, full=self.full - self.core, core=0)
 
 
 @dataclass(frozen=True)
