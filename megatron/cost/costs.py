@@ -90,6 +90,10 @@ class Costs(ABC):
             ValueError: fewer layers than pieces.
         """
 
+    def boundary_bytes(self, bound: int, samples: int, width: int) -> int:
+        """Return the bytes that cross between the units ``bound - 1`` and ``bound``: a hidden state."""
+        return max(unit.input for unit in self.unit_kept(samples, 1, width))
+
     @property
     def num_units(self) -> int:
         return len(self.unit_names)

@@ -142,6 +142,12 @@ class T5Costs(Costs):
         encoders, decoders = [encoder] * sides.enc_layers, [decoder] * sides.dec_layers
         return [embeddings[0], *encoders, norm, embeddings[1], *decoders, norm, head]
 
+    def boundary_bytes(self, bound: int, samples: int, width: int) -> int:
+        """Behind the seam the encoder's output goes with the decoder's hidden state; at it, alone."""
+        of_token = samples * self.sizes.hidden_size * width
+        enc, dec = self.sides.enc_seq_length * of_token, self.sides.dec_seq_length * of_token
+        return enc + (dec if bound > self._units.dec_embedding else 0)
+
     def _cross_products(self, queries: int, keys: int, tensor: int) -> tuple[Product, ...]:
         h, width = self.sizes.hidden_size, parts.attention_width(self.sizes) // tensor
         return Product(queries, h, width), Product(keys, h, 2 * width), Product(queries, width, h)
