@@ -84,4 +84,4 @@ class DecoderReader(Reader):
         return self.kind.layer.forward(unit, x, self.mask_of(self.slots, x.dtype), self.caches[number])
 
     def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return logits_of(x, weight, self.part.place.group)
+        return logits_of(x, weight, self.part.place)

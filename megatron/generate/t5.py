@@ -100,7 +100,7 @@ class T5Reader(Reader):
         if x is None:
             how: dict[str, Any] = {
                 "sizes": self.sizes,
-                "streams": self.part.place.streams,
+                "place": self.part.place,
                 "side": "encoder",
                 "training": False,
             }

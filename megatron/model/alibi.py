@@ -24,6 +24,7 @@ class AlibiBias:
     """
 
     def __init__(self, sizes: MptSizes, place: Place) -> None:
+        self._place = place
         heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
         first = place.group.rank * heads
         self.slopes = alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]
@@ -33,9 +34,9 @@ class AlibiBias:
     @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
     def for_hidden(self, x: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return what the layers add that read ``x`` [s, b, h]; with ``segment_ids`` [b, s] documents are apart."""
-        causal = self._causal
-        if causal is None or (causal.shape[-1], causal.dtype, causal.device) != (x.shape[0], x.dtype, x.device):
-            positions = torch.arange(x.shape[0], device=x.device)
+        causal, length = self._causal, self._place.length(x)
+        if causal is None or (causal.shape[-1], causal.dtype, causal.device) != (length, x.dtype, x.device):
+            positions = torch.arange(length, device=x.device)
             causal = self._causal = self._make(positions.unsqueeze(0), positions, x.dtype)
             self._within.forget()
         if segment_ids is None:

@@ -79,9 +79,9 @@ class SelfAttention(Attention):
     head, then of the second), so that a contiguous cut gives each rank whole heads.
 
     Shapes:
-        x      [s, b, h]
+        x      [s, b, h], or this rank's part of it, by ``place``
         mask   bool [b or 1, 1, s, s] or None for causal
-        output [s, b, h]
+        output as x
 
     With a ``cache`` the keys and values of earlier passes count too, and the mask is [b or 1, 1, s, s_k].
     """
@@ -89,11 +89,9 @@ class SelfAttention(Attention):
     def __init__(self, sizes: Sizes, place: Place, layer: int) -> None:
         super().__init__(sizes, place, layer)
         self.query_key_value = ColumnParallelLinear(
-            sizes.hidden_size, 3 * sizes.attention_width, bias=sizes.hidden_bias, group=place.group
+            sizes.hidden_size, 3 * sizes.attention_width, bias=sizes.hidden_bias, **place.cut
         )
-        self.dense = RowParallelLinear(
-            sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, group=place.group
-        )
+        self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
 
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None

@@ -34,8 +34,8 @@ class BertModel(nn.Module):
         self.recompute = Recompute(sizes, self.place)
         self.embedding = BertEmbedding(sizes, self.place)
         self.layers = nn.ModuleList(BertLayer(sizes, self.place, i) for i in range(sizes.num_layers))
-        self.transform = Transform(sizes)
-        self.next_sentence = NextSentence(sizes) if sizes.binary_head else None
+        self.transform = Transform(sizes, self.place)
+        self.next_sentence = NextSentence(sizes, self.place) if sizes.binary_head else None
         self.head = WordHead(sizes, self.place)
 
     def forward(

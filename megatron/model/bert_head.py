@@ -9,7 +9,7 @@ from torch import nn
 from megatron.model.norm import LayerNorm
 from megatron.model.sizes import BertSizes, Place
 from megatron.mpu.layers import vocab_range
-from megatron.mpu.mappings import copy_to_tensor_region
+from megatron.mpu.mappings import enter_tensor_region, reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
 
@@ -36,14 +36,14 @@ class Transform(nn.Module):
     """What lies between the last layer and the vocabulary: a product, activation, norm.
 
     Shapes:
-        input, output [s, b, h]
+        input, output [s, b, h], or this rank's part of it, by ``place``
     """
 
-    def __init__(self, sizes: BertSizes) -> None:
+    def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__()
-        self.dense = WholeLinear(sizes.hidden_size, sizes.hidden_size)
+        self.dense = place.on_part(WholeLinear(sizes.hidden_size, sizes.hidden_size))
         self.activation = activation(sizes.activation)
-        self.norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+        self.norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.activation(self.dense(x)))
@@ -52,34 +52,43 @@ class Transform(nn.Module):
 class NextSentence(nn.Module):
     """Whether the second segment goes on where the first stops, from the first token of a sample.
 
+    Where the sequence is cut the first tensor rank has that token and hands it to the others, which do the same
+
     Shapes:
-        input  [s, b, h]
+        input  [s, b, h], or this rank's part of it, by ``place``
         output [b, 2], scores of: it does, it is from elsewhere
     """
 
-    def __init__(self, sizes: BertSizes) -> None:
+    def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__()
+        self.place = place
         self.pooler = WholeLinear(sizes.hidden_size, sizes.hidden_size)
         self.classifier = WholeLinear(sizes.hidden_size, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(torch.tanh(self.pooler(x[0])))
+        return self.classifier(torch.tanh(self.pooler(self._first_token(x))))
+
+    def _first_token(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.place.sequence_parallel:
+            return x[0]
+        own = x[0] if self.place.group.rank == 0 else torch.zeros_like(x[0])
+        return reduce_from_tensor_region(own, self.place.group)
 
 
 class WordHead(nn.Module):
     """Logits by the word table, with a bias for each word, which is cut as the table is.
 
     Shapes:
-        x      [s, b, h], the same on every rank
+        x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
         table  [v/t, h], padded rows last
         output [s, b, v/t]
     """
 
     def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__()
-        self.group = place.group
+        self.place = place
         rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
         self.bias = set_shard(nn.Parameter(torch.zeros(rows)), Shard((sizes.vocab_size,), 0, start, num_real))
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return F.linear(copy_to_tensor_region(x, self.group), table, self.bias)
+        return F.linear(enter_tensor_region(x, **self.place.cut), table, self.bias)

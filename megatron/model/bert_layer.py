@@ -18,25 +18,24 @@ class AroundWords(nn.Module):
     """What joins the words: positions, token types, norm and dropout.
 
     Shapes:
-        words [s, b, h]
+        words [s, b, h], or this rank's part of it, by ``place``
         token_types [b, s]
-        output [s, b, h]
+        output as words
     """
 
     def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__()
-        self.position = PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size)
-        self.token_type = PositionEmbedding(sizes.num_token_types, sizes.hidden_size)
-        self.norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+        self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
+        self.token_type = place.on_part(PositionEmbedding(sizes.num_token_types, sizes.hidden_size))
+        self.norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
         self.hidden_dropout = sizes.hidden_dropout
-        self.streams = place.streams
+        self.place = place
 
     def forward(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(words.shape[0], device=words.device)
-        x = words + self.position(positions).unsqueeze(1) + self.token_type(token_types.t())
-        return self.streams.dropout(
-            self.norm(x), self.hidden_dropout, training=self.training, layer=-1, site="embedding"
-        )
+        types = self.place.part(token_types.t())  # [s, b] or [s/t, b]
+        positions = self.place.part(torch.arange(token_types.shape[1], device=words.device))
+        x = words + self.position(positions).unsqueeze(1) + self.token_type(types)
+        return self.place.dropout(self.norm(x), self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
 
 class BertEmbedding(AroundWords):
@@ -51,7 +50,7 @@ class BertEmbedding(AroundWords):
     def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__(sizes, place)
         self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
         )
 
     def forward(self, tokens: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
@@ -95,15 +94,15 @@ class BertLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
-        self.streams = place.streams
+        self.place = place
         self.attention = BertAttention(sizes, place, layer)
-        self.post_attention_norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+        self.post_attention_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
         self.mlp = MLP(sizes, place, layer)
-        self.post_mlp_norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+        self.post_mlp_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = self.post_attention_norm(x + self._dropout(self.attention(x, mask), "attention output"))
         return self.post_mlp_norm(x + self._dropout(self.mlp(x), "mlp output"))
 
     def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)

@@ -40,7 +40,7 @@ class DecoderModel(nn.Module):
         self.recompute = Recompute(sizes, self.place)
         self.embedding: Any = embedding(sizes, self.place)
         self.layers = nn.ModuleList(layer(sizes, self.place, i) for i in range(sizes.num_layers))
-        self.final_norm = norm(sizes)
+        self.final_norm = self.place.on_part(norm(sizes))
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
     def finish(
@@ -61,4 +61,4 @@ class DecoderModel(nn.Module):
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.head is not None:
             return self.head(x)
-        return logits_of(x, self.embedding.word.weight, self.place.group)
+        return logits_of(x, self.embedding.word.weight, self.place)

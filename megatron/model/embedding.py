@@ -32,22 +32,25 @@ class Embedding(nn.Module):
 
     Shapes:
         tokens, position_ids [b, s]
-        output [s, b, h]
+        output [s, b, h], or this rank's part of it, by ``place``
     """
 
     def __init__(self, sizes: Sizes, place: Place) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
         )
-        self.position = PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size)
+        self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
         self.hidden_dropout = sizes.hidden_dropout
-        self.streams = place.streams
+        self.place = place
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        x = self.word(tokens) + self.position(position_ids)  # [b, s, h]
-        x = x.transpose(0, 1).contiguous()  # [s, b, h]
-        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+        if self.place.sequence_parallel:
+            x = self.word(tokens.t()) + self.position(self.place.part(position_ids.t()))  # [s/t, b, h]
+        else:
+            x = self.word(tokens) + self.position(position_ids)  # [b, s, h]
+            x = x.transpose(0, 1).contiguous()  # [s, b, h]
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
 
 class WordEmbedding(nn.Module):
@@ -55,17 +58,20 @@ class WordEmbedding(nn.Module):
 
     Shapes:
         tokens [b, s]
-        output [s, b, h]
+        output [s, b, h], or this rank's part of it, by ``place``
     """
 
     def __init__(self, sizes: Sizes, place: Place) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
         )
         self.hidden_dropout = sizes.hidden_dropout
-        self.streams = place.streams
+        self.place = place
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.word(tokens).transpose(0, 1).contiguous()  # [s, b, h]
-        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+        if self.place.sequence_parallel:
+            x = self.word(tokens.t())  # [s/t, b, h]
+        else:
+            x = self.word(tokens).transpose(0, 1).contiguous()  # [s, b, h]
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")

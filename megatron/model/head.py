@@ -7,21 +7,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.sizes import Place, Sizes
-from megatron.mpu.groups import Group
 from megatron.mpu.layers import vocab_range
-from megatron.mpu.mappings import copy_to_tensor_region
+from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.shard import Shard, empty_weight
 
 
-def logits_of(x: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
+def logits_of(x: torch.Tensor, weight: torch.Tensor, place: Place) -> torch.Tensor:
     """Return ``x weight^T``, this rank's columns of the vocabulary.
 
     Shapes:
-        x      [s, b, h], the same on every rank
+        x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
         weight [v/t, h], padded rows last
         output [s, b, v/t]
     """
-    return F.linear(copy_to_tensor_region(x, group), weight)
+    return F.linear(enter_tensor_region(x, **place.cut), weight)
 
 
 class Head(nn.Module):
@@ -29,10 +28,10 @@ class Head(nn.Module):
 
     def __init__(self, sizes: Sizes, place: Place) -> None:
         super().__init__()
-        self.group = place.group
+        self.place = place
         rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
         shard = Shard((sizes.vocab_size, sizes.hidden_size), 0, start, num_real)
         self.weight = empty_weight((rows, sizes.hidden_size), shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return logits_of(x, self.weight, self.group)
+        return logits_of(x, self.weight, self.place)

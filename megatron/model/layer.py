@@ -18,9 +18,9 @@ class TransformerLayer(nn.Module):
     With ``--apply-residual-connection-post-layernorm`` the residual is the normalised input.
 
     Shapes:
-        x      [s, b, h]
+        x      [s, b, h], or this rank's part of it, by ``place``
         mask   bool [b or 1, 1, s, s] or None for causal
-        output [s, b, h]
+        output as x
 
     ``cache`` as in ``SelfAttention``.
 
@@ -33,10 +33,10 @@ class TransformerLayer(nn.Module):
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
         self.is_residual_normed = sizes.apply_residual_connection_post_layernorm
-        self.streams = place.streams
-        self.input_norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+        self.place = place
+        self.input_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
         self.attention = SelfAttention(sizes, place, layer)
-        self.post_attention_norm = LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+        self.post_attention_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
         self.mlp = MLP(sizes, place)
 
     def forward(
@@ -51,4 +51,4 @@ class TransformerLayer(nn.Module):
         return normed if self.is_residual_normed else x
 
     def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)

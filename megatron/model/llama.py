@@ -27,10 +27,10 @@ class GroupedQueryAttention(Attention):
     gradient would be a sum over them.
 
     Shapes:
-        x         [s, b, h]
+        x         [s, b, h], or this rank's part of it, by ``place``
         mask      bool [b or 1, 1, s, s] or None for causal
         positions [b, s] or None for 0 ... s-1
-        output    [s, b, h]
+        output    as x
 
     With a ``cache`` the keys and values of earlier passes count too, the mask is [b or 1, 1, s, s_k], and the cache
     tells the positions; it keeps keys as they were turned at theirs.
@@ -48,12 +48,8 @@ class GroupedQueryAttention(Attention):
         self.num_groups = divide("--num-query-groups", sizes.num_groups, place.group)
         self.rotary, self.longest = sizes.rotary, sizes.max_position_embeddings
         packed = (sizes.num_attention_heads + 2 * sizes.num_groups) * sizes.kv_hidden_size
-        self.query_key_value = ColumnParallelLinear(
-            sizes.hidden_size, packed, bias=sizes.hidden_bias, group=place.group
-        )
-        self.dense = RowParallelLinear(
-            sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, group=place.group
-        )
+        self.query_key_value = ColumnParallelLinear(sizes.hidden_size, packed, bias=sizes.hidden_bias, **place.cut)
+        self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
 
     def forward(
         self,
@@ -101,10 +97,10 @@ class LlamaLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
-        self.streams = place.streams
-        self.input_norm = make_norm(sizes)
+        self.place = place
+        self.input_norm = place.on_part(make_norm(sizes))
         self.attention = GroupedQueryAttention(sizes, place, layer)
-        self.post_attention_norm = make_norm(sizes)
+        self.post_attention_norm = place.on_part(make_norm(sizes))
         self.mlp = MLP(sizes, place)
 
     def forward(
@@ -118,7 +114,7 @@ class LlamaLayer(nn.Module):
         return x + self._dropout(self.mlp(self.post_attention_norm(x)), "mlp output")
 
     def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
 def make_norm(sizes: LlamaSizes) -> RMSNorm:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.sizes import Place, Sizes
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.mappings import copy_to_tensor_region
 from megatron.ops.activations import activation, is_gated
 
 
@@ -27,10 +25,10 @@ class GatedLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         """Two products with every second row, for a product with all would leave two tensors full of gaps."""
-        x = copy_to_tensor_region(x, self.group)
         gate, value = self.weight.unflatten(0, (-1, 2)).unbind(1)  # 2 x [output_size/2t, input_size]
         gate_bias, value_bias = (None, None) if self.bias is None else self.bias.unflatten(0, (-1, 2)).unbind(1)
-        return F.linear(x, gate, gate_bias), F.linear(x, value, value_bias)
+        gated, values = self.products(x, (gate, gate_bias), (value, value_bias))
+        return gated, values
 
 
 class MLP(nn.Module):
@@ -53,9 +51,9 @@ class MLP(nn.Module):
         self.layer, self.dropout = layer, dropout
         self.place = place
         kind, rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
-        self.up = kind(h, rows, bias=sizes.hidden_bias, group=place.group)
+        self.up = kind(h, rows, bias=sizes.hidden_bias, **place.cut)
         self.activation = activation(sizes.activation)
-        self.down = RowParallelLinear(f, h, bias=sizes.hidden_bias, group=place.group)
+        self.down = RowParallelLinear(f, h, bias=sizes.hidden_bias, **place.cut)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_gated:

@@ -42,9 +42,10 @@ class MptLayer(TransformerLayer):
 
     def __init__(self, sizes: MptSizes, place: Place, layer: int) -> None:
         super().__init__(sizes, place, layer)
-        self.input_norm, self.post_attention_norm = make_norm(sizes), make_norm(sizes)
+        self.input_norm = place.on_part(make_norm(sizes))
+        self.post_attention_norm = place.on_part(make_norm(sizes))
         if sizes.clip_qkv:
-            packed = ClippedLinear(sizes.hidden_size, 3 * sizes.attention_width, bias=False, group=place.group)
+            packed = ClippedLinear(sizes.hidden_size, 3 * sizes.attention_width, bias=False, **place.cut)
             packed.limit = sizes.clip_qkv
             self.attention.query_key_value = packed
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
 
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutStreams
+from megatron.mpu.shard import set_partial
 from megatron.ops.rotary import Rotary
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +52,51 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module runs: its tensor-parallel group and its source of dropout masks."""
+    """Where a module runs: its tensor-parallel group and its source of dropout masks.
+
+    With ``sequence_parallel`` hidden states between tensor-parallel regions are this rank's part, [s/t, b, h].
+    """
 
     group: Group = SINGLE
     streams: DropoutStreams = field(default_factory=DropoutStreams)
+    sequence_parallel: bool = False
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """What a layer of ``megatron.mpu.layers`` is told of it."""
+        return {"group": self.group, "sequence_parallel": self.sequence_parallel}
+
+    def dropout(self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str) -> torch.Tensor:
+        """Return hidden states with elements dropped by the mask of ``layer`` and ``site``."""
+        return self.streams.dropout(
+            x, probability, training=training, layer=layer, site=site, is_part=self.sequence_parallel
+        )
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ``x`` [s, ...] that the hidden states of this rank stand for.
+
+        Raises:
+            ValueError: with ``sequence_parallel`` the group size does not divide them.
+        """
+        if not self.sequence_parallel:
+            return x
+        if x.shape[0] % self.group.size:
+            raise ValueError(
+                "with --sequence-parallel the sequence must be a multiple of --model-parallel-size, got "
+                f"{x.shape[0]} and {self.group.size}"
+            )
+        return x.chunk(self.group.size)[self.group.rank]
+
+    def length(self, x: torch.Tensor) -> int:
+        """Return the length of the sequence of which ``x`` [s, b, h] or [s/t, b, h] are hidden states."""
+        return x.shape[0] * (self.group.size if self.sequence_parallel else 1)
+
+    def on_part(self, module: Module) -> Module:
+        """Return ``module``, whose weights every rank holds whole and applies to its hidden states alone."""
+        if self.sequence_parallel:
+            for parameter in module.parameters():
+                set_partial(parameter)
+        return module
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from megatron.model.stack import run_layers
 from megatron.model.t5_attention import RelativeBias
 from megatron.model.t5_embedding import T5Embedding, embed, make_final_norm, make_norm, tied_logits
 from megatron.model.t5_layer import T5DecoderLayer, T5EncoderLayer
+from megatron.mpu.mappings import gather_from_sequence_region
 from megatron.ops.shared_table import shared_table
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "T5EncoderLayer",
     "T5Model",
     "embed",
+    "entered",
     "make_final_norm",
     "make_norm",
     "tied_logits",
@@ -70,7 +72,7 @@ class T5Model(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         rows, table = self._word_table()
         x = self.embedding(enc_tokens, enc_segments, side="encoder", table=rows)
-        memory = self.encoder(x, enc_segments)  # [s_e, b, h]
+        memory = entered(self.encoder(x, enc_segments), self.place)  # [s_e, b, h]
         y = self.embedding(dec_tokens, dec_segments, side="decoder", table=rows)
         y = self.decoder(y, memory, enc_segments, dec_segments)
         logits = tied_logits(y, table, self.sizes, self.place) if self.head is None else self.head(y)  # [s_d, b, v/t]
@@ -83,6 +85,18 @@ class T5Model(nn.Module):
         weight = self.embedding.word.weight
         is_whole = self.place.group.size == 1 and weight.device.type == "cpu"
         return shared_table(weight) if is_whole and weight.dtype != torch.float16 else (None, weight)
+
+
+def entered(memory: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return the encoder's output as all layers of the decoder read it: joined once, where each rank has its part.
+
+    What flows back into it is this rank's share of the gradient; the sum over all layers is summed over the ranks.
+
+    Shapes:
+        memory [s_e, b, h], or this rank's part of it, by ``place``
+        output [s_e, b, h]
+    """
+    return gather_from_sequence_region(memory, place.group) if place.sequence_parallel else memory
 
 
 class T5Side(nn.Module):

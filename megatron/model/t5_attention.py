@@ -95,7 +95,7 @@ class T5SelfAttention(SelfAttention):
             added = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
             context = self.attend(attention, query, key, value, mask=added, is_causal=False, scale=1.0)
         else:
-            bias = table.by_distance(x.shape[0])  # [a/t, 2s - 1]
+            bias = table.by_distance(query.shape[2])  # [a/t, 2s - 1]
             bias = without_future(bias) if is_causal else bias
             context = self.attend(biased_attention, query, key, value, bias, mask=mask)
         return self.dense(context)
@@ -105,10 +105,10 @@ class CrossAttention(Attention):
     """Multi-head attention to the output of the encoder, without a bias in both variants.
 
     Shapes:
-        x      [s_d, b, h]
-        memory [s_e, b, h]
+        x      [s_d, b, h], or this rank's part of it, by ``place``
+        memory [s_e, b, h]; with the sequence cut it comes from ``entered``
         mask   bool [b, 1, s_d, s_e], True where a query may look, or None
-        output [s_d, b, h]
+        output as x
 
     A ``cache`` keeps the keys and values of ``memory`` from the first pass on; later ones need no memory.
     """
@@ -117,9 +117,11 @@ class CrossAttention(Attention):
         super().__init__(sizes, place, layer, site="cross attention")
         h, width, bias = sizes.hidden_size, sizes.attention_width, sizes.hidden_bias
         self.scale = 1.0 if sizes.is_relative else self.head_size**-0.5
-        self.query = ColumnParallelLinear(h, width, bias=bias, group=place.group)
-        self.key_value = ColumnParallelLinear(h, 2 * width, bias=bias, group=place.group)
-        self.dense = RowParallelLinear(width, h, bias=bias, group=place.group)
+        self.query = ColumnParallelLinear(h, width, bias=bias, **place.cut)
+        self.key_value = ColumnParallelLinear(
+            h, 2 * width, bias=bias, group=place.group, has_entered=place.sequence_parallel
+        )
+        self.dense = RowParallelLinear(width, h, bias=bias, **place.cut)
 
     def forward(
         self,

@@ -11,7 +11,6 @@ from megatron.model.head import logits_of
 from megatron.model.norm import LayerNorm, RMSNorm
 from megatron.model.sizes import Place, T5Sizes
 from megatron.mpu.layers import VocabParallelEmbedding
-from megatron.mpu.random import DropoutStreams
 from megatron.ops.positions import positions_in_segments
 
 
@@ -20,20 +19,19 @@ class T5Embedding(nn.Module):
 
     Shapes:
         tokens, segments [b, s]
-        output [s, b, h]
+        output [s, b, h], or this rank's part of it, by ``place``
 
     ``side``, "encoder" or "decoder", says whose dropout masks to draw.
     """
 
     def __init__(self, sizes: T5Sizes, place: Place) -> None:
         super().__init__()
-        self.sizes, self.streams = sizes, place.streams
+        self.sizes, self.place = sizes, place
         self.word = VocabParallelEmbedding(
-            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
         )
-        self.position = (
-            None if sizes.is_relative else PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size)
-        )
+        size = (sizes.max_position_embeddings, sizes.hidden_size)
+        self.position = None if sizes.is_relative else place.on_part(PositionEmbedding(*size))
 
     def forward(
         self,
@@ -48,7 +46,7 @@ class T5Embedding(nn.Module):
             self.word,
             self.position,
             sizes=self.sizes,
-            streams=self.streams,
+            place=self.place,
             side=side,
             training=self.training,
             segments=segments,
@@ -62,7 +60,7 @@ def embed(
     position: PositionEmbedding | None,
     *,
     sizes: T5Sizes,
-    streams: DropoutStreams,
+    place: Place,
     side: str,
     training: bool,
     segments: torch.Tensor | None = None,
@@ -72,7 +70,7 @@ def embed(
 
     Shapes:
         tokens, segments [b, s]
-        output [s, b, h]
+        output [s, b, h], or this rank's part of it, by ``place``
 
     Args:
         table: all of the word table, from ``shared_table``, to look up rows in instead of asking ``word``.
@@ -80,21 +78,21 @@ def embed(
     x = word(tokens.t()) if table is None else F.embedding(tokens.t(), table, sparse=True)  # [s, b, h]
     if position is not None:
         if segments is None:
-            x = x + position(torch.arange(tokens.shape[1], device=tokens.device)).unsqueeze(1)
+            x = x + position(place.part(torch.arange(tokens.shape[1], device=tokens.device))).unsqueeze(1)
         else:
-            x = x + position(positions_in_segments(segments).t())
-    return streams.dropout(x, sizes.hidden_dropout, training=training, layer=-1, site=f"{side} embedding")
+            x = x + position(place.part(positions_in_segments(segments).t()))
+    return place.dropout(x, sizes.hidden_dropout, training=training, layer=-1, site=f"{side} embedding")
 
 
-def make_norm(sizes: T5Sizes) -> nn.Module:
+def make_norm(sizes: T5Sizes, place: Place) -> nn.Module:
     """Return a norm as a layer of this variant has it."""
     kind = RMSNorm if sizes.is_relative else LayerNorm
-    return kind(sizes.hidden_size, sizes.layernorm_epsilon)
+    return place.on_part(kind(sizes.hidden_size, sizes.layernorm_epsilon))
 
 
 def make_final_norm(sizes: T5Sizes, place: Place, side: str) -> nn.Module:
     """Return the norm at the end of ``side``; with relative positions dropout follows it."""
-    return FinalRMSNorm(sizes, place, side) if sizes.is_relative else make_norm(sizes)
+    return FinalRMSNorm(sizes, place, side) if sizes.is_relative else make_norm(sizes, place)
 
 
 class FinalRMSNorm(RMSNorm):
@@ -106,10 +104,11 @@ class FinalRMSNorm(RMSNorm):
 
     def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
         super().__init__(sizes.hidden_size, sizes.layernorm_epsilon)
-        self.dropout, self.streams, self.side = sizes.hidden_dropout, place.streams, side
+        self.dropout, self.place, self.side = sizes.hidden_dropout, place, side
+        place.on_part(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.streams.dropout(
+        return self.place.dropout(
             super().forward(x), self.dropout, training=self.training, layer=-1, site=f"{self.side} final norm"
         )
 
@@ -118,7 +117,7 @@ def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5Sizes, place: Pl
     """Return the logits of a head that is the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
 
     Shapes:
-        x      [s, b, h]
+        x      [s, b, h], or this rank's part of it, by ``place``
         weight [v/t, h]
         output [s, b, v/t]
 
@@ -126,4 +125,4 @@ def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5Sizes, place: Pl
     """
     if sizes.is_relative:
         x = x * sizes.hidden_size**-0.5
-    return logits_of(x, weight, place.group)
+    return logits_of(x, weight, place)

@@ -26,10 +26,10 @@ class T5Layer(nn.Module):
         super().__init__()
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
-        self.streams = place.streams
-        self.input_norm = make_norm(sizes)
+        self.place = place
+        self.input_norm = make_norm(sizes, place)
         self.attention = T5SelfAttention(sizes, place, layer, is_causal=is_causal)
-        self.post_attention_norm = make_norm(sizes)
+        self.post_attention_norm = make_norm(sizes, place)
         self.mlp = MLP(sizes, place, layer, dropout=sizes.hidden_dropout if sizes.is_relative else 0.0)
 
     def self_attended(
@@ -48,16 +48,16 @@ class T5Layer(nn.Module):
 
     def dropped(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Return what joins the residual stream of ``x``."""
-        return self.streams.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
 class T5EncoderLayer(T5Layer):
     """Self-attention in both directions, feed-forward.
 
     Shapes:
-        x        [s_e, b, h]
+        x        [s_e, b, h], or this rank's part of it, by ``place``
         segments [b, s_e] the document of each position, -1 for padding; given, attention stays within documents
-        output   [s_e, b, h]
+        output   as x
     """
 
     def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
@@ -74,17 +74,17 @@ class T5DecoderLayer(T5Layer):
     """Causal self-attention, attention to the encoder's output, feed-forward.
 
     Shapes:
-        x      [s_d, b, h]
+        x      [s_d, b, h], or this rank's part of it, by ``place``
         memory [s_e, b, h]
         enc_segments [b, s_e], dec_segments [b, s_d]: both or none; a document reads its own part of ``memory``
-        output [s_d, b, h]
+        output as x
 
     With a ``cache``, as ``SelfAttention`` and ``CrossAttention`` take it, the rows of the decoder hold one document.
     """
 
     def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
         super().__init__(sizes, place, layer, is_causal=True)
-        self.cross_norm = make_norm(sizes)
+        self.cross_norm = make_norm(sizes, place)
         self.cross_attention = CrossAttention(sizes, place, layer)
 
     def forward(

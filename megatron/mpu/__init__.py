@@ -11,12 +11,16 @@ from typing import Any
 _HOMES = {
     "topology": ("Topology", "Coordinate"),
     "groups": ("Group", "Grid", "SINGLE", "build_grid", "single_grid"),
-    "shard": ("Shard", "set_shard", "shard_of"),
+    "shard": ("Shard", "set_shard", "shard_of", "set_partial", "is_partial"),
     "mappings": (
         "copy_to_tensor_region",
         "reduce_from_tensor_region",
         "scatter_to_tensor_region",
         "gather_from_tensor_region",
+        "gather_from_sequence_region",
+        "reduce_scatter_to_sequence_region",
+        "enter_tensor_region",
+        "leave_tensor_region",
         "all_reduce",
     ),
     "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_range", "divide"),

@@ -59,12 +59,20 @@ class CountedDropout(DropoutStreams):
         )
 
     def dropout(
-        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False
+        self,
+        x: torch.Tensor,
+        probability: float,
+        *,
+        training: bool,
+        layer: int,
+        site: str,
+        is_cut: bool = False,
+        is_part: bool = False,
     ) -> torch.Tensor:
         """Return ``x`` with elements dropped by the mask that belongs to them.
 
         Shapes:
-            x, output [s, b, h], or [s, b, h/t] where ``is_cut``
+            x, output [s, b, h], or [s, b, h/t] where ``is_cut``, or [s/t, b, h] where ``is_part``
 
         Raises:
             ValueError: ``x`` has other dimensions than these.
@@ -81,7 +89,7 @@ class CountedDropout(DropoutStreams):
         mask = dropped_mask(
             self.key(layer, site, is_cut),
             probability,
-            rows=_range(length, x.device).view(-1, 1, 1),
+            rows=_range(length, x.device, self.tensor_rank * length if is_part else 0).view(-1, 1, 1),
             samples=self._samples(x.device).view(-1, 1),
             planes=_range(1, x.device),
             columns=_columns(self.tensor_rank * width if is_cut else 0, width),

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.mappings import copy_to_tensor_region, gather_from_tensor_region, reduce_from_tensor_region
-from megatron.mpu.shard import Shard, empty_weight, set_shard
+from megatron.mpu.mappings import gather_from_tensor_region, leave_tensor_region
+from megatron.mpu.products import Pair, column_products
+from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 
 
 def divide(name: str, size: int, group: Group) -> int:
@@ -33,8 +34,11 @@ class ColumnParallelLinear(nn.Module):
     """``Y = X A^T + b`` with A cut by its output rows: rank i holds A_i and returns Y_i = X A_i^T + b_i.
 
     Shapes:
-        input  [s, b, input_size], the same on every rank
+        input  [s, b, input_size], the same on every rank; with ``sequence_parallel`` [s/t, b, input_size], its part
         output [s, b, output_size/t], or [s, b, output_size] with ``gather_output``
+
+    Args:
+        has_entered: the input comes from ``enter_tensor_region``, for several layers at once.
 
     Raises:
         ValueError: ``output_size`` is not a multiple of the group size.
@@ -50,10 +54,13 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         gather_output: bool = False,
         group: Group = SINGLE,
+        sequence_parallel: bool = False,
+        has_entered: bool = False,
     ) -> None:
         super().__init__()
         self.group = group
         self.gather_output = gather_output
+        self.sequence_parallel, self.has_entered = sequence_parallel, has_entered
         local = divide("output_size", output_size, group)
         start = group.rank * local
         self.weight = empty_weight((local, input_size), Shard((output_size, input_size), 0, start, local))
@@ -62,8 +69,14 @@ class ColumnParallelLinear(nn.Module):
             self.bias = set_shard(nn.Parameter(torch.zeros(local)), Shard((output_size,), 0, start, local))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(copy_to_tensor_region(x, self.group), self.weight, self.bias)  # [s, b, output_size/t]
+        (y,) = self.products(x, (self.weight, self.bias))  # [s, b, output_size/t]
         return gather_from_tensor_region(y, self.group) if self.gather_output else y
+
+    def products(self, x: torch.Tensor, *pairs: Pair) -> tuple[torch.Tensor, ...]:
+        """Return the product of ``x`` with each weight and bias. Collective."""
+        if self.has_entered:
+            return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
+        return column_products(x, pairs, self.group, self.sequence_parallel)
 
 
 class RowParallelLinear(nn.Module):
@@ -71,7 +84,7 @@ class RowParallelLinear(nn.Module):
 
     Shapes:
         input  [s, b, input_size/t], each rank its own slice
-        output [s, b, output_size], the same on every rank
+        output [s, b, output_size], the same on every rank; with ``sequence_parallel`` [s/t, b, output_size], its part
 
     Raises:
         ValueError: ``input_size`` is not a multiple of the group size.
@@ -79,20 +92,30 @@ class RowParallelLinear(nn.Module):
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool = True, group: Group = SINGLE) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        group: Group = SINGLE,
+        sequence_parallel: bool = False,
+    ) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.sequence_parallel = group, sequence_parallel
         local = divide("input_size", input_size, group)
         start = group.rank * local
         self.weight = empty_weight((output_size, local), Shard((output_size, input_size), 1, start, local))
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = set_shard(nn.Parameter(torch.zeros(output_size)), Shard((output_size,)))
+            if sequence_parallel:
+                set_partial(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return F.linear(x, self.weight, self.bias)
-        y = reduce_from_tensor_region(F.linear(x, self.weight), self.group)  # [s, b, output_size]
+        y = leave_tensor_region(F.linear(x, self.weight), self.group, self.sequence_parallel)  # [s, b, output_size]
         return y if self.bias is None else y + self.bias  # after the sum: else the bias would count t times
 
 
@@ -113,12 +136,20 @@ class VocabParallelEmbedding(nn.Module):
 
     Shapes:
         input  [...] token ids below ``vocab_size``
-        output [..., h], the same on every rank
+        output [..., h], the same on every rank; with ``sequence_parallel`` its part along the first dimension
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, divisible_by: int = 1, group: Group = SINGLE) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        divisible_by: int = 1,
+        group: Group = SINGLE,
+        sequence_parallel: bool = False,
+    ) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.sequence_parallel = group, sequence_parallel
         rows, self.start, self.num_real = vocab_range(vocab_size, group, divisible_by)
         shard = Shard((vocab_size, hidden_size), 0, self.start, self.num_real)
         self.weight = empty_weight((rows, hidden_size), shard)
@@ -129,4 +160,5 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.start
         elsewhere = (local < 0) | (local >= self.num_real)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # [..., h]
-        return reduce_from_tensor_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        own = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return leave_tensor_region(own, self.group, self.sequence_parallel)

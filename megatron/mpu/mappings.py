@@ -7,13 +7,22 @@
 | `scatter_to_tensor_region` | own slice of the last dimension | all-gather |
 | `gather_from_tensor_region` | all-gather along the last dimension | own slice |
 
+and where the states between tensor-parallel regions are cut along their first dimension, the sequence:
+
+| function | forward | backward |
+|---|---|---|
+| `gather_from_sequence_region` | all-gather along the first dimension | reduce-scatter |
+| `reduce_scatter_to_sequence_region` | reduce-scatter along the first dimension | all-gather |
+
 All are collective over ``group`` and the identity where it has one rank.
 
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3 (``f`` and ``g`` there are copy and reduce).
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3 (``f`` and ``g`` there are copy and reduce); Korthikanti et al.
+2022, "Reducing activation recomputation in large transformer models", section 4.2.2 (the same two with a bar).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,11 +51,93 @@ def gather_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x if group.size == 1 else _Gather.apply(x, group)
 
 
+def gather_from_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the parts of all ranks joined along the first dimension; gradients are summed, and each has its part."""
+    return x if group.size == 1 else _GatherRows.apply(x, group)
+
+
+def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return this rank's part, along the first dimension, of the sum of ``x`` over ``group``."""
+    return x if group.size == 1 else _ReduceScatterRows.apply(x, group)
+
+
+def enter_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
+    """Return what every rank computes its share from; the gradient of it is the sum over ``group``.
+
+    Args:
+        sequence_parallel: ``x`` is this rank's part of the sequence rather than all of it.
+    """
+    return gather_from_sequence_region(x, group) if sequence_parallel else copy_to_tensor_region(x, group)
+
+
+def leave_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
+    """Return the sum of what every rank has computed, or with ``sequence_parallel`` this rank's part of it."""
+    return reduce_scatter_to_sequence_region(x, group) if sequence_parallel else reduce_from_tensor_region(x, group)
+
+
 def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     """Reduce ``x`` in place over ``group`` and return it; nothing happens where there is one rank."""
     if group.size > 1:
         dist.all_reduce(x, op=op, group=group.handle)
     return x
+
+
+@dataclass
+class Underway:
+    """A tensor that a collective is filling; ``wait`` returns it once it is there."""
+
+    tensor: torch.Tensor
+    work: Any
+    source: torch.Tensor  # what is read meanwhile
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor with its numbers."""
+        self.work.wait()
+        return self.tensor
+
+
+def start_all_reduce(x: torch.Tensor, group: Group) -> Underway:
+    """Start the sum of ``x`` over ``group``, in place."""
+    return Underway(x, dist.all_reduce(x, group=group.handle, async_op=True), x)
+
+
+def start_joining(x: torch.Tensor, group: Group) -> Underway:
+    """Start to join the parts of all ranks along the first dimension."""
+    x = x.contiguous()
+    whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    return Underway(whole, dist.all_gather_single(whole, x, group=group.handle, async_op=True), x)
+
+
+def start_summing_parts(x: torch.Tensor, group: Group) -> Underway:
+    """Start the sum of ``x`` over ``group``, of which each rank gets its part along the first dimension.
+
+    Raises:
+        ValueError: the first dimension is not a multiple of the group size.
+    """
+    part = _room_for_part(x, group)
+    x = x.contiguous()
+    return Underway(part, dist.reduce_scatter_single(part, x, group=group.handle, async_op=True), x)
+
+
+def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
+    if x.shape[0] % group.size:
+        raise ValueError(
+            "with --sequence-parallel the sequence must be a multiple of the tensor-parallel size, got "
+            f"{x.shape[0]} and {group.size}. Choose a length that it divides, or leave the flag out."
+        )
+    return x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+
+
+def _join_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
+    whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    dist.all_gather_single(whole, x.contiguous(), group=group.handle)
+    return whole
+
+
+def _sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
+    part = _room_for_part(x, group)
+    dist.reduce_scatter_single(part, x.contiguous(), group=group.handle)
+    return part
 
 
 def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -105,3 +196,25 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return _own_slice(grads[0], ctx.group), None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _join_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _sum_parts(grads[0], ctx.group), None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _sum_parts(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _join_rows(grads[0], ctx.group), None

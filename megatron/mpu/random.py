@@ -85,16 +85,25 @@ class DropoutStreams:
             generator.set_state(state)
 
     def dropout(
-        self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False
+        self,
+        x: torch.Tensor,
+        probability: float,
+        *,
+        training: bool,
+        layer: int,
+        site: str,
+        is_cut: bool = False,
+        is_part: bool = False,
     ) -> torch.Tensor:
         """Return ``x`` with elements dropped by the mask that belongs to this place.
 
         Args:
             is_cut: ``x`` is this tensor rank's slice rather than a copy that all ranks hold.
+            is_part: ``x`` is this tensor rank's part of the sequence.
         """
         if not training or probability == 0.0:
             return x
-        return self.drop(x, probability, layer, site, is_cut)
+        return self.drop(x, probability, layer, site, is_cut or is_part)
 
     def drop(self, x: torch.Tensor, probability: float, layer: int, site: str, is_cut: bool) -> torch.Tensor:
         """Return what ``dropout`` does in training, by a generator."""

@@ -47,6 +47,20 @@ def set_shard(parameter: torch.nn.Parameter, shard: Shard) -> torch.nn.Parameter
     return parameter
 
 
+def set_partial(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Record that each tensor rank's gradient of ``parameter``, which all hold whole, is of its part of the sequence.
+
+    ``megatron.optim`` sums it over the tensor group. The name is Megatron's.
+    """
+    parameter.sequence_parallel = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def is_partial(parameter: torch.Tensor) -> bool:
+    """Return whether the gradient of ``parameter`` is a summand on each tensor rank; see ``set_partial``."""
+    return bool(getattr(parameter, "sequence_parallel", False))
+
+
 def empty_weight(shape: tuple[int, ...], shard: Shard) -> torch.nn.Parameter:
     """Return a weight without values yet, marked so that ``megatron.model.init`` fills it by its name."""
     parameter = set_shard(torch.nn.Parameter(torch.zeros(shape)), shard)

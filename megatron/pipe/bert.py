@@ -56,10 +56,10 @@ class BertLayerPipe(BertLayer):
 class TransformPipe(nn.Module):
     """Hidden states[, segments] to what the head takes[, scores of the second segment]; segments end here."""
 
-    def __init__(self, sizes: BertSizes) -> None:
+    def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__()
-        self.transform = Transform(sizes)
-        self.next_sentence = NextSentence(sizes) if sizes.binary_head else None
+        self.transform = Transform(sizes, place)
+        self.next_sentence = NextSentence(sizes, place) if sizes.binary_head else None
 
     def forward(self, inputs: Stream) -> Stream:
         x = inputs if isinstance(inputs, torch.Tensor) else inputs[0]
@@ -82,13 +82,13 @@ def layer_specs(sizes: BertSizes, place: Place) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` layers, transform and head."""
     word = Shared(
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
-        divisible_by=sizes.make_vocab_size_divisible_by, group=place.group,
+        divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
     )  # fmt: skip
     mask = SharedMask(padding_mask)
     return [
         SharingLayerSpec(EmbeddingPipe, sizes, place, shares={"word": word}),
         *[LayerSpec(BertLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)],
-        LayerSpec(TransformPipe, sizes),
+        LayerSpec(TransformPipe, sizes, place),
         SharingLayerSpec(WordHeadPipe, sizes, place, shares={"word": word}),
     ]
 

@@ -51,6 +51,10 @@ class TiedTable(nn.Module):
 class FinalNormPipe(LayerNorm):
     """The last norm; what travels beside the hidden states ends here."""
 
+    def __init__(self, place: Place, *sizes: Any, **how: Any) -> None:
+        super().__init__(*sizes, **how)
+        place.on_part(self)
+
     def forward(self, inputs: Stream) -> torch.Tensor:
         return super().forward(hidden_of(inputs))
 
@@ -73,7 +77,7 @@ def decoder_specs(
 
 
 def _tied_head(place: Place, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return logits_of(x, module.word.weight, place.group)  # type: ignore[union-attr, arg-type]
+    return logits_of(x, module.word.weight, place)  # type: ignore[union-attr, arg-type]
 
 
 def random_batch(vocab_size: int, shape: tuple[int, int], entering: Sequence[str] = ()) -> tuple[Any, Any]:

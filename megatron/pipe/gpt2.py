@@ -42,7 +42,7 @@ def layer_specs(sizes: Sizes, place: Place) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     mask = SharedMask(document_mask)
     layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
-    norm = LayerSpec(FinalNormPipe, sizes.hidden_size, sizes.layernorm_epsilon)
+    norm = LayerSpec(FinalNormPipe, place, sizes.hidden_size, sizes.layernorm_epsilon)
     return decoder_specs(EmbeddingPipe, layers, norm, sizes, place)
 
 

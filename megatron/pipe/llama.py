@@ -44,6 +44,10 @@ class LlamaLayerPipe(LlamaLayer):
 class FinalNormPipe(RMSNorm):
     """The last norm; what travels beside the hidden states ends here."""
 
+    def __init__(self, place: Place, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        place.on_part(self)
+
     def forward(self, inputs: Stream) -> torch.Tensor:
         return super().forward(hidden_of(inputs))
 
@@ -52,7 +56,7 @@ def layer_specs(sizes: LlamaSizes, place: Place, has_segments: bool = False) -> 
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     mask = SharedMask(document_mask) if has_segments else None
     layers = [LayerSpec(LlamaLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
-    norm = LayerSpec(FinalNormPipe, sizes.hidden_size, sizes.layernorm_epsilon)
+    norm = LayerSpec(FinalNormPipe, place, sizes.hidden_size, sizes.layernorm_epsilon)
     return decoder_specs(WordEmbeddingPipe, layers, norm, sizes, place)
 
 

@@ -33,7 +33,7 @@ def layer_specs(sizes: MptSizes, place: Place) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     alibi = AlibiBias(sizes, place)
     layers = [LayerSpec(MptLayerPipe, sizes, place, i, alibi) for i in range(sizes.num_layers)]
-    norm = LayerSpec(FinalNormPipe, sizes.hidden_size, sizes.layernorm_epsilon, bias=False)
+    norm = LayerSpec(FinalNormPipe, place, sizes.hidden_size, sizes.layernorm_epsilon, bias=False)
     return decoder_specs(WordEmbeddingPipe, layers, norm, sizes, place)
 
 

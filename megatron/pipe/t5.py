@@ -32,6 +32,7 @@ from megatron.model.t5 import (
     T5DecoderLayer,
     T5EncoderLayer,
     embed,
+    entered,
     make_final_norm,
     tied_logits,
 )
@@ -58,7 +59,7 @@ class EmbeddingPipe(nn.Module):
 
     def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
         super().__init__()
-        self.sizes, self.streams, self.side = sizes, place.streams, side
+        self.sizes, self.place, self.side = sizes, place, side
 
     def forward(self, inputs: Tensors) -> Tensors:
         if self.side == "encoder":
@@ -70,7 +71,7 @@ class EmbeddingPipe(nn.Module):
             self.word,
             getattr(self, "position", None),
             sizes=self.sizes,
-            streams=self.streams,
+            place=self.place,
             side=self.side,
             training=self.training,
             segments=segments[self.side == "decoder"] if segments else None,
@@ -88,17 +89,38 @@ class EncoderLayerPipe(T5EncoderLayer):
 
 
 class DecoderLayerPipe(T5DecoderLayer):
-    """A layer of the decoder, which hands memory and segments on unless it is the last one."""
+    """A layer of the decoder, which hands memory and segments on unless it is the last one.
+
+    Where the sequence is cut, the part of memory travels between stages and all of it between the layers of one: its
+    gradient there is each rank's share, which the one who joins the parts sums over the ranks.
+
+    Attributes:
+        is_first_here: of its piece, which the part of memory enters.
+        is_last_here: of its piece, which the part of memory leaves.
+    """
 
     def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
         super().__init__(sizes, place, layer)
         self.is_last = layer == sizes.enc_layers + sizes.dec_layers - 1
+        self.is_first_here = self.is_last_here = True
 
     def forward(self, inputs: Tensors) -> torch.Tensor | Tensors:  # type: ignore[override]
         y, memory, *segments = inputs
         enc_segments, dec_segments = segments or (None, None)
+        if self.is_first_here:
+            memory = entered(memory, self.place)
         y = super().forward(y, memory, getattr(self, "table", None), enc_segments, dec_segments)
-        return y if self.is_last else (y, memory, *segments)
+        if self.is_last:
+            return y
+        return y, self.place.part(memory) if self.is_last_here else memory, *segments
+
+
+class PositionTable(PositionEmbedding):
+    """The learned positions, which every rank holds whole and looks up for its hidden states alone."""
+
+    def __init__(self, place: Place, *size: int) -> None:
+        super().__init__(*size)
+        place.on_part(self)
 
 
 class NormPipe(nn.Module):
@@ -132,7 +154,7 @@ def layer_specs(sizes: T5Sizes, place: Place) -> list[LayerSpec]:
     """Return the encoder's embedding, layers and norm, the decoder's, and the head."""
     word = Shared(
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
-        divisible_by=sizes.make_vocab_size_divisible_by, group=place.group,
+        divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
     )  # fmt: skip
     tables = {"word": word}
     biases: dict[str, dict[str, Shared]] = {"encoder": {}, "decoder": {}}
@@ -141,7 +163,7 @@ def layer_specs(sizes: T5Sizes, place: Place) -> list[LayerSpec]:
             biases[side]["table"] = Shared(f"{side}_bias", RelativeBias, sizes, place, side == "encoder")
     else:
         size = (sizes.max_position_embeddings, sizes.hidden_size)
-        tables["position"] = Shared("position", PositionEmbedding, *size)
+        tables["position"] = Shared("position", PositionTable, place, *size)
     encoder, decoder = range(sizes.enc_layers), range(sizes.enc_layers, sizes.enc_layers + sizes.dec_layers)
     head = SharingLayerSpec(TiedHeadPipe, sizes, place, shares={"word": word})
     return [
@@ -215,8 +237,18 @@ class T5ModelPipe(PipelineModule):
             activation_checkpoint_func=recompute,
             **profile,
         )
+        self._mark_ends_of_pieces()
         ends = enumerate(self.parts[1:-1])
         self.boundary = {piece: boundary_before(end, sizes, has_segments) for piece, end in ends}
+
+    def _mark_ends_of_pieces(self) -> None:
+        """Tell the layers of the decoder which of them memory enters and leaves this stage by."""
+        units = t5_units(self.sizes.enc_layers, self.sizes.dec_layers).dec_layers
+        for layer in self.modules():
+            if isinstance(layer, DecoderLayerPipe):
+                unit = units[layer.layer - self.sizes.enc_layers]
+                layer.is_first_here = unit in (units.start, *self.parts)
+                layer.is_last_here = unit + 1 in self.parts
 
     def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
         """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
