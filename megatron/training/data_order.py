@@ -55,6 +55,14 @@ def epochs_values(data: RunData, samples_consumed: int) -> dict[str, Any]:
     return {"epochs": epochs} if len(epochs) > 1 else {"epoch": next(iter(epochs.values()))}
 
 
+def tokens_values(data: RunData, samples_consumed: int, tokens_per_sample: int) -> dict[str, Any]:
+    """Return how many tokens of each corpus have been read, as a metric."""
+    if data.order is None:
+        return {}
+    cursors = data.order.cursors(samples_consumed)
+    return {"corpus_tokens": {name: tokens_per_sample * samples for name, samples in cursors.items()}}
+
+
 def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
     """Yield rows of the start table: samples of an epoch, and how often a run of ``num_samples`` will read them."""
     train = data.datasets.get("train")

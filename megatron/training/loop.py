@@ -19,7 +19,7 @@ from megatron.training.samples import StepSamples
 from megatron.training.saver import await_saves, finish_saves, save, save_when_due
 from megatron.training.step_result import StepResult
 from megatron.training.stop import how_to_go_on
-from megatron.training.telling import tell_step
+from megatron.training.telling import before_step, tell_step
 from megatron.training.vote import Vote, vote
 
 
@@ -45,13 +45,14 @@ def train_step(run: Run) -> bool:
     lr = run.learning_rate.at(run.progress.updates)
     set_learning_rate(run.engine.optimizer, lr)
     span = StepSamples(run.progress.step + 1, run.progress.samples_consumed, samples, batch.batch_size, replicas)
+    before_step(run)
     try:
         result = run.engine.train_step(run.batches, run.progress.step, span.num_micro_batches)
     except NumericsError as error:
         await_saves(run)  # a failure of it must not hide this one
         raise explained(error, run.engine, run.world.grid, span) from error
     _advance(run, result, samples)
-    tell_step(run, result, lr, samples)
+    tell_step(run, result, lr, span)
     return after_step(run, result, span)
 
 

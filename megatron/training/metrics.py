@@ -1,8 +1,9 @@
-"""Where numbers go: metrics.jsonl, TensorBoard events, loss.png. Rank 0 only."""
+"""Where numbers go: metrics.jsonl, TensorBoard events, Weights & Biases, loss.png. Rank 0 only."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import orjson
 
 from megatron import files, log
+from megatron.training.wandb_run import WandbRun
 
 
 class MetricsWriter:
@@ -19,12 +21,15 @@ class MetricsWriter:
         tensorboard: folder of the event files.
         resumed_step: the run goes on after this step: records beyond it are of an attempt that was cut off, and come
             again. None keeps all that is there. A line that a kill has cut off goes in both cases.
+        wandb: gets every record, too.
     """
 
-    def __init__(self, folder: Path, tensorboard: Path, resumed_step: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, tensorboard: Path, resumed_step: int | None = None, wandb: WandbRun | None = None
+    ) -> None:
         self.path = folder / "metrics.jsonl"
         self.picture = folder / "loss.png"
-        self._tensorboard_folder = tensorboard
+        self._tensorboard_folder, self._wandb = tensorboard, wandb
         self._events: Any = None
         self._purge_step: int | None = None
         self._open(resumed_step)
@@ -53,10 +58,11 @@ class MetricsWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(self._tensorboard_folder), purge_step=self._purge_step)
-        for name, value in values.items():
-            for inner, number in value.items() if isinstance(value, dict) else ((None, value),):
-                if isinstance(number, int | float):
-                    self._events.add_scalar(f"{kind}/{name}" + (f"/{inner}" if inner else ""), number, step)
+        numbers = dict(flat(kind, values))
+        for name, number in numbers.items():
+            self._events.add_scalar(name, number, step)
+        if self._wandb is not None:
+            self._wandb.write(kind, step, numbers)
 
     def close(self, *, draws: bool = True) -> None:
         """Close the files and draw the picture. What fails here is said and counts for nothing: every record is there.
@@ -66,11 +72,20 @@ class MetricsWriter:
         """
         events = [self._events.close] if self._events is not None else []
         picture = [lambda: draw_losses(self.path, self.picture)] if draws else []
-        for step in (self._file.close, *events, *picture):
+        wandb = [self._wandb.close] if self._wandb is not None else []
+        for step in (self._file.close, *events, *picture, *wandb):
             try:
                 step()
             except Exception as error:
                 log.warning(f"the metrics were not closed as they should ({type(error).__name__}: {error})")
+
+
+def flat(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield "kind/name", or "kind/name/inner" of a dictionary, with each number of a record."""
+    for name, value in values.items():
+        for inner, number in value.items() if isinstance(value, dict) else (("", value),):
+            if isinstance(number, int | float):
+                yield f"{kind}/{name}" + (f"/{inner}" if inner else ""), number
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

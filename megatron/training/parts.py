@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.training.data_order import Saved
 from megatron.training.engines import StepEngine
 from megatron.training.guard import Guard
 from megatron.training.journal import Journal
+from megatron.training.layer_norms import LayerNorms
 from megatron.training.metrics import MetricsWriter
 from megatron.training.phases import Phases
 from megatron.training.report import Rates
@@ -26,7 +28,8 @@ from megatron.training.world import World
 
 @dataclass
 class Run:
-    """All parts of one run on this rank. ``screen``, ``metrics``, ``rates`` and ``journal`` are on rank 0 only.
+    """All parts of one run on this rank. ``screen``, ``metrics``, ``rates``, ``predicted_bubble``
+    and ``journal`` are on rank 0 only.
 
     ``tokenizer`` is the identity of the run's, where it names one. ``loaded`` is the checkpoint that the run started
     from, ``origin`` the same where everything was taken from it.
@@ -48,6 +51,8 @@ class Run:
     screen: Screen | None = None
     metrics: MetricsWriter | None = None
     rates: Rates | None = None
+    predicted_bubble: Callable[[int], float] | None = None
+    layer_norms: LayerNorms | None = None
     pause_s: float = 0.0
     batches: TimedBatches | None = None
     data_loaded: Saved = Saved()

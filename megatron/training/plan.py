@@ -114,8 +114,23 @@ def model_text(config: Config) -> str:
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
-    costs, batch, stages = cost.of(config, is_on_cpu=_is_on_cpu(config)), config.batch, topology.pipe
-    memory = costs.memory_per_stage(
+    stages = topology.pipe
+    memory = stage_memory(config, topology, bounds, dtype)
+    held = cost.of(config).stage_parameters(bounds, topology.tensor, stages)
+    for stage in range(stages):
+        kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
+        yield (
+            f"stage {stage}",
+            f"{place_text(config, bounds, stages, stage)}, {human_count(held[stage])} parameters and about "
+            f"{human_bytes(memory[stage].total)} on each rank{_start_text(memory[stage])}"
+            f"{_host_text(memory[stage].host)}{kept}",
+        )
+
+
+def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> list[cost.Memory]:
+    """Return an estimate of what one rank of each stage holds."""
+    batch = config.batch
+    return cost.of(config, is_on_cpu=_is_on_cpu(config)).memory_per_stage(
         bounds,
         micro_batch_size=batch.batch_size,
         num_micro_batches=batch.gas,
@@ -124,18 +139,11 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         optimizer=config.optimizer.optimizer,
         zero=zero_of(config, topology.data),
         checkpoint_activations=config.parallel.checkpoint_activations,
+        is_selective=config.parallel.recompute_granularity == "selective",
+        sequence=topology.tensor if config.parallel.sequence_parallel else 1,
         waiting=cost.waiting_of(config),
-        **_schedule(config, bounds, stages),
+        **_schedule(config, bounds, topology.pipe),
     )
-    held = costs.stage_parameters(bounds, topology.tensor, stages)
-    for stage in range(stages):
-        kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
-        yield (
-            f"stage {stage}",
-            f"{_place_text(config, bounds, stages, stage)}, {human_count(held[stage])} parameters and about "
-            f"{human_bytes(memory[stage].total)} on each rank{_start_text(memory[stage])}"
-            f"{_host_text(memory[stage].host)}{kept}",
-        )
 
 
 def _start_text(memory: cost.Memory) -> str:
@@ -228,7 +236,8 @@ def sides_text(bounds: Sequence[int], stages: int, stage: int, t5: T5Config) -> 
     return " and ".join(found)
 
 
-def _place_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+def place_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+    """Return which layers lie on a stage, in words."""
     if config.is_t5:
         return sides_text(bounds, stages, stage, config.t5)
     return f"layers {layers_text(bounds, stages, stage)} of {config.total_layers + 3}"

@@ -105,6 +105,12 @@ def _measured_product_rate() -> float:
     return 2.0 * MATMUL_SIZE**3 * done / (time.perf_counter() - start)
 
 
+def bounds_of(config: Config, module: torch.nn.Module) -> Sequence[int]:
+    """Return the bounds of the pieces of ``module``, in layers as the pipeline counts them."""
+    bounds: Sequence[int] = getattr(module, "parts", [0, cost.of(config).num_units])
+    return bounds
+
+
 def start_rows(
     config: Config,
     world: World,
@@ -115,7 +121,7 @@ def start_rows(
     peak: float | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table at the start."""
-    bounds = getattr(module, "parts", [0, cost.of(config).num_units])
+    bounds = bounds_of(config, module)
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
     yield from accelerator.rows(world.kind)
     yield from fused.rows(config, world.kind)

@@ -18,21 +18,36 @@ from megatron.config import Config, resolve_dtype
 from megatron.config.effects import format_problems
 from megatron.config.validate import raise_all
 from megatron.errors import StopRequest
-from megatron.training import arguments, data_order, failure, position, report, run_folder, run_lock, timeline, world
+from megatron.training import (
+    arguments,
+    data_order,
+    failure,
+    position,
+    report,
+    run_folder,
+    run_lock,
+    stage_table,
+    timeline,
+    world,
+)
 from megatron.training.assembly import build_engine, make_learning_rate, make_streams
 from megatron.training.branch import Branch
 from megatron.training.data import DatasetsProvider, open_data
 from megatron.training.engines import ForwardStep
+from megatron.training.forecast import bubble_of_run
+from megatron.training.layer_norms import LayerNorms
 from megatron.training.loop import evaluate, train
 from megatron.training.metrics import MetricsWriter
 from megatron.training.parts import Run
 from megatron.training.phases import LOADING, OPENING_DATA, Phases
+from megatron.training.rank_zero import by_rank_0
 from megatron.training.resume import is_same_run, load
 from megatron.training.run_folder import Place
 from megatron.training.run_source import saved_in
 from megatron.training.screen import Screen
 from megatron.training.stop import StopRequests
 from megatron.training.vocabulary import with_tokenizer
+from megatron.training.wandb_run import WandbRun, open_wandb
 from megatron.training.world import World
 
 
@@ -190,19 +205,33 @@ def _open_saves(this: Run, place: Place) -> None:
 def _open_reports(this: Run, place: Place) -> None:
     config, here = this.config, this.world
     peak = report.peak_of_all_ranks(here)
-    counted = report.count_parameters(this.engine.module, here)
+    counted, bounds = report.count_parameters(this.engine.module, here), report.bounds_of(config, this.engine.module)
+    if config.seeing.log_layer_norms:
+        this.layer_norms = LayerNorms(this.engine.module, this.engine.optimizer, here)
+    wandb = _open_wandb(this)
     if here.rank != 0:
         return
-    run_folder.describe(this.folder, config, here)
+    run_folder.describe(this.folder, config, here, this.progress.step)
+    stage_table.write(this.folder, stage_table.stage_facts(config, here.grid.topology, bounds, counted))
     for note in config.notes:
         log.info(note)
     this.screen = Screen(config.run.progress, config.batch.train_iters)
     tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else this.folder / "tensorboard"
     goes_on = place.begins_again or is_same_run(this, place)
     resumed_step = this.progress.step if goes_on else None  # steps after it have been recorded, and come again
-    this.metrics = MetricsWriter(this.folder, tensorboard, resumed_step)
+    this.metrics = MetricsWriter(this.folder, tensorboard, resumed_step, wandb)
     this.rates = report.Rates(config, peak, counted)
+    this.predicted_bubble = bubble_of_run(config, bounds, counted)
     sizes, left = config.batch.sizes(here.grid.data.size), config.batch.train_iters - this.progress.step
     read = data_order.start_rows(this.data, sizes.consumed_after(max(left, 0), this.progress.samples_consumed))
     rows = report.start_rows(config, here, this.engine.module, counted, this.folder, read, peak)
     this.screen.table(f"{this.folder.name}", rows)
+
+
+def _open_wandb(this: Run) -> WandbRun | None:
+    """Return the run at Weights & Biases, on rank 0 and where it is asked for. Collective: all ranks fail with it."""
+    if not this.config.seeing.wandb_project:
+        return None
+    opened: list[WandbRun | None] = []
+    by_rank_0(this.world, lambda: opened.append(open_wandb(this.config, this.folder)))
+    return opened[0] if opened else None

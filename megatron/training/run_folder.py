@@ -79,8 +79,14 @@ def choose(config: Config, name: str, world: World) -> Place:
     return place
 
 
-def describe(folder: Path, config: Config, world: World) -> None:
-    """Write what was run: config.json, command.txt, versions.json. Rank 0 only, which holds the folder's lock."""
+def describe(folder: Path, config: Config, world: World, step: int) -> None:
+    """Write what was run: config.json, command.txt, versions.json, starts.jsonl.
+
+    Rank 0 only, which holds the folder's lock.
+
+    Args:
+        step: behind which this start goes on.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     files.replace_bytes(folder / "config.json", _json(config.to_dict()))
@@ -89,6 +95,9 @@ def describe(folder: Path, config: Config, world: World) -> None:
         shown = f"MEGATRON_DEFAULTS={shlex.quote(recipe)} " if recipe else ""
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {shown}{shlex.join([sys.executable, *sys.argv])}\n")
     files.replace_bytes(folder / "versions.json", _json(versions(world)))
+    with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
+        started = {"step": step, "time": time.time(), "ranks": world.grid.topology.world_size}
+        file.write(json.dumps(started) + "\n")
 
 
 def _remove_leftovers(folder: Path) -> None:

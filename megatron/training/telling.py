@@ -1,64 +1,75 @@
-"""What is said and written down once per log interval."""
+"""What is said and written down once per log interval. docs/seeing.md has each name with its unit and formula."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from typing import Any
 
-import torch
-
-from megatron.mpu.mappings import all_reduce
-from megatron.training.data_order import epochs_text, epochs_values
+from megatron.training.data_order import epochs_text, epochs_values, tokens_values
+from megatron.training.evaluation import perplexity
+from megatron.training.of_ranks import OfRanks, by_stage, gather
 from megatron.training.parts import Run
 from megatron.training.report import progress_line
+from megatron.training.samples import StepSamples
 from megatron.training.step_result import StepResult
 from megatron.training.straggler import slowest
 
 
-def tell_step(run: Run, result: StepResult, lr: float, samples: int) -> None:
+def before_step(run: Run) -> None:
+    """Let what is taken within the coming step be taken, if its numbers will be written down."""
+    if run.layer_norms is not None:
+        run.layer_norms.is_wanted = _is_told(run, run.progress.step + 1)
+
+
+def tell_step(run: Run, result: StepResult, lr: float, span: StepSamples) -> None:
     """Say and write down the numbers of this log interval. Collective: all ranks measure bubble, work and waits."""
     step, total = run.progress.step, run.config.batch.train_iters
     if run.screen is not None and run.rates is not None:
-        run.rates.count_step(samples)
+        run.rates.count_step(span.count)
         run.screen.advance(step, result.loss)
-    if step % run.config.run.log_interval and step != total:
+    if not _is_told(run, step):
         return
-    bubble, times = run.engine.bubble(), _times_of_all_ranks(run)
+    bubble, ranks = run.engine.bubble(), gather(run)
     if run.screen is None or run.rates is None:
         return
-    waited_s, own_s, waited_each_s = times.tolist()
-    rates = {**run.rates.drain(run.pause_s, max(waited_s)), **({} if bubble is None else {"bubble": bubble})}
+    rates = run.rates.drain(run.pause_s, max(ranks.waited_s))
+    if bubble is not None:
+        predicted = None if run.predicted_bubble is None else run.predicted_bubble(span.num_micro_batches)
+        rates |= {"bubble": bubble, "bubble_predicted": predicted}
     run.pause_s = 0.0
     epochs = epochs_text(run.data, run.progress.samples_consumed)
     run.screen.line(progress_line(run.progress, total, result, lr, rates, epochs))
-    told = run.suspect.judge(slowest(own_s, waited_each_s, run.world.grid.topology))
+    told = run.suspect.judge(slowest(ranks.own_s, ranks.waited_each_s, run.world.grid.topology))
     if told is not None:
         run.screen.line(f"step {step} | {told}")
     if run.metrics is not None:
-        run.metrics.write("train", step, _values(run, result, lr, rates))
+        run.metrics.write("train", step, _values(run, result, lr, rates, ranks))
 
 
-def _times_of_all_ranks(run: Run) -> torch.Tensor:
-    """Return each rank's wait for data since the last report, its own work a step and its wait a step. Collective.
-
-    Shapes:
-        [3, ranks], in seconds
-    """
-    waited = 0.0 if run.batches is None else run.batches.drain_waited_s()
-    own_s, steps = run.engine.busy()
-    times = torch.zeros(3, run.world.grid.topology.world_size, dtype=torch.float32, device=run.world.device)
-    times[:, run.world.rank] = torch.tensor([waited, own_s / max(steps, 1), waited / max(steps, 1)])
-    return all_reduce(times, run.world.grid.world)
+def _is_told(run: Run, step: int) -> bool:
+    return step % run.config.run.log_interval == 0 or step == run.config.batch.train_iters
 
 
-def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any]) -> dict[str, Any]:
+def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any], ranks: OfRanks) -> dict[str, Any]:
+    consumed, topology = run.progress.samples_consumed, run.world.grid.topology
+    norms = {} if run.layer_norms is None else {"layer_norms": run.layer_norms.norms}
     return {
         "loss": result.loss,
+        "perplexity": perplexity(result.loss),
         **{name: value for name, value in result.losses.items() if name not in ("loss", "lm loss")},
         "learning_rate": lr,
         "grad_norm": result.grad_norm,
+        **norms,
         "loss_scale": result.loss_scale,
-        "samples": run.progress.samples_consumed,
-        **epochs_values(run.data, run.progress.samples_consumed),
+        "samples": consumed,
+        "tokens": consumed * run.config.tokens_per_sample,
+        **tokens_values(run.data, consumed, run.config.tokens_per_sample),
+        **epochs_values(run.data, consumed),
         "skipped": run.progress.skipped,
         **rates,
+        "checkpoint_stall_s": run.saves.drain_stalled_s(),
+        "work_s": by_stage(ranks.own_s, topology, statistics.fmean),
+        "memory_bytes": by_stage(ranks.memory_bytes, topology, max),
+        "time": time.time(),
     }

@@ -1,0 +1,43 @@
+"""``stages.json`` in the run folder: what each stage holds, for tools that show a run. Rank 0 writes it at the start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron import files
+from megatron.config import Config
+from megatron.mpu.topology import Topology
+from megatron.training.plan import is_known, layers_text, place_text, stage_memory
+
+NAME = "stages.json"
+
+
+def stage_facts(
+    config: Config, topology: Topology, bounds: Sequence[int], counted: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return of each stage its layers, the parameters on a rank, and the memory that was estimated for one, in bytes.
+
+    Args:
+        bounds: of the pieces, as ``megatron.training.plan.plan_rows`` takes them.
+        counted: parameters of the whole model, then of one rank of each stage.
+    """
+    known, stages = is_known(config, counted), topology.pipe
+    memory = stage_memory(config, topology, bounds, config.precision.dtype or "") if known else None
+    return [
+        {
+            "stage": stage,
+            "ranks": topology.data * topology.tensor,
+            "layers": place_text(config, bounds, stages, stage) if known else layers_text(bounds, stages, stage),
+            "parameters": counted[1 + stage],
+            "estimated_bytes": memory[stage].total if memory is not None else None,
+        }
+        for stage in range(stages)
+    ]
+
+
+def write(folder: Path, facts: list[dict[str, Any]]) -> None:
+    """Write what ``stage_facts`` returned."""
+    files.replace_bytes(folder / NAME, json.dumps(facts, indent=2).encode() + b"\n")

@@ -1,0 +1,89 @@
+"""The run at Weights & Biases that --wandb-project asks for. Rank 0 only.
+
+The id of it lies in ``wandb.json`` in the run folder, so that a run that goes on is one there, too. Steps that come
+again after a restart or a way back are sent again: every curve is drawn over the step that it is of, not over the order
+in which records came. What fails after the start is told once, and no run ends for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron import files, log
+from megatron.config import Config
+from megatron.errors import ConfigError
+
+NAME = "wandb.json"
+KINDS = ("train", "valid", "test", "save")
+
+
+class WandbRun:
+    """Sends records; made by ``open_wandb``."""
+
+    def __init__(self, run: Any) -> None:
+        self._run: Any = run
+
+    def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers of one record, by "kind/name"."""
+        self._try(lambda: self._run.log({**numbers, f"{kind}/step": step}))
+
+    def close(self) -> None:
+        """Let the run end there, which waits for what is on its way."""
+        self._try(lambda: self._run.finish())
+
+    def _try(self, do: Any) -> None:
+        if self._run is None:
+            return
+        try:
+            do()
+        except Exception as error:
+            self._run = None
+            log.warning(f"nothing more is sent to Weights & Biases ({type(error).__name__}: {error})")
+
+
+def open_wandb(config: Config, folder: Path) -> WandbRun | None:
+    """Return the run at Weights & Biases, the one of before where this folder has had one; None without the flag.
+
+    Raises:
+        ConfigError: wandb cannot be imported or started.
+    """
+    seeing = config.seeing
+    if not seeing.wandb_project:
+        return None
+    try:
+        import wandb
+
+        run = wandb.init(
+            project=seeing.wandb_project,
+            entity=seeing.wandb_entity,
+            name=seeing.wandb_exp_name or folder.name,
+            dir=_made(Path(seeing.wandb_save_dir) if seeing.wandb_save_dir else folder),
+            id=_id_in(folder),
+            resume="allow",
+            config=config.to_dict(),
+        )
+        for kind in KINDS:
+            run.define_metric(f"{kind}/step")
+            run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+    except Exception as error:
+        raise ConfigError(
+            f"--wandb-project {seeing.wandb_project} must be one that wandb can write to, got {type(error).__name__}: "
+            f"{error}. Run wandb login, set WANDB_MODE=offline to write to a folder, or leave the flag out"
+        ) from error
+    files.replace_bytes(folder / NAME, json.dumps({"id": run.id}).encode() + b"\n")
+    return WandbRun(run)
+
+
+def _made(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)  # where there is none, wandb takes another without a word
+    return str(folder)
+
+
+def _id_in(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / NAME).read_text())["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

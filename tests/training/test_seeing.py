@@ -1,0 +1,261 @@
+"""What a run writes down of itself: names, values that every layout shares, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.config import parse
+from megatron.errors import ConfigError
+from megatron.training.layer_norms import group_of
+from megatron.training.metrics import read_metrics
+from megatron.training.saves import Saves
+from megatron.training.wandb_run import open_wandb
+from tests.training.runs import ROOT, flags, train_ranks
+
+SHORT = "--train-iters 2 --fp64 --log-layer-norms --hidden-dropout 0 --attention-dropout 0"
+LAYOUTS = {
+    "pipe 2 x tensor 2": (4, "--pipe-parallel-size 2 --model-parallel-size 2"),
+    "data 2, ZeRO 2": (2, "--gas 1 --zero-stage 2"),
+}
+MORE_LAYOUTS = {
+    "tensor 2": (2, "--model-parallel-size 2"),
+    "pipe 2, chunks 2": (2, "--pipe-parallel-size 2 --pipeline-chunks 2 --num-layers 4"),
+    "pipe 2 x data 2, ZeRO 1, untied": (4, "--pipe-parallel-size 2 --gas 1 --zero-stage 1 --untie-embeddings"),
+    "data 2, ZeRO 3": (2, "--gas 1 --zero-stage 3"),
+    "bf16 x pipe 2": (2, "--pipe-parallel-size 2 --bf16"),
+}
+OF_EVERY_LAYOUT = ("loss", "perplexity", "tokens", "samples", "corpus_tokens", "epoch", "learning_rate", "skipped")
+
+
+def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the run folders of one process and of the layouts."""
+    folder = tmp_path_factory.mktemp("seen")
+    more = "--save-interval 1 --async-save --eval-interval 2"
+    for name, (ranks, extra) in {"one process": (1, ""), **LAYOUTS}.items():
+        assert train_ranks(ranks, flags(corpus, folder / name, f"{SHORT} {extra} {more}"))[0] == [0] * ranks
+    return {name: folder / name for name in ("one process", *LAYOUTS)}
+
+
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]], tolerance: float = 1e-10) -> None:
+    assert len(found) == len(wanted) == 2
+    for one, other in zip(found, wanted, strict=True):
+        for name in OF_EVERY_LAYOUT:
+            assert one[name] == pytest.approx(other[name], rel=tolerance), name
+        assert one["layer_norms"] == pytest.approx(other["layer_norms"], rel=tolerance)
+        squares = sum(norm**2 for norm in one["layer_norms"].values())
+        assert squares == pytest.approx(one["grad_norm"] ** 2, rel=tolerance)
+
+
+def test_norms_of_layers_and_what_was_read_are_the_same_in_every_layout(runs: dict[str, Path]) -> None:
+    wanted = records(runs["one process"])
+    names = ["embedding.position", "embedding.word", "final_norm", "layers.0", "layers.1"]
+    assert list(wanted[0]["layer_norms"]) == names and all(wanted[0]["layer_norms"].values())
+    for name in LAYOUTS:
+        assert_same(records(runs[name]), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_LAYOUTS)
+def test_norms_of_layers_are_the_same_in_more_layouts(name: str, corpus: Path, tmp_path: Path) -> None:
+    ranks, extra = MORE_LAYOUTS[name]
+    alone = re.sub(r"--(pipe-parallel-size|model-parallel-size|pipeline-chunks|gas|zero-stage) \d", "", extra)
+    assert train_ranks(1, flags(corpus, tmp_path / "one", f"{SHORT} {alone}"))[0] == [0]
+    assert train_ranks(ranks, flags(corpus, tmp_path / "many", f"{SHORT} {extra}"))[0] == [0] * ranks
+    assert_same(records(tmp_path / "many"), records(tmp_path / "one"), 0.02 if "bf16" in extra else 1e-10)
+
+
+def test_each_number_of_a_record_is_what_the_page_says(runs: dict[str, Path]) -> None:
+    """The formulas of docs/seeing.md."""
+    last, config = records(runs["pipe 2 x tensor 2"])[-1], json.loads((runs["one process"] / "config.json").read_text())
+    samples, length = last["samples"], config["batch"]["seq_length"]
+    assert samples == 2 * config["batch"]["batch_size"] * config["batch"]["gas"]
+    assert last["tokens"] == samples * length == sum(last["corpus_tokens"].values())
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    assert last["tokens_per_s"] * last["step_s"] == pytest.approx(samples / 2 * length, rel=1e-6)
+    assert 0 < last["bubble"] < 1 and 0 < last["bubble_predicted"] < 0.5
+    assert list(last["memory_bytes"]) == list(last["work_s"]) == ["stage 0", "stage 1"]
+    assert all(50 * 2**20 < held < 20 * 2**30 for held in last["memory_bytes"].values())
+    assert 0 < max(last["work_s"].values()) <= last["step_s"]
+    stalls = [record["save_stall_s"] for record in records(runs["one process"], "save") if "save_stall_s" in record]
+    told = records(runs["one process"])
+    assert [told[0]["checkpoint_stall_s"], told[1]["checkpoint_stall_s"]] == [0.0, stalls[0]]
+
+
+def test_names_in_the_table_of_the_page_are_those_that_runs_write(runs: dict[str, Path]) -> None:
+    table = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8").split("## Every name")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
+    told: dict[str, set[str]] = {}
+    for names, kinds, _ in rows:
+        for kind in kinds.split(","):
+            told.setdefault(kind.strip(), set()).update(re.findall(r"`(\w[\w ]*)`", names))
+    elsewhere = {
+        "train": {"epochs", "mlm loss", "nsp loss"},
+        "valid": {"losses"},
+        "test": {"losses"},
+        "save": {"failed"},
+    }
+    for kind in ("train", "valid", "test", "save"):
+        written = {name for folder in runs.values() for record in records(folder, kind) for name in record}
+        assert written - {"kind", "step"} == told[kind] - elsewhere[kind], kind
+    assert set(told) == set(elsewhere)
+
+
+def test_every_start_leaves_its_line_and_each_stage_its_row(runs: dict[str, Path]) -> None:
+    folder = runs["pipe 2 x tensor 2"]
+    (start,) = map(json.loads, (folder / "starts.jsonl").read_text().splitlines())
+    assert (start["step"], start["ranks"]) == (0, 4) and start["time"] > 1.7e9
+    stages = json.loads((folder / "stages.json").read_text())
+    assert [row["stage"] for row in stages] == [0, 1] and [row["ranks"] for row in stages] == [2, 2]
+    assert all(row["parameters"] > 0 and row["estimated_bytes"] > 0 for row in stages)
+    assert stages[0]["layers"].startswith("layers 0-")
+
+
+def test_waits_for_saves_are_told_once() -> None:
+    saves = Saves()
+    saves.share_since_last(0.25)
+    saves.share_since_last(0.5)
+    assert (saves.drain_stalled_s(), saves.drain_stalled_s()) == (0.75, 0.0)
+
+
+@pytest.mark.parametrize(
+    "name, group",
+    [
+        ("layers.3.attention.dense.weight", "layers.3"),
+        ("encoder.layers.12.mlp.up.bias", "encoder.layers.12"),
+        ("embedding.word.weight", "embedding.word"),
+        ("decoder.final_norm.weight", "decoder.final_norm"),
+        ("0.weight", "0"),
+        ("scale", "scale"),
+    ],
+)
+def test_a_group_is_the_layer_or_else_the_module(name: str, group: str) -> None:
+    assert group_of(name) == group
+
+
+class StandIn:
+    """A module ``wandb`` that notes what it is asked for."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.calls = error, []  # type: ignore[var-annotated]
+        self.run = SimpleNamespace(
+            id="abc",
+            log=self._log,
+            define_metric=lambda *names, **more: self.calls.append(("define", names, more)),
+            finish=lambda: self.calls.append(("finish",)),
+        )
+
+    def init(self, **given: Any) -> Any:
+        if self.error:
+            raise RuntimeError(self.error)
+        self.calls.append(("init", given))
+        return self.run
+
+    def _log(self, numbers: dict[str, float]) -> None:
+        if any(math.isnan(number) for number in numbers.values()):
+            raise OSError("the network is down")
+        self.calls.append(("log", numbers))
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    made = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", made)  # type: ignore[arg-type]
+    return made
+
+
+def config_with(extra: str) -> Any:
+    return parse(f"--data-path none --dry-run --vocab-size 9 {extra}".split(), world_size=1)
+
+
+def test_wandb_gets_each_number_by_the_step_that_it_is_of(wandb: StandIn, tmp_path: Path) -> None:
+    run = open_wandb(config_with("--wandb-project p --wandb-name n --wandb-entity e"), tmp_path)
+    assert run is not None
+    run.write("train", 3, {"train/loss": 2.5})
+    run.write("train", 2, {"train/loss": 2.25})
+    run.close()
+    kind, given = wandb.calls[0]
+    assert (kind, given["project"], given["name"], given["entity"]) == ("init", "p", "n", "e")
+    assert (given["id"], given["resume"], given["dir"]) == (None, "allow", str(tmp_path))
+    assert given["config"]["run"]["seed"] == 1234
+    assert ("define", ("train/*",), {"step_metric": "train/step"}) in wandb.calls
+    logs = wandb.calls[-3:-1]
+    assert logs == [("log", {"train/loss": 2.5, "train/step": 3}), ("log", {"train/loss": 2.25, "train/step": 2})]
+    assert wandb.calls[-1] == ("finish",)
+
+
+def test_a_run_that_goes_on_is_the_same_at_wandb_and_has_the_folders_name(wandb: StandIn, tmp_path: Path) -> None:
+    config = config_with(f"--wandb-project p --wandb-save-dir {tmp_path / 'made' / 'w'}")
+    for wanted in (None, "abc"):
+        wandb.calls.clear()
+        assert open_wandb(config, tmp_path) is not None
+        given = wandb.calls[0][1]
+        assert (given["id"], given["name"], given["dir"]) == (wanted, tmp_path.name, str(tmp_path / "made" / "w"))
+    assert (tmp_path / "made" / "w").is_dir()
+
+
+def test_what_wandb_cannot_start_is_an_error_and_what_it_cannot_send_a_warning(
+    wandb: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert open_wandb(config_with(""), tmp_path) is None and not wandb.calls
+    run = open_wandb(config_with("--wandb-project p"), tmp_path)
+    assert run is not None
+    for number in (math.nan, 1.0):
+        run.write("train", 1, {"train/loss": number})
+    run.close()
+    assert capsys.readouterr().err.count("nothing more is sent to Weights & Biases (OSError: the network") == 1
+    assert not [call for call in wandb.calls if call[0] in ("log", "finish")]
+    wandb.error = "not logged in"
+    with pytest.raises(ConfigError, match="--wandb-project p must be .* got RuntimeError: not logged in. Run wandb"):
+        open_wandb(config_with("--wandb-project p"), tmp_path)
+
+
+def test_wandb_itself_takes_these_calls_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'megatron-tds[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for _ in range(2):
+        run = open_wandb(config_with("--wandb-project p"), tmp_path)
+        assert run is not None
+        run.write("train", 1, {"train/loss": 2.5})
+        run.close()
+    name = json.loads((tmp_path / "wandb.json").read_text())["id"]
+    assert len(list(tmp_path.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))) >= 1
+
+
+def plant_wandb(folder: Path) -> Any:
+    """Return a plant: a stand-in in each rank, and at the end of rank 0 a file of what it was asked for."""
+
+    def plant(rank: int) -> None:
+        made = StandIn()
+        sys.modules["wandb"] = made  # type: ignore[assignment]
+        made.run.finish = lambda: (folder / f"calls-{rank}.json").write_text(json.dumps(made.calls))
+
+    return plant
+
+
+def test_a_run_sends_what_its_file_holds_from_rank_0_alone(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", StandIn())  # type: ignore[arg-type]
+    argv = flags(corpus, tmp_path / "run", "--train-iters 2 --pipe-parallel-size 2 --wandb-project p")
+    assert train_ranks(2, argv, plant_wandb(tmp_path))[0] == [0, 0]
+    (calls,) = [json.loads(path.read_text()) for path in tmp_path.glob("calls-*.json")]
+    sent = [call[1] for call in calls if call[0] == "log"]
+    written = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [numbers.get("train/loss") for numbers in sent] == [
+        record["loss"] if record["kind"] == "train" else None for record in written
+    ]
+    assert sent[0]["train/memory_bytes/stage 1"] == written[0]["memory_bytes"]["stage 1"]
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text()) == {"id": "abc"}
