@@ -28,11 +28,16 @@ def of(config: Any, *, is_on_cpu: bool = False) -> Costs:
 
 
 def _of_gpt2(config: Any, is_on_cpu: bool) -> Costs:
-    return GPT2Costs(config.model, config.batch.seq_length)
+    return GPT2Costs(config.model, config.batch.seq_length, is_fused=_is_fused(config, is_on_cpu))
 
 
 def _of_llama(config: Any, is_on_cpu: bool) -> Costs:
-    return LlamaCosts(config.model, config.batch.seq_length, num_groups=config.llama.num_query_groups)
+    return LlamaCosts(
+        config.model,
+        config.batch.seq_length,
+        num_groups=config.llama.num_query_groups,
+        is_fused=_is_fused(config, is_on_cpu),
+    )
 
 
 def _of_t5(config: Any, is_on_cpu: bool) -> Costs:
@@ -49,7 +54,13 @@ def _of_mpt(config: Any, is_on_cpu: bool) -> Costs:
 
 
 def _of_bert(config: Any, is_on_cpu: bool) -> Costs:
-    return BertCosts(config.model, config.batch.seq_length, config.bert)
+    return BertCosts(config.model, config.batch.seq_length, config.bert, is_fused=_is_fused(config, is_on_cpu))
+
+
+def _is_fused(config: Any, is_on_cpu: bool) -> bool:
+    """Return whether attention is one kernel that keeps no probabilities: on a CPU only where it drops nothing."""
+    model = config.model
+    return not (model.attention_dropout and (is_on_cpu or model.layout_independent_dropout))
 
 
 COSTS: Mapping[str, Callable[[Any, bool], Costs]] = {

@@ -93,13 +93,14 @@ class GPT2Costs(Costs):
         return [Shared(parts.table_parameters(self.sizes, tensor), (0, self.num_units - 1))]
 
     def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
-        """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1."""
+        """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1; with tokens cut the head reads all."""
         sizes, h = self.sizes, self.sizes.hidden_size
         whole = (4 * h * width + 2 * h) // sequence
         cut = (2 * parts.attention_width(sizes) + 2 * self.keys + parts.feed_forward_kept(sizes)) * width
         tokens, core = samples * self.seq_length, self._core_kept(samples, tensor, width)
         layer = Kept(tokens * (whole + cut // tensor) + core, tokens * h * width // sequence, core)
-        return [Kept(), *[layer] * sizes.num_layers, Kept(), Kept()]
+        gathered = tokens * h * width if sequence > 1 else 0
+        return [Kept(), *[layer] * sizes.num_layers, Kept(), Kept(gathered)]
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         sizes, h = self.sizes, self.sizes.hidden_size

@@ -20,8 +20,9 @@ some replicas hold a row more of a weight; a recomputed run of several layers is
 
 Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 models", section 4, without scores, which a fused kernel makes once more. What else holds a number for each query and
-key, T5's relative biases and the probabilities of its blocked attention on a CPU, is counted with T5's layers. Dropout
-of attention on a CPU, and with --layout-independent-dropout anywhere, which keeps several such matrices, is not.
+key, T5's relative biases and the probabilities of its blocked attention on a CPU, is counted with T5's layers. Where
+attention drops on a CPU, or with --layout-independent-dropout, the probabilities count too (5 a s / h of s b h), but
+for T5.
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ class T5Costs(Costs):
         encoder = self._encoder_kept(samples, tensor, width, sequence)
         decoder = self._decoder_kept(samples, tensor, width, sequence)
         ends = [Kept(), Kept()]
-        return [Kept(), *[encoder] * self.sides.enc_layers, *ends, *[decoder] * self.sides.dec_layers, *ends]
+        head = Kept(samples * self.sides.dec_seq_length * self.sizes.hidden_size * width if sequence > 1 else 0)
+        return [Kept(), *[encoder] * self.sides.enc_layers, *ends, *[decoder] * self.sides.dec_layers, Kept(), head]
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         """A decoder layer sums three times; back also the gradient of the encoder's output, which it reads."""

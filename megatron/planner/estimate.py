@@ -20,6 +20,8 @@ from megatron.planner.traffic import Group, Traffic
 from megatron.planner.work import Clock, Seconds
 from megatron.stages import bubble, pieces_on
 
+SPLITTING = "zb-h1"
+"""The schedule that puts the gradients of weights off."""
 TENSOR, PIPELINE, DATA = "tensor", "pipeline", "data"
 
 
@@ -144,7 +146,8 @@ class Planner:
 
     def _times(self, layout: Layout, bounds: Sequence[int]) -> tuple[dict[str, float], float, dict[str, Traffic]]:
         m, p = layout.num_micro_batches, layout.pipe
-        units, sums = self.units(layout), self._sums(layout)
+        units = self.units(layout)
+        sums = self._sums(layout, units)
         seconds = [own.whole + sent.exposed_s for own, sent in zip(units, sums, strict=True)]
         pieces = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
         idle = bubble(p, m, layout.schedule, layout.chunks, pieces)
@@ -167,18 +170,23 @@ class Planner:
         }
         return parts, running * idle / sum(parts.values()), {DATA: data, TENSOR: tensor, PIPELINE: across}
 
-    def _sums(self, layout: Layout) -> list[Traffic]:
-        """Return the messages between tensor ranks of each unit for a micro-batch."""
+    def _sums(self, layout: Layout, units: Sequence[Seconds]) -> list[Traffic]:
+        """Return the messages between tensor ranks of each unit for a micro-batch.
+
+        Those of backward run beside products for weights, but where the schedule puts these off.
+        """
         group = Group.of(self.machine, layout.tensor, 1)
         works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         again = 2 if layout.recompute == "full" else 1
         found = []
         known: dict[int, Traffic] = {}
-        for work in works:
+        overlaps = layout.overlaps_tensor and layout.schedule != SPLITTING
+        for work, unit in zip(works, units, strict=True):
             if id(work) not in known:
                 times = again if work.core else 1
-                sent = [group.summed(size) for size in (*work.sums * times, *work.back)]
-                known[id(work)] = sum(sent, Traffic())
+                forward = sum((group.summed(size) for size in work.sums * times), Traffic())
+                back = sum((group.summed(size) for size in work.back), Traffic())
+                known[id(work)] = forward + back.behind(unit.weights if overlaps else 0.0)
             found.append(known[id(work)])
         return found
 

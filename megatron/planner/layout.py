@@ -20,6 +20,7 @@ class Layout:
         recompute: "none", "selective" (the core of attention), "full" (each layer from its input).
         sequence_parallel: tokens are cut over the tensor ranks between the products.
         overlaps_sums: gradients are summed over the replicas while the last backward runs.
+        overlaps_tensor: gradients of activations are summed over the tensor ranks while those of weights are computed.
     """
 
     tensor: int = 1
@@ -38,6 +39,7 @@ class Layout:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     overlaps_sums: bool = True
+    overlaps_tensor: bool = True
 
     @property
     def world_size(self) -> int:
@@ -93,4 +95,6 @@ def layout_of(config: Any, world_size: int) -> Layout:
         waiting=cost.waiting_of(config),
         dtype=config.precision.dtype or "bf16",
         optimizer=optimizer.optimizer,
+        overlaps_sums=parallel.overlap_grad_reduce,
+        overlaps_tensor=not parallel.compile,
     )

@@ -3,7 +3,7 @@
 | part | forward | backward |
 |---|---|---|
 | products | flops / rate(side) | twice as many; the core of fused attention 2.5 times |
-| passes over what is kept | 1.5 x bytes kept / bandwidth of memory | 2.5 x |
+| passes over what is kept | 2 x bytes kept / bandwidth of memory | 3 x |
 | head | 3 x bytes of the logits / bandwidth | 2 x |
 | operations | each has its overhead | twice as many |
 | gradients of weights | | read, and added to the sum of the micro-batches: 10 bytes in 16 bits, 12 in 32 |
@@ -26,7 +26,7 @@ from megatron.cost.work import Product, Work
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
 
-FORWARD_PASSES, BACKWARD_PASSES = 1.5, 2.5
+FORWARD_PASSES, BACKWARD_PASSES = 2.0, 3.0
 HEAD_FORWARD, HEAD_BACKWARD = 3.0, 2.0
 CORE_BACKWARD = 2.5
 """A fused kernel makes the scores once more: five products in place of two."""
@@ -34,11 +34,12 @@ CORE_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one unit or of several; ``again`` of ``backward`` is what is recomputed."""
+    """Of one unit or of several; of ``backward``: ``again`` what is recomputed, ``weights`` products for weights."""
 
     forward: float = 0.0
     backward: float = 0.0
     again: float = 0.0
+    weights: float = 0.0
 
     @property
     def whole(self) -> float:
@@ -83,7 +84,7 @@ class Clock:
             again = forward
         elif layout.recompute == "selective" and kept.input:
             again = core + FORWARD_PASSES * kept.core / machine.memory_bandwidth
-        return Seconds(forward, backward + again, again)
+        return Seconds(forward, backward + again, again, products)
 
     def _products(self, products: Sequence[Product], dtype: str) -> float:
         return sum(one.flops / self._machine.product_rate(dtype, one.side) for one in products)
