@@ -108,8 +108,9 @@ def make_reduction(engine: PipelineEngine, gradients: Gradients | None) -> Reduc
     chunks = [own(chunk) for chunk in range(num_chunks(module))]
     tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
     dtype = None if engine._config.communication_data_type is None else engine.communication_data_type
-    every = list(module.parameters())
-    return Reduction(every, chunks, tied, gradients, engine.grid.get_data_parallel_group(), dtype=dtype)
+    every, group = list(module.parameters()), engine.grid.get_data_parallel_group()
+    starts_early = section.overlaps_reduction(engine._config.pipeline)
+    return Reduction(every, chunks, tied, gradients, group, dtype=dtype, starts_early=starts_early)
 
 
 def make_stage(engine: PipelineEngine) -> Stage:

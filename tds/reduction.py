@@ -32,6 +32,7 @@ class Reduction:
         gradients: where gradients lie.
         group: the replicas' process group.
         dtype: in which sums travel and are taken; None: the gradients' own.
+        starts_early: False: all sums start after the last backward, to the same numbers.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Reduction:
         group: Any,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
+        starts_early: bool = True,
     ) -> None:
         self.gradients = gradients
+        self.starts_early = starts_early
         self.group = group
         self.dtype = dtype
         every = list(every)
@@ -73,7 +76,8 @@ class Reduction:
         Raises:
             RuntimeError: a hook ran twice, so its sum may have started too early.
         """
-        handles = [p.register_post_accumulate_grad_hook(self._ready_once) for p in self._of_chunk[chunk]]
+        chosen = self._of_chunk[chunk] if self.starts_early else []
+        handles = [p.register_post_accumulate_grad_hook(self._ready_once) for p in chosen]
         try:
             yield
         finally:
@@ -92,7 +96,7 @@ class Reduction:
     def ready(self, parameter: torch.Tensor) -> None:
         """Take note that the gradient of ``parameter`` is final."""
         index = self._bucket_of.get(parameter)  # type: ignore[call-overload]
-        if index is None or parameter in self._ready:
+        if not self.starts_early or index is None or parameter in self._ready:
             return
         self._ready.add(parameter)
         self._waiting[index] -= 1

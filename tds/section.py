@@ -12,8 +12,9 @@ from tds.module import PipelineModule
 KEYS = (
     "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
     "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s", "check_data",
+    "overlap_reduction",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data."""
+"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction."""
 
 
 def check_keys(section: Mapping[str, Any]) -> None:
@@ -75,7 +76,20 @@ def compares_data(section: Mapping[str, Any]) -> bool:
     Raises:
         ValueError: "check_data" is neither true nor false.
     """
-    asked = section.get("check_data", False)
+    return _switch(section, "check_data", False)
+
+
+def overlaps_reduction(section: Mapping[str, Any]) -> bool:
+    """Return whether sums over replicas are to start while the backward runs.
+
+    Raises:
+        ValueError: "overlap_reduction" is neither true nor false.
+    """
+    return _switch(section, "overlap_reduction", True)
+
+
+def _switch(section: Mapping[str, Any], key: str, default: bool) -> bool:
+    asked = section.get(key, default)
     if not isinstance(asked, bool):
-        raise ValueError(f'"pipeline": {{"check_data": ...}} must be true or false, got {asked!r}')
+        raise ValueError(f'"pipeline": {{"{key}": ...}} must be true or false, got {asked!r}')
     return asked

@@ -253,7 +253,7 @@ def _pipeline_section(config: Config) -> dict[str, Any]:
     said = {name: getattr(config.parallel, key.field) for name, key in keys.PIPELINE.items()}
     if said["chunks"] == 1 and "pipeline_chunks" not in config.given:
         del said["chunks"]
-    return {name: value for name, value in said.items() if value}
+    return {name: value for name, value in said.items() if bool(value) != (name in keys.ON_BY_DEFAULT)}
 
 
 def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:

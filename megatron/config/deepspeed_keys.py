@@ -77,8 +77,11 @@ PIPELINE = {
     "trace": Key(TEXT, "pipeline_trace"),
     "timeout_s": Key(POSITIVE, "step_timeout"),
     "check_data": Key(BOOLEAN, "check_data_agreement"),
+    "overlap_reduction": Key(BOOLEAN, "overlap_grad_reduce"),
 }
 """Keys of "pipeline" that set a field of ours where there is a pipeline."""
+ON_BY_DEFAULT = ("overlap_reduction",)
+"""Those of which nothing need be said where they are true, and not where they are false."""
 
 SECTIONS = {
     "fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER,

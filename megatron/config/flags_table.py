@@ -84,7 +84,6 @@ MEGATRON_REFUSED = {
     "--recompute-method": "inputs are kept every --checkpoint-num-layers layers, Megatron's uniform; leave it out",
     "--distributed-timeout-minutes": "use --step-timeout, in seconds",
     "--use-distributed-optimizer": _ZERO,
-    "--overlap-grad-reduce": "replicas add their gradients once after the last micro-batch; leave it out",
     "--overlap-param-gather": _ZERO,
     "--sequence-parallel": "activations between the cut layers are whole on every tensor rank; leave it out",
     "--context-parallel-size": "sequences are not cut; leave it out",

@@ -54,6 +54,13 @@ class ParallelConfig:
         "compare checksums of what the first and the last stage read in each step, ahead of the update; data that "
         "differ end the run with code 2",
     )
+    overlap_grad_reduce: bool = option(
+        True,
+        "replicas add up their gradients in buckets while the last backward of a step runs, and not after it; the "
+        "numbers are the same",
+        flag="",
+        constants={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
+    )
     checkpoint_activations: bool = option(
         False, "keep only the inputs of layers in the forward pass and compute the rest again in the backward pass"
     )

@@ -24,6 +24,11 @@ def problems(config: Config) -> Iterator[str]:
             f"{parallel.pipe_parallel_size}: {_why_not_in_a_pipeline(stage)}. Use --zero-stage 1 with the pipeline, "
             "which cuts the fp32 masters and the optimizer's states, most of the bytes; or leave the pipeline out"
         )
+    if stage > 1 and not parallel.overlap_grad_reduce:
+        yield (
+            f"{_name(config)} {stage} sums gradients while backward runs, so that no replica holds all of them, got "
+            "--no-overlap-grad-reduce. Leave it out, or use --zero-stage 1"
+        )
     if stage == CUT_WEIGHTS and getattr(parallel, "compile", False):
         yield (
             "--compile cannot take --zero-stage 3, which gathers the weights of a layer by hooks around it that a "
@@ -76,6 +81,8 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
     replicas = config.parallel.data_parallel_size(world_size)
     if optimizer.zero_stage and replicas == 1 and not optimizer.offload_parameters:
         yield f"ZeRO {optimizer.zero_stage} has no effect with one replica"
+    if replicas == 1 and not config.parallel.overlap_grad_reduce:
+        yield "--no-overlap-grad-reduce has no effect with one replica, which has no sums to make"
     for name in ("offload_optimizer", "offload_param"):
         section = json.get(name) or {}
         if "pin_memory" in section and section.get("device", "none") == "none":

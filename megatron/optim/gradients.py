@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -37,8 +38,14 @@ class Gradients(Protocol):
     def counts_here(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether this replica counts it in sums over ``holders``."""
 
+    def begin_last_backward(self) -> None:
+        """Take note that the next backward is the last of the step."""
+
     def end_micro_batch(self) -> None:
         """Take note that backward is through. Collective where gradients are summed by themselves."""
+
+    def finish(self, factor: float) -> None:
+        """Have all gradients where they lie, times ``factor``."""
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -78,8 +85,14 @@ class WholeGradients:
     def counts_here(self, parameter: torch.nn.Parameter) -> bool:
         return True
 
+    def begin_last_backward(self) -> None:
+        """Nothing is summed here."""
+
     def end_micro_batch(self) -> None:
-        """Nothing is summed before the step."""
+        """Nothing is summed here."""
+
+    def finish(self, factor: float) -> None:
+        multiply([self.of(parameter) for parameter in self._masters.of], factor)
 
     def clear(self) -> None:
         self._sums.clear()
@@ -92,3 +105,11 @@ class WholeGradients:
         else:
             self._sums[parameter] = parameter.grad.float()  # type: ignore[index]
         parameter.grad = None
+
+
+@torch.no_grad()
+def multiply(gradients: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply each by ``factor``, in place."""
+    held = list(gradients)
+    if factor != 1.0 and held:
+        torch._foreach_mul_(held, factor)

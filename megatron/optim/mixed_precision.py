@@ -21,6 +21,7 @@ from megatron.optim.gradients import Gradients, WholeGradients
 from megatron.optim.host import NOTHING, Offload
 from megatron.optim.masters import Masters
 from megatron.optim.optimizer_state import state_of, take_state
+from megatron.optim.overlapped_gradients import OverlappedGradients
 from megatron.optim.scaler import LossScaler
 from megatron.optim.weight_units import WeightUnits
 
@@ -45,6 +46,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model, tensor: groups of one replica and of its tensor-parallel ranks.
         data: the replicas of what this rank holds.
         zero_stage: 0 to 3; of ``build`` all but 0 ask that it updates each number by itself.
+        overlaps_sums: with ZeRO 0 and 1 sum gradients over the replicas here, while the backward runs that
+            ``begin_last_backward`` announces; else the engine does it. From ZeRO 2 on they always are.
         offload: what lies on the CPU; ``build`` then makes an optimizer for tensors there.
 
     Attributes:
@@ -70,6 +73,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         tensor: Group = SINGLE,
         data: Group = SINGLE,
         zero_stage: int = 0,
+        overlaps_sums: bool = False,
         offload: Offload = NOTHING,
     ) -> None:
         self.clip_grad = clip_grad
@@ -81,8 +85,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.was_refused = False
         self._global_grad_norm = 0.0
         self._masters = Masters(data, zero_stage=zero_stage, offload=offload)
-        has_parts = zero_stage > 1 and data.size > 1
-        self._gradients: Gradients = (GradientParts if has_parts else WholeGradients)(self._masters)
+        self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._units: WeightUnits | None = None
         masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
@@ -121,6 +124,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Whether gradients are summed over the replicas here, within backward: the engine must not do it then."""
         return self._gradients.are_summed
 
+    @property
+    def cuts_gradients(self) -> bool:
+        """Whether each replica keeps its parts of the gradients alone: from ZeRO 2 on."""
+        return self._gradients.holders.size > 1
+
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Return the gradient accumulated for ``parameter``, zeros if no micro-batch has reached it yet.
 
@@ -137,6 +145,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self._masters.homes and self._units is None:
             self._units = WeightUnits(module, self._masters.send_away(), self._masters.data_group)
 
+    def begin_last_backward(self) -> None:
+        """Take note that the next backward is the last of the step: sums over the replicas may start in it.
+
+        An engine that lets them be summed here calls it, on all replicas.
+        """
+        self._gradients.begin_last_backward()
+
     def end_micro_batch(self) -> None:
         """Take note that a backward is through: from ZeRO 2 on gradients are summed, whole weights freed. Collective.
 
@@ -148,9 +163,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients that are held by ``factor``."""
-        if factor != 1.0:
-            torch._foreach_mul_([gradient for _, gradient in self.gradients()], factor)
+        """Have all sums over the replicas that are made here, and multiply the gradients by ``factor``."""
+        self._gradients.finish(factor)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -276,3 +290,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(list(parts.values()), factor)
         for master, part in parts.items():
             master.grad = part.to(master.device)
+
+
+def _kind_of_gradients(zero_stage: int, data: Group, overlaps_sums: bool) -> type[Gradients]:
+    if zero_stage > 1 and data.size > 1:
+        return GradientParts
+    return OverlappedGradients if overlaps_sums and data.size > 1 else WholeGradients

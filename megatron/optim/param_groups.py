@@ -68,6 +68,7 @@ def build_optimizer(
     tensor: Group = SINGLE,
     data: Group = SINGLE,
     zero_stage: int = 0,
+    overlaps_sums: bool = False,
     offload: Offload = NOTHING,
     adam: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> MixedPrecisionOptimizer:
@@ -117,6 +118,7 @@ def build_optimizer(
         tensor=tensor,
         data=data,
         zero_stage=zero_stage,
+        overlaps_sums=overlaps_sums,
         offload=offload,
     )
 

@@ -149,6 +149,7 @@ def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> Mix
         tensor=world.grid.tensor,
         data=world.grid.data,
         zero_stage=settings.zero_stage,
+        overlaps_sums=config.parallel.overlap_grad_reduce and not config.parallel.has_pipeline,
         offload=Offload(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
         adam=_adam(config),
     )

@@ -126,6 +126,8 @@ class SingleStageEngine:
             self.has_weighted_loss = meter.is_weighted
             self.micro_losses[micro_batch] = share.detach()
             position.note(f"step {step + 1}, backward of micro-batch {micro_batch}")
+            if micro_batch == number - 1:
+                self.optimizer.begin_last_backward()
             self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
             self.optimizer.end_micro_batch()
         self._busy.note(began, self._clock.mark(), [])

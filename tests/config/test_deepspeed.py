@@ -245,6 +245,19 @@ def test_a_pipeline_of_the_json_acts_and_must_agree_with_the_flags(tmp_path, key
     assert f"got {flag} and pipeline.{name} {value}. Change one of them, or leave the key out" in told
 
 
+def test_sums_within_the_backward_are_switched_off_by_a_flag_or_by_the_json(tmp_path):
+    line = "--pipe-parallel-size 2 --num-layers 12"
+    off = {"pipeline": {"overlap_reduction": False}}
+    assert merged(tmp_path, {}, line, 2).parallel.overlap_grad_reduce
+    assert "pipeline" not in engine_dict(merged(tmp_path, {}, "", 2), 2)
+    for content, words in ((off, line), ({}, f"{line} --no-overlap-grad-reduce")):
+        config = merged(tmp_path, content, words, 2)
+        assert not config.parallel.overlap_grad_reduce
+        assert engine_dict(config, 2)["pipeline"] == off["pipeline"]
+    told = error_of(tmp_path, off, f"{line} --overlap-grad-reduce", 2)
+    assert "got --overlap-grad-reduce and pipeline.overlap_reduction False" in told
+
+
 def test_a_pipeline_of_the_json_says_nothing_where_there_is_none(tmp_path):
     content = {"pipeline": {"schedule": "zb-h1", "chunks": 9, "trace": "x", "timeout_s": 5}}
     config = merged(tmp_path, content, "", 1)

@@ -107,7 +107,12 @@ NEEDS_IN = {
     },
 }
 """Flags beside which another acts, in all families and in one."""
-TIES = ("--untie-embeddings-and-output-weights", "--tie-embeddings-and-output-weights", "--cpu_torch_adam")
+TIES = (
+    "--untie-embeddings-and-output-weights",
+    "--tie-embeddings-and-output-weights",
+    "--cpu_torch_adam",
+    "--overlap-grad-reduce",
+)
 
 
 def some_value(option, folder: Path) -> str:

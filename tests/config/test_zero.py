@@ -68,6 +68,7 @@ def test_one_replica_is_told_that_there_is_nothing_to_share():
         ("--cpu-adam deepspeed --offload-optimizer --optimizer sgd", "--cpu-adam deepspeed is an AdamW, got .* sgd"),
         ("--cpu-adam deepspeed --offload-optimizer --fp64", "--cpu-adam deepspeed updates fp32 numbers, got --fp64"),
         ("--zero-stage 3 --drift-interval 5", "--drift-interval compares the copies .* --zero-stage 2"),
+        ("--zero-stage 2 --no-overlap-grad-reduce", "--zero-stage 2 sums gradients while .* use --zero-stage 1"),
         ("--zero-stage 3 --compile", "--compile cannot take --zero-stage 3"),
         ("--zero-stage 2 --checkpoint-format deepspeed", "--checkpoint-format deepspeed .* got --zero-stage 2"),
     ],

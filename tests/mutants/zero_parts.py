@@ -54,8 +54,8 @@ ZERO_PARTS = (
     Mutant(
         "sums still on their way are forgotten",
         "megatron/optim/gradient_parts.py",
-        "            self._start_sum()\n        self._land()\n        self._next = 0\n",
-        "            self._start_sum()\n        self._flight, self._next = None, 0\n",
+        "        self._sum(self._order.rest())\n        self._land()\n",
+        "        self._sum(self._order.rest())\n        self._flight = None\n",
         (STEPS,),
     ),
     Mutant(
@@ -185,7 +185,7 @@ ZERO_PARTS = (
     ),
     Mutant(
         "a bucket that is not filled holds up those behind it",
-        "megatron/optim/gradient_parts.py",
+        "megatron/optim/bucket_order.py",
         "        self._arrange(sorted(self._guess, key=lambda bucket: told[self._number_of[bucket[0]]]))\n",
         "        pass\n",
         (f"{HELD_UP}[2]",),

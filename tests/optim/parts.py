@@ -87,6 +87,8 @@ def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, ste
     losses = []
     for micro_batch in range(gas):
         loss = loss_of(module, tokens_of(grid.data.rank, step, micro_batch))
+        if micro_batch == gas - 1:
+            optimizer.begin_last_backward()
         (loss * optimizer.loss_scale).backward()
         optimizer.end_micro_batch()
         losses.append(loss.item())

@@ -13,7 +13,7 @@ from megatron import log
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import MixedPrecisionOptimizer, Offload, build_optimizer, gradient_parts
+from megatron.optim import MixedPrecisionOptimizer, Offload, bucket_order, build_optimizer
 from megatron.optim.call_order import CallOrder
 from megatron.optim.weight_layers import layers_of
 from megatron.training.step_result import FiniteOnly, LossError
@@ -54,7 +54,7 @@ def cut(module: nn.Module, stage: int, rank: int, size: int = 2) -> MixedPrecisi
 
 def most_held(rank: int, spare: str, stage: int) -> list[tuple[int, int]]:
     """Return for two steps the most bytes in backward of gradients that wait for their sum, and of gathered weights."""
-    gradient_parts.BUCKET_BYTES = 4 * H * H
+    bucket_order.BUCKET_BYTES = 4 * H * H
     module = Plain(spare)
     optimizer = cut(module, stage, rank)
     waiting: list[int] = []
@@ -90,7 +90,7 @@ def test_weights_without_gradients_hold_nothing_up_from_the_first_micro_batch_on
 
 def one_that_comes_late(rank: int) -> tuple[list[bool], list[list[tuple[int, ...]]]]:
     """Train with a weight that a replica leaves out of one step; return whether gradients are right, and the order."""
-    gradient_parts.BUCKET_BYTES = 1
+    bucket_order.BUCKET_BYTES = 1
     module = Plain()
     optimizer = cut(module, 2, rank)
     same = []
@@ -107,7 +107,7 @@ def one_that_comes_late(rank: int) -> tuple[list[bool], list[list[tuple[int, ...
             part = optimizer._masters.cut(parameter).part(wanted, rank)
             same.append(torch.allclose(optimizer.gradient_of(parameter), part, atol=1e-6))
         optimizer.zero_grad()
-    return same, [[tuple(p.shape) for p in bucket] for bucket in optimizer._gradients._buckets]
+    return same, [[tuple(p.shape) for p in bucket] for bucket in optimizer._gradients._order._buckets]
 
 
 def test_a_bucket_that_one_replica_alone_does_not_fill_is_summed_all_the_same() -> None:

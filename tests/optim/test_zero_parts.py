@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron import log
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import LossScaler, Offload, build_optimizer, gradient_parts, owners
+from megatron.optim import LossScaler, Offload, bucket_order, build_optimizer, owners
 from megatron.optim.cuts import cut_of
 from megatron.optim.weight_layers import layers_of
 from megatron.training import cpu_adam
@@ -79,12 +79,12 @@ def compare_stages(rank: int, size: int, gas: int, kinds: list[str]) -> dict[str
 
 
 def test_steps_of_one_micro_batch_leave_the_bits_of_stage_0_in_every_precision() -> None:
-    gradient_parts.BUCKET_BYTES, kept = 3000, gradient_parts.BUCKET_BYTES
+    bucket_order.BUCKET_BYTES, kept = 3000, bucket_order.BUCKET_BYTES
     try:
         for found in run_ranks(2, compare_stages, 2, 1, list(KINDS)):
             assert found == {kind: (set(), True, kind == "fp16", 1) for kind in KINDS}
     finally:
-        gradient_parts.BUCKET_BYTES = kept
+        bucket_order.BUCKET_BYTES = kept
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_buckets_are_those_in_which_stage_0_sums() -> None:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((40, 3), (7,), (0, 4), (100,), (2, 2), (), (30, 9))]
     for limit in (1, 500, 900, 2**20):
         theirs = [[id(p) for p in bucket] for bucket in tds_buckets(parameters, limit)]
-        assert [[id(p) for p in bucket] for bucket in gradient_parts.buckets(parameters, limit)] == theirs
+        assert [[id(p) for p in bucket] for bucket in bucket_order.buckets(parameters, limit)] == theirs
 
 
 def held_in_backward(rank: int) -> tuple[list[int], list[int], int]:
