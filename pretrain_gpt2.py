@@ -58,7 +58,7 @@ def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel
-    place = model.Place(grid.tensor, get_streams())
+    place = model.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
     sizes = model.sizes_from(config.model, **model.recompute_switches(config))
     if not parallel.has_pipeline:
         return model.GPT2Model(sizes, place)

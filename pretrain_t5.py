@@ -66,7 +66,7 @@ def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
     parallel, settings = config.parallel, config.t5
-    place = model.Place(grid.tensor, get_streams())
+    place = model.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
     sizes = model.t5_sizes_from(config.model, settings, **model.recompute_switches(config))
     if not parallel.has_pipeline:
         return model.T5Model(sizes, place)

@@ -22,6 +22,10 @@ class ParallelConfig:
     """Sizes of the tensor and pipe axes, how the pipeline runs, and the device that carries them."""
 
     model_parallel_size: int = option(1, "tensor-parallel size t", minimum=1, aliases=("--tensor-model-parallel-size",))
+    sequence_parallel: bool = option(
+        False,
+        "between the tensor-parallel products each tensor rank keeps its part of the sequence of hidden states, 1/t",
+    )
     pipe_parallel_size: int = option(
         0, "pipeline stages p; 0 or 1: no pipeline engine", minimum=0, aliases=("--pipeline-model-parallel-size",)
     )

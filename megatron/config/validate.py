@@ -18,6 +18,7 @@ from megatron.config import (
     llama_checks,
     mpt_checks,
     seeing,
+    sequence_parallel,
     stability,
     t5_checks,
     zero,
@@ -168,6 +169,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
             f"--model-parallel-size {t}, which cuts them. Use --optimizer adamw, or --pipe-parallel-size in place of "
             "--model-parallel-size"
         )
+    yield from sequence_parallel.problems(config)
     yield from effects.problems(config)
     yield from stability.problems(config)
     yield from zero.problems(config)

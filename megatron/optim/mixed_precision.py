@@ -21,6 +21,7 @@ from megatron.optim.gradients import Gradients, WholeGradients
 from megatron.optim.host import NOTHING, Offload
 from megatron.optim.masters import Masters
 from megatron.optim.optimizer_state import state_of, take_state
+from megatron.optim.partial import PartialGradients
 from megatron.optim.overlapped_gradients import OverlappedGradients
 from megatron.optim.scaler import LossScaler
 from megatron.optim.weight_units import WeightUnits
@@ -86,6 +87,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._global_grad_norm = 0.0
         self._masters = Masters(data, zero_stage=zero_stage, offload=offload)
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
+        self._partial = PartialGradients(tensor)
         self._units: WeightUnits | None = None
         masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
@@ -166,6 +168,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Have all sums over the replicas that are made here, and multiply the gradients by ``factor``."""
         self._gradients.finish(factor)
 
+    def sum_partial_gradients(self) -> None:
+        """Add up, over the tensor ranks, what each has of its part of the sequence. Collective.
+
+        ``step`` does it first; who reads gradients ahead of it calls this.
+        """
+        self._partial.sum(self._gradients.of)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters, or skip when fp16 gradients have overflowed or ``judge`` refuses. Collective.
@@ -176,6 +185,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         if self._units is not None:
             self._units.check()
+        self.sum_partial_gradients()
         factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
         norm = self._norm() * factor
         self._global_grad_norm = norm
@@ -192,6 +202,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of masters and parameters."""
         self._gradients.clear()
+        self._partial.clear()
         for parameter, master in self._masters.of.items():
             parameter.grad = None
             master.grad = None
@@ -241,6 +252,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         master = self._masters.adopt(parameter, dtype)
         self._gradients.adopt(parameter)
+        self._partial.adopt(parameter)
         return master
 
     @property

@@ -164,6 +164,7 @@ class Debugger:
     @torch.no_grad()
     def _dump_gradients(self, writer: Writer) -> None:
         optimizer = self.engine.optimizer
+        optimizer.sum_partial_gradients()
         factor = optimizer.gradient_factor / optimizer.loss_scale
         for name, parameter in named_parameters(self.engine.module):
             if not parameter.requires_grad or not self._pattern.search(name):

@@ -121,6 +121,7 @@ def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
     step = optimizer.step
 
     def capturing_step(closure: None = None) -> None:
+        optimizer.sum_partial_gradients()
         if not trace.gradients:
             for name, parameter in named_parameters(engine.module):
                 gradient, shard = optimizer.gradient_of(parameter), optimizer.gradient_shard(parameter)
