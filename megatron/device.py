@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._C import _swap_tensor_impl
 
 from megatron import accelerators
 
@@ -207,6 +208,15 @@ def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
         target.copy_(source, non_blocking=True)
     current.wait_stream(beside)
     return target
+
+
+@torch.no_grad()
+def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    """Let ``parameter`` hold ``tensor``, perhaps on another device; it stays the object that it is."""
+    if torch._has_compatible_shallow_copy_type(parameter, tensor):
+        parameter.data = tensor
+    else:
+        _swap_tensor_impl(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import torch
 
 from megatron.model.sizes import T5Sizes
 from megatron.mpu.shard import Shard, shard_of
+from megatron.mpu.unset import give_memory, is_unset
 
 Rule = Callable[[str, tuple[int, ...]], float | torch.Tensor]
 """From logical name and global shape to the standard deviation: one number, or one for each row as [rows, 1]."""
@@ -29,8 +30,9 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: in
     Padded vocabulary rows are zero. What a module has set itself (biases, norms, a user's own layers) stays.
     """
     for name, parameter in named_parameters:
-        if not getattr(parameter, "is_unset", False):
+        if not is_unset(parameter):
             continue
+        give_memory(parameter)
         shard = shard_of(parameter)
         _fill_normal(parameter, shard, name, seed, rule(name, shard.global_shape))
         parameter.is_unset = False  # type: ignore[attr-defined]

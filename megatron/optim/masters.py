@@ -9,6 +9,7 @@ import torch
 
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import set_shard, shard_of
+from megatron.optim.arrival import Arrival
 from megatron.optim.cuts import Cut, cut_of
 from megatron.optim.gather import Piece, buckets, gather
 from megatron.optim.host import NOTHING, Offload
@@ -31,9 +32,17 @@ class Masters:
         data: the replicas.
         zero_stage: from 1 on each replica has parts; with one replica there is nothing to cut, unless weights are
             offloaded.
+        arrival: with ZeRO 3, how weights come that are not where they are trained yet; None: all are there.
     """
 
-    def __init__(self, data: Group = SINGLE, *, zero_stage: int = 0, offload: Offload = NOTHING) -> None:
+    def __init__(
+        self,
+        data: Group = SINGLE,
+        *,
+        zero_stage: int = 0,
+        offload: Offload = NOTHING,
+        arrival: Arrival | None = None,
+    ) -> None:
         self.data_group = data
         self.offload = offload
         self.of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -41,20 +50,25 @@ class Masters:
         self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)
         self._has_homes = zero_stage == 3 and self._is_cut
         self._cuts: dict[torch.nn.Parameter, Cut] = {}
-        self._are_away = False
+        self._arrival = arrival if self._has_homes else None
+        self._are_away = self._arrival is not None
 
     def adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         """Let ``parameter`` have ``dtype`` from now on and return its master."""
         is_wide = dtype in WIDE
+        cut = cut_of(parameter, self.data_group.size) if self._is_cut else None
+        if self._arrival is not None:
+            self._arrival.come(parameter, is_cut=cut is not None)
         if is_wide:
             parameter.data = parameter.data.to(dtype)
-        cut = cut_of(parameter, self.data_group.size) if self._is_cut else None
         self.of[parameter] = parameter
         if cut is not None or not is_wide or self.offload.optimizer:
             self.of[parameter] = self._make(parameter, cut, is_wide)
         parameter.data = parameter.data.to(dtype)
         if cut is not None and self._has_homes:
             self.homes[parameter] = self._home(parameter, cut, is_wide)
+            if self._arrival is not None:
+                self._arrival.leave(parameter)
         return self.of[parameter]
 
     def is_cut(self, parameter: torch.nn.Parameter) -> bool:
@@ -114,7 +128,7 @@ class Masters:
         shard, part = shard_of(parameter), parameter.detach()
         if cut is not None:
             self._cuts[parameter] = cut
-            shard, part = cut.shard(shard, self.data_group.rank), cut.part(part, self.data_group.rank)
+            shard, part = cut.shard(shard, self.data_group.rank), self._own_part(parameter, cut)
         if self.offload.optimizer:
             part = self.offload.copy(part if is_wide else part.float())
         elif not is_wide:
@@ -127,5 +141,10 @@ class Masters:
         """Return the part of the weight that this replica keeps: the master itself, where it may be that."""
         if is_wide and self.offload.parameters == self.offload.optimizer:
             return self.of[parameter].detach()
-        part = cut.part(parameter.detach(), self.data_group.rank)
+        part = self._own_part(parameter, cut)
         return self.offload.copy(part) if self.offload.parameters else part.clone(memory_format=torch.contiguous_format)
+
+    def _own_part(self, parameter: torch.nn.Parameter, cut: Cut) -> torch.Tensor:
+        """Return this replica's part of ``parameter``, where that is trained."""
+        part = cut.part(parameter.detach(), self.data_group.rank)
+        return part if self._arrival is None else part.to(self._arrival.device)

@@ -16,13 +16,14 @@ from megatron.errors import NumericsError
 from megatron.mpu.grads import clip_coefficient, counts_here, global_norm
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard, shard_of
+from megatron.optim.arrival import Arrival
 from megatron.optim.gradient_parts import GradientParts
 from megatron.optim.gradients import Gradients, WholeGradients
 from megatron.optim.host import NOTHING, Offload
 from megatron.optim.masters import Masters
 from megatron.optim.optimizer_state import state_of, take_state
-from megatron.optim.partial import PartialGradients
 from megatron.optim.overlapped_gradients import OverlappedGradients
+from megatron.optim.partial import PartialGradients
 from megatron.optim.scaler import LossScaler
 from megatron.optim.weight_units import WeightUnits
 
@@ -50,6 +51,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         overlaps_sums: with ZeRO 0 and 1 sum gradients over the replicas here, while the backward runs that
             ``begin_last_backward`` announces; else the engine does it. From ZeRO 2 on they always are.
         offload: what lies on the CPU; ``build`` then makes an optimizer for tensors there.
+        arrival: with ZeRO 3, how weights come that are not where they are trained yet; their parts alone go there.
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
@@ -76,6 +78,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         zero_stage: int = 0,
         overlaps_sums: bool = False,
         offload: Offload = NOTHING,
+        arrival: Arrival | None = None,
     ) -> None:
         self.clip_grad = clip_grad
         self.scaler = scaler or LossScaler()
@@ -85,7 +88,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.judge: Callable[[float], bool] | None = None
         self.was_refused = False
         self._global_grad_norm = 0.0
-        self._masters = Masters(data, zero_stage=zero_stage, offload=offload)
+        self._masters = Masters(data, zero_stage=zero_stage, offload=offload, arrival=arrival)
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
         self._partial = PartialGradients(tensor)
         self._units: WeightUnits | None = None

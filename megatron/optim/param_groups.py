@@ -25,6 +25,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import shard_of
+from megatron.optim.arrival import Arrival
 from megatron.optim.host import NOTHING, Offload
 from megatron.optim.mixed_precision import MixedPrecisionOptimizer
 from megatron.optim.scaler import LossScaler
@@ -71,6 +72,7 @@ def build_optimizer(
     overlaps_sums: bool = False,
     offload: Offload = NOTHING,
     adam: Callable[..., torch.optim.Optimizer] | None = None,
+    arrival: Arrival | None = None,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 
@@ -120,6 +122,7 @@ def build_optimizer(
         zero_stage=zero_stage,
         overlaps_sums=overlaps_sums,
         offload=offload,
+        arrival=arrival,
     )
 
 

@@ -17,8 +17,8 @@ from megatron.model.init import Rule, bert_rule, gpt2_rule, initialize, t5_rule
 from megatron.model.sizes import t5_sizes_from
 from megatron.mpu.counted import CountedDropout
 from megatron.mpu.random import DropoutStreams
-from megatron.optim import LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
-from megatron.training import fused
+from megatron.optim import Arrival, LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
+from megatron.training import arriving, fused
 from megatron.training.accelerator import check_agreement
 from megatron.training.compiled import compile_layers
 from megatron.training.cpu_adam import deepspeed_adam
@@ -46,18 +46,12 @@ def build_engine(
 ) -> StepEngine:
     """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
     check_agreement(world.kind)
-    module = build_model(config, world, model_provider)
-    check_chunks(module, config.parallel.chunks)
-    initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
-    fused.use_norms(config, module)
-    move(module, world.device)
-    if config.parallel.compile:
-        compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline)
-    optimizer = make_optimizer(config, module, world)
+    module, optimizer = build_weights(config, world, streams, model_provider)
     settings = engine_dict(config, world.grid.topology.world_size)
     mpu = None if config.parallel.has_pipeline else DeepSpeedMpu(world.grid)
     tds.quiet(not config.run.verbose_deepspeed)
-    engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
+    with arriving.not_sent(module, arrives=arriving.is_asked_for(config, world)):
+        engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
     optimizer.cut_weights(module)  # DeepSpeed has sent the first replica's weights to all until here
     batch, replicas = config.batch, world.grid.data.size
     numbers = {
@@ -76,14 +70,33 @@ def build_engine(
     return built
 
 
+def build_weights(
+    config: Config, world: World, streams: DropoutStreams, model_provider: Callable[[], torch.nn.Module]
+) -> tuple[torch.nn.Module, MixedPrecisionOptimizer]:
+    """Return the model, its weights filled by name and where they are trained, and its optimizer. Collective."""
+    module = build_model(config, world, model_provider)
+    check_chunks(module, config.parallel.chunks)
+    fused.use_norms(config, module)
+    arrival = arriving.arrival_of(config, module, world, weight_rule(config))
+    if arrival is None:
+        put_in_place(config, module, world)
+    if config.parallel.compile:
+        compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline)
+    optimizer = make_optimizer(config, module, world, arrival)
+    if arrival is not None:
+        put_in_place(config, module, world)  # what is left: frozen weights, buffers
+    return module, optimizer
+
+
 def build_model(config: Config, world: World, model_provider: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """Return what the script's ``model_provider`` builds. Collective.
 
     Raises:
-        ConfigError: its layers cannot be cut into stages as --partition-method says; the same on every rank.
+        ConfigError: its layers cannot be cut into stages as --partition-method says; the same on every rank. Or it
+            writes to a weight that has no memory yet.
     """
     try:
-        return model_provider()
+        return arriving.build(model_provider, arrives=arriving.is_asked_for(config, world))
     except PartitionError as error:
         if world.grid.topology.world_size > 1:
             dist.barrier(group=world.grid.host.handle)  # a rank that left earlier would end rank 0, which tells why
@@ -103,6 +116,12 @@ def check_chunks(module: torch.nn.Module, chunks: int) -> None:
             f"--pipeline-chunks must be the chunks that the model was built with, got {chunks} and {built}. Build it "
             f"with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
         )
+
+
+def put_in_place(config: Config, module: torch.nn.Module, world: World) -> None:
+    """Fill the weights that have no values yet, and bring all of ``module`` to where it is trained."""
+    initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
+    move(module, world.device)
 
 
 def _residual_rule(config: Config) -> Rule:
@@ -132,7 +151,9 @@ def weight_rule(config: Config) -> Rule:
     return WEIGHT_RULES[config.family](config)
 
 
-def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> MixedPrecisionOptimizer:
+def make_optimizer(
+    config: Config, module: torch.nn.Module, world: World, arrival: Arrival | None = None
+) -> MixedPrecisionOptimizer:
     """Return the optimizer over ``module``'s parameters, which take the run's precision from here on."""
     settings, precision = config.optimizer, config.precision
     return build_optimizer(
@@ -152,6 +173,7 @@ def make_optimizer(config: Config, module: torch.nn.Module, world: World) -> Mix
         overlaps_sums=config.parallel.overlap_grad_reduce and not config.parallel.has_pipeline,
         offload=Offload(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
         adam=_adam(config),
+        arrival=arrival,
     )
 
 

@@ -23,7 +23,7 @@ from megatron.config import Config, parse
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import arguments, resume, saver, world
-from megatron.training.assembly import build_model, make_optimizer, make_streams
+from megatron.training.assembly import build_weights, make_streams
 from megatron.training.stand_in import stand_in_tokenizer
 from megatron.training.state import Progress, open_for, restore, save_state
 from megatron.training.state_tensors import make_moments, optimizer_records, set_optimizer_steps, weight_records
@@ -89,9 +89,9 @@ class Rank:
         here = world.start(config)
         # only now: parse refuses fp16 on a CPU, since its arithmetic is slow there; there is none here
         config = replace(config, precision=replace(config.precision, dtype=layout.dtype))
-        arguments.set_current(config, stand_in_tokenizer(config), make_streams(config, here))
-        module = build_model(config, here, script.model_provider)
-        optimizer = make_optimizer(config, module, here)
+        streams = make_streams(config, here)
+        arguments.set_current(config, stand_in_tokenizer(config), streams)
+        module, optimizer = build_weights(config, here, streams, script.model_provider)
         optimizer.cut_weights(module)
         make_moments(optimizer)
         return cls(config, here, module, optimizer)

@@ -12,7 +12,7 @@ from megatron import cost
 from megatron.checkpoint import named_parameters
 from megatron.config import parse
 from megatron.training import arguments, world
-from megatron.training.assembly import build_model, make_optimizer, make_streams
+from megatron.training.assembly import build_weights, make_streams
 from megatron.training.plan import zero_of
 from megatron.training.stand_in import stand_in_tokenizer
 from tests.harness import run_ranks
@@ -48,9 +48,9 @@ def count(rank: int, cases: list[str]) -> list[tuple[dict[str, int], dict[str, i
 def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
     config = parse([*LINE.split(), *case.split()], world_size=2).with_vocab(VOCAB)
     here = world.start(config)
-    arguments.set_current(config, stand_in_tokenizer(config), make_streams(config, here))
-    module = build_model(config, here, pretrain_gpt2.model_provider)
-    optimizer = make_optimizer(config, module, here)
+    streams = make_streams(config, here)
+    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    module, optimizer = build_weights(config, here, streams, pretrain_gpt2.model_provider)
     optimizer.cut_weights(module)
     most = watch_gathered(optimizer)
     tokens = torch.zeros(1, 16, dtype=torch.long)
