@@ -38,8 +38,8 @@ def gather(run: Run) -> OfRanks:
     held = device.peak_memory_bytes(run.world.kind) / MIB
     told = torch.zeros(4, run.world.grid.topology.world_size, dtype=torch.float32, device=run.world.device)
     told[:, run.world.rank] = torch.tensor([waited, own_s / max(steps, 1), waited / max(steps, 1), held])
-    *times, memory = all_reduce(told, run.world.grid.world).tolist()
-    return OfRanks(*times, [MIB * each for each in memory])
+    waited_s, own_s, waited_each_s, memory = all_reduce(told, run.world.grid.world).tolist()
+    return OfRanks(waited_s, own_s, waited_each_s, [MIB * each for each in memory])
 
 
 def by_stage(values: Sequence[float], topology: Topology, join: Callable[[Sequence[float]], float]) -> dict[str, float]:

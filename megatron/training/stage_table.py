@@ -1,4 +1,4 @@
-"""``stages.json`` in the run folder: what each stage holds, for tools that show a run. Rank 0 writes it at the start."""
+"""``stages.json`` in the run folder: what each stage holds, for tools that show a run. Rank 0 writes it."""
 
 from __future__ import annotations
 
