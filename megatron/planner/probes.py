@@ -1,0 +1,198 @@
+"""What one device does in a second, measured while the other ranks do the same: products, passes, updates, starts.
+
+| probe | one turn | counted |
+|---|---|---|
+| products | y = x Wᵀ, dx = dy W, dW = dyᵀ x of squares: the three products of a linear layer | 6 side³ FLOPs |
+| stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times their bytes |
+| update | the norm of the gradients and torch's fused AdamW, in fp32 | 32 bytes of a parameter: 5 read, 3 written |
+| overhead | a chain of small sums, forward and backward | two starts of a sum |
+| copy | to the device from the host's memory, and back | its bytes twice |
+
+A turn is repeated for a window of time, some windows one after the other; the median of their rates counts. Everything
+that is not to be measured (the first touch of memory, the choice of kernels) happens in turns ahead of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megatron import device
+from megatron.planner.ranks import Rank
+
+SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LONGEST_TURN_S = 0.25
+"""Of products: the sides end ahead of one whose turn would take longer, and never below ``LEAST_SIDE``."""
+LEAST_SIDE = 512
+STREAM_PASSES = (3 + 2 + 2) + (3 + 3 + 3)
+"""Tensors read and written: by sum, norm, GELU; by the backward of GELU and norm, and the sum of two gradients."""
+STREAM_WIDTH = 512
+UPDATE_BYTES = 32
+CHAIN = 200
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to look: ``windows`` of ``window_s`` seconds for each rate, and sizes up to the largest.
+
+    Args:
+        numbers: in the tensors of the stream and the update: more than caches hold.
+        by_cpu_time: count this process's processor time, which says something of one thread on a busy machine too.
+    """
+
+    window_s: float = 0.08
+    windows: int = 5
+    largest_side: int = SIDES[-1]
+    numbers: int = 2**21
+    by_cpu_time: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank measured, in FLOP/s, bytes/s and seconds; ``products``: dtype -> ((side, FLOP/s), ...)."""
+
+    products: dict[str, tuple[tuple[float, float], ...]]
+    stream: float
+    update: float
+    overhead_s: float
+    copy: float
+
+
+def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: Pace) -> Rates:
+    """Return the rates of this rank while the others measure the same. Collective.
+
+    Args:
+        dtypes: of the products; the first is that of the stream.
+    """
+    products = {}
+    for dtype in dtypes:
+        rank.tell(f"matrix products in {dtype}")
+        products[dtype] = _products(rank, dtype, pace)
+    rank.tell("memory and optimizer")
+    stream = STREAM_PASSES * _bytes(dtypes[0], pace) * _turns_per_s(rank, _stream(rank, dtypes[0], pace), pace)
+    update = UPDATE_BYTES * pace.numbers * _turns_per_s(rank, _update(rank.place, pace), pace)
+    overhead_s = 1 / (2 * CHAIN * _turns_per_s(rank, _chain(rank.place), pace))
+    copy = 2 * 4 * pace.numbers * _turns_per_s(rank, _copy(rank, pace), pace)
+    return Rates(products, stream, update, overhead_s, copy)
+
+
+def update_rate_of_host(pace: Pace) -> float:
+    """Return the bytes/s of an update of what is kept in the host's memory, by this process alone."""
+    alone = Rank(0, 1, "cpu", "", torch.get_num_threads())
+    return UPDATE_BYTES * pace.numbers * _turns_per_s(alone, _update(torch.device("cpu"), pace), pace)
+
+
+def _products(rank: Rank, dtype: str, pace: Pace) -> tuple[tuple[float, float], ...]:
+    table = []
+    for side in SIDES:
+        if side > pace.largest_side:
+            break
+        turns = _turns_per_s(rank, _product(rank.place, dtype, side), pace)
+        table.append((float(side), 6.0 * side**3 * turns))
+        if side >= LEAST_SIDE and _slowest(rank, 1 / turns) > LONGEST_TURN_S / 8:  # the next takes 8 times as long
+            break
+    return tuple(table)
+
+
+def _slowest(rank: Rank, seconds: float) -> float:
+    """Return the most that any rank took: all must decide alike. Collective."""
+    if not rank.backend:
+        return seconds
+    value = torch.tensor([seconds], dtype=torch.float64, device=rank.place)
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
+    return value.item()
+
+
+def _product(place: torch.device, dtype: str, side: int) -> Callable[[], object]:
+    x, weight, dy = (torch.randn(side, side, device=place).to(device.DTYPES[dtype]) for _ in range(3))
+    y, dx, dw = (torch.empty_like(x) for _ in range(3))
+
+    def turn() -> None:
+        torch.mm(x, weight.t(), out=y)
+        torch.mm(dy, weight, out=dx)
+        torch.mm(dy.t(), x, out=dw)
+
+    return turn
+
+
+def _stream(rank: Rank, dtype: str, pace: Pace) -> Callable[[], object]:
+    shape = pace.numbers // STREAM_WIDTH, STREAM_WIDTH
+    x, y, gradient = (torch.randn(shape, device=rank.place).to(device.DTYPES[dtype]) for _ in range(3))
+    x.requires_grad_()
+    x.grad = torch.zeros_like(x)
+
+    def turn() -> None:
+        F.gelu(F.layer_norm(x + y, (STREAM_WIDTH,)), approximate="tanh").backward(gradient)
+
+    return turn
+
+
+def _update(place: torch.device, pace: Pace) -> Callable[[], object]:
+    weight = torch.zeros(pace.numbers, device=place, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer, gradient = torch.optim.AdamW([weight], lr=1e-3, fused=True), weight.grad
+
+    def turn() -> None:
+        torch.linalg.vector_norm(gradient)
+        optimizer.step()
+
+    return turn
+
+
+def _chain(place: torch.device) -> Callable[[], object]:
+    start = torch.zeros(16, device=place, requires_grad=True)
+    one = torch.ones(16, device=place)
+
+    def turn() -> None:
+        x = start
+        for _ in range(CHAIN):
+            x = x + one
+        start.grad = None
+        x.backward(one)
+
+    return turn
+
+
+def _copy(rank: Rank, pace: Pace) -> Callable[[], object]:
+    host = device.host_memory((pace.numbers,), torch.float32, rank.place)
+    there = torch.empty(pace.numbers, device=rank.place)
+
+    def turn() -> None:
+        there.copy_(host, non_blocking=True)
+        host.copy_(there, non_blocking=True)
+
+    return turn
+
+
+def _bytes(dtype: str, pace: Pace) -> int:
+    return pace.numbers * device.DTYPES[dtype].itemsize
+
+
+def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: Pace) -> float:
+    """Return how many turns a second has, the median over the windows; all ranks begin together. Collective."""
+    turn()
+    device.synchronize(rank.kind)
+    rank.meet()
+    batch = max(1, int(pace.window_s / 4 / _seconds(rank, turn, 1, pace)))
+    rates = []
+    for _ in range(pace.windows):
+        done, spent = 0, 0.0
+        while spent < pace.window_s:
+            spent += _seconds(rank, turn, batch, pace)
+            done += batch
+        rates.append(done / spent)
+    return statistics.median(rates)
+
+
+def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: Pace) -> float:
+    now = time.process_time if pace.by_cpu_time else time.perf_counter
+    start = now()
+    for _ in range(times):
+        turn()
+    device.synchronize(rank.kind)
+    return max(now() - start, 1e-9)
