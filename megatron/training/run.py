@@ -123,9 +123,11 @@ def _go_on(this: Run, place: Place) -> None:
             load(this, place)
     _open_saves(this, place)
     _open_reports(this, place)
+    finish_profile = _open_profile(this)
     try:
         _work(this, time.monotonic())
     except StopRequest:
+        finish_profile()
         _draw_pipeline(this)
         _close_reports(this)
         raise
@@ -226,6 +228,15 @@ def _open_reports(this: Run, place: Place) -> None:
     read = data_order.start_rows(this.data, sizes.consumed_after(max(left, 0), this.progress.samples_consumed))
     rows = report.start_rows(config, here, this.engine.module, counted, this.folder, read, peak)
     this.screen.table(f"{this.folder.name}", rows)
+
+
+def _open_profile(this: Run) -> Callable[[], None]:
+    """Let the steps of --profile be profiled; return what ends the profile of a run that is stopped amidst them."""
+    if this.config.seeing.profile is None:
+        return lambda: None
+    from megatron.training.profiling import Profiler  # imported where it is asked for alone
+
+    return Profiler(this).finish
 
 
 def _open_wandb(this: Run) -> WandbRun | None:

@@ -1,0 +1,86 @@
+"""--profile: traces and operators of the steps that were asked for, and the same numbers as without."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.training.metrics import read_metrics
+from megatron.training.operators import Operator, joined, operators_of, table
+from tests.training.runs import flags, train_ranks
+
+PIPELINE = "--pipe-parallel-size 2 --train-iters 4 --eval-iters 0"
+
+
+def losses(folder: Path) -> list[tuple[str, str]]:
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
+    return [(record["loss"].hex(), record["grad_norm"].hex()) for record in records]
+
+
+def steps_in(trace: Path) -> set[str]:
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    return {event["name"] for event in events if str(event.get("name", "")).startswith("step ")}
+
+
+def test_a_profile_holds_its_steps_of_every_rank_and_changes_no_bit(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train_ranks(2, flags(corpus, tmp_path / "plain", PIPELINE))[0] == [0, 0]
+    capfd.readouterr()
+    assert train_ranks(2, flags(corpus, tmp_path / "run", f"{PIPELINE} --profile 2-3"))[0] == [0, 0]
+    assert len(losses(tmp_path / "run")) == 4 and losses(tmp_path / "run") == losses(tmp_path / "plain")
+    folder = tmp_path / "run" / "profile"
+    assert {path.name for path in folder.iterdir()} == {"rank0.json.gz", "rank1.json.gz", "top.txt", "top.json"}
+    for rank in (0, 1):
+        assert steps_in(folder / f"rank{rank}.json.gz") == {"step 2", "step 3"}
+    top = json.loads((folder / "top.json").read_text())
+    assert (top["steps"], top["ranks"]) == (2, 2)
+    times = [each["host_us"] for each in top["operators"]]
+    assert times == sorted(times, reverse=True) and len(times) <= 40
+    (products,) = [each for each in top["operators"] if each["name"] == "aten::mm"]
+    assert products["calls"] >= 2 * 2 * 8 * 2
+    text, shown = (folder / "top.txt").read_text(), capfd.readouterr().out
+    assert "aten::mm" in text and f"profile of 2 steps: {folder}" in shown
+    assert text.splitlines()[2].split()[0] in shown and not (tmp_path / "plain" / "profile").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_amidst_writes_what_there_is_and_one_behind_says_so(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(corpus, tmp_path / "run", "--train-iters 6 --exit-interval 3 --profile 2-5 --eval-iters 0")
+    assert train_ranks(1, argv)[0] == [75]
+    assert steps_in(tmp_path / "run" / "profile" / "rank0.json.gz") == {"step 2", "step 3"}
+    argv = flags(corpus, tmp_path / "run", f"--train-iters 6 --profile 2-5 --eval-iters 0 --load {tmp_path / 'run'}")
+    capfd.readouterr()
+    assert train_ranks(1, argv)[0] == [0]
+    assert "--profile 2-5 begins ahead of step 4" in capfd.readouterr().err
+    assert steps_in(tmp_path / "run" / "profile" / "rank0.json.gz") == {"step 4", "step 5"}
+
+
+def test_times_of_ranks_add_up_and_devices_count_first() -> None:
+    one = [Operator("a", 2, 30.0, 0.0), Operator("b", 1, 20.0, 0.0)]
+    assert joined([one, one]) == [Operator("a", 4, 60.0, 0.0), Operator("b", 2, 40.0, 0.0)]
+    on_device = [*one, Operator("kernel", 1, 0.0, 5.0)]
+    assert [each.name for each in joined([on_device])] == ["kernel", "a", "b"]
+
+
+def test_the_table_is_of_one_step_of_one_rank() -> None:
+    operators = [Operator("a", 8, 6000.0, 0.0), Operator("b", 4, 2000.0, 0.0)]
+    head, told, first, second = table(operators, steps=2, ranks=2).splitlines()
+    assert head.split() == ["operator", "host", "ms", "share", "calls"] and "one step of one rank" in told
+    assert first.split() == ["a", "1.500", "75.0", "%", "2.0"] and second.split() == ["b", "0.500", "25.0", "%", "1.0"]
+    assert table(operators[:1], 2, 2, of=operators).splitlines()[2].split()[2] == "75.0"
+    with_device = table([Operator("k", 1, 0.0, 3000.0), *operators], 1, 1).splitlines()
+    assert with_device[0].split()[:3] == ["operator", "device", "ms"]
+    assert with_device[2].split()[:3] == ["k", "3.000", "100.0"]
+
+
+def test_marks_of_steps_are_no_operators() -> None:
+    rows = [SimpleNamespace(key=key, count=1, self_cpu_time_total=1.0) for key in ("aten::mm", "step 3")]
+    assert [each.name for each in operators_of(rows)] == ["aten::mm"]
