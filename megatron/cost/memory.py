@@ -9,7 +9,6 @@ SGD has no moments; Adafactor's means of rows and columns are small and not coun
 | ZeRO 1 | 2 + 4 + 12 / d | 4 + 4 + 8 / d |
 | ZeRO 2 | 2 + (4 + 12) / d | 4 + (4 + 8) / d |
 | ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
-| ... at the start, until it is cut | 4 + 4 / d | 4 + 4 / d |
 | ... and of those gathered: tables and the largest layer | 2 | 4 |
 | offload of the optimizer, on the CPU | 12, or 12 / d | the same: its own copy of the weight |
 | offload of the weights, on the CPU | 2 / d | 4 / d, none where the optimizer is there too |
@@ -37,8 +36,7 @@ class Memory:
     """Bytes that training holds on one rank: ``gathered`` weights with ZeRO 3 alone, ``host`` what is offloaded,
     ``buffers`` messages on their way.
 
-    ``start``: with ZeRO 3 what lies on the device before the first step, when the model is there whole in fp32 and the
-    parts have just been taken from it.
+    At the start ZeRO 3 holds no more than its parts and, on the host, one weight in fp32 (``training.arriving``).
     """
 
     weights: int
@@ -48,7 +46,6 @@ class Memory:
     logits: int
     gathered: int = 0
     host: int = 0
-    start: int = 0
     buffers: int = 0
 
     @property
@@ -100,7 +97,6 @@ class State:
             optimizer += wide  # the master cannot be the weight
         states = -(-parameters * optimizer // zero.share(1))
         cuts = is_cut and (zero.replicas > 1 or zero.offload_parameters)
-        masters = 0 if zero.offload_optimizer else -(-parameters * wide // zero.share(1))
         on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(
             weights=0 if zero.offload_parameters else weights,
@@ -110,5 +106,4 @@ class State:
             logits=logits,
             gathered=gathered * self.width if cuts else 0,
             host=on_host,
-            start=parameters * wide + masters if cuts else 0,
         )

@@ -52,7 +52,7 @@ def build_engine(
     tds.quiet(not config.run.verbose_deepspeed)
     with arriving.not_sent(module, arrives=arriving.is_asked_for(config, world)):
         engine, *_ = tds.initialize(model=module, optimizer=optimizer, config=settings, mpu=mpu)
-    optimizer.cut_weights(module)  # DeepSpeed has sent the first replica's weights to all until here
+    optimizer.cut_weights(module)
     batch, replicas = config.batch, world.grid.data.size
     numbers = {
         "num_micro_batches": batch.num_micro_batches,

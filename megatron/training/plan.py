@@ -122,7 +122,7 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         yield (
             f"stage {stage}",
             f"{place_text(config, bounds, stages, stage)}, {human_count(held[stage])} parameters and about "
-            f"{human_bytes(memory[stage].total)} on each rank{_start_text(memory[stage])}"
+            f"{human_bytes(memory[stage].total)} on each rank"
             f"{_host_text(memory[stage].host)}{kept}",
         )
 
@@ -144,13 +144,6 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         waiting=cost.waiting_of(config),
         **_schedule(config, bounds, topology.pipe),
     )
-
-
-def _start_text(memory: cost.Memory) -> str:
-    """Return what ZeRO 3 needs before it has cut the model, where that is more than the steps do."""
-    if memory.start <= memory.total:
-        return ""
-    return f", but {human_bytes(memory.start)} at the start: the whole model lies there in fp32 until ZeRO 3 has cut it"
 
 
 def zero_of(config: Config, replicas: int) -> cost.Zero:
