@@ -28,14 +28,14 @@ def test_gpt2_drops_what_one_process_drops_in_every_layout(tensor: int, pipe: in
 
 def test_t5_drops_what_one_process_drops() -> None:
     variant = f"{DROPPED} {t5_runs.VARIANTS['v1.1']}"
-    check_fp64(t5_runs.difference(2, 2, 1, variant, 2, "--pipeline-split-rank 1"))
+    check_fp64(t5_runs.RUNS.difference(2, 2, 1, variant, 2, "--pipeline-split-rank 1"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", t5_runs.VARIANTS)
 @pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
 def test_t5_drops_what_one_process_drops_in_every_layout(tensor: int, pipe: int, data: int, variant: str) -> None:
-    check_fp64(t5_runs.difference(tensor, pipe, data, f"{DROPPED} {t5_runs.VARIANTS[variant]}", 20))
+    check_fp64(t5_runs.RUNS.difference(tensor, pipe, data, f"{DROPPED} {t5_runs.VARIANTS[variant]}", 20))
 
 
 def test_micro_batches_may_be_cut_otherwise() -> None:

@@ -9,7 +9,7 @@ import pytest
 from megatron.training.parity import compare
 from tests.parity.layouts import LAYOUTS
 from tests.parity.t5_layouts import SHARED
-from tests.parity.t5_runs import VARIANTS, VOCAB, difference, traces
+from tests.parity.t5_runs import RUNS, VARIANTS, VOCAB
 from tests.parity.test_schedules import bits
 
 SHORT = [("v1.1", (2, 2, 1)), ("v1.1", (1, 2, 2))]
@@ -27,8 +27,8 @@ CLOSE = {"t5": (0.15, 0.015), "v1.1": (0.06, 0.08), "ul2": (0.14, 0.012), "learn
 def test_fp32_is_at_the_floor(variant: str, tensor: int, pipe: int, data: int) -> None:
     """Row E02, whose allowed losses are those of a model that begins at log(vocabulary); v1.1's head begins higher."""
     extra = f"--fp32 {VARIANTS[variant]}"
-    found = difference(tensor, pipe, data, extra, 3)
-    scale = max(traces(1, 1, 1, extra, 3)[0].losses[0] / math.log(VOCAB), 1.0)
+    found = RUNS.difference(tensor, pipe, data, extra, 3)
+    scale = max(RUNS.traces(1, 1, 1, extra, 3)[0].losses[0] / math.log(VOCAB), 1.0)
     assert found.first_loss <= 2e-6 * scale
     assert found.loss <= 5e-5
     assert found.gradient <= 3e-6, found.worst
@@ -38,7 +38,7 @@ def test_fp32_is_at_the_floor(variant: str, tensor: int, pipe: int, data: int) -
 def test_two_replicas_are_bitwise_the_sum_in_rank_order() -> None:
     """Row E05: one process that accumulates the two replicas' micro-batches in turn adds in the same order."""
     extra = f"{UNCLIPPED} {VARIANTS['v1.1']}"
-    found = compare(traces(1, 1, 1, extra, 2, gas=2)[0], traces(1, 1, 2, extra, 2, gas=1))
+    found = compare(RUNS.traces(1, 1, 1, extra, 2, gas=2)[0], RUNS.traces(1, 1, 2, extra, 2, gas=1))
     assert (found.gradient, found.weight) == (0.0, 0.0)
     assert found.loss <= 2e-6  # reported only: replicas' sums are added in fp64, one process's micro-batches in fp32
 
@@ -49,7 +49,7 @@ def test_two_replicas_are_bitwise_the_sum_in_rank_order() -> None:
 def test_replicas_of_any_layout_are_bitwise_the_sum_in_rank_order(tensor: int, pipe: int, variant: str) -> None:
     """Row E05. Tables that stages share are added up in another order, so with stages one step is compared."""
     extra, steps = f"{UNCLIPPED} {VARIANTS[variant]}", 3 if pipe == 1 else 1
-    one, other = traces(tensor, pipe, 1, extra, steps, gas=2), traces(tensor, pipe, 2, extra, steps, gas=1)
+    one, other = RUNS.traces(tensor, pipe, 1, extra, steps, gas=2), RUNS.traces(tensor, pipe, 2, extra, steps, gas=1)
     a, b = bits(one), bits(other)
     assert a.keys() == b.keys()
     for place, (gradient, weight) in a.items():
@@ -63,8 +63,8 @@ def test_replicas_of_any_layout_are_bitwise_the_sum_in_rank_order(tensor: int, p
 
 @pytest.mark.parametrize(("variant", "tensor", "pipe", "data"), EVERY)
 def test_bf16_trains_close_to_fp32_and_equal_in_every_replica(variant: str, tensor: int, pipe: int, data: int) -> None:
-    narrow = traces(tensor, pipe, data, f"--bf16 {VARIANTS[variant]}", 3)
-    found = compare(traces(1, 1, 1, f"--fp32 {VARIANTS[variant]}", 3)[0], narrow)
+    narrow = RUNS.traces(tensor, pipe, data, f"--bf16 {VARIANTS[variant]}", 3)
+    found = compare(RUNS.traces(1, 1, 1, f"--fp32 {VARIANTS[variant]}", 3)[0], narrow)
     print(f"{variant} tensor {tensor} pipe {pipe} data {data}: {found}")
     gradient, loss = CLOSE[variant]
     assert found.gradient <= gradient, found.worst

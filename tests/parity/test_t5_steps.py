@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.layouts import LAYOUTS, check_fp64
-from tests.parity.t5_runs import VARIANTS, difference, traces
+from tests.parity.t5_runs import RUNS, VARIANTS
 
 
 @pytest.mark.parametrize(
@@ -19,32 +19,32 @@ from tests.parity.t5_runs import VARIANTS, difference, traces
 )
 def test_steps_equal_one_process(tensor: int, pipe: int, data: int, variant: str, schedule: str) -> None:
     """Rows E01, E04, E06, E10, E16 and E17."""
-    check_fp64(difference(tensor, pipe, data, f"--fp64 {VARIANTS[variant]}", 4, schedule))
+    check_fp64(RUNS.difference(tensor, pipe, data, f"--fp64 {VARIANTS[variant]}", 4, schedule))
 
 
 def test_the_schedule_that_is_chosen_on_the_way_equals_one_process() -> None:
     """The first four steps measure, with two schedules; another follows with the chosen one."""
-    check_fp64(difference(1, 2, 1, "--fp64", 5, "--pipeline-schedule auto"))
+    check_fp64(RUNS.difference(1, 2, 1, "--fp64", 5, "--pipeline-schedule auto"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
 def test_twenty_steps_equal_one_process(tensor: int, pipe: int, data: int, variant: str) -> None:
-    check_fp64(difference(tensor, pipe, data, f"--fp64 {VARIANTS[variant]}", 20))
+    check_fp64(RUNS.difference(tensor, pipe, data, f"--fp64 {VARIANTS[variant]}", 20))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_the_seam_may_be_fixed_by_hand(split: int) -> None:
-    check_fp64(difference(1, 4, 1, "--fp64 --enc-layers 3", 3, f"--pipeline-split-rank {split}"))
+    check_fp64(RUNS.difference(1, 4, 1, "--fp64 --enc-layers 3", 3, f"--pipeline-split-rank {split}"))
 
 
 def test_evaluation_is_that_of_one_process_and_leaves_training_as_it_was() -> None:
     """Row E20, with dropout."""
     extra = "--fp64 --attention-dropout 0.1 --hidden-dropout 0.1"
-    one = traces(1, 1, 1, extra, 3, eval_every=1)[0]
-    plain, evaluated = traces(1, 2, 1, extra, 3), traces(1, 2, 1, extra, 3, eval_every=1)
+    one = RUNS.traces(1, 1, 1, extra, 3, eval_every=1)[0]
+    plain, evaluated = RUNS.traces(1, 2, 1, extra, 3), RUNS.traces(1, 2, 1, extra, 3, eval_every=1)
     assert [trace.losses for trace in plain] == [trace.losses for trace in evaluated]
     for trace in evaluated:
         assert max(abs(a - b) for a, b in zip(trace.eval_losses, one.eval_losses, strict=True)) <= 1e-12

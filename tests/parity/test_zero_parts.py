@@ -86,7 +86,7 @@ def test_fp64_equals_one_process(layout: tuple[int, int, int], extra: str, side:
 def test_t5_of_unequal_masks_and_shared_tables_equals_one_process(
     layout: tuple[int, int, int], variant: str, side: str
 ) -> None:
-    found = t5_runs.difference(*layout, f"--fp64 {t5_runs.VARIANTS[variant]}", 3, side)
+    found = t5_runs.RUNS.difference(*layout, f"--fp64 {t5_runs.VARIANTS[variant]}", 3, side)
     assert found.loss <= 1e-11 and found.gradient <= 1e-10 and found.norm <= 1e-11, found.worst
 
 
@@ -95,5 +95,5 @@ def test_t5_of_unequal_masks_and_shared_tables_equals_one_process(
 @pytest.mark.parametrize("family", [llama_runs, mpt_runs, bert_runs], ids=["llama", "mpt", "bert"])
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)], ids=str)
 def test_other_families_have_the_bits_of_stage_0(layout: tuple[int, int, int], family: Any, side: str) -> None:
-    plain, cut = (family.traces(*layout, f"--fp32 --clip-grad 0 {zero}", 6, 1, 3) for zero in ("", side))
+    plain, cut = (family.RUNS.traces(*layout, f"--fp32 --clip-grad 0 {zero}", 6, 1, 3) for zero in ("", side))
     assert_same_bits(plain, cut)

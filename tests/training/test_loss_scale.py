@@ -77,8 +77,8 @@ def scaled_t5(tensor: int, pipe: int) -> list[Any]:
     """Return (trace, seen) of each rank that trains a T5."""
     size = tensor * pipe
     extra = f"{SCALING.replace('power 20', 'power 17')} {t5_runs.VARIANTS['v1.1']}"
-    argv = t5_runs.flags(tensor, pipe, micro=2, gas=2, extra=extra)
-    return run_ranks(size, scaled_rank, argv, size, STEPS, (-1, -1), t5_runs.trace_rank)
+    argv = t5_runs.RUNS.flags(tensor, pipe, micro=2, gas=2, extra=extra)
+    return run_ranks(size, scaled_rank, argv, size, STEPS, (-1, -1), t5_runs.RUNS.trace_rank)
 
 
 def test_t5_skips_the_steps_of_one_process_with_the_same_scales() -> None:
