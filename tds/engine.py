@@ -127,7 +127,8 @@ class PipelineEngine(LayerCheckpoints):
             self._stage.run(self._plan.evaluation(number), call)
             call.source.end(number)
             result = evaluation.result(self, call, compute_loss, reduce_output, bcast_loss)
-        return (result, call.last_output) if return_logits else result
+            shown = self._stage.made_output(call.last_output) if return_logits else None
+        return (result, shown) if return_logits else result
 
     def bubble(self) -> float | None:
         """Return the share of idle time in the training steps since the last call. Collective over the pipeline.

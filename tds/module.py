@@ -65,6 +65,13 @@ class PipelineModule(_DeepSpeedModule):
             return super().forward(forward_input)
         return _DeepSpeedModule.forward(self._runs[chunk], forward_input)
 
+    def made_output(self, output: Any) -> Any:
+        """Return what ``eval_batch`` gives in place of an output of the last layer: for a subclass to overwrite.
+
+        A last layer may put work off for the loss function, such as logits that the loss makes some at a time.
+        """
+        return output
+
     def parameters_of(self, chunk: int) -> list[torch.nn.Parameter]:
         """Return the parameters of ``chunk``, those that it shares too, in the order of its layers, each once."""
         layers = self.forward_funcs if self.chunks == 1 else self._runs[chunk].forward_funcs

@@ -191,7 +191,7 @@ class Stage:
         """On the last stage: take the loss, or keep the output where none is wanted."""
         call.last_output = output
         if not call.collects_losses:
-            call.outputs.append(output)
+            call.outputs.append(self.made_output(output))
             return
         given = output, labels
         with call.part(FORWARD), _telling(lambda: f"the loss function was given {nesting(given)}"):
@@ -209,6 +209,11 @@ class Stage:
             )
         scaled = share if call.loss_scale == 1.0 else share * call.loss_scale
         self._in_flight[_key(action)] = InFlight(leaves, [], scaled)
+
+    def made_output(self, output: Any) -> Any:
+        """Return what a program is shown of an output of the last layer; None of other stages."""
+        make = getattr(self.module, "made_output", None)
+        return output if output is None or make is None else make(output)
 
     def _refuse_lost_gradients(self, with_grad: Sequence[torch.Tensor]) -> None:
         """Raise if this stage has weights to train but its output carries no graph back to them."""

@@ -91,6 +91,13 @@ class ModelConfig:
             "bert": "BERT normalises behind the sum, with this flag or without; leave it out",
         },
     )
+    loss_chunk_tokens: int | None = option(
+        None,
+        "tokens whose logits the loss makes at a time, so that they are never all in memory; 0: makes all together",
+        minimum=0,
+        shown_default="by the size of a micro-batch's logits: all up to 4 million numbers, else 256 tokens on a CPU "
+        "and 4096 elsewhere",
+    )
     vocab_size: int | None = option(
         None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"
     )

@@ -9,7 +9,7 @@ import torch
 from megatron.generate.part import Part
 from megatron.generate.relay import relay
 from megatron.model.cache import LayerCache, Slots
-from megatron.model.head import Head
+from megatron.model.head import Head, Logits, whole_logits
 
 
 class Reader(ABC):
@@ -59,7 +59,7 @@ class Reader(ABC):
             return self.layer(number, unit, x)
         if number == self.body.stop:
             return getattr(unit, "norm", unit)(x)
-        return unit(x) if isinstance(unit, Head) else self.tied_logits(x, unit.word.weight)
+        return whole_logits(unit(x) if isinstance(unit, Head) else self.tied_logits(x, unit.word.weight))
 
     @abstractmethod
     def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
@@ -70,5 +70,5 @@ class Reader(ABC):
         """Return ``x`` [s, b, h] after this layer."""
 
     @abstractmethod
-    def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> Logits:
         """Return the logits [s, b, v/t] of a head that is the word table."""

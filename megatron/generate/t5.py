@@ -13,6 +13,7 @@ from megatron.generate.part import Part, part_of
 from megatron.generate.reader import Reader
 from megatron.generate.relay import relay, to_all_stages
 from megatron.generate.sampling import Sampling, chooser, keys_of
+from megatron.model.head import Logits
 from megatron.model.sizes import T5Sizes
 from megatron.model.t5 import T5DecoderLayer, T5EncoderLayer, embed, tied_logits
 from megatron.stages import t5_units
@@ -130,5 +131,5 @@ class T5Reader(Reader):
             unit, x, self.memory, self.part.biases[number], self.segments, own, self.caches[number]
         )
 
-    def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> Logits:
         return tied_logits(x, weight, self.sizes, self.part.place)

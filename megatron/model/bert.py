@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.model.bert_head import NextSentence, Transform, WordHead
 from megatron.model.bert_layer import BertEmbedding, BertLayer, padding_mask
-from megatron.model.bert_loss import Logits, Pair, bert_loss
+from megatron.model.bert_loss import Outputs, Pair, bert_loss, whole_outputs
 from megatron.model.recompute import Recompute
 from megatron.model.sizes import BertSizes, Place
 from megatron.model.stack import run_layers
@@ -47,12 +47,12 @@ class BertModel(nn.Module):
         loss_mask: torch.Tensor | None = None,
         is_random: torch.Tensor | None = None,
         step_predictions: torch.Tensor | None = None,
-    ) -> Logits | Pair | dict[str, Pair]:
+    ) -> Outputs | Pair | dict[str, Pair]:
         x = self.embedding(tokens, token_types)  # [s, b, h]
         mask = None if segments is None else padding_mask(segments)
         x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         words = self.head(self.transform(x), self.embedding.word.weight)  # [s, b, v/t]
         logits = words if self.next_sentence is None else (words, self.next_sentence(x))
         if labels is None or loss_mask is None:
-            return logits
+            return whole_outputs(logits)
         return bert_loss(logits, labels, loss_mask, is_random, step_predictions, sizes=self.sizes, place=self.place)

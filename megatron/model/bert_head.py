@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.model.head import Logits, head_output
 from megatron.model.norm import LayerNorm
 from megatron.model.sizes import BertSizes, Place
 from megatron.mpu.layers import vocab_range
-from megatron.mpu.mappings import enter_tensor_region, reduce_from_tensor_region
+from megatron.mpu.mappings import reduce_from_tensor_region
 from megatron.mpu.shard import Shard, empty_weight, set_shard
 from megatron.ops.activations import activation
 
@@ -81,14 +82,14 @@ class WordHead(nn.Module):
     Shapes:
         x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
         table  [v/t, h], padded rows last
-        output [s, b, v/t]
+        output [s, b, v/t], or what they are made of
     """
 
     def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__()
-        self.place = place
+        self.sizes, self.place = sizes, place
         rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
         self.bias = set_shard(nn.Parameter(torch.zeros(rows)), Shard((sizes.vocab_size,), 0, start, num_real))
 
-    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return F.linear(enter_tensor_region(x, **self.place.cut), table, self.bias)
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> Logits:
+        return head_output(x, table, self.sizes, self.place, self.bias)

@@ -14,15 +14,25 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron.model.head import LazyLogits, Logits, whole_logits
 from megatron.model.loss import model_loss
 from megatron.model.sizes import Place, Sizes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Logits = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Outputs = Logits | tuple[Logits, torch.Tensor]
+"""Logits of words, or these and the scores of the second segment [b, 2]."""
+
+
+def whole_outputs(outputs: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return ``outputs`` with the logits themselves."""
+    if isinstance(outputs, (torch.Tensor, LazyLogits)):
+        return whole_logits(outputs)
+    words, scores = outputs
+    return whole_logits(words), scores
 
 
 def bert_loss(
-    logits: Logits,
+    logits: Outputs,
     labels: torch.Tensor,
     loss_mask: torch.Tensor,
     is_random: torch.Tensor | None = None,
@@ -34,12 +44,12 @@ def bert_loss(
     """Return (sum, count) over the masked tokens; with two heads both losses and, as "loss", what is trained on.
 
     Shapes:
-        logits    [s, b, v/t], or that and [b, 2]
+        logits    [s, b, v/t] or what they are made of; or that and [b, 2]
         labels    [b, s] token ids, looked at where ``loss_mask`` [b, s] is not 0
         is_random [b], 1 where the second segment is from elsewhere
         step_predictions [2], tokens to predict and samples of the step; None: those of this batch
     """
-    if isinstance(logits, torch.Tensor):
+    if isinstance(logits, (torch.Tensor, LazyLogits)):
         return model_loss(logits, labels, loss_mask, sizes, place)
     words, scores = logits
     if is_random is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.model.head import Head, logits_of
+from megatron.model.head import Head, Logits, head_output, whole_logits
 from megatron.model.loss import model_loss
 from megatron.model.recompute import Recompute
 from megatron.model.sizes import Place, Sizes
@@ -55,10 +55,11 @@ class DecoderModel(nn.Module):
         """
         logits = self._logits(self.final_norm(x))  # [s, b, v/t]
         if labels is None or loss_mask is None:
-            return logits
+            return whole_logits(logits)
         return model_loss(logits, labels, loss_mask, self.sizes, self.place)
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        if self.head is not None:
-            return self.head(x)
-        return logits_of(x, self.embedding.word.weight, self.place)
+    def _logits(self, x: torch.Tensor) -> Logits:
+        if self.head is None:
+            return head_output(x, self.embedding.word.weight, self.sizes, self.place)
+        logits: Logits = self.head(x)
+        return logits

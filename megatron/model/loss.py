@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from megatron.model.head import LazyLogits, Logits
 from megatron.model.sizes import Place, Sizes
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 
 
 def language_model_loss(
-    logits: torch.Tensor,
+    logits: Logits,
     labels: torch.Tensor,
     loss_mask: torch.Tensor,
     *,
@@ -21,20 +23,28 @@ def language_model_loss(
     """Return (sum of the losses of all tokens that count, number of those tokens). Collective.
 
     Shapes:
-        logits    [s, b, v/t]
+        logits    [s, b, v/t], or what they are made of
         labels    [b, s] token ids
         loss_mask [b, s], 0 where a token does not count
         output    two scalars in fp32 (fp64 for fp64 logits)
     """
+    targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
+    if isinstance(logits, LazyLogits):
+        weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
+        total = linear_cross_entropy(
+            logits.x, logits.weight, targets, weights, bias=logits.bias, at_once=logits.at_once,
+            vocab_size=vocab_size, divisible_by=divisible_by, group=group,
+        )  # fmt: skip
+        return total, weights.sum()
     losses = vocab_parallel_cross_entropy(
-        logits, labels.transpose(0, 1), vocab_size=vocab_size, divisible_by=divisible_by, group=group
+        logits, targets, vocab_size=vocab_size, divisible_by=divisible_by, group=group
     )  # [s, b]
-    weights = loss_mask.transpose(0, 1).to(losses.dtype)
+    weights = weights.to(losses.dtype)
     return (losses * weights).sum(), weights.sum()
 
 
 def model_loss(
-    logits: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: Sizes, place: Place
+    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: Sizes, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the (loss sum, token count) of a model of these sizes; shapes as in ``language_model_loss``."""
     return language_model_loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.model.head import Head
+from megatron.model.head import Head, whole_logits
 from megatron.model.loss import model_loss
 from megatron.model.recompute import Recompute
 from megatron.model.sizes import Place, T5Sizes
@@ -77,7 +77,7 @@ class T5Model(nn.Module):
         y = self.decoder(y, memory, enc_segments, dec_segments)
         logits = tied_logits(y, table, self.sizes, self.place) if self.head is None else self.head(y)  # [s_d, b, v/t]
         if labels is None or loss_mask is None:
-            return logits
+            return whole_logits(logits)
         return model_loss(logits, labels, loss_mask, self.sizes, self.place)
 
     def _word_table(self) -> tuple[torch.Tensor | None, torch.Tensor]:

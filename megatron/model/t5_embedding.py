@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.embedding import PositionEmbedding
-from megatron.model.head import logits_of
+from megatron.model.head import Logits, head_output
 from megatron.model.norm import LayerNorm, RMSNorm
 from megatron.model.sizes import Place, T5Sizes
 from megatron.mpu.layers import VocabParallelEmbedding
@@ -113,16 +113,16 @@ class FinalRMSNorm(RMSNorm):
         )
 
 
-def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5Sizes, place: Place) -> torch.Tensor:
+def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5Sizes, place: Place) -> Logits:
     """Return the logits of a head that is the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
 
     Shapes:
         x      [s, b, h], or this rank's part of it, by ``place``
         weight [v/t, h]
-        output [s, b, v/t]
+        output [s, b, v/t], or what they are made of
 
     Source: Raffel et al.'s code, for weights of variance 1; the papers do not tell.
     """
     if sizes.is_relative:
         x = x * sizes.hidden_size**-0.5
-    return logits_of(x, weight, place)
+    return head_output(x, weight, sizes, place)

@@ -53,7 +53,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Forward keeps the softmax; backward is softmax minus the one-hot target, on this rank's columns."""
+    """Forward keeps the softmax; backward makes it softmax minus the one-hot target, on this rank's columns, in place.
+
+    A second backward through the same graph raises.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, start: int, group: Group) -> torch.Tensor:
@@ -78,8 +81,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         softmax, local, elsewhere = ctx.saved_tensors
-        grad = softmax.clone()
-        if grad.shape[-1]:
-            hit = (~elsewhere).to(grad.dtype).unsqueeze(-1)
-            grad.scatter_add_(-1, local.unsqueeze(-1), -hit)
-        return grad.mul_(grads[0].unsqueeze(-1)), None, None, None
+        if softmax.shape[-1]:
+            hit = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
+            softmax.scatter_add_(-1, local.unsqueeze(-1), -hit)
+        return softmax.mul_(grads[0].unsqueeze(-1)), None, None, None

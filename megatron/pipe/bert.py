@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.model.bert_head import NextSentence, Transform, WordHead
 from megatron.model.bert_layer import AroundWords, BertLayer, padding_mask
-from megatron.model.bert_loss import Logits, bert_loss
+from megatron.model.bert_loss import Outputs, bert_loss, whole_outputs
 from megatron.model.last_made import SharedMask
 from megatron.model.sizes import BertSizes, Place
 from megatron.mpu.layers import VocabParallelEmbedding
@@ -72,7 +72,7 @@ class WordHeadPipe(WordHead):
 
     word: VocabParallelEmbedding
 
-    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+    def forward(self, inputs: Stream) -> Outputs:  # type: ignore[override]
         if isinstance(inputs, torch.Tensor):
             return super().forward(inputs, self.word.weight)
         return super().forward(inputs[0], self.word.weight), inputs[1]
@@ -157,7 +157,11 @@ class BertModelPipe(PipelineModule):
         """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
         return any(isinstance(func, BertLayerPipe) for func in funcs)
 
-    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, ...]) -> Weighted | dict[str, Weighted]:
+    def made_output(self, output: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits to who asks an evaluation for outputs."""
+        return whole_outputs(output)
+
+    def _loss(self, logits: Outputs, labels: tuple[torch.Tensor, ...]) -> Weighted | dict[str, Weighted]:
         losses = bert_loss(logits, *labels, sizes=self.sizes, place=self.place)
         if isinstance(losses, dict):
             return {name: Weighted(*pair) for name, pair in losses.items()}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.model.embedding import WordEmbedding
-from megatron.model.head import Head, logits_of
+from megatron.model.head import Head, Logits, head_output, whole_logits
 from megatron.model.loss import model_loss
 from megatron.model.norm import LayerNorm
 from megatron.model.sizes import Place, Sizes
@@ -71,13 +71,13 @@ def decoder_specs(
     if sizes.untie_embeddings:
         return [LayerSpec(embedding, sizes, place), *layers, norm, LayerSpec(Head, sizes, place)]
     first = TiedLayerSpec("embedding", embedding, sizes, place, tied_weight_attr="word.weight")
-    head = partial(_tied_head, place)
+    head = partial(_tied_head, sizes, place)
     last = TiedLayerSpec("embedding", TiedTable, sizes, place, forward_fn=head, tied_weight_attr="word.weight")
     return [first, *layers, norm, last]
 
 
-def _tied_head(place: Place, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return logits_of(x, module.word.weight, place)  # type: ignore[union-attr, arg-type]
+def _tied_head(sizes: Sizes, place: Place, module: nn.Module, x: torch.Tensor) -> Logits:
+    return head_output(x, module.word.weight, sizes, place)  # type: ignore[union-attr, arg-type]
 
 
 def random_batch(vocab_size: int, shape: tuple[int, int], entering: Sequence[str] = ()) -> tuple[Any, Any]:
@@ -154,8 +154,12 @@ class DecoderPipe(PipelineModule):
         """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
         return any(isinstance(func, self.layer_class) for func in funcs)
 
-    def _loss(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
+    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
         return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+
+    def made_output(self, output: Logits) -> torch.Tensor:
+        """Return the logits to who asks an evaluation for outputs."""
+        return whole_logits(output)
 
     def logical_name(self, local_name: str) -> str:
         """Return the name that this parameter has in the single-stage model."""

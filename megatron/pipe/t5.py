@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from megatron.model.embedding import PositionEmbedding
-from megatron.model.head import Head
+from megatron.model.head import Head, Logits, whole_logits
 from megatron.model.loss import model_loss
 from megatron.model.sizes import Place, T5Sizes
 from megatron.model.t5 import (
@@ -146,7 +146,7 @@ class TiedHeadPipe(nn.Module):
         super().__init__()
         self.sizes, self.place = sizes, place
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Logits:
         return tied_logits(x, self.word.weight, self.sizes, self.place)
 
 
@@ -254,8 +254,12 @@ class T5ModelPipe(PipelineModule):
         """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
         return any(isinstance(func, (EncoderLayerPipe, DecoderLayerPipe)) for func in funcs)
 
-    def _loss(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
+    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
         return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+
+    def made_output(self, output: Logits) -> torch.Tensor:
+        """Return the logits to who asks an evaluation for outputs."""
+        return whole_logits(output)
 
     def logical_name(self, local_name: str) -> str:
         """Return the name of this parameter, or module with a dot behind it, in the single-stage model."""

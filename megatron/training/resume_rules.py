@@ -100,8 +100,8 @@ RULES = (
         "the same weights compute something else", is_of_weights=True,
     ),
     Rule(
-        "--compile, --fused-kernels, --cpu-adam",
-        ("parallel.compile", "parallel.fused_kernels", "optimizer.cpu_adam"), WARNED,
+        "--compile, --fused-kernels, --cpu-adam, --loss-chunk-tokens",
+        ("parallel.compile", "parallel.fused_kernels", "optimizer.cpu_adam", "model.loss_chunk_tokens"), WARNED,
         "other kernels round otherwise from the next step on",
     ),
     Rule(

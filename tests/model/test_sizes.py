@@ -7,6 +7,7 @@ import torch
 
 from megatron.config import ModelConfig, parse
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.head import head_output
 from megatron.model.recompute import Recompute, recompute_switches
 from megatron.model.sizes import Sizes, sizes_from
 from megatron.mpu.groups import Group
@@ -32,6 +33,12 @@ def names(model):
     return {name for name, _ in model.named_parameters()}
 
 
+def chunk_of(model):
+    """Return the tokens of a chunk of [4, 3] tokens' logits, None where they are made together."""
+    logits = head_output(torch.zeros(4, 3, 16), model.embedding.word.weight, model.sizes, model.place)
+    return None if isinstance(logits, torch.Tensor) else logits.at_once
+
+
 QKV, UP, DENSE = (f"layers.0.{part}.weight" for part in ("attention.query_key_value", "mlp.up", "attention.dense"))
 CASES = [
     ("", lambda model: len(model.layers), 2),
@@ -49,6 +56,9 @@ CASES = [
     ("--num-attention-heads 8", lambda model: model.layers[0].attention.num_heads, 8),
     ("", shape(UP), (64, 16)),
     ("--ff-hidden-size 20", shape(UP), (20, 16)),
+    ("", lambda model: chunk_of(model), None),
+    ("--loss-chunk-tokens 0", lambda model: chunk_of(model), None),
+    ("--loss-chunk-tokens 6", lambda model: chunk_of(model), 6),
     ("--untie-embeddings-and-output-weights", shape("head.weight"), (101, 16)),
     ("", lambda model: "head.weight" in names(model), False),
     ("", lambda model: sorted(n for n in names(model) if "bias" in n and "norm" not in n), []),

@@ -1,0 +1,242 @@
+"""The loss of hidden states by a word table, in chunks of tokens: the logits of all tokens are never there together.
+
+| of a chunk of c tokens | shape | over the tensor group |
+|---|---|---|
+| logits, then their exponentials, in one piece of memory | [c, v/t] | |
+| the largest, the sum of exponentials, the logit of the target | 3 x [c] | gathered, while the next logits are made |
+| gradients of hidden states and table | [c, h], [v/t, h] | left to whoever made ``x`` whole |
+
+The gradients are made in forward, where the logits are: what is returned is one number, a sum over tokens that counts
+each by a weight known by then, so backward has nothing to do but multiply them by the one number that comes to it. The
+product with the table is not computed again; what is kept from forward to backward is [n, h] and [v/t, h] instead of
+[n, v/t]. Without gradients only the sum is computed.
+
+Logits of 16 bits are products in 16 bits, as in a linear layer; all else is fp32 (fp64 for fp64), the sum of the
+table's gradients over chunks included.
+
+Source: Hsu et al. 2024, "Liger kernel", has the gradients in forward, for one rank; Wijmans et al. 2024, "Cut your
+losses in large-vocabulary language models", makes the logits again in backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.layers import vocab_range
+
+FP16_SCALE = 8.0
+"""Gradients of logits are multiplied by it in fp16, where a probability of 1e-5 has few bits, and divided in fp32."""
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    vocab_size: int,
+    at_once: int,
+    bias: torch.Tensor | None = None,
+    divisible_by: int = 1,
+    group: Group = SINGLE,
+) -> torch.Tensor:
+    """Return the sum over all positions of ``weights * -log softmax(x table^T + bias)[targets]``. Collective.
+
+    The gradient of ``x`` is this rank's part of a sum over the group, as that of a linear layer cut by its output rows
+    is: ``copy_to_tensor_region`` or a gathering of the sequence ahead of it adds the parts up. Padded rows of the table
+    get no probability and a gradient of zero. No gradient flows to ``weights``.
+
+    Shapes:
+        x       [..., h], the same on every rank of the group
+        table   [v/t, h], padded rows last
+        bias    [v/t] or None
+        targets [...] token ids below ``vocab_size``
+        weights [...], 0 where a token does not count
+        output  a scalar in fp32 (fp64 for fp64)
+
+    Args:
+        at_once: tokens of a chunk; all ranks of the group must agree.
+
+    Raises:
+        RuntimeError: in a second backward, for the first has used the gradients up.
+    """
+    _, start, num_real = vocab_range(vocab_size, group, divisible_by)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    given = _Given(
+        targets.reshape(-1) - start, weights.detach().reshape(-1).to(wide), num_real, at_once, group,
+        has_backward=torch.is_grad_enabled(),
+    )  # fmt: skip
+    total: torch.Tensor = _LinearCrossEntropy.apply(x, table, bias, given)
+    return total
+
+
+@dataclass(frozen=True)
+class _Given:
+    """``targets`` count from this rank's first token; they and ``weights`` are [n]."""
+
+    targets: torch.Tensor
+    weights: torch.Tensor
+    num_real: int
+    at_once: int
+    group: Group
+    has_backward: bool
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given
+    ) -> torch.Tensor:
+        wants = [given.has_backward and needed for needed in ctx.needs_input_grad[:3]]
+        work = _Work(x.reshape(-1, x.shape[-1]), table, bias, given, wants)
+        total = work.run()
+        ctx.save_for_backward(work.of_x, work.of_table, work.of_bias)
+        ctx.shape, ctx.dtype, ctx.is_used_up = x.shape, x.dtype, False
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.is_used_up:
+            raise RuntimeError(
+                "the gradients of a loss in chunks are made in forward and used up by the first backward. "
+                "Run forward again, or make the logits whole (--loss-chunk-tokens 0)"
+            )
+        ctx.is_used_up = True
+        factor = grads[0] / _scale(ctx.dtype)
+        made = (None if one is None else _times(one, factor, ctx.dtype) for one in ctx.saved_tensors)
+        of_x, of_table, of_bias = made
+        return None if of_x is None else of_x.view(ctx.shape), of_table, of_bias, None
+
+
+def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``gradient * factor``, multiplied in the format of ``factor``; the memory of ``gradient`` may be taken."""
+    return gradient.to(factor.dtype).mul_(factor).to(dtype)
+
+
+def _scale(dtype: torch.dtype) -> float:
+    return FP16_SCALE if dtype == torch.float16 else 1.0
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A chunk whose numbers of all ranks, [t, 3, c], are on their way; ``exponentials`` are of this rank, [c, v/t]."""
+
+    rows: slice
+    exponentials: torch.Tensor
+    local: torch.Tensor
+    is_here: torch.Tensor
+    own: torch.Tensor
+    every: torch.Tensor
+    handle: Any
+
+
+class _Work:
+    """One forward: its memory, and what it adds up.
+
+    Args:
+        wants: whether gradients of x, table and bias are made.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, given: _Given, wants: list[bool]
+    ) -> None:
+        self.x, self.given = x, given
+        self.table, self.bias = table[: given.num_real], None if bias is None else bias[: given.num_real]
+        self.wide = given.weights.dtype
+        self.total = given.weights.new_zeros(())
+        self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wants[0] else None
+        self.of_table = torch.zeros_like(table, dtype=self.wide) if wants[1] else None
+        self.of_bias = torch.zeros_like(bias, dtype=self.wide) if wants[2] and bias is not None else None
+
+    def run(self) -> torch.Tensor:
+        """Return the sum; a chunk's numbers travel while the next one's logits are made."""
+        waiting: deque[_Begun] = deque()
+        most = 2 if self.given.group.size > 1 else 1
+        tokens = min(self.given.at_once, len(self.x))
+        room = [self.table.new_empty((tokens, self.given.num_real), dtype=self.wide) for _ in range(most)]
+        for number, rows in enumerate(self._chunks()):
+            waiting.append(self._begin(rows, room[number % most]))
+            if len(waiting) == most:
+                self._end(waiting.popleft())
+        while waiting:
+            self._end(waiting.popleft())
+        return self.total
+
+    def _chunks(self) -> Iterator[slice]:
+        for first in range(0, len(self.x), self.given.at_once):
+            yield slice(first, min(first + self.given.at_once, len(self.x)))
+
+    def _begin(self, rows: slice, room: torch.Tensor) -> _Begun:
+        logits = self._logits(self.x[rows], room[: rows.stop - rows.start])  # [c, v/t]
+        targets = self.given.targets[rows]
+        is_here = (targets >= 0) & (targets < self.given.num_real)
+        local = targets.masked_fill(~is_here, 0).unsqueeze(-1)
+        if self.given.num_real:
+            largest = logits.amax(dim=-1)
+            at_target = logits.gather(-1, local).squeeze(-1).masked_fill(~is_here, 0.0)
+        else:
+            largest, at_target = self.total.new_full((len(logits),), float("-inf")), self.total.new_zeros(len(logits))
+        exponentials = logits.sub_(largest.unsqueeze(-1)).exp_()
+        own = torch.stack([largest, exponentials.sum(dim=-1), at_target])  # [3, c]
+        every, handle = self._gathered(own)
+        return _Begun(rows, exponentials, local, is_here, own, every, handle)
+
+    def _logits(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """Return the logits [c, v/t] in ``room``."""
+        same = x.dtype == room.dtype
+        if self.bias is None:
+            made = torch.mm(x, self.table.t(), out=room if same else None)
+        else:
+            made = torch.addmm(self.bias, x, self.table.t(), out=room if same else None)
+        return made if same else room.copy_(made)
+
+    def _gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return where ``own`` of all ranks will be, [t, 3, c], and what to wait for, if anything."""
+        group = self.given.group
+        if group.size == 1:
+            return own.unsqueeze(0), None
+        every = own.new_empty((group.size * len(own), own.shape[1]))
+        handle = dist.all_gather_single(every, own, group=group.handle, async_op=True)
+        return every.view(group.size, *own.shape), handle
+
+    def _end(self, begun: _Begun) -> None:
+        if begun.handle is not None:
+            begun.handle.wait()
+        weights = self.given.weights[begun.rows]
+        largest, sums, at_target = begun.every.unbind(1)  # 3 x [t, c]
+        top = largest.amax(dim=0)
+        denominator = (sums * (largest - top).exp()).sum(dim=0)
+        losses = denominator.log() + top - at_target.sum(dim=0)
+        self.total += (losses * weights).sum()
+        if any(one is not None for one in (self.of_x, self.of_table, self.of_bias)):
+            factor = weights * _scale(self.x.dtype)
+            self._add_gradients(begun, factor, factor * (begun.own[0] - top).exp() / denominator)
+
+    def _add_gradients(self, begun: _Begun, factor: torch.Tensor, of_exponentials: torch.Tensor) -> None:
+        """Make the exponentials the gradient of the logits, and of it the others."""
+        wide = begun.exponentials.mul_(of_exponentials.unsqueeze(-1))  # [c, v/t], softmax times weight
+        if self.given.num_real:
+            wide.scatter_add_(-1, begun.local, -(factor * begun.is_here).unsqueeze(-1))
+        x = self.x[begun.rows]
+        of_logits = wide.to(x.dtype)
+        if self.of_x is not None:
+            torch.mm(of_logits, self.table, out=self.of_x[begun.rows])
+        if self.of_table is not None:
+            _add_product(self.of_table[: self.given.num_real], of_logits.t(), x)
+        if self.of_bias is not None:
+            self.of_bias[: self.given.num_real] += wide.sum(dim=0)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    if total.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        total += torch.mm(a, b)

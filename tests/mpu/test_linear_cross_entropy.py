@@ -1,0 +1,198 @@
+"""The loss in chunks with the head's product, against torch's linear layer and cross-entropy of one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.mpu import Group, copy_to_tensor_region, vocab_range
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.linear_cross_entropy import linear_cross_entropy
+from tests.alive import Alive
+from tests.harness import run_ranks
+from tests.mpu.whole import random, whole_world
+
+H, SHAPE, N = 4, (7, 2), 14
+UPSTREAM = 3.0
+PADDING = 50.0  # in padded rows: were they in the softmax, they would take all probability
+
+
+class Case(NamedTuple):
+    """Of 5 words and 3, rank 3 of 4 holds none; of 14 tokens in chunks of 5, the last has 4."""
+
+    vocab: int
+    divisible_by: int
+    at_once: int
+    has_bias: bool = False
+    mask: str = "some"
+
+
+CASES = (
+    Case(101, 1, 5),
+    Case(101, 8, 14, has_bias=True),
+    Case(5, 1, 1, has_bias=True),
+    Case(3, 1, 20),
+    Case(64, 1, 5, mask="none"),
+    Case(64, 1, 4, mask="weighed"),
+)
+
+
+def parts(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x [7, 2, h], table [v, h], bias [v], targets and weights [7, 2]."""
+    targets = torch.randint(0, case.vocab, SHAPE, generator=torch.Generator().manual_seed(5))
+    weights = {
+        "none": torch.zeros(SHAPE),
+        "some": (torch.arange(N).view(SHAPE) % 3 > 0).float(),
+        "weighed": torch.arange(N).view(SHAPE) / 4.0,
+    }[case.mask]
+    table = random(2, case.vocab, H) * 20.0  # logits far apart, so that a missing subtraction of the largest shows
+    return random(1, *SHAPE, H), table, random(3, case.vocab), targets, weights
+
+
+def loss(case: Case, group: Group, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the sum and the leaves x, table and bias of this rank."""
+    x, table, bias, targets, weights = parts(case)
+    rows, start, num_real = vocab_range(case.vocab, group, case.divisible_by)
+    own_table, own_bias = (torch.full((rows, *one.shape[1:]), PADDING, dtype=torch.float64) for one in (table, bias))
+    own_table[:num_real], own_bias[:num_real] = table[start : start + num_real], bias[start : start + num_real]
+    leaves = [one.to(dtype).requires_grad_() for one in (x, own_table, own_bias)]
+    total = linear_cross_entropy(
+        copy_to_tensor_region(leaves[0], group), leaves[1], targets, weights,
+        vocab_size=case.vocab, at_once=case.at_once, bias=leaves[2] if case.has_bias else None,
+        divisible_by=case.divisible_by, group=group,
+    )  # fmt: skip
+    return total, leaves if case.has_bias else leaves[:2]
+
+
+def of_rank(rank: int, size: int) -> dict[Case, Any]:
+    group = whole_world(rank, size)
+    results = {}
+    for case in CASES:
+        total, leaves = loss(case, group)
+        (total * UPSTREAM).backward()
+        with torch.no_grad():
+            without, _ = loss(case, group)
+        results[case] = (total.detach(), without, [leaf.grad for leaf in leaves])
+    return results
+
+
+@functools.cache
+def seen(size: int) -> list[dict[Case, Any]]:
+    return run_ranks(size, of_rank, size) if size > 1 else [of_rank(0, 1)]
+
+
+def expected(case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the sum and the gradients of x, table and bias of one process."""
+    *values, targets, weights = parts(case)
+    leaves = [one.requires_grad_() for one in values]
+    logits = F.linear(leaves[0], leaves[1], leaves[2] if case.has_bias else None)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    total = (losses * weights.flatten()).sum()
+    (total * UPSTREAM).backward()
+    return total.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.vocab}-{case.at_once}-{case.mask}")
+def test_sum_and_gradients_equal_those_of_torch_however_the_tokens_and_words_are_cut(case: Case, size: int) -> None:
+    total, (of_x, *of_words) = expected(case)
+    for rank, results in enumerate(seen(size)):
+        own, without, (own_of_x, *own_of_words) = results[case]
+        assert own == without, "the same sum without gradients"
+        assert (own - total).abs() <= 1e-13 * total.abs()
+        assert (own_of_x - of_x).abs().max() <= 1e-13 * of_x.abs().max()
+        _, start, num_real = vocab_range(case.vocab, Group(tuple(range(size)), rank), case.divisible_by)
+        for observed, whole in zip(own_of_words, of_words, strict=True):
+            wanted = whole[start : start + num_real]
+            assert ((observed[:num_real] - wanted).abs() <= 1e-13 * whole.abs().max()).all()
+            assert observed[num_real:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+def test_numbers_of_16_bits_are_summed_up_in_32(dtype: torch.dtype) -> None:
+    """With chunks of one token the table's gradient is a sum over 14 of them."""
+    case = Case(64, 1, 1, has_bias=True)
+    x, table, bias, targets, weights = parts(case)
+    leaves = [(one / 20).to(dtype).requires_grad_() for one in (x * 20, table, bias)]
+    wanted = [one.detach().double().requires_grad_() for one in leaves]
+    logits = F.linear(*wanted).flatten(0, 1)
+    target = (F.cross_entropy(logits, targets.flatten(), reduction="none") * weights.flatten()).sum()
+    total = linear_cross_entropy(leaves[0], leaves[1], targets, weights, vocab_size=64, at_once=1, bias=leaves[2])
+    assert total.dtype == torch.float32
+    (total * 1024).backward()
+    target.backward()
+    step = torch.finfo(dtype).eps
+    assert abs(total - target) <= step * 4 * target
+    for one, two in zip(leaves, wanted, strict=True):
+        assert one.grad is not None and two.grad is not None and one.grad.dtype == dtype
+        assert (one.grad.double() / 1024 - two.grad).abs().max() <= 2.5 * step * two.grad.abs().max()
+
+
+def test_in_fp16_neither_small_probabilities_nor_a_large_loss_scale_are_lost() -> None:
+    """A probability of 1 / 30476 is 550.5 times the smallest number of fp16."""
+    vocab = 30476
+    x, table = torch.ones(2, 1), torch.zeros(vocab, 1)
+    leaves = [one.half().requires_grad_() for one in (x, table)]
+    total = linear_cross_entropy(leaves[0], leaves[1], torch.tensor([0, 1]), torch.ones(2), vocab_size=vocab, at_once=1)
+    (total * 2.0**14).backward()
+    gradient = leaves[1].grad
+    assert gradient is not None and gradient.isfinite().all()
+    wanted = torch.full((vocab,), 2.0 / vocab) * 2.0**14
+    wanted[:2] -= 2.0**14
+    assert ((gradient[:, 0].float() - wanted).abs() <= 6e-4 * wanted.abs()).all()
+
+
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same() -> None:
+    case = Case(64, 1, 5, has_bias=True)
+    _, (of_x, of_table, of_bias) = expected(case)
+    x, table, bias, targets, weights = parts(case)
+    for number, wanted in enumerate((of_x, of_table, of_bias)):
+        leaves = [one.detach().requires_grad_(index == number) for index, one in enumerate((x, table, bias))]
+        total = linear_cross_entropy(leaves[0], leaves[1], targets, weights, vocab_size=64, at_once=5, bias=leaves[2])
+        (total * UPSTREAM).backward()
+        assert [leaf.grad is not None for leaf in leaves] == [index == number for index in range(3)]
+        gradient = leaves[number].grad
+        assert gradient is not None and (gradient - wanted).abs().max() <= 1e-13 * wanted.abs().max()
+
+
+def test_a_second_backward_raises() -> None:
+    total, _ = loss(CASES[0], Group((0,), 0))
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="used up by the first backward"):
+        total.backward()
+
+
+def test_no_tokens_give_a_sum_and_gradients_of_zero() -> None:
+    leaves = [torch.ones(0, 2, H).requires_grad_(), torch.ones(9, H).requires_grad_()]
+    total = linear_cross_entropy(
+        leaves[0], leaves[1], torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2), vocab_size=9, at_once=4
+    )
+    total.backward()
+    assert total == 0.0 and leaves[1].grad is not None and not leaves[1].grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+def test_the_peak_is_a_chunk_and_the_gradients_instead_of_logits_and_their_gradient(dtype: torch.dtype) -> None:
+    n, h, vocab, at_once = 512, 16, 4096, 32
+    x, table = (torch.randn(*shape, dtype=dtype).requires_grad_() for shape in ((n, h), (vocab, h)))
+    targets, weights = torch.zeros(n, dtype=torch.long), torch.ones(n)
+
+    def peak_of(of: Callable[[], torch.Tensor]) -> int:
+        x.grad = table.grad = None
+        with Alive("cpu") as alive:
+            of().backward()
+        return alive.peak
+
+    whole = peak_of(lambda: vocab_parallel_cross_entropy(F.linear(x, table), targets, vocab_size=vocab).sum())
+    chunked = peak_of(lambda: linear_cross_entropy(x, table, targets, weights, vocab_size=vocab, at_once=at_once))
+    logits = n * vocab * 4  # in fp32
+    gradients = (n + vocab) * h * (4 + dtype.itemsize)
+    chunk = at_once * vocab * (4 + 2 * dtype.itemsize % 8)
+    assert whole >= logits
+    assert chunked <= chunk + gradients + 64 * n, "a few numbers for each token beside a chunk and the gradients"
+    assert whole - chunked >= 0.8 * logits
