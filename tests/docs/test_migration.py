@@ -1,0 +1,75 @@
+"""docs/migration.md: what it says of each flag is what the command line does with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.config.deepspeed_keys import KNOWN
+from megatron.config.flags_doc import classify
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {
+    ROOT / "docs" / "migration.md": ("Flags", "DeepSpeed's JSON"),
+    ROOT / "docs" / "zh" / "migration.md": ("参数", "DeepSpeed 的 JSON"),
+}
+WORDS = {
+    "the same": "same",
+    "相同": "same",
+    "already so": "already so",
+    "本来如此": "already so",
+    "refused": "refused",
+    "拒绝": "refused",
+}
+FLAG = r"--[a-z][\w-]*"
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=["english", "chinese"])
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """Return the cells of the table under ``heading``, without its first two rows."""
+    text = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def class_of(flag: str) -> tuple[str, str]:
+    """Return "same", "already so", "refused" or the flag that it is another name of; and the reason."""
+    kind, about = classify(flag)
+    if kind == "alias":
+        return about.removeprefix("of ").strip("`"), ""
+    return ("same" if kind == "honoured" else kind), about
+
+
+@every_page
+def test_each_flag_is_what_the_command_line_makes_of_it(page: Path) -> None:
+    table = rows(page, PAGES[page][0])
+    named = [flag for cells in table for flag in re.findall(FLAG, cells[0])]
+    assert len(named) > 130 and len(set(named)) == len(named)
+    for theirs, here, *_ in table:
+        flags, ours = re.findall(FLAG, theirs), re.findall(FLAG, here)
+        wanted = ours if len(ours) == len(flags) else (ours or [WORDS[here]]) * len(flags)
+        assert [class_of(flag)[0] for flag in flags] == wanted, theirs
+
+
+@every_page
+def test_what_a_refused_flag_is_replaced_by_is_what_its_error_says(page: Path) -> None:
+    for theirs, here, about in rows(page, PAGES[page][0]):
+        if WORDS.get(here) == "refused":
+            reasons = " ".join(class_of(flag)[1] for flag in re.findall(FLAG, theirs))
+            told = set(re.findall(FLAG, re.sub(r"`--[\w-]+ \d`", "", about)))
+            assert told <= set(re.findall(FLAG, reasons)), theirs
+
+
+@every_page
+def test_the_keys_of_the_json_are_known(page: Path) -> None:
+    told = {key for cells in rows(page, PAGES[page][1]) for key in re.findall(r"`(\w+)`", cells[0])}
+    assert len(told) > 10 and told <= set(KNOWN)
+
+
+def test_both_pages_say_the_same_of_each_flag() -> None:
+    english, chinese = (rows(page, headings[0]) for page, headings in PAGES.items())
+    assert [cells[0] for cells in english] == [cells[0] for cells in chinese]
+    assert [WORDS.get(cells[1], cells[1]) for cells in english] == [WORDS.get(cells[1], cells[1]) for cells in chinese]

@@ -1,0 +1,87 @@
+"""The site of docs/: it builds without a warning, every page is in it, and every page has its sibling or a reason."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tools import docs_site
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+PAGES = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+
+
+def in_nav(entry: Any) -> Iterator[str]:
+    """Yield the pages of the navigation."""
+    if isinstance(entry, str):
+        yield entry
+    for part in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+        yield from in_nav(part)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    named = list(in_nav(SETTINGS["nav"]))
+    assert sorted(named) == sorted(PAGES)
+
+
+def test_every_page_has_a_sibling_in_chinese_or_a_reason() -> None:
+    reasons = SETTINGS["extra"]["english_only"]
+    english = {page for page in PAGES if not page.startswith("zh/")}
+    alone = {page for page in english if f"zh/{page}" not in PAGES}
+    assert alone == set(reasons) and all(reasons.values())
+    assert {page for page in PAGES - english if page.removeprefix("zh/") not in english} == {"zh/README.md"}
+
+
+@pytest.mark.parametrize(
+    "page, link, there",
+    [
+        ("pipelines.md", "../tds/README.md", "repository/tds/README.md"),
+        ("zh/t5.md", "../glossary.md#t5", "../glossary.md#t5"),
+        ("zh/t5.md", "../../LICENSE", "../repository/LICENSE"),
+        ("repository/README.md", "docs/t5.md#shapes", "../t5.md#shapes"),
+        ("repository/examples/mpt/README.md", "../llama/README.md", "../llama/README.md"),
+        ("index.md", "https://example.org/x.md", "https://example.org/x.md"),
+        ("index.md", "#here", "#here"),
+    ],
+)
+def test_links_out_of_the_pages_and_into_them_are_pointed_at_copies(page: str, link: str, there: str) -> None:
+    assert docs_site.retarget(f"see [this]({link}), and", page) == f"see [this]({there}), and"
+
+
+def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(folder / "mkdocs.yml"), "-d", str(site)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+    built = build(ROOT, tmp_path / "site")
+    assert built.returncode == 0, built.stderr[-3000:]
+    pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
+    assert {"index.html", "zh/index.html", "zh/t5.html", "repository/tds/index.html"} <= pages
+    english, chinese = ((tmp_path / "site" / name).read_text(encoding="utf-8") for name in ("t5.html", "zh/t5.html"))
+    assert 'href="zh/t5.html">中文' in english and 'href="../t5.html">English' in chinese
+    assert '<html lang="zh"' in chinese
+    fetched = re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]*)"', english + chinese)
+    assert not fetched
+
+
+@pytest.mark.parametrize("text", ["[x](gone.md)", "[x](t5.md#gone)", "![x](pictures/gone.png)"])
+def test_a_dead_link_ends_the_build(text: str, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "t5.md").write_text("# T5\n")
+    (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{text}\n")
+    settings = {key: SETTINGS[key] for key in ("site_name", "validation", "use_directory_urls")}
+    settings |= {"hooks": [str(ROOT / "tools" / "docs_site.py")], "theme": {"name": None, "custom_dir": "theme"}}
+    (tmp_path / "theme").mkdir()
+    (tmp_path / "theme" / "main.html").write_text("{{ page.content }}")
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump({**settings, "plugins": [], "nav": ["index.md", "t5.md"]}))
+    built = build(tmp_path, tmp_path / "site")
+    assert built.returncode != 0 and "gone" in built.stderr

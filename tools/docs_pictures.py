@@ -1,0 +1,177 @@
+"""Draw the pictures of docs/parallelism.md and docs/pipelines.md anew.
+
+    python tools/docs_pictures.py                    # into docs/pictures
+    python tools/docs_pictures.py --out FOLDER --only grid layer
+
+| picture | shows | made from |
+|---|---|---|
+| grid.png | 8 ranks as pipe x data x tensor, and who talks to whom | megatron/mpu/topology.py |
+| layer.png | what each of two tensor ranks holds of a layer | the shapes of megatron/mpu/layers.py |
+| zero.png | bytes of a parameter by ZeRO stage | the table of docs/memory.md |
+| 1f1b.png, zb-h1.png, interleaved.png | schedules of 4 stages and 8 micro-batches | tools/draw_schedule.py |
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402
+from matplotlib.patches import FancyBboxPatch  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.mpu.topology import Topology  # noqa: E402
+
+GRID = Topology(pipe=2, data=2, tensor=2)
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
+SCHEDULES = ("1f1b", "zb-h1", "interleaved")
+REPLICAS = 8
+HELD = {"weights": (2, 3), "gradients": (4, 2), "masters and moments": (12, 1)}
+"""Bytes of a parameter with AdamW in 16 bits, and from which ZeRO stage on they are cut."""
+
+
+def main() -> int:
+    """Draw what the command line asks for."""
+    flags = parse_args()
+    flags.out.mkdir(parents=True, exist_ok=True)
+    for name in flags.only:
+        PICTURES[name](flags.out / f"{name}.png")
+    return 0
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures", help="folder (default: docs/pictures)")
+    parser.add_argument("--only", nargs="+", choices=sorted(PICTURES), default=sorted(PICTURES), help="which pictures")
+    return parser.parse_args(argv)
+
+
+def box(axes: Any, place: tuple[float, float], size: tuple[float, float], colour: str, text: str, **style: Any) -> None:
+    """Draw a rounded box with a text in its middle."""
+    patch = FancyBboxPatch(place, *size, boxstyle="round,pad=0,rounding_size=0.08", facecolor=colour, **style)
+    axes.add_patch(patch)
+    axes.text(place[0] + size[0] / 2, place[1] + size[1] / 2, text, ha="center", va="center", fontsize=9)
+
+
+def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str, is_double: bool = True) -> None:
+    style = "<->" if is_double else "->"
+    axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": style, "color": colour, "lw": 1.6})
+
+
+def draw_grid(path: Path) -> None:
+    """Draw the ranks of GRID: stages from left to right, replicas from top to bottom, tensor ranks side by side."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.2))
+    where = {}
+    for rank in range(GRID.world_size):
+        place = GRID.coordinate(rank)
+        x, y = 4.2 * place.pipe + 1.7 * place.tensor, -1.9 * place.data
+        where[rank] = (x, y)
+        colour = COLOURS[place.pipe] + "55"
+        box(axes, (x, y), (1.2, 1.0), colour, f"rank {rank}\np{place.pipe} d{place.data} t{place.tensor}")
+    for axis, colour, (dx, dy) in (("tensor", COLOURS[3], (1.2, 0.5)), ("data", COLOURS[2], (0.6, 0.0))):
+        for first, second in GRID.groups(axis):
+            (x, y), (u, v) = where[first], where[second]
+            arrow(
+                axes,
+                (x + dx, y + dy),
+                (u if axis == "tensor" else u + 0.6, v + (0.5 if axis == "tensor" else 1.0)),
+                colour,
+            )
+    for first, second in GRID.groups("pipe"):
+        (x, y), (u, v) = where[first], where[second]
+        height = 1.0 if GRID.coordinate(first).tensor == 0 else 0.0
+        arc = {
+            "arrowstyle": "<->",
+            "color": "#555555",
+            "connectionstyle": f"arc3,rad={-0.18 if height else 0.18}",
+            "lw": 1.4,
+        }
+        axes.annotate("", xy=(u + 0.6, v + height), xytext=(x + 0.6, y + height), arrowprops=arc)
+    for stage in range(GRID.pipe):
+        axes.text(4.2 * stage + 1.45, 1.75, f"stage {stage}: the same layers", ha="center", fontsize=10)
+    for replica in range(GRID.data):
+        axes.text(-0.25, -1.9 * replica + 0.5, f"replica {replica}", ha="right", va="center", fontsize=10)
+    told = (("tensor: all-reduce in every layer", COLOURS[3]), ("data: gradients, once a step", COLOURS[2]),
+            ("pipe: activations, their gradients", "#555555"))  # fmt: skip
+    for number, (text, colour) in enumerate(told):
+        axes.text(-1.5 + 3.3 * number, -2.9, text, color=colour, fontsize=9)
+    finish(figure, axes, (-1.5, 7.6), (-3.1, 2.1), path)
+
+
+def draw_layer(path: Path) -> None:
+    """Draw a transformer layer cut over two tensor ranks."""
+    figure, axes = pyplot.subplots(figsize=(9, 3.6))
+    columns = (
+        ("x\n[s, b, h]", False), ("q, k, v\n[h, 3h/2]\ncolumns", True), ("attention\nof a/2\nheads", True),
+        ("dense\n[h/2, h]\nrows", True), ("+", False), ("up\n[h, f/2]\ncolumns", True), ("down\n[f/2, h]\nrows", True),
+        ("+", False),
+    )  # fmt: skip
+    x = 0.0
+    for text, is_cut in columns:
+        width = 1.0 if text == "+" else 1.5 if is_cut else 1.1
+        if not is_cut:
+            told = "all-\nreduce" if text == "+" else text
+            box(axes, (x, -1.4), (width, 2.6), "#dddddd", told, edgecolor="#888888")
+        for rank in range(2 * is_cut):
+            box(axes, (x, 0.1 - 1.5 * rank), (width, 1.1), COLOURS[rank] + "55", text, edgecolor=COLOURS[rank])
+        x += width + 0.35
+    for rank in range(2):
+        axes.text(-0.2, 0.65 - 1.5 * rank, f"tensor rank {rank}", ha="right", va="center", fontsize=10)
+    axes.text(0, -1.95, "Grey is whole on both ranks. Norms, residuals and dropout lie there too.", fontsize=9)
+    finish(figure, axes, (-1.7, x), (-2.1, 1.4), path)
+
+
+def bytes_held(what: str, stage: int, replicas: int) -> float:
+    """Return the bytes of a parameter that one replica holds under a ZeRO stage."""
+    whole, cut_from = HELD[what]
+    return whole / replicas if stage >= cut_from else whole
+
+
+def draw_zero(path: Path) -> None:
+    """Draw the bytes of one parameter by ZeRO stage."""
+    figure, axes = pyplot.subplots(figsize=(7, 2.8))
+    for stage in range(4):
+        left = 0.0
+        for what, colour in zip(HELD, COLOURS, strict=False):
+            width = bytes_held(what, stage, REPLICAS)
+            axes.barh(3 - stage, width, left=left, color=colour, label=what if stage == 0 else None)
+            left += width
+        axes.text(left + 0.2, 3 - stage, f"{left:g}", va="center", fontsize=9)
+    axes.set_yticks(range(4), [f"ZeRO {stage}" for stage in (3, 2, 1, 0)])
+    axes.set_xlabel(f"bytes of a parameter on each of {REPLICAS} replicas, AdamW, bf16 or fp16")
+    axes.set_xlim(0, 20)
+    axes.legend(loc="lower right", fontsize=9)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def finish(figure: Any, axes: Any, across: tuple[float, float], up: tuple[float, float], path: Path) -> None:
+    """Set the limits and write the file."""
+    axes.set_xlim(*across)
+    axes.set_ylim(*up)
+    axes.axis("off")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def draw_schedule(path: Path) -> None:
+    """Let tools/draw_schedule.py draw the schedule of the file's name."""
+    chunks = ["--chunks", "2"] if path.stem == "interleaved" else []
+    sizes = ["--schedule", path.stem, "--stages", "4", "--micro-batches", "8", *chunks, "--out", str(path)]
+    subprocess.run([sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *sizes], check=True)
+
+
+PICTURES = {"grid": draw_grid, "layer": draw_layer, "zero": draw_zero, **dict.fromkeys(SCHEDULES, draw_schedule)}
+
+if __name__ == "__main__":
+    sys.exit(main())
