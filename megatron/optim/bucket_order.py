@@ -1,10 +1,10 @@
 """In which order buckets of gradients are summed while backward fills them: one order for all replicas.
 
 Buckets are those in which ``tds.reduce_gradients`` sums after backward: one sum rounds as its place in a bucket says.
-Their order is a guess at when backward fills them, the last weights first. A bucket that backward does not fill, for a
-weight of it gets no gradient, would hold up all behind it: such buckets come last, and are summed at the end. Replicas
-agree on them in the first backward: at its first gradient by what autograd's graph says, and at its end by what has
-come.
+In the first backward their order is a guess, the last weights first and what has biases or norms of all layers last;
+from then on it is the order in which the first one has filled them. A bucket that backward does not fill, for a weight
+of it gets no gradient, would hold up all behind it: such buckets come last, and are summed at the end. Replicas agree
+on that in the first backward: at its first gradient by what autograd's graph says, and at its end by what has come.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BucketOrder:
         self._buckets: list[Bucket] = []
         self._number_of: dict[torch.Tensor, int] = {}
         self._missing: list[int] = []
-        self._came: list[bool] = []
+        self._filled: list[int] = []  # in their order, in the first backward
         self._next = 0
         self._agreed = 0  # how often replicas have agreed on the order: twice, and never again
 
@@ -56,9 +56,11 @@ class BucketOrder:
         """
         order = self._in_order()
         if not self._agreed:
-            self._agree([not all(map(backward.will_reach, bucket)) for bucket in order])
-        self._missing[self._number_of[parameter]] -= 1
-        full = self._next
+            self._agree([int(not all(map(backward.will_reach, bucket))) for bucket in order])
+        number, full = self._number_of[parameter], self._next
+        self._missing[number] -= 1
+        if self._agreed == 1 and not self._missing[number]:
+            self._filled.append(number)
         while full < len(self._buckets) and not self._missing[full]:
             full += 1
         return self._take_up_to(full)
@@ -66,19 +68,20 @@ class BucketOrder:
     def rest(self) -> list[Bucket]:
         """Return the buckets that are left when backward is through. Collective in the first backward."""
         if not self._agreed:
-            self._agree([True] * len(self._in_order()))
-        self._came = [number < self._next or not missing for number, missing in enumerate(self._missing)]
+            self._agree([1] * len(self._in_order()))
         return self._take_up_to(len(self._buckets))
 
     def end(self) -> None:
-        """Make ready for the next backward, once what ``rest`` has returned is being summed. Collective in the first."""
+        """Make ready for the next backward, behind the sums of what ``rest`` has returned. Collective in the first."""
         self._next = 0
         if self._agreed == 1:
-            self._agree([not each for each in self._came])
+            turn = {number: place for place, number in enumerate(self._filled)}
+            self._agree([turn.get(number, len(self._buckets)) for number in range(len(self._buckets))])
 
     def reset(self) -> None:
         """Forget what has arrived, of a backward that broke off too."""
         self._next, self._missing = 0, [len(bucket) for bucket in self._buckets]
+        self._filled.clear()
 
     def _take_up_to(self, end: int) -> list[Bucket]:
         first, self._next = self._next, end
@@ -90,22 +93,22 @@ class BucketOrder:
         if not self._buckets:
             place = {parameter: number for number, parameter in enumerate(self._parameters)}
             self._guess = sorted(buckets(self._parameters), key=lambda bucket: -place[bucket[0]])
-            self._guess.sort(key=lambda bucket: bucket[0].dim() < 2)  # biases and norms of all layers come last
+            self._guess.sort(key=lambda bucket: bucket[-1].dim() < 2)  # biases and norms of all layers come last
             self._arrange(self._guess)
         return self._buckets
 
-    def _agree(self, is_late: list[bool]) -> None:
-        """Put the buckets last that are late on any replica. Collective.
+    def _agree(self, turns: list[int]) -> None:
+        """Let the buckets come by their turns, each as late as on the latest replica. Collective.
 
         Args:
-            is_late: of each bucket, in the order of now.
+            turns: of each bucket, in the order of now.
         """
         self._agreed += 1
-        if not is_late:
+        if not turns:
             return
-        late = torch.tensor(is_late, dtype=torch.int32, device=self._parameters[0].device)
-        dist.all_reduce(late, dist.ReduceOp.MAX, group=self._group.handle)
-        told = late.tolist()
+        latest = torch.tensor(turns, dtype=torch.int32, device=self._parameters[0].device)
+        dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group.handle)
+        told = latest.tolist()
         self._arrange(sorted(self._guess, key=lambda bucket: told[self._number_of[bucket[0]]]))
 
     def _arrange(self, order: list[Bucket]) -> None:

@@ -1,8 +1,8 @@
 """ZeRO 0 and 1: whole gradients that are summed over the replicas while the last backward of a step runs.
 
 Up to the last micro-batch a gradient is added up where it lies, and nothing is sent. In the last backward each is final
-as soon as it comes, and a bucket is on its way as soon as all of it has come (``megatron.optim.bucket_order``). A weight
-that the last micro-batch does not reach has what the others have left, or zeros: its bucket goes last.
+as soon as it comes, and a bucket is on its way as soon as all of it has come (``megatron.optim.bucket_order``). What
+the last micro-batch does not reach has the sum of the others, or zeros: its bucket goes last.
 
 The sums are those of ``tds.reduce_gradients`` after the backward to the bit, in the same buckets; only their time
 differs. What autograd adds to twice in one backward (a weight that several layers share, under reentrant recompute)

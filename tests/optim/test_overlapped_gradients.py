@@ -115,6 +115,7 @@ def record(rank: int, gas: int) -> list[list[str]]:
 
 def test_sums_start_within_the_last_backward_alone_and_in_one_order_everywhere() -> None:
     one, other = run_ranks(2, record, 2)
+    waits = []
     for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
         sums = [event for event in mine if event.startswith("sum")]
         assert sums == [event for event in theirs if event.startswith("sum")]
@@ -123,11 +124,12 @@ def test_sums_start_within_the_last_backward_alone_and_in_one_order_everywhere()
             continue
         assert len(sums) == 6, "five buckets of matrices, with the unused weight in one of them, and one of vectors"
         within = mine.index("over")
-        assert sum(event.startswith("sum") for event in mine[:within]) >= 3
-        assert any(event.startswith("came") for event in mine[mine.index(sums[0]) : within]), "some are still to come"
-        if number == 3:
-            late = [event for event in mine[within:] if event.startswith("sum")]
-            assert len(late) == 1, "the bucket of the unused weight holds nothing up once replicas know it"
+        late = [event for event in mine[within:] if event.startswith("sum")]
+        assert len(late) == 1, "the bucket of the unused weight holds nothing up, from the first step on"
+        to_come = [event for event in mine[mine.index(sums[0]) : within] if event.startswith("came")]
+        assert len(to_come) >= 8, "the last layer's weights are on their way while the first one's are made"
+        waits.append([sum(e.startswith("came") for e in mine[:i]) for i, each in enumerate(mine) if each[:3] == "sum"])
+    assert all(then <= first for first, then in zip(*waits, strict=True)) and waits[1] != waits[0], waits
 
 
 def at_the_end(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -174,6 +176,7 @@ def broken_off(rank: int) -> bool:
     assert within._gradients._flights
     handle.remove()
     within.zero_grad()
+    assert not within._gradients._flights
     for each, optimizer in zip((plain, module), optimizers, strict=True):
         take_step(each, optimizer, grid, 1)
     return all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))

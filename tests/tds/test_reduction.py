@@ -51,12 +51,14 @@ def _loss(model: nn.Module, rank: int) -> torch.Tensor:
     return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))).square().sum()
 
 
-def _reduce(rank: int, num_chunks: int, has_tied: bool, skipped: int | None) -> tuple[list[int], list[torch.Tensor]]:
+def _reduce(
+    rank: int, num_chunks: int, has_tied: bool, skipped: int | None, starts_early: bool = True
+) -> tuple[list[int], list[torch.Tensor]]:
     """Return (how many buckets had started when each layer's weight got its gradient, the gradients)."""
     model, plain = _model(), _model()
     if skipped is not None and rank == 0:
         model[skipped], plain[skipped] = Unused(), Unused()
-    sums = _sums(model, num_chunks, [model[0].weight] if has_tied else [], bucket_bytes=80)
+    sums = _sums(model, num_chunks, [model[0].weight] if has_tied else [], bucket_bytes=80, starts_early=starts_early)
     started: list[int] = []
     fly = reduction.fly
 
@@ -73,6 +75,7 @@ def _reduce(rank: int, num_chunks: int, has_tied: bool, skipped: int | None) -> 
             _loss(model, rank).backward()
         for chunk in range(num_chunks):
             sums.chunk_ready(chunk)
+        assert starts_early or not counting.number  # type: ignore[attr-defined]
         sums.finish(0.5)
     finally:
         reduction.fly = fly
@@ -87,6 +90,11 @@ def _reduce(rank: int, num_chunks: int, has_tied: bool, skipped: int | None) -> 
 def test_sums_start_while_the_backward_still_runs(has_tied: bool) -> None:
     for started, _ in run_ranks(2, _reduce, 1, has_tied, None):
         assert started == sorted(started) and started[-1] >= 4, started
+
+
+def test_sums_may_all_start_after_the_backward() -> None:
+    for started, _ in run_ranks(2, _reduce, 1, False, None, False):
+        assert set(started) == {0}
 
 
 def test_chunks_that_are_ready_late_hold_up_those_behind_them() -> None:

@@ -1,0 +1,117 @@
+"""Mistakes in sums over replicas that start within the last backward of a step."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import SUMS, Mutant
+
+OWN = "tests/optim/test_overlapped_gradients.py"
+BITS = f"{OWN}::test_numbers_are_those_of_sums_after_the_backward_to_the_bit"
+ORDER = f"{OWN}::test_sums_start_within_the_last_backward_alone_and_in_one_order_everywhere"
+LATE = f"{OWN}::test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied_once"
+BROKEN = f"{OWN}::test_a_backward_that_breaks_off_leaves_nothing_behind"
+ENGINE = "tests/parity/test_overlapped_sums.py::test_one_stage_with_accumulation_in_fp32_has_the_same_bits"
+FILE = "megatron/optim/overlapped_gradients.py"
+
+OVERLAPPED_GRADIENTS = (
+    Mutant(
+        "whole gradients are summed in every micro-batch",
+        FILE,
+        "        if not self._is_last or not parameter.numel():\n",
+        "        if not parameter.numel():\n",
+        (ORDER,),
+        refuses=True,
+    ),
+    Mutant(
+        "the last micro-batch in 16 bits comes behind the sum",
+        FILE,
+        "        super().adopt(parameter)\n"
+        "        parameter.register_post_accumulate_grad_hook(self._arrive)  # behind the hook that adds up in fp32\n",
+        "        parameter.register_post_accumulate_grad_hook(self._arrive)\n        super().adopt(parameter)\n",
+        (BITS,),
+    ),
+    Mutant(
+        "a weight that the last micro-batch does not reach is never summed",
+        FILE,
+        "        self._start(self._order.rest())\n",
+        "        self._order.rest()\n",
+        (LATE,),
+    ),
+    Mutant(
+        "sums within the backward are not multiplied",
+        FILE,
+        "            flight.land(factor)\n",
+        "            flight.land(1.0)\n",
+        (BITS,),
+    ),
+    Mutant(
+        "sums of a backward that broke off come into the next step",
+        FILE,
+        "        self._flights.clear()\n",
+        "        pass\n",
+        (BROKEN,),
+    ),
+    Mutant(
+        "gradients of a backward that broke off count as those of the next",
+        FILE,
+        "        self._order.reset()\n        super().clear()\n",
+        "        super().clear()\n",
+        (BROKEN,),
+        refuses=True,
+    ),
+    Mutant(
+        "a gradient that comes behind its sum is let pass",
+        FILE,
+        "        elif self._order.is_taken(parameter):\n",
+        "        elif not self._order:\n",
+        (f"{OWN}::test_a_gradient_that_comes_after_its_sum_has_started_is_refused_with_the_way_out",),
+    ),
+    Mutant(
+        "sums start with the first weights",
+        "megatron/optim/bucket_order.py",
+        "key=lambda bucket: -place[bucket[0]])",
+        "key=lambda bucket: place[bucket[0]])",
+        (ORDER,),
+    ),
+    Mutant(
+        "biases of the first layers hold up the buckets behind them",
+        "megatron/optim/bucket_order.py",
+        "key=lambda bucket: bucket[-1].dim() < 2)",
+        "key=lambda bucket: bucket[0].dim() < 2)",
+        (ORDER,),
+    ),
+    Mutant(
+        "the order of the first backward is not kept",
+        "megatron/optim/bucket_order.py",
+        "            self._filled.append(number)\n",
+        "            pass\n",
+        (ORDER,),
+    ),
+    Mutant(
+        "an unused weight holds up the buckets behind it",
+        "megatron/optim/bucket_order.py",
+        "[int(not all(map(backward.will_reach, bucket))) for bucket in order]",
+        "[0 for bucket in order]",
+        (ORDER,),
+    ),
+    Mutant(
+        "the engine takes the first micro-batch for the last",
+        "megatron/training/engines.py",
+        "            if micro_batch == number - 1:\n",
+        "            if micro_batch == 0:\n",
+        (ENGINE,),
+    ),
+    Mutant(
+        "--no-overlap-grad-reduce acts on pipelines alone",
+        "megatron/training/assembly.py",
+        "config.parallel.overlap_grad_reduce and not",
+        "not",
+        (ENGINE,),
+    ),
+    Mutant(
+        "a pipeline's sums start early in any case",
+        "tds/reduction.py",
+        "        if not self.starts_early or index is None",
+        "        if index is None",
+        (f"{SUMS}::test_sums_may_all_start_after_the_backward",),
+    ),
+)

@@ -1,0 +1,78 @@
+"""Sums over replicas within the last backward of a step, on both engines: the numbers of sums made after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.optim import backward, bucket_order, overlapped_gradients
+from megatron.training.parity import Trace
+from tds import reduction
+from tests.harness import run_ranks
+from tests.parity import t5_runs
+from tests.parity.layouts import batches, flags, trace_rank
+from tests.parity.test_zero_parts import assert_same_bits
+
+STEPS = 3
+BYTES = 16000
+
+
+def watched(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, list[bool]]:
+    """Return the trace, and of each sum of a bucket whether a backward ran as it started."""
+    within: list[bool] = []
+    fly = reduction.fly
+
+    def flying(*args: Any) -> Any:
+        within.append(backward.is_running())
+        return fly(*args)
+
+    overlapped_gradients.fly = reduction.fly = flying  # type: ignore[assignment]
+    bucket_order.BUCKET_BYTES = BYTES
+    reduction.Reduction.__init__.__defaults__ = (BYTES, None, True)  # type: ignore[misc]
+    return trace(rank, argv, size, STEPS, 0), within
+
+
+def check(tensor: int, pipe: int, data: int, extra: str, of: Any = (flags, trace_rank), gas: int = 2) -> None:
+    made, trace = of
+    micro, gas = batches(data, gas)
+    size = tensor * pipe * data
+    both = [
+        run_ranks(size, watched, made(tensor, pipe, micro=micro, gas=gas, extra=f"{extra} {switch}"), size, trace)
+        for switch in ("--overlap-grad-reduce", "--no-overlap-grad-reduce")
+    ]
+    for (_, early), (_, late) in zip(*both, strict=True):
+        assert sum(early) >= 2 * STEPS and not any(late), "and at least two in each step"
+    traces = [[trace for trace, _ in ranks] for ranks in both]
+    assert_same_bits(*traces)
+
+
+def test_one_stage_with_accumulation_in_fp32_has_the_same_bits() -> None:
+    check(1, 1, 2, "--fp32 --clip-grad 0.5")
+
+
+def test_stages_of_two_chunks_have_the_same_bits() -> None:
+    check(1, 2, 2, "--fp32 --pipeline-chunks 2 --zero-stage 1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "extra"),
+    [
+        ((1, 1, 4), "--fp32"),
+        ((2, 1, 2), "--bf16 --checkpoint-activations"),
+        ((1, 1, 2), "--bf16 --zero-stage 1 --offload-optimizer"),
+        ((1, 1, 2), "--fp64 --untie-embeddings-and-output-weights"),
+        ((1, 2, 2), "--fp32 --pipeline-schedule zb-h1"),
+        ((1, 2, 2), "--bf16 --pipeline-schedule gpipe"),
+    ],
+    ids=str,
+)
+def test_other_layouts_and_precisions_have_the_same_bits(layout: tuple[int, int, int], extra: str) -> None:
+    check(*layout, extra, gas=1 if layout[2] == 4 else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipe", "extra"), [(1, "--fp32"), (2, "--fp32"), (1, "--bf16 --denoisers R,X,S")])
+def test_t5_with_shared_tables_has_the_same_bits(pipe: int, extra: str) -> None:
+    check(1, pipe, 2, extra, (t5_runs.RUNS.flags, t5_runs.RUNS.trace_rank))
