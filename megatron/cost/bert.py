@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from megatron.cost import parts
@@ -69,8 +69,10 @@ class BertCosts(GPT2Costs):
 
     def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
         embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence)
-        transform = samples * self.seq_length * 3 * self.sizes.hidden_size * width // sequence
-        return [embedding, *layers, Kept(transform, transform), head]
+        mask = samples * self.seq_length**2 * width  # which keys are padding, as numbers
+        layers = [replace(layer, full=layer.full + mask) for layer in layers]
+        hidden = samples * self.seq_length * self.sizes.hidden_size * width // sequence
+        return [embedding, *layers, Kept(5 * hidden, 3 * hidden), head]
 
     def _transform_parameters(self) -> int:
         """Return the parameters of the second head: a product of one token, and two scores."""

@@ -9,6 +9,7 @@ from megatron.cost.bert import BertCosts
 from megatron.cost.costs import Costs
 from megatron.cost.gpt2 import GPT2Costs
 from megatron.cost.llama import LlamaCosts
+from megatron.cost.memory import BYTES
 from megatron.cost.mpt import MptCosts
 from megatron.cost.t5 import T5Costs
 
@@ -28,7 +29,7 @@ def of(config: Any, *, is_on_cpu: bool = False) -> Costs:
 
 
 def _of_gpt2(config: Any, is_on_cpu: bool) -> Costs:
-    return GPT2Costs(config.model, config.batch.seq_length, is_fused=_is_fused(config, is_on_cpu))
+    return GPT2Costs(config.model, config.batch.seq_length, **_dropout(config, is_on_cpu))
 
 
 def _of_llama(config: Any, is_on_cpu: bool) -> Costs:
@@ -36,7 +37,7 @@ def _of_llama(config: Any, is_on_cpu: bool) -> Costs:
         config.model,
         config.batch.seq_length,
         num_groups=config.llama.num_query_groups,
-        is_fused=_is_fused(config, is_on_cpu),
+        **_dropout(config, is_on_cpu),
     )
 
 
@@ -46,21 +47,34 @@ def _of_t5(config: Any, is_on_cpu: bool) -> Costs:
         config.t5,
         has_segments=config.t5.has_segments(config.data.reset_attention_mask),
         is_blocked=is_on_cpu and not config.model.attention_dropout,
+        mask_bytes=_dropout(config, is_on_cpu)["mask_bytes"],
     )
 
 
 def _of_mpt(config: Any, is_on_cpu: bool) -> Costs:
-    return MptCosts(config.model, config.batch.seq_length, has_segments=config.data.keeps_documents_apart)
+    return MptCosts(
+        config.model,
+        config.batch.seq_length,
+        has_segments=config.data.keeps_documents_apart,
+        mask_bytes=_dropout(config, is_on_cpu)["mask_bytes"],
+    )
 
 
 def _of_bert(config: Any, is_on_cpu: bool) -> Costs:
-    return BertCosts(config.model, config.batch.seq_length, config.bert, is_fused=_is_fused(config, is_on_cpu))
+    return BertCosts(config.model, config.batch.seq_length, config.bert, **_dropout(config, is_on_cpu))
 
 
-def _is_fused(config: Any, is_on_cpu: bool) -> bool:
-    """Return whether attention is one kernel that keeps no probabilities: on a CPU only where it drops nothing."""
-    model = config.model
-    return not (model.attention_dropout and (is_on_cpu or model.layout_independent_dropout))
+def _dropout(config: Any, is_on_cpu: bool) -> dict[str, Any]:
+    """Return what dropout makes of attention and of the masks.
+
+    Attention that drops keeps its probabilities on a CPU, and where masks do not depend on the layout. A CPU keeps
+    masks as numbers that it multiplies by.
+    """
+    model, dtype = config.model, config.precision.dtype or "fp32"
+    return {
+        "is_fused": not (model.attention_dropout and (is_on_cpu or model.layout_independent_dropout)),
+        "mask_bytes": 0 if not model.hidden_dropout else BYTES.get(dtype, 4) if is_on_cpu else 1,
+    }
 
 
 COSTS: Mapping[str, Callable[[Any, bool], Costs]] = {

@@ -31,6 +31,7 @@ class GPT2Costs(Costs):
         has_positions: the embedding has a table of positions.
         is_causal: a token sees those before it alone.
         is_fused: attention is one kernel, which keeps no number for each query and key and skips what is masked.
+        mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
     """
 
     norm_vectors: ClassVar[int] = 2
@@ -39,11 +40,17 @@ class GPT2Costs(Costs):
     sizes: Sizes
     seq_length: int
     is_fused: bool = field(default=True, kw_only=True)
+    mask_bytes: int = field(default=1, kw_only=True)
 
     @property
     def keys(self) -> int:
         """Size of all keys of a layer together, and of all values."""
         return parts.attention_width(self.sizes)
+
+    @property
+    def attention_kept(self) -> int:
+        """Numbers of a token that attention keeps of queries, keys, values and its output."""
+        return 2 * parts.attention_width(self.sizes) + 2 * self.keys
 
     @property
     def norm_parameters(self) -> int:
@@ -93,14 +100,15 @@ class GPT2Costs(Costs):
         return [Shared(parts.table_parameters(self.sizes, tensor), (0, self.num_units - 1))]
 
     def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
-        """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1; with tokens cut the head reads all."""
+        """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1; the head reads all tokens."""
         sizes, h = self.sizes, self.sizes.hidden_size
-        whole = (4 * h * width + 2 * h) // sequence
-        cut = (2 * parts.attention_width(sizes) + 2 * self.keys + parts.feed_forward_kept(sizes)) * width
+        whole = (4 * h * width + 2 * h * self.mask_bytes) // sequence
+        cut = (self.attention_kept + parts.feed_forward_kept(sizes)) * width
         tokens, core = samples * self.seq_length, self._core_kept(samples, tensor, width)
         layer = Kept(tokens * (whole + cut // tensor) + core, tokens * h * width // sequence, core)
-        gathered = tokens * h * width if sequence > 1 else 0
-        return [Kept(), *[layer] * sizes.num_layers, Kept(), Kept(gathered)]
+        hidden = tokens * h * width
+        embedding = Kept(tokens * h * self.mask_bytes // sequence)
+        return [embedding, *[layer] * sizes.num_layers, Kept(hidden // sequence), Kept(hidden)]
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         sizes, h = self.sizes, self.sizes.hidden_size

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.cost import parts
 from megatron.cost.gpt2 import GPT2Costs
 
 
@@ -28,3 +29,8 @@ class LlamaCosts(GPT2Costs):
     @property
     def keys(self) -> int:
         return (self.num_groups or self.sizes.num_attention_heads) * self.sizes.kv_hidden_size
+
+    @property
+    def attention_kept(self) -> int:
+        """As of a GPT-2, and queries and keys before they are turned by their positions."""
+        return super().attention_kept + parts.attention_width(self.sizes) + self.keys

@@ -52,6 +52,7 @@ class T5Costs(Costs):
 
     Args:
         has_segments: batches carry segments, so that each sample has a mask of its own.
+        mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
         is_blocked: attention in 32 bits and more goes block by block, as on a CPU without dropout of attention.
     """
 
@@ -59,6 +60,7 @@ class T5Costs(Costs):
     sides: Sides
     has_segments: bool = False
     is_blocked: bool = False
+    mask_bytes: int = 1
 
     @property
     def unit_names(self) -> list[str]:
@@ -107,8 +109,15 @@ class T5Costs(Costs):
         encoder = self._encoder_kept(samples, tensor, width, sequence)
         decoder = self._decoder_kept(samples, tensor, width, sequence)
         ends = [Kept(), Kept()]
-        head = Kept(samples * self.sides.dec_seq_length * self.sizes.hidden_size * width if sequence > 1 else 0)
-        return [Kept(), *[encoder] * self.sides.enc_layers, *ends, *[decoder] * self.sides.dec_layers, Kept(), head]
+        hidden = samples * self.sides.dec_seq_length * self.sizes.hidden_size * width
+        return [
+            Kept(),
+            *[encoder] * self.sides.enc_layers,
+            *ends,
+            *[decoder] * self.sides.dec_layers,
+            Kept(hidden // sequence),
+            Kept(hidden),
+        ]
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         """A decoder layer sums three times; back also the gradient of the encoder's output, which it reads."""
@@ -213,7 +222,7 @@ class T5Costs(Costs):
 
     def _encoder_kept(self, samples: int, tensor: int, width: int, sequence: int) -> Kept:
         h, length, heads = self.sizes.hidden_size, self.sides.enc_seq_length, parts.attention_width(self.sizes)
-        whole = (4 * h * width + 2 * h) // sequence
+        whole = (4 * h * width + 2 * h * self.mask_bytes) // sequence
         cut = (4 * heads + parts.feed_forward_kept(self.sizes)) * width
         tokens = samples * length
         own = self._scores_kept(samples, length, length, tensor, width)
@@ -222,7 +231,7 @@ class T5Costs(Costs):
     def _decoder_kept(self, samples: int, tensor: int, width: int, sequence: int) -> Kept:
         """Three parts read the decoder's side; keys and values of cross attention are as long as the encoder's."""
         h, length, heads = self.sizes.hidden_size, self.sides.dec_seq_length, parts.attention_width(self.sizes)
-        whole = (6 * h * width + 3 * h) // sequence
+        whole = (6 * h * width + 3 * h * self.mask_bytes) // sequence
         cut = (6 * heads + parts.feed_forward_kept(self.sizes)) * width
         tokens, cross = samples * length, samples * self.sides.enc_seq_length * 2 * heads * width // tensor
         own = self._scores_kept(samples, length, length, tensor, width)

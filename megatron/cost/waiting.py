@@ -41,9 +41,14 @@ class Waiting:
         """
         inputs = sum(sum([unit.input for unit in piece if unit.input][:: self.every]) for piece in pieces)
         waits = -(-int(forwards * inputs) // self.parts)
-        again = max(sum(sorted((unit.full for unit in piece), reverse=True)[: self.every]) for piece in pieces)
+        others = sum(unit.full for piece in pieces for unit in piece if not unit.input)
+        run_again = max(
+            sum(sorted((unit.full for unit in piece if unit.input), reverse=True)[: self.every]) for piece in pieces
+        )
+        again = max(run_again - memory.logits, 0)  # the logits are gone when a layer runs again
         on_device, on_host = (0, waits) if self.is_on_host else (waits, 0)
-        return replace(memory, activations=int(forwards * read) + on_device + again, host=memory.host + on_host)
+        kept = int(forwards * (read + others)) + on_device
+        return replace(memory, activations=kept + again, host=memory.host + on_host)
 
 
 def waiting_of(config: Any) -> Waiting:

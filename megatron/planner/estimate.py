@@ -65,8 +65,8 @@ class Estimate:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the fullest device, at the start of the run or in its steps."""
-        return max(max(stage.total, stage.start) for stage in self.memory)
+        """Bytes of the fullest device."""
+        return max(stage.total for stage in self.memory)
 
     def days(self, tokens: float) -> float:
         """Return how long so many tokens take."""
@@ -86,6 +86,7 @@ class Planner:
         self.num_estimates = 0
         self._clock = Clock(self.costs, machine)
         self._bounds: dict[tuple[int, int], list[int]] = {}
+        self._parameters: dict[int, int] = {}
         self._units: dict[tuple[Any, ...], list[Seconds]] = {}
 
     def estimate(self, layout: Layout) -> Estimate:
@@ -118,6 +119,12 @@ class Planner:
         if key not in self._bounds:
             self._bounds[key] = self.costs.stage_bounds(*key)
         return self._bounds[key]
+
+    def parameters(self, tensor: int) -> int:
+        """Return the parameters of the whole model that one of ``tensor`` ranks would hold."""
+        if tensor not in self._parameters:
+            self._parameters[tensor] = self.costs.stage_parameters([0, self.costs.num_units], tensor)[0]
+        return self._parameters[tensor]
 
     def memory(self, layout: Layout) -> list[cost.Memory]:
         """Return what one rank of each stage holds."""

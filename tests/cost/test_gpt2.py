@@ -124,13 +124,17 @@ def test_memory_counts_states_activations_in_flight_and_logits():
     first, last = SMALL.memory_per_stage(bounds, dtype="bf16", **common)
     assert states_of(first) == 18 * SMALL.stage_parameters(bounds)[0]
     layers = bounds[1] - 1
-    assert first.activations == 2 * layers * 1024 * 2 * 34 * 768
+    assert first.activations == 2 * 1024 * 2 * 768 * (34 * layers + 1)  # and the mask of the embedding
+    assert last.activations == 1024 * 2 * 768 * (34 * (12 - layers) + 4)  # and what norm and head read
     assert (first.logits, last.logits) == (0, 1024 * 2 * 50257 * 6)
     (single,) = SMALL.memory_per_stage([0, 15], dtype="fp32", **common)
     assert states_of(single) == 16 * SMALL.num_parameters
     (short,) = SMALL.memory_per_stage([0, 15], dtype="fp32", checkpoint_activations=True, **common)
-    assert short.activations == 12 * 2048 * 768 * 4 + single.activations // 12
-    assert short.total < single.total
+    hidden = 2048 * 768 * 4
+    assert short.activations == 12 * hidden + 2 * hidden + hidden // 4  # a layer runs again when the logits are gone
+    few = GPT2Costs(replace(GPT2_SMALL, vocab_size=10), 1024)
+    (short,) = few.memory_per_stage([0, 15], dtype="fp32", checkpoint_activations=True, **common)
+    assert short.activations + short.logits == 14 * hidden + hidden // 4 + 2048 * 768 * (16 * 4 + 2)
 
 
 @pytest.mark.parametrize(("optimizer", "of_parameter"), [("adamw", 12), ("adafactor", 4), ("sgd", 4)])
@@ -151,8 +155,48 @@ def test_chunks_share_the_forwards_in_flight():
     bounds = costs.stage_bounds(2, 2)
     chunked = costs.memory_per_stage(bounds, micro_batch_size=1, num_micro_batches=8, schedule="interleaved", chunks=2)
     layers = sum(stop - start for start, stop in ((1, bounds[1]), (bounds[2], bounds[3])))
-    of_layer = plain[1].activations // 3  # units 6, 7 and 8, once in flight
-    assert chunked[0].activations == 5 * layers * of_layer // 2
+    hidden = 256 * 256
+    of_layer = (plain[1].activations - 2 * 4 * hidden) // 3  # units 6, 7 and 8, once in flight; norm and head
+    assert chunked[0].activations == 5 * (layers * of_layer + hidden) // 2  # and the mask of the embedding
+
+
+def test_sequence_parallelism_cuts_what_lies_between_the_products() -> None:
+    """Korthikanti et al. 2022, table 2: s b h 34 / t with it, s b h (10 + 24 / t) without."""
+    without, with_it = (SMALL.unit_kept(2, 4, 2, sequence)[1] for sequence in (1, 4))
+    assert (without.full, with_it.full) == (2048 * 768 * (10 + 24 // 4), 2048 * 768 * 34 // 4)
+    assert (without.input, with_it.input) == (2048 * 768 * 2, 2048 * 768 * 2 // 4)
+    assert SMALL.unit_kept(2, 4, 2, 4)[-1].full == 2048 * 768 * 2  # the head reads all tokens
+
+
+def test_attention_that_is_not_fused_keeps_probabilities_that_selective_recompute_leaves_out() -> None:
+    plain = replace(SMALL, is_fused=False)
+    (kept,), (less,) = (
+        plain.memory_per_stage([0, 15], micro_batch_size=2, dtype="bf16", is_selective=again) for again in (False, True)
+    )
+    (fused,) = SMALL.memory_per_stage([0, 15], micro_batch_size=2, dtype="bf16")
+    core = 2 * 12 * 1024**2 * 5
+    assert (kept.activations - fused.activations, less.activations - fused.activations) == (12 * core, core)
+
+
+def test_products_have_the_flops_of_the_model() -> None:
+    """Norms and biases are counted among the parameters, and are in no product."""
+    work = SMALL.unit_work(3, 1, 4)
+    norms = 6 * (12 * (13 * 768) + 2 * 768)
+    assert 3 * sum(unit.flops for unit in work) == 3 * 1024 * (SMALL.flops_per_token() - norms)
+    halves = SMALL.unit_work(3, 2, 4)
+    assert 2 * halves[1].flops == work[1].flops and halves[1].sums == work[1].sums == (3 * 1024 * 768 * 4,) * 2
+
+
+def test_sums_on_their_way_are_buffers_where_activations_are_small() -> None:
+    sizes = {"micro_batch_size": 1, "dtype": "fp32"}
+    tiny = GPT2Costs(replace(GPT2_SMALL, vocab_size=64, max_position_embeddings=4), 4)
+    alone, (memory,) = tiny.memory_per_stage([0, 15], **sizes), tiny.memory_per_stage([0, 15], zero=Zero(0, 2), **sizes)
+    copied = 4 * (tiny.num_parameters - 64 * 768)  # the table is shared; all of it fits into a bucket
+    assert alone[0].buffers == 0 and memory.buffers == copied - memory.activations - memory.logits
+    (parts,) = tiny.memory_per_stage([0, 15], zero=Zero(2, 2), **sizes)
+    assert parts.buffers == 2 * 32 * 2**20
+    first, last = tiny.memory_per_stage(tiny.stage_bounds(2), **sizes)
+    assert first.buffers == last.buffers == 3 * 4 * 768 * 4
 
 
 def test_an_unknown_vocabulary_is_told():

@@ -28,7 +28,7 @@ def test_published_models_have_their_numbers_of_parameters() -> None:
 def test_the_costs_of_a_configuration_are_those_of_its_sizes_length_and_groups() -> None:
     words = ["--seq-length", "96", "--vocab-size", "101", "--num-query-groups", "2"]
     config = parse(words, world_size=1, env={}, family="llama")
-    assert of(config) == LlamaCosts(config.model, 96, num_groups=2)
+    assert of(config) == LlamaCosts(config.model, 96, num_groups=2, mask_bytes=0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"untie_embeddings": False, "hidden_bias": True}], ids=["", "tied, biases"])
@@ -52,7 +52,7 @@ def test_fewer_keys_cost_less() -> None:
     keys = 2 * 6
     assert full.flops_per_token() - half.flops_per_token() == 6 * 3 * 2 * 24 * keys
     kept = full.unit_kept(2, 1, 4)[1].full - half.unit_kept(2, 1, 4)[1].full
-    assert kept == 2 * 32 * 2 * keys * 4
+    assert kept == 2 * 32 * 3 * keys * 4  # keys before and behind their turn, values
 
 
 def test_a_token_costs_what_its_products_cost() -> None:

@@ -23,9 +23,9 @@ def test_mpt_7b_has_its_published_number_of_parameters() -> None:
 def test_the_costs_of_a_configuration_are_those_of_its_sizes_length_and_documents() -> None:
     words = ["--seq-length", "96", "--vocab-size", "101"]
     config = parse(words, world_size=1, env={}, family="mpt")
-    assert of(config) == MptCosts(config.model, 96)
+    assert of(config) == MptCosts(config.model, 96, mask_bytes=0)
     config = parse([*words, "--reset-attention-mask"], world_size=1, env={}, family="mpt")
-    assert of(config) == MptCosts(config.model, 96, has_segments=True)
+    assert of(config) == MptCosts(config.model, 96, has_segments=True, mask_bytes=0)
 
 
 @pytest.mark.parametrize("untied", [False, True])

@@ -176,9 +176,10 @@ def test_memory_counts_the_encoder_output_of_decoder_stages_and_the_logits():
     assert [stage.logits for stage in plain] == [0, 0, 0, 2 * 32 * 300 * 6]
     short = costs.memory_per_stage(bounds, checkpoint_activations=True, **common)
     encoder, decoder, output = (2 * length * 64 * 2 for length in (64, 32, 64))
-    once = [memory.activations - kept for memory, kept in zip(short, (12 * encoder, 3 * encoder, 0, 0), strict=True)]
+    waits = (12 * encoder, 3 * encoder, 2 * (3 * decoder + output), decoder + output + 2 * decoder)
+    once = [memory.activations - kept for memory, kept in zip(short, waits, strict=True)]
     assert once[0] == once[1] == 2 * 64 * (34 * 64)
-    assert once[2] - once[3] == 2 * (3 * decoder + output) - (decoder + output)
+    assert once[3] == once[2] - plain[3].logits > 0  # a layer runs again when the logits are gone
     assert all(a.activations > b.activations for a, b in zip(plain[:3], short[:3], strict=True))
 
 
@@ -236,7 +237,7 @@ def test_scores_that_blocked_attention_keeps_are_those_of_the_model_that_is_buil
 def test_blocked_attention_counts_in_the_memory_of_cpus_in_32_bits_without_dropout_of_attention():
     assert parts.KEPT == biased_attention.KEPT
     line = f"{SHORT} --enc-seq-length 64 --dec-seq-length 32 --attention-dropout 0"
-    config = config_of(line)
+    config = config_of(line + " --hidden-dropout 0")
     blocked, plain = of(config, is_on_cpu=True), of(config)
     bias = 2 * (2 * 64**2 + 3 * 32**2)
     probabilities = 2 * (2 * 64**2 + 3 * (32**2 + 32 * 64))
@@ -247,6 +248,19 @@ def test_blocked_attention_counts_in_the_memory_of_cpus_in_32_bits_without_dropo
     for dtype, width in (("fp32", 4), ("fp64", 8)):
         assert activations(blocked, dtype) - activations(plain, dtype) == (5 * probabilities - bias) * width
     assert activations(blocked, "bf16") == activations(plain, "bf16")
-    assert of(config_of(line.replace("dropout 0", "dropout 0.1")), is_on_cpu=True) == of(
-        config_of(line.replace("dropout 0", "dropout 0.1"))
-    )
+    dropped = config_of(line.replace("dropout 0", "dropout 0.1") + " --hidden-dropout 0")
+    assert of(dropped, is_on_cpu=True) == of(dropped)
+
+
+def test_products_have_the_flops_of_the_model() -> None:
+    costs = of(config_of(BASE))
+    assert 3 * sum(unit.flops for unit in costs.unit_work(2, 1, 4)) == pytest.approx(2 * costs.flops_per_sample)
+    decoder = costs.unit_work(2, 2, 4)[costs._units.dec_layers[0]]
+    assert len(decoder.sums) == 3 and len(decoder.back) == 4
+
+
+def test_the_output_of_the_encoder_crosses_with_the_hidden_state_of_the_decoder() -> None:
+    costs = of(config_of(BASE))
+    h, seam = costs.sizes.hidden_size, costs._units.dec_embedding
+    assert costs.boundary_bytes(seam, 2, 4) == costs.boundary_bytes(2, 2, 4) == 2 * 512 * h * 4
+    assert costs.boundary_bytes(seam + 2, 2, 4) == 2 * (512 + 114) * h * 4

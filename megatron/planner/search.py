@@ -1,0 +1,189 @@
+"""The best layouts of a model on so many devices.
+
+Candidates are products of divisors, so there are some hundreds or thousands for any number of devices. Each has a bound
+that its step cannot beat: equal stages, nothing sent between stages or replicas. They are looked at in the order of
+their bounds, and no more once every further bound is above the last layout that is wanted. What cannot fit by the mean
+over its stages is left out before.
+
+One layout is kept for each grid (tp, pp, dp): the fastest. "gpipe" is left out unless asked for, for it takes as long
+as "1f1b" and keeps more; so is selective recomputation where attention keeps nothing that it could leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from megatron.cost.memory import BYTES, State
+from megatron.planner.estimate import Estimate, Planner
+from megatron.planner.layout import Layout
+from megatron.stages import MANY_CHUNKS, ONE_CHUNK, bubble
+
+MOST_CHUNKS = 8
+MOST_SAMPLES = 64
+"""Largest micro-batch that is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is sought.
+
+    Args:
+        fixed: field of ``Layout`` -> the one value that it may have.
+        plain: a layout of which the others take what is not sought: number format, optimizer, offload.
+    """
+
+    world_size: int
+    global_batch_size: int
+    number: int = 10
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    plain: Layout = Layout()  # noqa: RUF009 - frozen
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest layouts, the fastest first, and how many there were to choose from."""
+
+    best: list[Estimate]
+    num_candidates: int
+    num_estimates: int
+    smallest: Estimate | None = None  # the one that comes nearest to fitting, where none does
+
+
+def search(planner: Planner, wanted: Search) -> Found:
+    """Return the fastest layout of each grid that fits, at most ``wanted.number`` of them."""
+    all_of_them = list(candidates(planner, wanted))
+    bounds = sorted(
+        ((lower_bound(planner, layout), number) for number, layout in enumerate(all_of_them)), key=lambda pair: pair
+    )
+    best: dict[tuple[int, int], Estimate] = {}
+    usable, before = planner.machine.usable_bytes, planner.num_estimates
+    for bound, number in bounds:
+        layout = all_of_them[number]
+        grid = layout.tensor, layout.pipe
+        times = sorted(one.step_s for one in best.values())
+        if len(times) >= wanted.number and bound > times[wanted.number - 1]:
+            break
+        if (grid in best and bound >= best[grid].step_s) or least_bytes(planner, layout) > usable:
+            continue
+        if max(stage.total for stage in planner.memory(layout)) > usable:
+            continue
+        found = planner.estimate(layout)
+        if grid not in best or _order(found) < _order(best[grid]):
+            best[grid] = found
+    ranked = sorted(best.values(), key=_order)[: wanted.number]
+    smallest = None if ranked else _smallest(planner, all_of_them)
+    return Found(ranked, len(all_of_them), planner.num_estimates - before, smallest)
+
+
+def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
+    """Yield every layout that is sought, whether it fits or not."""
+    fixed, world, batch = wanted.fixed, wanted.world_size, wanted.global_batch_size
+    for tensor in _tensor_sizes(planner, wanted):
+        for pipe in _allowed(divisors(world // tensor), fixed, "pipe"):
+            data = world // tensor // pipe
+            if pipe > planner.config.total_layers or batch % data:
+                continue
+            grid = replace(wanted.plain, tensor=tensor, pipe=pipe, data=data)
+            for micro in _allowed(_micro_batches(batch // data), fixed, "micro_batch_size"):
+                if batch // data % micro == 0:
+                    number = batch // data // micro
+                    yield from _variants(
+                        planner, replace(grid, micro_batch_size=micro, num_micro_batches=number), fixed
+                    )
+
+
+def lower_bound(planner: Planner, layout: Layout) -> float:
+    """Return seconds that no step of ``layout`` can be faster than."""
+    busy = layout.num_micro_batches * sum(unit.whole for unit in planner.units(layout)) / layout.pipe
+    return busy / (1 - bubble(layout.pipe, layout.num_micro_batches, layout.schedule, layout.chunks))
+
+
+def least_bytes(planner: Planner, layout: Layout) -> float:
+    """Return bytes that the fullest stage of ``layout`` needs at least: weights and states of the mean stage."""
+    state, zero = State.of(layout.dtype, layout.optimizer), layout.zero
+    held = planner.parameters(layout.tensor) / layout.pipe
+    optimizer = 0 if layout.offload_optimizer else state.optimizer / zero.share(1)
+    weights = 0 if layout.offload_parameters else state.width / zero.share(3)
+    kept = 0.0
+    if layout.recompute != "full" and layout.schedule == ONE_CHUNK[0]:  # 1f1b
+        units = planner.costs.unit_kept(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype], layout.sequence)
+        forwards = min((layout.pipe + 1) / 2, layout.num_micro_batches)
+        in_flight = 1.0 if layout.num_micro_batches < layout.pipe else forwards
+        kept = in_flight * sum(unit.full - unit.core for unit in units) / layout.pipe
+    return held * (weights + state.gradient / zero.share(2) + optimizer) + kept
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, the smallest first."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
+    """Return sizes of the tensor axis that cut all heads and widths whole, within a node."""
+    model, own = planner.config.model, planner.config.own
+    cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size]
+    if hasattr(own, "num_query_groups"):
+        cut.append(own.num_query_groups)
+    sizes = [t for t in divisors(wanted.world_size) if all(size % t == 0 for size in cut)]
+    if "tensor" in wanted.fixed:
+        return _allowed(sizes, wanted.fixed, "tensor")
+    node = planner.machine.devices_per_node
+    return [t for t in sizes if t <= node and node % t == 0]
+
+
+def _micro_batches(samples: int) -> list[int]:
+    return [n for n in divisors(samples) if n <= MOST_SAMPLES and (n <= 4 or n & (n - 1) == 0)]
+
+
+def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
+    """Yield the schedules, recomputations, stages of ZeRO and sequence parallelism of a grid and its micro-batches."""
+    stages = _allowed([0] if plain.data == 1 else [0, 1] if plain.pipe > 1 else [0, 1, 2, 3], fixed, "zero_stage")
+    recompute = _allowed(_recomputations(planner), fixed, "recompute")
+    cut = _allowed(_sequences(planner, plain.tensor), fixed, "sequence_parallel")
+    orders = _schedules(planner, plain, fixed)
+    for (schedule, chunks), again, zero, is_cut in product(orders, recompute, stages, cut):
+        yield replace(
+            plain, schedule=schedule, chunks=chunks, recompute=again, zero_stage=zero, sequence_parallel=is_cut
+        )
+
+
+def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
+    if plain.pipe == 1:
+        return [(ONE_CHUNK[0], 1)] if fixed.get("schedule", ONE_CHUNK[0]) == ONE_CHUNK[0] else []
+    most = min(MOST_CHUNKS, planner.config.total_layers // plain.pipe)
+    known = [(name, 1) for name in ONE_CHUNK if name != "gpipe" or fixed.get("schedule") == name]
+    if plain.num_micro_batches >= plain.pipe:
+        known += [(name, chunks) for name in MANY_CHUNKS for chunks in range(2, most + 1)]
+    return [
+        (name, chunks)
+        for name, chunks in known
+        if fixed.get("schedule", name) == name and fixed.get("chunks", chunks) == chunks
+    ]
+
+
+def _recomputations(planner: Planner) -> list[str]:
+    has_core = any(unit.core for unit in planner.costs.unit_kept(1, 1, 2))
+    return ["none", "selective", "full"] if has_core else ["none", "full"]
+
+
+def _sequences(planner: Planner, tensor: int) -> list[bool]:
+    cuts = tensor > 1 and all(length % tensor == 0 for length in planner.config.sequence_lengths)
+    return [False, True] if cuts else [False]
+
+
+def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any]:
+    return [value for value in values if value == fixed.get(name, value)]
+
+
+def _order(found: Estimate) -> tuple[float, int]:
+    return found.step_s, found.most_bytes
+
+
+def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
+    """Return the layout of which the fullest device needs least, among those that need least on average."""
+    near = sorted(layouts, key=lambda layout: least_bytes(planner, layout))[:50]
+    return min(map(planner.estimate, near), key=lambda found: found.most_bytes, default=None)
