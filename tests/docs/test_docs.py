@@ -52,7 +52,7 @@ SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
 OF_THE_LAUNCHER = ("--max-restarts", "--stop-grace", "--exit-grace", "--init-timeout")
 """Flags that the run scripts hand to the launcher."""
 
-MADE = ("data/", "runs/", ".venv", "rank-0000", "step-0000")
+MADE = ("data/", "runs/", ".venv", "rank-0000", "step-0000", "tensorboard/", "profile/", "mycorpus/", "my-model")
 MADE_FILES = {
     "config.json",
     "generation_config.json",
@@ -60,6 +60,7 @@ MADE_FILES = {
     "manifest.json",
     "vocab.json",
     "tokenizer.json",
+    "stages.json",
     "checkpoints/",
     "__init__.py",
 }
