@@ -46,6 +46,7 @@ class LayerNorms:
     @torch.no_grad()
     def _norms(self) -> dict[str, float]:
         optimizer, places = self._optimizer, {name: index for index, name in enumerate(self._groups)}
+        optimizer.sum_partial_gradients()
         squares = torch.zeros(len(places), dtype=torch.float64, device=self._device)
         for parameter, gradient in optimizer.counted_gradients():
             norm = gradient.norm(dtype=accurate_dtype(gradient.dtype)).to(self._device, torch.float64)

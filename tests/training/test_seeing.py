@@ -27,8 +27,12 @@ LAYOUTS = {
 }
 MORE_LAYOUTS = {
     "tensor 2": (2, "--model-parallel-size 2"),
+    "tensor 2, sequence": (2, "--model-parallel-size 2 --sequence-parallel"),
     "pipe 2, chunks 2": (2, "--pipe-parallel-size 2 --pipeline-chunks 2 --num-layers 4"),
-    "pipe 2 x data 2, ZeRO 1, untied": (4, "--pipe-parallel-size 2 --gas 1 --zero-stage 1 --untie-embeddings"),
+    "pipe 2 x data 2, ZeRO 1, untied": (
+        4,
+        "--pipe-parallel-size 2 --gas 1 --zero-stage 1 --untie-embeddings-and-output-weights",
+    ),
     "data 2, ZeRO 3": (2, "--gas 1 --zero-stage 3"),
     "bf16 x pipe 2": (2, "--pipe-parallel-size 2 --bf16"),
 }
@@ -71,7 +75,9 @@ def test_norms_of_layers_and_what_was_read_are_the_same_in_every_layout(runs: di
 @pytest.mark.parametrize("name", MORE_LAYOUTS)
 def test_norms_of_layers_are_the_same_in_more_layouts(name: str, corpus: Path, tmp_path: Path) -> None:
     ranks, extra = MORE_LAYOUTS[name]
-    alone = re.sub(r"--(pipe-parallel-size|model-parallel-size|pipeline-chunks|gas|zero-stage) \d", "", extra)
+    alone = re.sub(
+        r"--sequence-parallel|--(pipe-parallel-size|model-parallel-size|pipeline-chunks|gas|zero-stage) \d", "", extra
+    )
     assert train_ranks(1, flags(corpus, tmp_path / "one", f"{SHORT} {alone}"))[0] == [0]
     assert train_ranks(ranks, flags(corpus, tmp_path / "many", f"{SHORT} {extra}"))[0] == [0] * ranks
     assert_same(records(tmp_path / "many"), records(tmp_path / "one"), 0.02 if "bf16" in extra else 1e-10)

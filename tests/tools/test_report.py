@@ -1,0 +1,299 @@
+"""``tools/report.py``: one page of any runs, which fetches nothing and lets nothing of a run act."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.made_runs import make_run, record
+from tests.tools.test_draw_schedule import write_trace
+from tools import report
+from tools.report_parts.columns import at_step, columns, thinned
+from tools.report_parts.differences import compared
+from tools.report_parts.facts import HEAD, facts, state
+from tools.report_parts.folder import names_of, read_run
+from tools.report_parts.page import as_script, page
+from tools.report_parts.stages import stage_table
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium")
+
+
+class Reader(HTMLParser):
+    """Keeps tags with their attributes, and the text outside of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.script = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.script += data
+        elif not self.open or self.open[-1] != "style":
+            self.words.append(data)
+
+    def data(self) -> Any:
+        return json.JSONDecoder().raw_decode(self.script)[0]
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
+    return report.main()
+
+
+def read(*folders: Path, **how: Any) -> Reader:
+    """Return the page of these runs, read."""
+    runs = [read_run(path, name) for path, name in zip(folders, names_of(list(folders)), strict=True)]
+    found = Reader(page(runs, "Runs", **how))
+    assert not found.open
+    return found
+
+
+def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two", run=1, hidden_size=64)
+    out = tmp_path / "page.html"
+    assert call(monkeypatch, one, two, "-o", out, "--title", "My runs") == 0
+    text = out.read_text()
+    assert not re.search(r"https?://|@import|url\(", text)
+    found = Reader(text)
+    for tag, attributes in found.tags:
+        assert tag not in ("iframe", "object", "embed", "img", "base")
+        assert tag != "script" or "src" not in attributes
+        assert (attributes.get("href") or "data:,").startswith("data:")
+        assert not [name for name in attributes if name.startswith("on")]
+    words = " ".join(found.words)
+    for wanted in ("My runs", "one", "two", "gpt2, 4 layers, hidden 32", "2 = 2 x 1 x 1", "3.2500", "layers 3-6 of 7",
+                   "1.50 GiB", "400.0 ms", "20.0 %", "python pretrain_gpt2.py --lr 1e-3"):  # fmt: skip
+        assert wanted in words, wanted
+    data = found.data()
+    assert [run["name"] for run in data["runs"]] == ["one", "two"]
+    charts = {chart["id"]: chart for chart in data["charts"]}
+    assert {"loss", "loss-tokens", "learning-rate", "grad-norm", "tokens-per-s", "mfu", "bubble", "memory", "data-wait",
+            "work", "layer-norms", "corpora"} == set(charts)  # fmt: skip
+    assert (charts["loss"]["x"], charts["loss-tokens"]["x"]) == ("step", "tokens")
+    assert charts["memory"]["keys"] == ["memory_bytes/stage 0", "memory_bytes/stage 1"]
+    assert data["runs"][0]["columns"]["hours"][-1] == pytest.approx(60 / 3600, rel=1e-4)
+    assert data["runs"][0]["points"]["valid"] == [{"step": 30, "loss": 4.5, "tokens": 30720, "hours": 0.00833333}]
+    marks = {(mark["kind"], mark["step"]): mark["tokens"] for mark in data["runs"][0]["marks"]}
+    assert marks == {("save", 30): 30720, ("start", 20): 20480}
+
+
+def test_text_of_a_run_cannot_act(tmp_path: Path) -> None:
+    evil = "<script>alert(1)<img onerror=x>"
+    folder = make_run(tmp_path / evil, activation="</script><script>alert(2)</script>", note="{{data}}")
+    (folder / "command.txt").write_text("python x </pre></script><script>alert(3)</script> 'a' \"b\" &amp;\n")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record(61, layer_norms={"</script><b>": 1.0})) + "\n")
+    found = read(folder)
+    assert [tag for tag, _ in found.tags].count("script") == 2
+    assert not [tag for tag, _ in found.tags if tag in ("img", "b")]
+    words = " ".join(found.words)
+    assert evil in words and "alert(3)</script> 'a' \"b\" &amp;" in words and '"{{data}}"' in words
+    assert "layer_norms/</script><b>" in found.data()["runs"][0]["columns"]
+    assert "<" not in as_script({"a": "</script><!--"})
+
+
+@pytest.mark.parametrize("name", ["half", "crashed", "empty", "damaged", "old"])
+def test_every_run_has_its_page(name: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / name)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    if name == "half":
+        metrics.write_text("\n".join(lines[:30]) + '\n{"kind":"train","st')
+    elif name == "crashed":
+        metrics.write_text("\n".join(lines[:10]) + "\n" + json.dumps(record(11, loss=None, grad_norm=None)))
+    elif name == "empty":
+        metrics.unlink()
+    elif name == "damaged":
+        metrics.write_text('[1]\n{"step": 1}\n{"kind": "train", "step": "x"}\nnull\n' + lines[0])
+        for file in ("config.json", "stages.json", "versions.json", "starts.jsonl"):
+            (folder / file).write_text('{"a":')
+        (folder / "stability.jsonl").write_text('{"a":')
+    else:
+        for file in ("starts.jsonl", "stages.json"):
+            (folder / file).unlink()
+        few = {"kind": "train", "step": 60, "loss": 2.5, "samples": 480, "step_s": 0.5, "tokens_per_s": 9.0}
+        metrics.write_text(json.dumps(few) + "\n")
+    wanted = {
+        "half": ("at step 30 of 60", "", 30),
+        "crashed": ("loss not finite at step 11", "", 11),
+        "empty": ("no record", "there is no record yet", 0),
+        "damaged": ("at step 1", "config.json cannot be read", 1),
+        "old": ("finished", "", 1),
+    }
+    run = read_run(folder, name)
+    told, note, number = wanted[name]
+    assert state(run) == told and note in " ".join(run.notes)
+    found = read(folder)
+    assert len(found.data()["runs"][0]["columns"].get("loss", [])) == number
+    if name == "old":
+        assert found.data()["runs"][0]["columns"]["tokens"] == [480 * 128]
+        assert dict(zip(HEAD[1:], facts(run), strict=True))["time"] == "0:30"
+
+
+def test_thousands_of_steps_become_few_points_with_every_spike(tmp_path: Path) -> None:
+    records = [{"kind": "train", "step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 30_001)]
+    records[12_345]["loss"], records[23_456]["grad_norm"] = 9.0, 70.0
+    found = thinned(records, 1000)
+    assert 300 < len(found) <= 1000 and [found[0]["step"], found[-1]["step"]] == [1, 30_000]
+    assert {12_346, 23_457} <= {each["step"] for each in found}
+    assert [each["step"] for each in found] == sorted(each["step"] for each in found)
+    assert thinned(records[:1000], 1000) == records[:1000]
+
+
+def test_twenty_runs_fit_on_a_page(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / f"run-{number}", 400, number, hidden_size=number) for number in range(20)]
+    found = read(*folders, limit=100)
+    assert len(found.data()["runs"]) == 20
+    assert sum(1 for tag, attributes in found.tags if tag == "input" and "data-run" in attributes) == 20
+    assert len(found.script) < 2_000_000
+
+
+def test_columns_know_what_is_missing_and_lie_on_lines_between_steps() -> None:
+    rows = [{"step": 1, "loss": 1.23456789}, {"step": 3, "loss": float("nan"), "more": {"a": 2}}, {"step": 5}]
+    found = columns(rows)
+    assert found == {"step": [1, 3, 5], "loss": [1.23457, None, None], "more/a": [None, 2, None]}
+    assert [at_step([1, 3, 5], [10, 30, None], step) for step in (0, 1, 2, 3, 9)] == [10, 10, 20, 30, 30]
+    assert at_step([], [], 3) is None
+
+
+def test_settings_that_differ_are_told_apart_from_those_that_do_not(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / str(size), hidden_size=size), str(size)) for size in (32, 64)]
+    rows = {name: (values, differs) for name, values, differs in compared(runs)}
+    assert rows["model.hidden_size"] == (["32", "64"], True)
+    assert rows["model.num_layers"] == (["4", "4"], False)
+    assert [name for name, (_, differs) in rows.items() if differs] == ["model.hidden_size"]
+    assert rows["version.torch"] == (["2.13.0", "2.13.0"], False)
+
+
+def test_runs_are_named_by_as_much_of_their_path_as_tells_them_apart() -> None:
+    assert names_of([Path("/a/x"), Path("/b/y")]) == ["x", "y"]
+    assert names_of([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
+    assert names_of([Path("/a/x")]) == ["x"]
+
+
+def test_idle_time_of_a_stage_is_what_its_work_leaves_of_the_step(tmp_path: Path) -> None:
+    text = str(stage_table(read_run(make_run(tmp_path / "run"), "run")))
+    assert [f"{share} %" in text for share in ("20.0", "40.0")] == [True, True]  # 0.4 and 0.3 of 0.5 s
+    assert stage_table(read_run(tmp_path, "none")) is None
+
+
+def test_the_pipeline_and_the_slowest_operators_are_on_the_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    write_trace(folder / "trace")
+    config = json.loads((folder / "config.json").read_text())
+    config["parallel"]["pipeline_trace"] = "run/trace"  # from where the run was started
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "profile").mkdir()
+    operators = [{"name": "aten::mm<float>", "calls": 8, "host_us": 6000.0, "device_us": 0.0}]
+    top = {"steps": 2, "ranks": 2, "operators": operators}
+    (folder / "profile" / "top.json").write_text(json.dumps(top))
+    found = read(folder)
+    boxes = [attributes["class"] for tag, attributes in found.tags if tag == "rect"]
+    assert boxes.count("box Forward") == 2 * 2 * 4  # measured and simulated, two stages, four micro-batches
+    words = " ".join(found.words)
+    assert "zb-h1, step 3, 4 micro-batches" in words and "aten::mm<float>" in words and "1.500" in words
+    (folder / "trace" / "trace-rank0.json").write_text("{")
+    assert "The trace cannot be drawn" in " ".join(read(folder).words)
+
+
+def test_what_is_no_run_ends_with_2_and_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "none").mkdir()
+    assert call(monkeypatch, tmp_path / "none", tmp_path / "away") == 2
+    told = capsys.readouterr().err
+    assert "none must be a run folder" in told and "got a folder without one" in told
+    assert "away must be a run folder" in told and "got no folder" in told
+    make_run(tmp_path / "all" / "b"), make_run(tmp_path / "all" / "a")
+    assert call(monkeypatch, tmp_path / "all", "-o", tmp_path / "page.html") == 0
+    assert "2 runs" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, tmp_path / "all", "--points", 0)
+    assert call(monkeypatch, tmp_path / "all", "-o", tmp_path / "no" / "page.html") == 2
+
+
+ACTING = """
+<script>
+const chart = charts[0], told = document.documentElement.dataset;
+const before = chart.lines()[0].y.slice();
+document.getElementById("smoothing").value = "0.5";
+document.getElementById("smoothing").oninput({ target: document.getElementById("smoothing") });
+told.smooth = String(chart.lines()[0].y[1] !== before[1] && chart.lines()[0].y[0] === before[0]);
+document.querySelector("input[data-run='1']").click();
+told.lines = String(chart.lines().length);
+chart.button.click();
+told.log = chart.button.getAttribute("aria-pressed");
+document.getElementById("axis").value = "tokens";
+document.getElementById("axis").onchange({ target: document.getElementById("axis") });
+told.axes = charts.map((each) => each.axis()).slice(0, 3).join();
+chart.point({ offsetX: chart.toX(30), offsetY: 50 });
+told.tip = chart.tip.textContent;
+document.querySelector("button.all-settings").click();
+told.rows = String([...document.querySelectorAll("table.settings tr")].filter((row) => row.offsetHeight).length);
+</script>
+"""
+
+
+def browse(html: Path, anchor: str = "") -> tuple[dict[str, str], list[str]]:
+    """Return what the page has noted of itself in Chromium, and what it said on the console."""
+    assert CHROMIUM is not None
+    words = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --enable-logging=stderr --dump-dom "
+    words += f"--window-size=1400,2400 --virtual-time-budget=2000 --user-data-dir={html.parent / 'browser'}"
+    command = [CHROMIUM, *words.split(), f"{html.as_uri()}{anchor}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    root = next(attributes for tag, attributes in Reader(done.stdout).tags if tag == "html")
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return {name.removeprefix("data-"): value or "" for name, value in root.items()}, console
+
+
+@needs_chromium
+def test_the_page_draws_and_acts_in_a_browser_without_an_error(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name, run=number, hidden_size=32 * number) for number, name in enumerate("<b", 1)]
+    runs = [read_run(path, path.name) for path in folders]
+    text = page(runs, "Runs")
+    (tmp_path / "page.html").write_text(text.replace("</body>", f"{ACTING}</body>"))
+    told, console = browse(tmp_path / "page.html", "#dark")
+    assert not console
+    drawn = len(Reader(text).data()["charts"])
+    assert (told["drawn"], told["theme"]) == (str(drawn), "dark")
+    assert (told["smooth"], told["lines"], told["log"]) == ("true", "1", "true")
+    assert told["axes"] == "step,tokens,tokens"
+    assert told["tip"].startswith("step 30") and "<" in told["tip"]
+    assert told["rows"] == str(1 + len(compared(runs)))
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_an_error_in_the_page_is_seen(tmp_path: Path) -> None:
+    """The test above can fail; and a page without records draws nothing."""
+    folder = make_run(tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    text = page([read_run(folder, "run")], "Runs")
+    (tmp_path / "page.html").write_text(text)
+    told, console = browse(tmp_path / "page.html")
+    assert not console and told["drawn"] == "0"
+    (tmp_path / "page.html").write_text(text.replace("</body>", "<script>nothing.at.all</script></body>"))
+    assert len(browse(tmp_path / "page.html")[1]) == 1

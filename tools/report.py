@@ -1,0 +1,60 @@
+"""Make one HTML page of training runs: curves over each other, what differs, stages, timelines. It fetches nothing.
+
+    python tools/report.py runs/gpt2-20261122-150000 runs/gpt2-20261122-151500
+    python tools/report.py runs -o all.html            # every run in a folder
+
+Runs may be under way, cut off, or without a record yet. Open the page in a browser; docs/seeing.md says what it shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.report_parts.folder import names_of, read_run, run_folders  # noqa: E402
+from tools.report_parts.page import POINTS, page  # noqa: E402
+
+
+def main() -> int:
+    """Write the page that the command line asks for; return the exit code."""
+    flags = parse_args()
+    try:
+        paths = run_folders(flags.runs)
+        runs = [read_run(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
+        title = flags.title or (runs[0].name if len(runs) == 1 else "Training runs")
+        text = page(runs, title, flags.points)
+        flags.out.write_text(text, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{flags.out}: {len(runs)} run{'' if len(runs) == 1 else 's'}, {len(text) / 1e6:.1f} MB")
+    return 0
+
+
+def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a folder of run folders")
+    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default report.html)")
+    parser.add_argument("--title", help="its title (default: the run's name, or Training runs)")
+    parser.add_argument(
+        "--points", type=positive, default=POINTS, metavar="N",
+        help=f"draw about so many points of a curve (default {POINTS}); extremes of loss and norm stay",
+    )  # fmt: skip
+    return parser.parse_args(words)
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
