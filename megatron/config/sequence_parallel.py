@@ -15,10 +15,10 @@ def problems(config: Config) -> Iterator[str]:
     t = parallel.model_parallel_size
     if t == 1:
         yield (
-            "--sequence-parallel cuts the sequence over the tensor ranks, got --model-parallel-size 1. Leave it out, or "
-            "use --model-parallel-size 2 or more"
+            "--sequence-parallel cuts over the tensor ranks, got --model-parallel-size 1. Leave it out, or use "
+            "--model-parallel-size 2 or more"
         )
-    if parallel.partition_activations:
+    if parallel.partition_activations and parallel.checkpoint_activations:
         yield (
             "with --sequence-parallel each tensor rank has 1/t of the inputs of layers anyway, got "
             "--partition-activations too. Leave --partition-activations out"

@@ -24,6 +24,7 @@ from megatron.training.compiled import compile_layers
 from megatron.training.cpu_adam import deepspeed_adam
 from megatron.training.deepspeed_mpu import DeepSpeedMpu
 from megatron.training.engines import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine
+from megatron.training.sequence_parallel import check_sequence_is_cut
 from megatron.training.world import World
 from tds.device import move
 from tds.module import PartitionError
@@ -76,6 +77,7 @@ def build_weights(
     """Return the model, its weights filled by name and where they are trained, and its optimizer. Collective."""
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks)
+    check_sequence_is_cut(module, config.parallel.sequence_parallel)
     fused.use_norms(config, module)
     arrival = arriving.arrival_of(config, module, world, weight_rule(config))
     if arrival is None:
