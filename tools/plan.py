@@ -1,0 +1,117 @@
+"""Plan a run before it is started: which layout is best, what it takes, and what to paste to start it.
+
+    python tools/plan.py --model gpt2 --num-layers 48 --hidden-size 8192 --gpus 512 --gpu h100-80g
+    python tools/plan.py --model t5 --num-layers 24 --hidden-size 2048 --gpus 64 --gpu a100-80g --tokens 300e9
+    python tools/plan.py --fits --model gpt2 --num-layers 48 --hidden-size 8192 --gpus 64 --model-parallel-size 8 \\
+        --batch-size 4 --gas 8
+    python tools/plan.py --calibrate machine.json      # then: --machine machine.json
+
+The flags of the model and of the layout are those of the training (docs/flags.md): what is given of a layout is kept,
+the rest is sought. --fits takes the layout as it is given and says what makes it fit. docs/planner.md tells what is
+reckoned, and how far it is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.errors import ConfigError  # noqa: E402
+from megatron.planner import telling  # noqa: E402
+from megatron.planner.estimate import Planner  # noqa: E402
+from megatron.planner.options import Question, check_flags, make_parser, question  # noqa: E402
+from megatron.planner.remedies import overflow, remedies  # noqa: E402
+from megatron.planner.search import search  # noqa: E402
+
+DOES_NOT_FIT = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what the command line asks; return the exit code: 0, 1 where nothing fits, 2 for flags that cannot be."""
+    parser = make_parser(__doc__ or "")
+    flags, rest = parser.parse_known_args(argv)
+    check_flags(parser, flags, rest)
+    try:
+        if flags.calibrate is not None:
+            return calibrate(parser, flags)
+        asked = question(flags, rest)
+        planner = Planner(asked.config, asked.machine)
+        return fit(planner, asked, flags.json) if asked.layout else rank(planner, asked, flags.json)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def rank(planner: Planner, asked: Question, is_json: bool) -> int:
+    """Print the ranked layouts and all about the first; return 1 where none fits."""
+    found = search(planner, asked.wanted)
+    if is_json:
+        say_json({"layouts": [telling.as_data(one, asked) for one in found.best]}, asked)
+        return 0 if found.best else DOES_NOT_FIT
+    say(telling.opening(asked, planner))
+    if not found.num_candidates:
+        raise ConfigError(
+            f"no layout divides {asked.wanted.world_size} devices and {asked.wanted.global_batch_size} samples with "
+            "these sizes and flags. Change --gpus or --global-batch-size, or give fewer flags of the layout"
+        )
+    if not found.best:
+        say(["", "no layout fits. The one that comes nearest:", ""])
+        if found.smallest is not None:
+            say(telling.details(found.smallest, asked))
+            over = overflow(found.smallest, asked.machine.usable_bytes)
+            say(["", *telling.fitting(asked, over, remedies(planner, found.smallest.layout))])
+        return DOES_NOT_FIT
+    say(["", *telling.ranking(found, asked), "", *telling.details(found.best[0], asked)])
+    say(["", *telling.pasted(found.best[0], asked)])
+    return 0
+
+
+def fit(planner: Planner, asked: Question, is_json: bool) -> int:
+    """Print what the one layout takes, and how to make it fit; return 1 where it does not."""
+    assert asked.layout is not None
+    found = planner.estimate(asked.layout)
+    over = overflow(found, asked.machine.usable_bytes)
+    ways = remedies(planner, asked.layout) if over else []
+    if is_json:
+        told: dict[str, Any] = {"fits": over is None, "layout": telling.as_data(found, asked)}
+        if over is not None:
+            told["overflow"] = vars(over)
+            told["remedies"] = [{"changes": way.changes, **telling.as_data(way.found, asked)} for way in ways]
+        say_json(told, asked)
+    else:
+        say([*telling.opening(asked, planner), "", *telling.details(found, asked), ""])
+        say([*telling.fitting(asked, over, ways), "", *telling.pasted(ways[0].found if ways else found, asked)])
+    return 0 if over is None else DOES_NOT_FIT
+
+
+def calibrate(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
+    """Measure this machine and write it to a file."""
+    from megatron.planner.calibrate import calibrate as measure
+
+    try:
+        machine = measure(flags.ranks or 0, flags.device or "auto", tell=lambda text: say([text], sys.stderr))
+        machine.save(flags.calibrate)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    say([f"{machine.name}: {machine.devices_per_node} ranks, written to {flags.calibrate}", machine.notes])
+    return 0
+
+
+def say(lines: Iterable[str], to: Any = None) -> None:
+    """Print lines."""
+    for line in lines:
+        print(line, file=to)
+
+
+def say_json(told: dict[str, Any], asked: Question) -> None:
+    """Print JSON, with what was assumed."""
+    print(json.dumps({**told, "machine": asked.machine.name, "assumed": asked.assumed}, indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
