@@ -7,7 +7,9 @@
 | the same with more columns out (gathered), or that takes token ids (an embedding) | all | all |
 | cut by columns of the input (``partition_dim`` 1), and as many columns go in | its columns | all |
 
-Of other modules nothing is said here: where the ranks of a tensor group tell different numbers, they hold parts.
+With --sequence-parallel "all" is this rank's rows, of the first tensor; and so is what a module takes and gives that
+has a ``place`` in which the sequence is cut. Of other modules nothing is said here: where the ranks of a tensor group
+tell different numbers, they hold parts.
 """
 
 from __future__ import annotations
@@ -43,14 +45,17 @@ def own_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
     return shard, tuple(weight.shape)
 
 
-def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool) -> Cut | None:
+def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool, index: int = 0) -> Cut | None:
     """Return how ``output`` is cut, None if every rank holds all of it or that is not known.
 
     Args:
         has_ids: the module was given whole numbers.
+        index: number of the output.
     """
     shard, shape = own_shard(module)
-    if shard is None or shard.partition_dim != 0 or has_ids or output.dim() == 0:
+    if shard is None or shard.partition_dim != 0 or has_ids:
+        return _rows(module, output, index)
+    if output.dim() == 0:
         return None
     ways = getattr(module, "num_outputs", 1)
     if ways * output.shape[-1] != shape[0]:
@@ -58,12 +63,29 @@ def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool) -> Cut | 
     return Cut(output.dim() - 1, shard.start // ways, shard.length // ways, shard.global_shape[0] // ways)
 
 
-def input_cut(module: nn.Module, given: torch.Tensor) -> Cut | None:
-    """Return how ``given`` is cut, None if every rank has all of it or that is not known."""
+def input_cut(module: nn.Module, given: torch.Tensor, index: int = 0) -> Cut | None:
+    """Return how ``given``, input number ``index``, is cut, None if every rank has all of it or that is not known."""
     shard, shape = own_shard(module)
-    if shard is None or shard.partition_dim != 1 or given.dim() == 0 or given.shape[-1] != shape[1]:
+    if shard is None or shard.partition_dim != 1:
+        return _rows(module, given, index)
+    if given.dim() == 0 or given.shape[-1] != shape[1]:
         return None
     return Cut(given.dim() - 1, shard.start, shard.length, shard.global_shape[1])
+
+
+def is_share(module: nn.Module, index: int) -> bool:
+    """Return whether the gradient of input number ``index`` is a summand of this rank, which others add to later."""
+    return index in getattr(module, "shares", ())
+
+
+def _rows(module: nn.Module, x: torch.Tensor, index: int) -> Cut | None:
+    """Return the rows of the sequence that ``x`` is, None where the sequence is not cut."""
+    place = getattr(module, "place", None)
+    cuts = getattr(module, "sequence_parallel", False) or getattr(place, "sequence_parallel", False)
+    if not cuts or index or x.dim() < 2 or getattr(module, "gives_whole", False):
+        return None
+    group = module.group if place is None else place.group
+    return Cut(0, group.rank * x.shape[0], x.shape[0], group.size * x.shape[0])
 
 
 def shard_cut(shard: Shard) -> Cut | None:

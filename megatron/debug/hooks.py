@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.debug.cuts import Cut, input_cut, output_cut
+from megatron.debug.cuts import Cut, input_cut, is_share, output_cut
 
 INPUT, OUTPUT, GRAD_OUTPUT, GRAD_INPUT = "input", "output", "grad_output", "grad_input"
 LAST_ONES = 8
@@ -135,7 +135,7 @@ class Watch:
         chunk = self._chunk_at(name, micro_batch, call, is_again)
         if not is_again and next(module.children(), None) is None:
             for index, tensor in tensors_in(args):
-                seen = Seen(name, INPUT, micro_batch, call, index, input_cut(module, tensor), chunk=chunk)
+                seen = Seen(name, INPUT, micro_batch, call, index, input_cut(module, tensor, index), chunk=chunk)
                 self._see(seen, tensor.detach())
         if not torch.is_grad_enabled():
             return None
@@ -143,10 +143,10 @@ class Watch:
 
         def alias(x: torch.Tensor) -> torch.Tensor:
             index = next(numbers)
-            if not x.requires_grad:
+            if not x.requires_grad or is_share(module, index):
                 return x
             view = x.view_as(x)
-            seen = Seen(name, GRAD_INPUT, micro_batch, call, index, input_cut(module, x), chunk=chunk)
+            seen = Seen(name, GRAD_INPUT, micro_batch, call, index, input_cut(module, x, index), chunk=chunk)
             view.register_hook(partial(self._show, seen))
             return view
 
@@ -168,7 +168,7 @@ class Watch:
         chunk = self._chunk_at(name, micro_batch, call, is_again)
         has_ids = any(not tensor.is_floating_point() for tensor in args if isinstance(tensor, torch.Tensor))
         for index, tensor in tensors_in(output):
-            seen = Seen(name, OUTPUT, micro_batch, call, index, output_cut(module, tensor, has_ids), chunk=chunk)
+            seen = Seen(name, OUTPUT, micro_batch, call, index, output_cut(module, tensor, has_ids, index), chunk=chunk)
             if not is_again:
                 self._last.append((name, tensor))
                 self._see(seen, tensor.detach())

@@ -53,12 +53,14 @@ class Transform(nn.Module):
 class NextSentence(nn.Module):
     """Whether the second segment goes on where the first stops, from the first token of a sample.
 
-    Where the sequence is cut the first tensor rank has that token and hands it to the others, which do the same
+    Where the sequence is cut the first tensor rank has that token and hands it to the others, which do the same.
 
     Shapes:
         input  [s, b, h], or this rank's part of it, by ``place``
         output [b, 2], scores of: it does, it is from elsewhere
     """
+
+    gives_whole = True  # for the debugger: what it returns is the same on every rank
 
     def __init__(self, sizes: BertSizes, place: Place) -> None:
         super().__init__()

@@ -95,6 +95,7 @@ class Place:
     def on_part(self, module: Module) -> Module:
         """Return ``module``, whose weights every rank holds whole and applies to its hidden states alone."""
         if self.sequence_parallel:
+            module.place = self  # type: ignore[assignment]
             for parameter in module.parameters():
                 set_partial(parameter)
         return module

@@ -116,6 +116,7 @@ class CrossAttention(Attention):
     def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
         super().__init__(sizes, place, layer, site="cross attention")
         h, width, bias = sizes.hidden_size, sizes.attention_width, sizes.hidden_bias
+        self.shares = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
         self.scale = 1.0 if sizes.is_relative else self.head_size**-0.5
         self.query = ColumnParallelLinear(h, width, bias=bias, **place.cut)
         self.key_value = ColumnParallelLinear(

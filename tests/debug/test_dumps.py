@@ -127,6 +127,26 @@ def test_other_families_agree_in_slices_and_stages(tmp_path: Path, script: Modul
         assert {one.key.index for one, _ in pairs if one.key.name == "layers.1.mlp.up"} == {0, 1}
 
 
+def test_parts_of_the_sequence_are_told_and_agree_with_one_process(one: Path, tmp_path: Path) -> None:
+    """Rows add up as columns do, so that the sketches of parts see what those of the whole see."""
+    dumps.run(tmp_path / "parts", (2, 1, 1), gas=4, extra="--fp64 --sequence-parallel")
+    assert_agree(one, tmp_path / "parts")
+    for name in ("embedding", "layers.0.input_norm", "layers.0.attention.dense", "layers.0", "final_norm"):
+        found = [r for r in read(tmp_path / "parts").records if (r.name, r.what) == (name, "output")]
+        assert {r.cut for r in found} == {Cut(0, 0, 4, 8), Cut(0, 4, 4, 8)}, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("script", [pretrain_llama, pretrain_mpt, pretrain_bert, pretrain_t5], ids=lambda s: s.__name__)
+def test_parts_of_the_sequence_of_other_families_agree(
+    tmp_path: Path, script: ModuleType, layout: tuple[int, int, int]
+) -> None:
+    dumps.run(tmp_path / "one", gas=2, script=script)
+    dumps.run(tmp_path / "parts", layout, gas=4, extra="--fp64 --sequence-parallel", script=script)
+    assert_agree(tmp_path / "one", tmp_path / "parts")
+
+
 def test_what_is_asked_for_alone_is_written_and_read_back(tmp_path: Path) -> None:
     chosen = "--fp64 --debug-dump-tensors --debug-dump-steps 2 --debug-dump-modules ^layers.0.(mlp|input)"
     dumps.run(tmp_path / "some", gas=2, extra=chosen)
