@@ -3,13 +3,11 @@
 | message | bytes on a rank |
 |---|---|
 | sums of gradients over the replicas, ZeRO 0 and 1 | a flat copy of weights below 32 MiB, which share buckets |
-| ... ZeRO 2 and 3 | two buckets |
-| weights of ZeRO 1 and 2 after the update | two buckets |
+| ... ZeRO 2 and 3 | two buckets, or what there is |
 | boundary of stages | one hidden state received ahead and one gradient, and one on its way out |
 | sequence parallelism | the whole input of the product that is running, and its gradient |
 
-The first three are there when the last backward has freed most activations: what counts is by how much they exceed
-these, but two buckets at least.
+The first is there when the last backward has freed most activations: what counts is by how much it exceeds these.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from megatron.cost.memory import Memory, Zero
 
 BUCKET_BYTES = 32 * 2**20
 """``tds.gradients.BUCKET_BYTES``, and those of ``megatron.optim``."""
+CUT_GRADIENTS = 2
+"""The first stage of ZeRO that sums gradients within backward."""
 AHEAD = 3
 """Messages of a boundary: a hidden state and a gradient ahead, and one that leaves."""
 
@@ -43,6 +43,7 @@ class Flying:
         steady = AHEAD * self.message + 2 * self.gathered
         if zero.replicas == 1:
             return replace(memory, buffers=steady)
-        copied = self.small * gradient if zero.stage < 2 else 2 * BUCKET_BYTES
-        buckets = min(copied, 2 * BUCKET_BYTES)
-        return replace(memory, buffers=steady + max(buckets, copied - memory.activations - memory.logits))
+        copied = self.small * gradient
+        if zero.stage >= CUT_GRADIENTS:
+            return replace(memory, buffers=steady + min(copied, 2 * BUCKET_BYTES))
+        return replace(memory, buffers=steady + max(copied - memory.activations - memory.logits, 0))
