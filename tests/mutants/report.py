@@ -1,0 +1,120 @@
+"""Mistakes in what a run writes down of itself, in its profile, and in the page that tools/report.py makes of it."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SEEN = "tests/training/test_seeing.py"
+NORMS = f"{SEEN}::test_norms_of_layers_and_what_was_read_are_the_same_in_every_layout"
+NUMBERS = f"{SEEN}::test_each_number_of_a_record_is_what_the_page_says"
+WANDB = f"{SEEN}::test_wandb_gets_each_number_by_the_step_that_it_is_of"
+PROFILE = "tests/training/test_profile.py"
+PAGE = "tests/tools/test_report.py"
+
+OF_REPORTS = (
+    Mutant(
+        "norms of layers count what tensor ranks share on each",
+        "megatron/training/layer_norms.py",
+        "in optimizer.counted_gradients():",
+        "in optimizer.gradients():",
+        (NORMS,),
+    ),
+    Mutant(
+        "norms of layers are of one stage",
+        "megatron/training/layer_norms.py",
+        "optimizer.gradient_holders), optimizer.model_group)",
+        "optimizer.gradient_holders), optimizer.tensor_group)",
+        (NORMS,),
+    ),
+    Mutant(
+        "norms of layers are of a replica's parts",
+        "megatron/training/layer_norms.py",
+        "all_reduce(all_reduce(squares, optimizer.gradient_holders), optimizer.model_group)",
+        "all_reduce(squares, optimizer.model_group)",
+        (NORMS,),
+    ),
+    Mutant(
+        "tokens of a corpus are its samples",
+        "megatron/training/data_order.py",
+        "{name: tokens_per_sample * samples for",
+        "{name: samples for",
+        (NUMBERS,),
+    ),
+    Mutant(
+        "waits for checkpoints are told again and again",
+        "megatron/training/saves.py",
+        "        stalled_s, self.stalled_s = self.stalled_s, 0.0\n",
+        "        stalled_s = self.stalled_s\n",
+        (f"{SEEN}::test_waits_for_saves_are_told_once",),
+    ),
+    Mutant(
+        "memory is that of rank 0 alone",
+        "megatron/training/of_ranks.py",
+        '    return {f"stage {stage}": join([values[rank] for rank in each]) for stage, each in enumerate(ranks)}\n',
+        '    return {"stage 0": join([values[rank] for rank in ranks[0]])}\n',
+        (NUMBERS,),
+    ),
+    Mutant(
+        "wandb draws over the order of records",
+        "megatron/training/wandb_run.py",
+        '{**numbers, f"{kind}/step": step}',
+        "{**numbers}",
+        (WANDB,),
+    ),
+    Mutant(
+        "a run that goes on is a new one at wandb",
+        "megatron/training/wandb_run.py",
+        "            id=_id_in(folder),\n",
+        "            id=None,\n",
+        (f"{SEEN}::test_a_run_that_goes_on_is_the_same_at_wandb_and_has_the_folders_name",),
+    ),
+    Mutant(
+        "the profile begins a step late",
+        "megatron/training/profiling.py",
+        "        if step + 1 not in self.steps:\n",
+        "        if step not in self.steps:\n",
+        (f"{PROFILE}::test_a_profile_holds_its_steps_of_every_rank_and_changes_no_bit",),
+    ),
+    Mutant(
+        "operators of a profile are those of the last rank",
+        "megatron/training/operators.py",
+        "so_far.calls + calls, so_far.host_us + host_us,",
+        "calls, host_us,",
+        (f"{PROFILE}::test_times_of_ranks_add_up_and_devices_count_first",),
+    ),
+    Mutant(
+        "text of a run is not escaped",
+        "tools/report_parts/markup.py",
+        'Html(escape("" if value is None else str(value)))',
+        'Html("" if value is None else str(value))',
+        (f"{PAGE}::test_text_of_a_run_cannot_act",),
+    ),
+    Mutant(
+        "data can end their script",
+        "tools/report_parts/page.py",
+        '    return text.replace("<", "\\\\u003c").replace(',
+        "    return text.replace(",
+        (f"{PAGE}::test_text_of_a_run_cannot_act",),
+    ),
+    Mutant(
+        "spikes of the norm are thinned away",
+        "tools/report_parts/columns.py",
+        'EXTREMES_OF = ("loss", "grad_norm")',
+        'EXTREMES_OF = ("loss", "learning_rate")',
+        (f"{PAGE}::test_thousands_of_steps_become_few_points_with_every_spike",),
+    ),
+    Mutant(
+        "idle time of a stage leaves its work out",
+        "tools/report_parts/stages.py",
+        "max(1 - work_s / step_s, 0.0)",
+        "max(work_s / step_s, 0.0)",
+        (f"{PAGE}::test_idle_time_of_a_stage_is_what_its_work_leaves_of_the_step",),
+    ),
+    Mutant(
+        "MFU counts the causal half in full",
+        "megatron/cost/gpt2.py",
+        "(6.0 if causal else 12.0) * scores",
+        "12.0 * scores",
+        ("tests/training/test_flops.py::test_flops_are_those_that_torch_counts[gpt2]",),
+    ),
+)
