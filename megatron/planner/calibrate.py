@@ -51,6 +51,7 @@ def calibrate(
     pace: Pace = Pace(),  # noqa: B008 - frozen
     sizes: Sequence[int] = SIZES,
     round_s: float = ROUND_S,
+    threads: int | None = None,
 ) -> Machine:
     """Return this machine as ``ranks`` processes at once find it. No process and no file is left.
 
@@ -59,6 +60,7 @@ def calibrate(
         kind: of the device, as ``--device`` takes it.
         tell: hears what is being measured.
         pace, sizes, round_s: how long to look and at what; the messages' sizes in bytes.
+        threads: of each rank on a CPU; None: the cores shared out.
 
     Raises:
         ValueError: there are not so many devices, or none of this kind.
@@ -74,7 +76,7 @@ def calibrate(
     if load > BUSY * len(os.sched_getaffinity(0)):
         tell(f"the machine has other work (load {load:.1f}): rates will be too low; calibrate when it is idle")
     backend = device.backend(kind) if ranks > 1 else ""
-    run = functools.partial(run_ranks, deadline_s=DEADLINE_S, tell=tell)
+    run = functools.partial(run_ranks, deadline_s=DEADLINE_S, tell=tell, threads=threads)
     found: list[Found] = run(ranks, _measure, dtypes_of(kind), pace, tuple(sizes), round_s, kind=kind, backend=backend)
     link = found[0].link
     if link is None:  # two processes of the host stand in

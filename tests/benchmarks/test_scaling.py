@@ -1,0 +1,150 @@
+"""The scaling study: its layouts, efficiencies and terms are right, and it writes no more than its sections."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scaling
+from benchmarks.plan_parts.training import config_of
+from benchmarks.scaling_parts import measured, page, predicted
+from benchmarks.scaling_parts.measured import MICRO_BATCH, SAMPLES, Point, Scaled, points
+from benchmarks.scaling_parts.predicted import TERMS, Prediction, best, predictions
+from megatron.planner.devices import device
+from megatron.planner.layout import layout_of
+from megatron.stages import bubble
+
+SMALL = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 1024 --seq-length 512 "
+    "--max-position-embeddings 512 --batch-size 1 --gas 1 --attention-dropout 0 --hidden-dropout 0 --data-path none"
+)
+FOUND = predictions(device("h100-80g"), devices=(8, 64, 1024), flags=f"{SMALL} --bf16")
+
+
+def prediction(**others: object) -> Prediction:
+    layout = {"stages": 2, "replicas": 4, "tensor": 1, "schedule": "1f1b", "micro_batches": 4}
+    times = {"seconds": dict.fromkeys(TERMS, 1.0), "closed_s": 6.0, "ideal_s": 1.0, "tokens": 60}
+    given = {"series": "weak", "fits": True, "mfu": 0.5} | layout | times | others
+    return Prediction(**given)  # type: ignore[arg-type]
+
+
+def test_strong_layouts_share_the_samples_and_weak_ones_add_their_own() -> None:
+    for point in points(4):
+        layout = layout_of(config_of(point.case), point.ranks)
+        assert (layout.world_size, layout.micro_batch_size) == (point.ranks, MICRO_BATCH)
+        assert layout.global_batch_size == SAMPLES * (point.ranks if point.series == "weak" else 1), point
+        assert f"tensor {layout.tensor}, stages {layout.pipe}, replicas {layout.data}" == point.name
+    assert points(4)[0].ranks == 1 and len(points(2)) == 1 + 3 + 3 and len(points(4)) == 1 + 7 + 7
+
+
+def test_efficiency_is_by_rank_and_at_most_by_core() -> None:
+    one = Scaled(Point("strong", 1, "", 1, 32), 4.0, 8.0, 0.0, 1000, cores=2)
+    two = Scaled(Point("strong", 2, "", 2, 32), 2.5, 5.0, 0.0, 1000, cores=2)
+    four = replace(two, point=Point("strong", 4, "", 4, 32), step_s=2.0)
+    weak = replace(two, point=Point("weak", 2, "", 2, 64), tokens=2000, step_s=5.0, estimated_s=8.0)
+    assert [each.efficiency(one) for each in (one, two, four, weak)] == [1.0, 0.8, 1.0, 0.8]
+    assert [each.expected(one) for each in (two, weak)] == [0.8, 1.0]
+    lines = measured.table([one, two, weak]).splitlines()
+    assert lines[3] == "| strong | 2 | tensor 1, stages 1, replicas 2 | 32 | 2500 | 400 | 0.80 | 0.80 | 0.0% |"
+
+
+def test_every_layout_has_its_devices_and_both_series_their_micro_batches() -> None:
+    assert {one.devices for one in FOUND} == {8, 64, 1024} and {one.stages for one in FOUND} == {1, 2, 4, 8}
+    for one in FOUND:
+        samples = one.micro_batches * one.replicas
+        assert samples == predicted.STRONG_SAMPLES if one.series == "strong" else one.micro_batches == 64
+    assert len({(one.series, one.devices, one.stages) for one in FOUND}) == len(FOUND)
+
+
+def test_without_messages_the_simulated_bubble_is_the_closed_form() -> None:
+    """Of 1f1b with the pieces' own costs; the mean piece over the step is what computes."""
+    for one in FOUND:
+        if one.stages == 1:
+            assert one.seconds["bubble"] == pytest.approx(0.0, abs=1e-12) and one.seconds["messages"] == 0.0
+        assert one.closed_s == pytest.approx(one.step_s, rel=0.05)
+    pieces = ((1.0, 1.0, 1.0),) * 4
+    step_s = predicted._simulated(pieces, "1f1b", 12, 0.0)
+    assert 1 - 12 * 3.0 / step_s == pytest.approx(bubble(4, 12))
+    assert predicted._simulated(pieces, "zb-h1", 12, 0.0) < step_s < predicted._simulated(pieces, "1f1b", 12, 0.5)
+
+
+def test_the_terms_make_up_the_step_and_shares_their_parts() -> None:
+    for one in FOUND:
+        assert min(one.seconds.values()) >= -1e-9 and set(one.seconds) == set(TERMS)
+        assert sum(one.share(term) for term in TERMS) == pytest.approx(1.0)
+        assert one.efficiency == pytest.approx(one.share("compute"))
+    assert prediction().step_s == 6.0 and prediction().tokens_per_s == 10.0 and prediction().devices == 8
+
+
+def test_strong_scaling_loses_to_the_bubble_and_weak_scaling_does_not() -> None:
+    shares = {
+        series: [one.share("bubble") for one in FOUND if one.series == series and one.stages == 4]
+        for series in ("strong", "weak")
+    }
+    assert shares["strong"] == sorted(shares["strong"]) and shares["strong"][-1] > 3 * shares["strong"][0]
+    assert max(shares["weak"]) - min(shares["weak"]) < 0.02
+
+
+def test_tensor_ranks_add_their_sums_and_take_their_devices() -> None:
+    some = predictions(device("h100-80g"), tensor=2, devices=(8,), flags=f"{SMALL} --bf16")
+    assert {one.devices for one in some} == {8} and {one.stages for one in some} == {1, 2, 4}
+    assert all(one.seconds["tensor"] > 0 for one in some) and not any(one.seconds["tensor"] for one in FOUND)
+
+
+def test_the_fastest_that_fits_stands_for_a_number_of_devices() -> None:
+    slow = prediction(seconds=dict.fromkeys(TERMS, 2.0))
+    large = prediction(fits=False, tokens=600)
+    other = prediction(series="strong", tokens=600)
+    assert best([slow, prediction(), large, other], "weak", 8) == prediction()
+    assert best([large], "weak", 8) is None and "none fits" in predicted.table([large])
+
+
+def test_a_section_is_replaced_between_its_marks_alone() -> None:
+    text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n<!-- y: begin --><!-- y: end -->\n"
+    new = page.replaced(text, "x", "new\n")
+    assert new == text.replace("\nold\n", "\n\nnew\n\n") and page.replaced(new, "x", "new") == new
+    for wrong in ("", text * 2, "<!-- x: end --><!-- x: begin -->"):
+        with pytest.raises(ValueError, match="x: begin"):
+            page.replaced(wrong, "x", "new")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--ranks 3", "--ranks must be 2 or 4, got 3"),
+        ("--predict-only --steps 4 --smoke", "--steps, --smoke would do nothing"),
+        ("--gpu h200 --machine x.json", "give one of the two"),
+        ("--tensor 0 --steps -1", "--tensor must be at least 1, got 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_together(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        scaling.parse_args(line.split())
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def predict_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = functools.partial(predictions, devices=(8,), flags=f"{SMALL} --bf16")
+    monkeypatch.setattr(predicted, "predictions", few)
+
+
+def test_the_prediction_is_written_into_a_copy_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predict_little(monkeypatch)
+    before = scaling.PAGE.read_text(encoding="utf-8")
+    scaling.main(["--predict-only", "--gpu", "a100-80g", "--schedule", "zb-h1", "--out", str(tmp_path)])
+    text = (tmp_path / "scaling.md").read_text(encoding="utf-8")
+    assert "a100-80g, zb-h1, tensor 1" in text and "| weak | 8 |" in text
+    assert (tmp_path / "pictures" / "scaling_predicted.png").stat().st_size > 10_000
+    assert scaling.PAGE.read_text(encoding="utf-8") == before
+
+
+@pytest.mark.slow
+def test_the_measurement_is_written_into_a_copy_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "points", lambda most: [points(2)[0], points(2)[3]])
+    predict_little(monkeypatch)
+    result = scaling.main(["--smoke", "--ranks", "2", "--steps", "2", "--out", str(tmp_path)])
+    assert len(result["measured"]) == 2 and (tmp_path / "pictures" / "scaling_measured.png").exists()
+    assert "| strong | 2 | tensor 1, stages 1, replicas 2 | 32 |" in (tmp_path / "scaling.md").read_text()
