@@ -80,6 +80,10 @@ class Costs(ABC):
         """Return the bytes of the logits and their fp32 softmax."""
 
     @abstractmethod
+    def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
+        """Return the bytes that the logits of micro-batches in flight take: all of them, or a chunk at a time."""
+
+    @abstractmethod
     def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
         """Return the bounds of ``stages * chunks`` pieces; each has a layer at least.
 
@@ -169,7 +173,7 @@ class Costs(ABC):
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             at_work = core if any(units[n].input for start, stop in pieces for n in range(start, stop)) else 0
-            logits = self.logit_bytes(*sizes) if stage == stages - 1 else 0
+            logits = self.loss_bytes(*sizes, forwards=forwards) if stage == stages - 1 else 0
             gathered = self.gathered_parameters(pieces, tensor) if zero.stage == 3 else 0
             memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered)
             if checkpoint_activations:

@@ -29,7 +29,7 @@ def of(config: Any, *, is_on_cpu: bool = False) -> Costs:
 
 
 def _of_gpt2(config: Any, is_on_cpu: bool) -> Costs:
-    return GPT2Costs(config.model, config.batch.seq_length, **_dropout(config, is_on_cpu))
+    return GPT2Costs(config.model, config.batch.seq_length, is_on_cpu=is_on_cpu, **_dropout(config, is_on_cpu))
 
 
 def _of_llama(config: Any, is_on_cpu: bool) -> Costs:
@@ -37,6 +37,7 @@ def _of_llama(config: Any, is_on_cpu: bool) -> Costs:
         config.model,
         config.batch.seq_length,
         num_groups=config.llama.num_query_groups,
+        is_on_cpu=is_on_cpu,
         **_dropout(config, is_on_cpu),
     )
 
@@ -48,6 +49,7 @@ def _of_t5(config: Any, is_on_cpu: bool) -> Costs:
         has_segments=config.t5.has_segments(config.data.reset_attention_mask),
         is_blocked=is_on_cpu and not config.model.attention_dropout,
         mask_bytes=_dropout(config, is_on_cpu)["mask_bytes"],
+        is_on_cpu=is_on_cpu,
     )
 
 
@@ -57,11 +59,14 @@ def _of_mpt(config: Any, is_on_cpu: bool) -> Costs:
         config.batch.seq_length,
         has_segments=config.data.keeps_documents_apart,
         mask_bytes=_dropout(config, is_on_cpu)["mask_bytes"],
+        is_on_cpu=is_on_cpu,
     )
 
 
 def _of_bert(config: Any, is_on_cpu: bool) -> Costs:
-    return BertCosts(config.model, config.batch.seq_length, config.bert, **_dropout(config, is_on_cpu))
+    return BertCosts(
+        config.model, config.batch.seq_length, config.bert, is_on_cpu=is_on_cpu, **_dropout(config, is_on_cpu)
+    )
 
 
 def _dropout(config: Any, is_on_cpu: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from megatron.cost import parts
 from megatron.cost.costs import Costs, Kept, Shared
+from megatron.cost.loss import loss_bytes
 from megatron.cost.parts import ELEMENTWISE, Sizes
 from megatron.cost.work import OPERATIONS, Product, Work, scores
 from megatron.stages import balanced_bounds, layers_in_chunks
@@ -40,6 +41,7 @@ class GPT2Costs(Costs):
     sizes: Sizes
     seq_length: int
     is_fused: bool = field(default=True, kw_only=True)
+    is_on_cpu: bool = field(default=False, kw_only=True, compare=False)
     mask_bytes: int = field(default=1, kw_only=True)
 
     @property
@@ -151,6 +153,10 @@ class GPT2Costs(Costs):
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
         return samples * self.seq_length * -(-parts.vocabulary(self.sizes) // tensor) * (width + 4)
+
+    def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
+        tokens = samples * self.seq_length
+        return loss_bytes(self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
 
     def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
         """As ``Costs`` says; with several chunks by the rule of ``megatron.stages.layers_in_chunks``."""

@@ -16,12 +16,13 @@ table by all layers of its side: each stage that has any of them holds it once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron.cost import parts
 from megatron.cost.costs import Costs, Kept, Shared
 from megatron.cost.cuts import bounds_in_chunks
+from megatron.cost.loss import loss_bytes
 from megatron.cost.parts import ELEMENTWISE, KEPT, Sizes
 from megatron.cost.work import OPERATIONS, Product, Work, scores
 from megatron.stages import T5Units, balanced_bounds, t5_units
@@ -61,6 +62,7 @@ class T5Costs(Costs):
     has_segments: bool = False
     is_blocked: bool = False
     mask_bytes: int = 1
+    is_on_cpu: bool = field(default=False, compare=False)
 
     @property
     def unit_names(self) -> list[str]:
@@ -173,6 +175,10 @@ class T5Costs(Costs):
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
         return samples * self.sides.dec_seq_length * -(-parts.vocabulary(self.sizes) // tensor) * (width + 4)
+
+    def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
+        tokens = samples * self.sides.dec_seq_length
+        return loss_bytes(self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
 
     def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
         """As ``Costs`` says; with ``pipeline_split_rank`` the decoder's embedding is the first unit of that stage."""

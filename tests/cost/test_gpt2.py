@@ -126,7 +126,7 @@ def test_memory_counts_states_activations_in_flight_and_logits():
     layers = bounds[1] - 1
     assert first.activations == 2 * 1024 * 2 * 768 * (34 * layers + 1)  # and the mask of the embedding
     assert last.activations == 1024 * 2 * 768 * (34 * (12 - layers) + 4)  # and what norm and head read
-    assert (first.logits, last.logits) == (0, 1024 * 2 * 50257 * 6)
+    assert (first.logits, last.logits) == (0, SMALL.loss_bytes(2, 1, 2)) and last.logits > 0
     (single,) = SMALL.memory_per_stage([0, 15], dtype="fp32", **common)
     assert states_of(single) == 16 * SMALL.num_parameters
     (short,) = SMALL.memory_per_stage([0, 15], dtype="fp32", checkpoint_activations=True, **common)

@@ -1,0 +1,62 @@
+"""What the loss holds, in bytes, against the tensors that are alive while it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import ModelConfig
+from megatron.cost.loss import loss_bytes
+from megatron.loss_chunks import ELSEWHERE, ON_CPU, WHOLE, tokens_at_once
+from megatron.model.head import head_output
+from megatron.model.loss import model_loss
+from megatron.model.sizes import Place, sizes_from
+from tests.alive import Alive
+
+MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=4096, max_position_embeddings=64)
+TOKENS = 512
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "vocab", "is_on_cpu", "expected"),
+    [
+        (None, 1024, 4096, True, WHOLE),
+        (None, 1025, 4096, True, 205),  # five chunks of one size
+        (None, 2048, 50257, True, ON_CPU),
+        (None, 2048, 50257, False, 2048),
+        (None, 3 * ELSEWHERE, 50257, False, ELSEWHERE),
+        (0, 10**6, 50257, True, WHOLE),
+        (7, 20, 3, False, 7),
+        (100, 20, 3, False, 20),
+        (7, 0, 3, False, WHOLE),
+    ],
+)
+def test_chunks_are_of_one_size_and_none_where_logits_are_few(
+    asked: int | None, tokens: int, vocab: int, is_on_cpu: bool, expected: int
+) -> None:
+    assert tokens_at_once(asked, tokens, vocab, is_on_cpu=is_on_cpu) == expected
+
+
+@pytest.mark.parametrize(("chunk", "dtype"), [(0, torch.float32), (32, torch.float32), (32, torch.bfloat16)])
+def test_the_estimate_is_what_lies_there_at_the_worst_moment(chunk: int, dtype: torch.dtype) -> None:
+    model: Any = replace(MODEL, loss_chunk_tokens=chunk)
+    x, table = (torch.randn(*shape, 16, dtype=dtype, requires_grad=True) for shape in ((TOKENS, 1), (4096,)))
+    labels, mask = torch.zeros(1, TOKENS, dtype=torch.long), torch.ones(1, TOKENS)
+    sizes, place = sizes_from(model), Place()
+    with Alive("cpu") as alive:
+        total, _ = model_loss(head_output(x, table, sizes, place), labels, mask, sizes, place)
+        total.backward()
+    estimate = loss_bytes(model, TOKENS, 1, dtype.itemsize)
+    assert abs(alive.peak - x.nbytes - table.nbytes - estimate) <= 0.03 * estimate, "views of both are seen, too"
+
+
+def test_gradients_wait_for_backward_in_each_micro_batch_in_flight_and_logits_of_chunks_do_not() -> None:
+    chunked, whole = replace(MODEL, loss_chunk_tokens=32), replace(MODEL, loss_chunk_tokens=0)
+    of_chunks, of_whole = (
+        loss_bytes(model, TOKENS, 2, 2, forwards=3) - loss_bytes(model, TOKENS, 2, 2) for model in (chunked, whole)
+    )
+    assert of_chunks == 2 * (TOKENS * 16 * 2 + 2048 * 16 * 4)
+    assert of_whole == 2 * TOKENS * 2048 * 4
