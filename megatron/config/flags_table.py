@@ -121,6 +121,21 @@ MEGATRON_REFUSED = {
     "--exit-on-missing-checkpoint": "a missing checkpoint ends the run with code 3; see --load-if-exists",
     "--fp8-format": "use --bf16",
     "--no-query-key-layer-scaling": "scores are never scaled by layer; leave it out",
+    "--no-pipeline-parallel": "use --pipe-parallel-size 0 or 1",
+    "--dataloader-type": "samples come in one order, which follows from the seed; leave it out",
+    "--no-position-embedding": "models without learned positions are LLaMA (examples/llama) and MPT (examples/mpt)",
+    "--manual-gc": "Python's collector is left as it is; leave it out",
+    "--manual-gc-interval": "Python's collector is left as it is; leave it out",
+    "--log-timers-to-tensorboard": "every number of metrics.jsonl goes to TensorBoard; leave it out",
+    "--log-batch-size-to-tensorboard": "every number of metrics.jsonl goes to TensorBoard; leave it out",
+    "--log-validation-ppl-to-tensorboard": "every number of metrics.jsonl goes to TensorBoard; leave it out",
+    "--log-optimizer-states-to-tensorboard": "use --log-layer-norms, or --debug-dump",
+    "--tensorboard-queue-size": "events are written as they come; leave it out",
+    "--cpu-offloading-num-layers": "use --checkpoint-in-cpu with --checkpoint-activations",
+    "--embed-layernorm": "the embedding has no norm of its own; leave it out",
+    "--abort-on-unmet-fused-kernel-constraints": "there are no hand-written kernels; leave it out",
+    "--universal-checkpoint": "checkpoints load in every layout; leave it out",
+    "--moe-expert-capacity-factor": "the models are dense; leave it out",
 }
 
 REFUSED = {**CPM_REFUSED, **MEGATRON_REFUSED}
