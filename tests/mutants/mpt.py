@@ -88,8 +88,8 @@ MPT = (
     Mutant(
         "a bias outlives its number format",
         "megatron/model/alibi.py",
-        "(causal.shape[-1], causal.dtype, causal.device) != (x.shape[0], x.dtype, x.device)",
-        "causal.shape[-1] != x.shape[0]",
+        "(causal.shape[-1], causal.dtype, causal.device) != (length, x.dtype, x.device)",
+        "causal.shape[-1] != length",
         (KEPT,),
     ),
     Mutant(

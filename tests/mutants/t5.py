@@ -71,9 +71,9 @@ T5 = (
     Mutant(
         "the encoder's output goes on without its gradient",
         "megatron/pipe/t5.py",
-        "return y if self.is_last else (y, memory, *segments)",
-        "return y if self.is_last else (y, memory + 0 * memory.detach(), *segments)"
-        " if self.layer % 2 else (y, memory.detach().requires_grad_(), *segments)",
+        "        return y, self.place.part(memory) if self.is_last_here else memory, *segments\n",
+        "        kept = memory + 0 * memory.detach() if self.layer % 2 else memory.detach().requires_grad_()\n"
+        "        return y, kept, *segments\n",
         ("tests/pipe/test_t5.py::test_the_gradient_of_memory_is_the_sum_over_all_decoder_layers",),
     ),
     Mutant(

@@ -8,8 +8,8 @@ TENSOR = (
     Mutant(
         "column-parallel backward has no all-reduce",
         "megatron/mpu/mappings.py",
-        "        return all_reduce(grads[0].contiguous().clone(), ctx.group), None\n",
-        "        return grads[0], None\n",
+        "    return Underway(x, dist.all_reduce(x, group=group.handle, async_op=True), x)\n",
+        "    return Underway(x, dist.all_reduce(x.clone(), group=group.handle, async_op=True), x)\n",
         (LINEAR,),
     ),
     Mutant(
@@ -25,8 +25,8 @@ TENSOR = (
     Mutant(
         "the row-parallel bias is added on every rank",
         "megatron/mpu/layers.py",
-        "reduce_from_tensor_region(F.linear(x, self.weight), self.group)",
-        "reduce_from_tensor_region(F.linear(x, self.weight, self.bias), self.group)",
+        "leave_tensor_region(F.linear(x, self.weight), self.group",
+        "leave_tensor_region(F.linear(x, self.weight, self.bias), self.group",
         (LINEAR,),
     ),
     Mutant(
