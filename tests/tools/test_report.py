@@ -27,6 +27,13 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium")
 
 
+WANTED = (
+    "My runs", "one", "two", "gpt2, 4 layers, hidden 32", "2 = 2 x 1 x 1", "3.2500", "layers 3-6 of 7", "1.50 GiB",
+    "400.0 ms", "20.0 %", "python pretrain_gpt2.py --lr 1e-3", "torch 2.13.0", "480 samples read",
+)  # fmt: skip
+"""What stands on the page of two made-up runs."""
+
+
 class Reader(HTMLParser):
     """Keeps tags with their attributes, and the text outside of scripts and styles."""
 
@@ -83,8 +90,7 @@ def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path, monkeypatch: pyt
         assert (attributes.get("href") or "data:,").startswith("data:")
         assert not [name for name in attributes if name.startswith("on")]
     words = " ".join(found.words)
-    for wanted in ("My runs", "one", "two", "gpt2, 4 layers, hidden 32", "2 = 2 x 1 x 1", "3.2500", "layers 3-6 of 7",
-                   "1.50 GiB", "400.0 ms", "20.0 %", "python pretrain_gpt2.py --lr 1e-3"):  # fmt: skip
+    for wanted in WANTED:
         assert wanted in words, wanted
     data = found.data()
     assert [run["name"] for run in data["runs"]] == ["one", "two"]

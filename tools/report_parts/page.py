@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.report_parts.charts import chart_data, run_data
+from tools.report_parts.columns import number
 from tools.report_parts.differences import differences
 from tools.report_parts.facts import summary
 from tools.report_parts.folder import RunFolder
@@ -54,7 +55,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[Html]:
         *_of_each(runs, "Stages", "stages", stage_table),
         *_of_each(runs, "Pipeline", "pipeline", timeline),
         *_of_each(runs, "Operators that take longest", "operators", operator_table),
-        *_of_each(runs, "Commands", "commands", _commands),
+        *_of_each(runs, "Commands and versions", "commands", _commands),
     ]
 
 
@@ -66,7 +67,14 @@ def _of_each(runs: Sequence[RunFolder], title: str, name: str, make: Callable[[R
 
 
 def _commands(run: RunFolder) -> Html | None:
-    return tag("pre", "\n".join(run.commands)) if run.commands else None
+    """Return how each start was made, with which versions, and what the run has read."""
+    train = run.of_kind("train")
+    samples = number(train[-1].get("samples")) if train else None
+    told = [f"{name} {value}" for name, value in run.versions.items()]
+    told += [f"{samples:,} samples read"] if samples is not None else []
+    if not told and not run.commands:
+        return None
+    return tag("div", tag("p", ", ".join(told)), tag("pre", "\n".join(run.commands)))
 
 
 def _notes(runs: Sequence[RunFolder]) -> Html:
