@@ -85,7 +85,6 @@ MEGATRON_REFUSED = {
     "--distributed-timeout-minutes": "use --step-timeout, in seconds",
     "--use-distributed-optimizer": _ZERO,
     "--overlap-param-gather": _ZERO,
-    "--sequence-parallel": "activations between the cut layers are whole on every tensor rank; leave it out",
     "--context-parallel-size": "sequences are not cut; leave it out",
     "--standalone-embedding-stage": "stages are balanced by cost: see --partition-method",
     "--decoder-first-pipeline-num-layers": "use --partition-method",
