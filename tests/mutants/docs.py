@@ -81,10 +81,10 @@ DOCS_MISTAKES = (
         (f"{MIGRATION}::test_what_a_refused_flag_is_replaced_by_is_what_its_error_says",),
     ),
     Mutant(
-        "an error of a checkpoint is reworded and the page is not",
-        "megatron/checkpoint/verify.py",
-        " is damaged: ",
-        " is broken: ",
+        "an error is reworded and the page of messages is not",
+        "megatron/checkpoint/opening.py",
+        "the newest checkpoint must verify, none older",
+        "the newest checkpoint has to verify, none older",
         (TROUBLE,),
     ),
     Mutant(
