@@ -1,0 +1,249 @@
+"""Published runs, and what the planner says of them: ``python -m tests.planner.published`` prints the table.
+
+Nothing is tuned for a row: all A100s are one set of numbers, and what a paper does not say is assumed alike for all of
+its rows. Rates are turned into seconds of a step by the paper's own count of FLOPs.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from megatron import cost
+from megatron.config import Config
+from megatron.cost.gpt2 import GPT2Costs
+from megatron.planner.devices import device
+from megatron.planner.estimate import Estimate, Planner
+from megatron.planner.layout import Layout
+
+SC21 = "Narayanan et al. 2021 (SC21), table 1"
+SELECTIVE = "Korthikanti et al. 2022, table 5"
+MT_NLG = "Smith et al. 2022 (MT-NLG 530B), section 3.3"
+BLOOM = "BigScience 2022 (BLOOM 176B), section 3.2.3"
+NEOX = "Black et al. 2022 (GPT-NeoX-20B), section 3"
+LLAMA = "Touvron et al. 2023 (LLaMA 65B), section 2.4"
+LLAMA3 = "Grattafiori et al. 2024 (Llama 3 405B), table 4"
+
+
+BAND = 0.12
+"""Of the step's seconds, for runs of ``CLOSE``."""
+CLOSE = (SC21, SELECTIVE, LLAMA3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of a paper: its model and layout, and how long a step took.
+
+    Args:
+        figure: what the paper says, in its words.
+        step_s: the same as seconds of a step.
+    """
+
+    name: str
+    source: str
+    figure: str
+    step_s: float
+    sizes: tuple[int, int, int, int, int]  # L, h, a, s, v
+    layout: Layout
+    gpu: str = "a100-80g"
+    family: str = "gpt2"
+    more: tuple[tuple[str, Any], ...] = ()
+    is_fused: bool = False
+
+    @property
+    def config(self) -> Config:
+        layers, hidden, heads, length, vocabulary = self.sizes
+        values = {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "seq_length": length,
+            "max_position_embeddings": length,
+            "vocab_size": vocabulary,
+            "hidden_bias": self.family == "gpt2",
+        }
+        return Config.of_values({**values, **dict(self.more)}, family=self.family)
+
+    @cache  # noqa: B019 - a handful of frozen rows
+    def estimate(self) -> Estimate:
+        """Return what the planner says."""
+        costs = cost.of(self.config)
+        assert isinstance(costs, GPT2Costs)
+        return Planner(self.config, device(self.gpu), replace(costs, is_fused=self.is_fused)).estimate(self.layout)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published seconds."""
+        return self.estimate().step_s / self.step_s
+
+    @property
+    def mfu_points(self) -> float:
+        """Predicted less published MFU, in points of a hundred."""
+        found = self.estimate()
+        return 100 * found.mfu * (1 - found.step_s / self.step_s)
+
+
+def megatron_flops(sizes: tuple[int, int, int, int, int], batch: int) -> float:
+    """Return the FLOPs of a step as SC21 counts them, equation 3: all attention, and the forward of full recompute."""
+    layers, h, _, s, v = sizes
+    return 96.0 * batch * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
+
+
+def sc21(name: str, a: int, h: int, layers: int, t: int, p: int, gpus: int, batch: int, tflops: int, micro: int) -> Run:
+    """A row of the weak scaling; chunks and micro-batches are not in the table."""
+    sizes = (layers, h, a, 2048, 51200)
+    d = gpus // t // p
+    return Run(
+        name=name,
+        source=SC21,
+        figure=f"{tflops} TFLOP/s a GPU",
+        step_s=megatron_flops(sizes, batch) / gpus / tflops / 1e12,
+        sizes=sizes,
+        layout=old(tensor=t, pipe=p, data=d, micro_batch_size=micro, num_micro_batches=batch // d // micro),
+    )
+
+
+def selective(
+    name: str, sizes: tuple[int, int, int], p: int, batch: int, micro: int, chunks: int, step_s: float, *, full: bool
+) -> Run:
+    """A row with full recomputation, or with selective recomputation and sequence parallelism."""
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    plain = old(tensor=8, pipe=p, micro_batch_size=micro, num_micro_batches=batch // micro)
+    plain = replace(plain, chunks=chunks, schedule=schedule)
+    layout = plain if full else replace(plain, recompute="selective", sequence_parallel=True)
+    way = "full recompute" if full else "selective, sequence parallel"
+    return Run(
+        name=f"{name}, {way}",
+        source=SELECTIVE,
+        figure=f"{step_s} s",
+        step_s=step_s,
+        sizes=(sizes[0], sizes[1], sizes[2], 2048, 51200),
+        layout=layout,
+    )
+
+
+def old(**how: Any) -> Layout:
+    """A layout of Megatron's before 2023: 16 bits, all recomputed, sums behind nothing."""
+    return Layout(recompute="full", dtype="fp16", overlaps_sums=False, overlaps_tensor=False, **how)
+
+
+_MT = (105, 20480, 128, 2048, 50257)
+_BLOOM = (70, 14336, 112, 2048, 250880)
+_NEOX = (44, 6144, 64, 2048, 50432)
+_65B = (80, 8192, 64, 2048, 32000)
+_405B = (126, 16384, 128, 8192, 128256)
+_LLAMA3_FLOPS = 6.0 * 405e9 * 2048 * 8192
+
+RUNS = (
+    sc21("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137, 8),
+    sc21("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138, 8),
+    sc21("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142, 8),
+    sc21("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135, 8),
+    sc21("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138, 2),
+    sc21("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140, 2),
+    sc21("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148, 1),
+    sc21("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155, 1),
+    sc21("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163, 1),
+    sc21("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 163, 1),
+    selective("22B", (48, 6144, 64), 1, 4, 4, 1, 1.42, full=True),
+    selective("22B", (48, 6144, 64), 1, 4, 4, 1, 1.10, full=False),
+    selective("175B", (96, 12288, 96), 8, 64, 1, 3, 18.13, full=True),
+    selective("175B", (96, 12288, 96), 8, 64, 1, 3, 13.75, full=False),
+    selective("530B", (105, 20480, 128), 35, 280, 1, 3, 49.05, full=True),
+    selective("530B", (105, 20480, 128), 35, 280, 1, 3, 37.83, full=False),
+    selective("1T", (128, 25600, 160), 64, 512, 1, 1, 94.42, full=True),
+    selective("1T", (128, 25600, 160), 64, 512, 1, 1, 71.49, full=False),
+    *(
+        Run(
+            name=f"530B on {gpus} GPUs",
+            source=MT_NLG,
+            figure=f"{step_s} s",
+            step_s=step_s,
+            sizes=_MT,
+            layout=old(tensor=8, pipe=35, data=gpus // 280, num_micro_batches=1920 * 280 // gpus),
+        )
+        for gpus, step_s in ((2240, 60.1), (2800, 50.2), (3360, 44.4))
+    ),
+    Run(
+        name="176B on 384 GPUs",
+        source=BLOOM,
+        figure="150 TFLOP/s a GPU",
+        step_s=megatron_flops(_BLOOM, 2048) / 384 / 150e12,
+        sizes=_BLOOM,
+        layout=replace(
+            old(tensor=4, pipe=12, data=8, micro_batch_size=2, num_micro_batches=128), zero_stage=1, dtype="bf16"
+        ),
+    ),
+    Run(
+        name="20B on 96 GPUs",
+        source=NEOX,
+        figure="117 TFLOP/s a GPU",
+        step_s=megatron_flops(_NEOX, 1536) / 96 / 117e12,
+        sizes=_NEOX,
+        layout=replace(old(tensor=2, pipe=4, data=12, micro_batch_size=4, num_micro_batches=32), zero_stage=1),
+        gpu="a100-40g",
+    ),
+    Run(
+        name="65B on 2048 GPUs",
+        source=LLAMA,
+        figure="380 tokens/s a GPU",
+        step_s=2048 * 2048 / 380 / 2048,
+        sizes=_65B,
+        layout=Layout(  # not told: what the planner finds best
+            tensor=4,
+            pipe=8,
+            data=64,
+            micro_batch_size=2,
+            num_micro_batches=16,
+            chunks=5,
+            schedule="interleaved",
+            sequence_parallel=True,
+        ),
+        family="llama",
+        more=(("ff_hidden_size", 22016), ("num_query_groups", 64)),
+        is_fused=True,
+    ),  # fmt: skip
+    *(
+        Run(
+            name=f"405B on {gpus} GPUs",
+            source=LLAMA3,
+            figure=f"{tflops} TFLOP/s a GPU",
+            step_s=_LLAMA3_FLOPS / gpus / tflops / 1e12,
+            sizes=_405B,
+            layout=Layout(
+                tensor=8,
+                pipe=16,
+                data=gpus // 128,
+                num_micro_batches=2048 * 128 // gpus,
+                chunks=7,
+                schedule="interleaved",
+                zero_stage=1,
+                sequence_parallel=True,
+            ),
+            gpu="h100-80g",
+            family="llama",
+            more=(("ff_hidden_size", 53248), ("num_query_groups", 8)),
+            is_fused=True,
+        )  # fmt: skip
+        for gpus, tflops in ((8192, 430), (16384, 400))
+    ),
+)
+
+
+def table() -> str:
+    """Return the table of docs/planner.md."""
+    rows = ["| source | run | published | step of it, s | predicted, s | predicted / published | MFU, points |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for run in RUNS:
+        found = run.estimate()
+        rows.append(
+            f"| {run.source} | {run.name} | {run.figure} | {run.step_s:.2f} | {found.step_s:.2f} | {run.ratio:.2f} | "
+            f"{run.mfu_points:+.1f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

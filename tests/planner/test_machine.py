@@ -1,0 +1,59 @@
+"""Machines: rates between sides, JSON there and back, known GPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.planner.devices import SHEETS, device
+from megatron.planner.machine import Machine
+
+A100 = device("a100-80g")
+
+
+def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
+    changed = replace(A100, devices_per_node=4, is_cpu=True, reserved_bytes=7)
+    changed.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == changed
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is JSON"),
+        ("[]", '"format"'),
+        ('{"format": "another"}', '"format"'),
+        ('{"format": "megatron-machine 1", "name": "x", "colour": 1}', "colour"),
+        ('{"format": "megatron-machine 1", "name": "x"}', "memory_bytes"),
+    ],
+    ids=["broken", "list", "format", "key", "missing"],
+)
+def test_a_file_that_is_no_machine_is_told(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        Machine.load(tmp_path / "m.json")
+    with pytest.raises(ConfigError, match="--machine needs a file"):
+        Machine.load(tmp_path / "none.json")
+
+
+def test_rates_between_sides_are_linear_in_the_logarithm_of_the_side() -> None:
+    machine = replace(A100, product_flops={"fp32": ((64, 10.0), (256, 30.0))})
+    assert [machine.product_rate("fp32", side) for side in (8, 64, 128, 256, 9999)] == [10, 10, 20, 30, 30]
+    with pytest.raises(ConfigError, match="knows matrix products in fp32, got bf16"):
+        machine.product_rate("bf16", 64)
+
+
+def test_known_gpus_have_the_peaks_of_the_data_sheets_and_reach_less() -> None:
+    for name in SHEETS:
+        machine = device(name)
+        dtype = "fp16"
+        assert 0.4 < machine.product_rate(dtype, 1e5) / machine.peak_flops[dtype] < 1
+        assert 0.85 < machine.usable_bytes / machine.memory_bytes < 1 or "v100" in name or "a100-40g" in name
+        assert json.loads(machine.to_json())["devices_per_node"] == 8
+    assert A100.peak_flops["bf16"] == 312e12
+    with pytest.raises(ConfigError, match="--gpu must be one of .*a100-80g.*, got a1000"):
+        device("a1000")

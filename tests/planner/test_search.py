@@ -1,0 +1,115 @@
+"""The search finds what trying everything finds, looks at little, and scales; remedies make a layout fit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatron.config import Config
+from megatron.planner.devices import device
+from megatron.planner.estimate import Planner
+from megatron.planner.layout import Layout
+from megatron.planner.remedies import changes, overflow, remedies
+from megatron.planner.search import Search, candidates, divisors, least_bytes, lower_bound, search
+
+H100 = device("h100-80g")
+
+
+def config(layers: int, hidden: int, heads: int, family: str = "gpt2", **more: object) -> Config:
+    values = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": 2048}
+    return Config.of_values({**values, "max_position_embeddings": 2048, "vocab_size": 50304, **more}, family=family)
+
+
+SMALL = config(6, 2048, 16)
+TIGHT = replace(H100, memory_bytes=24 * 10**9)
+
+
+@pytest.mark.parametrize("world", [8, 12])
+def test_the_search_finds_what_trying_every_candidate_finds(world: int) -> None:
+    wanted = Search(world_size=world, global_batch_size=2 * world, number=3)
+    planner = Planner(SMALL, TIGHT)
+    best: dict[tuple[int, int], float] = {}
+    for layout in candidates(planner, wanted):
+        one = planner.estimate(layout)
+        assert one.step_s >= lower_bound(planner, layout) * (1 - 1e-9)
+        assert one.most_bytes >= least_bytes(planner, layout) * (1 - 1e-9)
+        grid = layout.tensor, layout.pipe
+        if one.most_bytes <= TIGHT.usable_bytes:
+            best[grid] = min(best.get(grid, 1e9), one.step_s)
+    found = search(planner, wanted)
+    assert [one.step_s for one in found.best] == sorted(best.values())[:3]
+    assert found.num_estimates < found.num_candidates / 3
+
+
+def test_candidates_follow_the_rules_of_the_training() -> None:
+    planner = Planner(SMALL, H100)
+    found = list(candidates(planner, Search(world_size=16, global_batch_size=32)))
+    assert len(found) == len(set(found))
+    for one in found:
+        assert one.world_size == 16 and one.global_batch_size == 32
+        assert one.tensor <= 8 and 16 % one.tensor == 0 and one.pipe * one.chunks <= 6
+        assert one.zero_stage < 2 or one.pipe == 1
+        assert one.zero_stage == 0 or one.data > 1
+        assert (one.chunks > 1) == (one.schedule == "interleaved")
+        assert one.tensor > 1 or not one.sequence_parallel
+    assert {one.zero_stage for one in found} == {0, 1, 2, 3}
+    assert {one.schedule for one in found} == {"1f1b", "zb-h1", "interleaved"}
+    kept = {"tensor": 2, "pipe": 2, "schedule": "gpipe", "zero_stage": 1, "recompute": "full", "micro_batch_size": 2}
+    some = list(candidates(planner, Search(world_size=16, global_batch_size=32, fixed=kept)))
+    assert some and all(getattr(one, name) == value for one in some for name, value in kept.items())
+
+
+def test_heads_of_keys_limit_the_tensor_axis() -> None:
+    planner = Planner(config(6, 2048, 16, "llama", num_query_groups=2, ff_hidden_size=5632), H100)
+    found = candidates(planner, Search(world_size=16, global_batch_size=32))
+    assert {one.tensor for one in found} == {1, 2}
+
+
+def test_the_search_scales_to_a_hundred_thousand_devices() -> None:
+    planner = Planner(config(96, 16384, 128), H100)
+    began = time.process_time()
+    found = search(planner, Search(world_size=100_000, global_batch_size=100_000))
+    assert time.process_time() - began < 20
+    assert found.num_candidates < 20_000 and found.num_estimates < 1_500
+    assert found.best[0].layout.world_size == 100_000 and 0.3 < found.best[0].mfu < 0.65
+
+
+def test_divisors_are_all_of_them() -> None:
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36] and divisors(1) == [1] and divisors(7) == [1, 7]
+
+
+def test_what_does_not_fit_is_named_with_what_makes_it_fit() -> None:
+    planner = Planner(config(24, 4096, 32), replace(H100, memory_bytes=44 * 10**9))
+    layout = Layout(tensor=2, data=4, micro_batch_size=1, num_micro_batches=8)
+    over = overflow(planner.estimate(layout), planner.machine.usable_bytes)
+    assert over is not None and (over.stage, over.part) == (0, "optimizer")
+    memory = planner.memory(layout)[0]
+    assert over.over == memory.total - 40 * 10**9 and over.part_bytes == memory.optimizer
+    ways = remedies(planner, layout)
+    assert [way.found.step_s for way in ways] == sorted(way.found.step_s for way in ways)
+    assert all(way.found.most_bytes <= 40 * 10**9 for way in ways)
+    told = {way.changes for way in ways}
+    assert ("--zero-stage 1",) in told and ("--model-parallel-size 4 --gas 16",) in told
+    assert ways[0].found.layout.global_batch_size == layout.global_batch_size
+    assert overflow(ways[0].found, planner.machine.usable_bytes) is None
+
+
+def test_two_changes_are_made_where_one_is_not_enough() -> None:
+    planner = Planner(config(24, 4096, 32), replace(H100, memory_bytes=20 * 10**9))
+    ways = remedies(planner, Layout(tensor=2, data=4, micro_batch_size=1, num_micro_batches=8))
+    assert ways and all(len(way.changes) == 2 for way in ways)
+    assert remedies(Planner(config(24, 4096, 32), replace(H100, memory_bytes=5 * 10**9)), Layout()) == []
+
+
+def test_changes_keep_to_the_rules_and_to_the_samples_of_a_step() -> None:
+    planner = Planner(SMALL, H100)
+    layout = Layout(tensor=2, pipe=2, data=4, micro_batch_size=4, num_micro_batches=2)
+    found = dict(changes(planner, layout))
+    assert all(one.global_batch_size == 32 and one.world_size == 16 for one in found.values())
+    assert {one.zero_stage for one in found.values()} == {0, 1}
+    assert "--sequence-parallel" in found and "--batch-size 2 --gas 4" in found
+    flat = dict(changes(planner, Layout(data=8, zero_stage=3, num_micro_batches=2)))
+    assert flat["--pipe-parallel-size 2 --gas 4 --zero-stage 1"].zero_stage == 1
+    assert "--offload-parameters" in flat and "--sequence-parallel" not in flat

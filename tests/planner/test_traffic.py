@@ -1,0 +1,75 @@
+"""Messages of a step against the formulas written out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron.config import Config
+from megatron.planner.devices import device
+from megatron.planner.estimate import DATA, PIPELINE, TENSOR, Estimate, Planner
+from megatron.planner.layout import Layout
+from megatron.planner.machine import Link
+from megatron.planner.traffic import Group, Traffic
+
+A100 = replace(device("a100-80g"), intra=Link.of(100e9, 1e-6), inter=Link.of(10e9, 1e-5))
+L, H, S, V = 8, 1024, 512, 8192
+SIZES = {"num_layers": L, "hidden_size": H, "num_attention_heads": 16, "seq_length": S, "vocab_size": V}
+PLANNER = Planner(Config.of_values({**SIZES, "max_position_embeddings": S}), A100)
+
+
+def estimate(**how: object) -> Estimate:
+    return PLANNER.estimate(Layout(**how))  # type: ignore[arg-type]
+
+
+def test_tensor_ranks_sum_four_times_a_layer_and_at_both_ends() -> None:
+    found = estimate(tensor=4, micro_batch_size=2, num_micro_batches=3).traffic[TENSOR]
+    hidden = 2 * S * H * 2
+    small = 3 * 2 * S * 4
+    assert found.bytes == pytest.approx(3 * 2 * 3 / 4 * (hidden * (4 * L + 2) + small))
+    again = estimate(tensor=4, micro_batch_size=2, num_micro_batches=3, recompute="full").traffic[TENSOR]
+    assert again.bytes - found.bytes == pytest.approx(3 * 2 * 3 / 4 * hidden * 2 * L)
+    assert estimate(tensor=1).traffic[TENSOR] == Traffic()
+
+
+def test_a_hidden_state_crosses_each_boundary_there_and_back() -> None:
+    hidden = 2 * S * H * 2
+    found = estimate(pipe=4, micro_batch_size=2, num_micro_batches=8).traffic[PIPELINE]
+    assert found.bytes == 2 * 8 * hidden
+    chunked = estimate(pipe=4, micro_batch_size=2, num_micro_batches=8, chunks=2, schedule="interleaved")
+    assert chunked.traffic[PIPELINE].bytes == 2 * 8 * hidden * 7 / 4
+    cut = estimate(pipe=2, tensor=4, micro_batch_size=2, num_micro_batches=8, sequence_parallel=True)
+    assert cut.traffic[PIPELINE].bytes == 2 * 8 * hidden / 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "of_parameter"), [(0, 2 * 4), (1, 2 * 4 + 2), (2, 3 * 4 + 2), (3, 3 * 4 + 3 * 2 * 2)]
+)
+def test_replicas_sum_gradients_and_gather_weights_as_their_stage_of_zero_says(stage: int, of_parameter: int) -> None:
+    found = estimate(data=8, num_micro_batches=3, zero_stage=stage).traffic[DATA]
+    assert found.bytes == pytest.approx(7 / 8 * of_parameter * PLANNER.costs.num_parameters)
+
+
+def test_a_group_in_a_node_has_its_links_and_one_across_nodes_those_of_the_cards() -> None:
+    assert Group.of(A100, 8, 1).summed(1e9).seconds == pytest.approx(3e-6 + 2 * 7 / 8 * 1e9 / 100e9)
+    assert Group.of(A100, 16, 1).summed(1e9).seconds == pytest.approx(4e-5 + 2 * 15 / 16 * 1e9 / 80e9)
+    assert Group.of(A100, 4, 8).summed(1e9).seconds == pytest.approx(2e-5 + 2 * 3 / 4 * 1e9 / 10e9)
+    assert Group.of(A100, 4, 4).gathered(1e9).seconds == pytest.approx(2e-5 + 3 / 4 * 1e9 / 20e9)
+    slow = replace(A100, intra=Link.of(20e9, 1e-6))
+    assert Group.of(slow, 16, 1).sent(1e9).seconds == pytest.approx(1e-5 + 1e9 / 20e9)
+    assert Group.of(A100, 1, 4).summed(1e9) == Traffic() == Group.of(A100, 1, 4).sent(1e9)
+
+
+def test_sums_hide_behind_the_last_backward_and_those_of_activations_behind_weights() -> None:
+    shown = estimate(data=8, overlaps_sums=False, num_micro_batches=4)
+    hidden = estimate(data=8, num_micro_batches=4)
+    assert shown.traffic[DATA].hidden_s == 0 < hidden.traffic[DATA].hidden_s <= hidden.traffic[DATA].seconds
+    assert hidden.step_s == pytest.approx(shown.step_s - hidden.traffic[DATA].hidden_s)
+    beside, apart = (estimate(tensor=8, micro_batch_size=8, overlaps_tensor=is_on) for is_on in (True, False))
+    assert apart.traffic[TENSOR].hidden_s == 0 < beside.traffic[TENSOR].hidden_s
+    assert beside.traffic[TENSOR].hidden_s <= beside.traffic[TENSOR].seconds / 2 + 1e-9
+    split = estimate(tensor=4, pipe=2, num_micro_batches=8, schedule="zb-h1")
+    assert split.traffic[TENSOR].hidden_s == 0
+    assert math.isclose(sum(beside.parts.values()), beside.step_s)
