@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,6 +36,7 @@ NEEDS = {
             "--contiguous-checkpointing",
         )
     },
+    "--sequence-parallel": ["--model-parallel-size", "2", "--num-attention-heads", "4"],
     "--min-lr": ["--lr", "1"],
     "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
     "--num-attention-heads": ["--kv-hidden-size", "8"],
@@ -71,6 +74,9 @@ NEEDS = {
     "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
     "--prefetch-factor": ["--num-workers", "1"],
     "--fim-spm-rate": ["--fim-rate", "0.5"],
+    **dict.fromkeys(
+        ("--wandb-exp-name", "--wandb-name", "--wandb-save-dir", "--wandb-entity"), ["--wandb-project", "p"]
+    ),
     "--rampup-batch-size": ["--batch-size", "1", "--gas", "8"],
     **{
         flag: ["--train-iters", "0", "--eval-iters", "0", "--dry-run"]
@@ -134,6 +140,7 @@ def some_value(option, folder: Path) -> str:
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
         "debug_dump_steps": "2,5-7",
+        "profile": "2-3",
         "device": "cpu",
     }
     if option.name in chosen:
@@ -165,7 +172,8 @@ def test_a_flag_has_one_class():
 
 
 @pytest.mark.parametrize(("family", "flag"), ACTING)
-def test_an_honoured_flag_changes_its_field(family, flag, tmp_path):
+def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))  # it need not be installed
     option = OURS[flag]
     takes_value = option.kind != "bool" and flag not in option.constants
     words = [flag, some_value(option, tmp_path)] if takes_value else [flag]
