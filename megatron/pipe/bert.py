@@ -6,7 +6,6 @@ Ahead of the head it is what the transform made of the hidden states and, with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from megatron.model.bert_loss import Outputs, bert_loss, whole_outputs
 from megatron.model.last_made import SharedMask
 from megatron.model.sizes import BertSizes, Place
 from megatron.mpu.layers import VocabParallelEmbedding
-from megatron.mpu.topology import Topology
-from megatron.pipe.recompute import stage_recompute
-from megatron.pipe.topology import pipe_topology
+from megatron.pipe.model import ModelPipe
 from tds.boundary import Boundary
 from tds.loss import Weighted
-from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec
+from tds.pipe import LayerSpec, Shared, SharingLayerSpec
 
 Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # hidden states, or hidden states and segments
 
@@ -100,7 +97,7 @@ def boundary_before(layer: int, sizes: BertSizes, has_segments: bool) -> list[Bo
     return [Boundary("hidden states"), *([Boundary("segments", "int")] if has_segments else [])]
 
 
-def random_batch(sizes: BertSizes, shape: tuple[int, int], has_segments: bool) -> tuple[Any, Any]:
+def random_batch(sizes: BertSizes, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:
@@ -113,49 +110,20 @@ def random_batch(sizes: BertSizes, shape: tuple[int, int], has_segments: bool) -
     return (tokens, types, *segments), (tokens, torch.ones(shape), *more)
 
 
-class BertModelPipe(PipelineModule):
-    """BERT over the pipeline stages of ``topology``.
+class BertModelPipe(ModelPipe):
+    """BERT over the pipeline stages of ``topology``; its layers are embedding, layers, transform and head."""
 
-    Args:
-        partition: bounds of the pieces in layers (embedding, layers, transform, head), or the name of a partition
-            method; "profile" times the layers on ``probe``.
-        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
-        has_segments: segments travel with the hidden states.
-        probe: (micro-batch size, sequence length).
-    """
+    layer_classes = (BertLayerPipe,)
 
-    loss_weighting = "tokens"  # for the start table
-
-    def __init__(
-        self,
-        sizes: BertSizes,
-        place: Place,
-        topology: Topology,
-        *,
-        partition: str | list[int] = "parameters",
-        chunks: int = 1,
-        has_segments: bool = False,
-        probe: tuple[int, int] | None = None,
-    ) -> None:
-        self.sizes, self.place, self.has_segments = sizes, place, has_segments
-        profile = {} if probe is None else {"profile_batch": random_batch(sizes, probe, has_segments)}
-        recompute = stage_recompute(self, sizes, place)
-        super().__init__(
-            layer_specs(sizes, place),
-            topology=pipe_topology(topology),
-            loss_fn=self._loss,
-            partition_method=partition,
-            chunks=chunks,
-            activation_checkpoint_interval=recompute.every,
-            activation_checkpoint_func=recompute,
-            **profile,
-        )
+    def _say_what_crosses(self) -> None:
         ends = enumerate(self.parts[1:-1])
-        self.boundary = {piece: boundary_before(end, sizes, has_segments) for piece, end in ends}
+        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in ends}
 
-    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
-        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
-        return any(isinstance(func, BertLayerPipe) for func in funcs)
+    def specs(self) -> list[LayerSpec]:
+        return layer_specs(self.sizes, self.place)
+
+    def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return random_batch(self.sizes, shape, self.has_segments)
 
     def made_output(self, output: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the logits to who asks an evaluation for outputs."""

@@ -19,11 +19,9 @@ from megatron.model.loss import model_loss
 from megatron.model.norm import LayerNorm
 from megatron.model.sizes import Place, Sizes
 from megatron.mpu.layers import VocabParallelEmbedding
-from megatron.mpu.topology import Topology
-from megatron.pipe.recompute import stage_recompute
-from megatron.pipe.topology import pipe_topology
+from megatron.pipe.model import ModelPipe
 from tds.loss import Weighted
-from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from tds.pipe import LayerSpec, TiedLayerSpec
 
 Stream = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, or these with what travels beside them
 
@@ -80,7 +78,7 @@ def _tied_head(sizes: Sizes, place: Place, module: nn.Module, x: torch.Tensor) -
     return head_output(x, module.word.weight, sizes, place)  # type: ignore[union-attr, arg-type]
 
 
-def random_batch(vocab_size: int, shape: tuple[int, int], entering: Sequence[str] = ()) -> tuple[Any, Any]:
+def random_batch(vocab_size: int, shape: tuple[int, ...], entering: Sequence[str] = ()) -> tuple[Any, Any]:
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:
@@ -97,62 +95,27 @@ def random_batch(vocab_size: int, shape: tuple[int, int], entering: Sequence[str
     return (tokens, *[known[name] for name in entering]), (tokens.roll(-1, dims=1), torch.ones(shape))
 
 
-class DecoderPipe(PipelineModule):
-    """A decoder over the pipeline stages of ``topology``; a family gives ``layer_class`` and ``specs``.
+class DecoderPipe(ModelPipe):
+    """A decoder over the pipeline stages of ``topology``; a family gives ``layer_classes`` and ``specs``.
 
-    Args:
-        partition: bounds of the pieces in layers (embedding, transformer layers, norm, head), or the name of a
-            partition method; "profile" times the layers on ``probe``.
-        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
-        has_segments: segment ids travel with the hidden states.
-        probe: (micro-batch size, sequence length).
+    Its layers are embedding, transformer layers, norm and head.
     """
 
-    loss_weighting = "tokens"  # for the start table
-    layer_class: type[nn.Module]
     has_positions = False
 
-    def __init__(
-        self,
-        sizes: Any,
-        place: Place,
-        topology: Topology,
-        *,
-        partition: str | list[int] = "parameters",
-        chunks: int = 1,
-        has_segments: bool = False,
-        probe: tuple[int, int] | None = None,
-    ) -> None:
-        self.sizes, self.place, self.has_segments = sizes, place, has_segments
-        profile = {} if probe is None else {"profile_batch": random_batch(sizes.vocab_size, probe, self.entering)}
-        recompute = stage_recompute(self, sizes, place)
-        super().__init__(
-            self.specs(),
-            topology=pipe_topology(topology),
-            loss_fn=self._loss,
-            partition_method=partition,
-            chunks=chunks,
-            activation_checkpoint_interval=recompute.every,
-            activation_checkpoint_func=recompute,
-            **profile,
-        )
-        beside = has_segments + self.has_positions
+    def _say_what_crosses(self) -> None:
+        beside = self.has_segments + self.has_positions
         self._input_grad = [True, *[False] * beside]
         self._input_type = ["float", *["int"] * beside]
         self._input_pipe_partitioned = [False] * len(self._input_grad)
 
-    def specs(self) -> list[LayerSpec]:
-        """Return embedding, ``num_layers`` transformer layers, final norm and head."""
-        raise NotImplementedError
+    def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return random_batch(self.sizes.vocab_size, shape, self.entering)
 
     @property
     def entering(self) -> list[str]:
         """What the first stage takes behind the tokens."""
         return ["segment_ids"] * self.has_segments + ["position_ids"] * self.has_positions
-
-    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
-        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
-        return any(isinstance(func, self.layer_class) for func in funcs)
 
     def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
         return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))

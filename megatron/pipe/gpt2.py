@@ -49,7 +49,7 @@ def layer_specs(sizes: Sizes, place: Place) -> list[LayerSpec]:
 class GPT2ModelPipe(DecoderPipe):
     """GPT-2 over the pipeline stages of ``topology``; ``Args`` as of ``DecoderPipe``."""
 
-    layer_class = TransformerLayerPipe
+    layer_classes = (TransformerLayerPipe,)
 
     def specs(self) -> list[LayerSpec]:
         return layer_specs(self.sizes, self.place)

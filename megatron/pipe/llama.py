@@ -67,7 +67,7 @@ class LlamaModelPipe(DecoderPipe):
         has_positions: positions travel with the hidden states.
     """
 
-    layer_class = LlamaLayerPipe
+    layer_classes = (LlamaLayerPipe,)
 
     def __init__(
         self, sizes: LlamaSizes, place: Place, topology: Topology, *, has_positions: bool = False, **others: Any

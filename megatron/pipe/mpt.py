@@ -40,7 +40,7 @@ def layer_specs(sizes: MptSizes, place: Place) -> list[LayerSpec]:
 class MptModelPipe(DecoderPipe):
     """MPT over the pipeline stages of ``topology``; ``Args`` as of ``DecoderPipe``."""
 
-    layer_class = MptLayerPipe
+    layer_classes = (MptLayerPipe,)
 
     def specs(self) -> list[LayerSpec]:
         return layer_specs(self.sizes, self.place)

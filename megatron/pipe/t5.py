@@ -17,7 +17,6 @@ biases by all layers of its side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,13 +36,11 @@ from megatron.model.t5 import (
     tied_logits,
 )
 from megatron.mpu.layers import VocabParallelEmbedding
-from megatron.mpu.topology import Topology
-from megatron.pipe.recompute import stage_recompute
-from megatron.pipe.topology import pipe_topology
+from megatron.pipe.model import ModelPipe
 from megatron.stages import t5_units
 from tds.boundary import Boundary
 from tds.loss import Weighted
-from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec
+from tds.pipe import LayerSpec, Shared, SharingLayerSpec
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -187,7 +184,7 @@ def boundary_before(layer: int, sizes: T5Sizes, has_segments: bool) -> list[Boun
     return [Boundary("hidden states"), second, *segments]
 
 
-def random_batch(vocab_size: int, shape: tuple[int, int, int], has_segments: bool) -> tuple[Any, Any]:
+def random_batch(vocab_size: int, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Args:
@@ -200,46 +197,24 @@ def random_batch(vocab_size: int, shape: tuple[int, int, int], has_segments: boo
     return (enc_tokens, dec_tokens, *segments), (dec_tokens.roll(-1, dims=1), torch.ones(b, s_d))
 
 
-class T5ModelPipe(PipelineModule):
+class T5ModelPipe(ModelPipe):
     """T5 over the pipeline stages of ``topology``, which may be cut anywhere.
 
-    Args:
-        partition: bounds of the pieces in layers (embedding, layers and norm of the encoder, then of the decoder,
-            head), or the name of a partition method; "profile" times the layers on ``probe``.
-        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
-        has_segments: ids of documents travel, too; -1 is padding.
-        probe: (micro-batch size, encoder length, decoder length).
+    Its layers are embedding, layers and norm of the encoder, then of the decoder, and the head.
     """
 
-    loss_weighting = "tokens"  # for the start table
+    layer_classes = (EncoderLayerPipe, DecoderLayerPipe)
 
-    def __init__(
-        self,
-        sizes: T5Sizes,
-        place: Place,
-        topology: Topology,
-        *,
-        partition: str | list[int] = "parameters",
-        chunks: int = 1,
-        has_segments: bool = False,
-        probe: tuple[int, int, int] | None = None,
-    ) -> None:
-        self.sizes, self.place, self.has_segments = sizes, place, has_segments
-        profile = {} if probe is None else {"profile_batch": random_batch(sizes.vocab_size, probe, has_segments)}
-        recompute = stage_recompute(self, sizes, place)
-        super().__init__(
-            layer_specs(sizes, place),
-            topology=pipe_topology(topology),
-            loss_fn=self._loss,
-            partition_method=partition,
-            chunks=chunks,
-            activation_checkpoint_interval=recompute.every,
-            activation_checkpoint_func=recompute,
-            **profile,
-        )
+    def _say_what_crosses(self) -> None:
         self._mark_ends_of_pieces()
         ends = enumerate(self.parts[1:-1])
-        self.boundary = {piece: boundary_before(end, sizes, has_segments) for piece, end in ends}
+        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in ends}
+
+    def specs(self) -> list[LayerSpec]:
+        return layer_specs(self.sizes, self.place)
+
+    def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return random_batch(self.sizes.vocab_size, shape, self.has_segments)
 
     def _mark_ends_of_pieces(self) -> None:
         """Tell the layers of the decoder which of them memory enters and leaves this stage by."""
@@ -249,10 +224,6 @@ class T5ModelPipe(PipelineModule):
                 unit = units[layer.layer - self.sizes.enc_layers]
                 layer.is_first_here = unit in (units.start, *self.parts)
                 layer.is_last_here = unit + 1 in self.parts
-
-    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
-        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
-        return any(isinstance(func, (EncoderLayerPipe, DecoderLayerPipe)) for func in funcs)
 
     def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
         return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
