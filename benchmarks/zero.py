@@ -1,0 +1,219 @@
+"""Memory and step of our ZeRO 0 to 3 and offload, beside the formulas and DeepSpeed's own ZeRO, in one run.
+
+    python benchmarks/zero.py --json zero.json
+    python benchmarks/zero.py --dtypes bf16 --stages 1 3 --rounds 3
+
+Every contender is a set of processes, one for each replica, that trains the same GPT of plain ``torch.nn`` from the
+same weights on the same tokens (the first losses must agree). They take turns, in an order that rotates; medians over
+rounds are reported, and ratios within rounds. Bytes are counted in tensors, on the rank that has most: those that are
+kept between two steps, and the most that a step adds (torch's profiler); the formulas are those of --dry-run. On CPUs
+what is offloaded lies in the same memory and counts. A stage of DeepSpeed's that fails is told with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import surroundings  # noqa: E402
+from benchmarks.sizes import GPTSizes  # noqa: E402
+from benchmarks.zero_parts.contenders import Case, Contender, contenders  # noqa: E402
+from benchmarks.zero_parts.formulas import expected  # noqa: E402
+from benchmarks.zero_parts.team import Team  # noqa: E402
+
+SMOKE = "--num-layers 2 --hidden-size 32 --vocab-size 64 --seq-length 16 --rounds 1 --steps 1 --dtypes fp32"
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+"""Of the first losses, as part of them."""
+
+
+@dataclass
+class Record:
+    """What one contender told: seconds a step by round, losses, bytes on the rank that has most, and why it failed.
+
+    Args:
+        expected_kept, expected_added: by the formulas, of ours.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    kept: int = 0
+    added: int = 0
+    expected_kept: int | None = None
+    expected_added: int | None = None
+    failed: str = ""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the benchmark's options."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3], help="default: all")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=["fp32", "bf16"], help="default: both")
+    parser.add_argument("--no-offload", action="store_true", help="leave out the contenders that offload")
+    parser.add_argument("--replicas", type=int, default=2, help="processes of each contender (default: 2)")
+    parser.add_argument("--num-layers", type=int, default=6, help="default: 6")
+    parser.add_argument("--hidden-size", type=int, default=384, help="a multiple of 32 (default: 384)")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="default: 8192")
+    parser.add_argument("--seq-length", type=int, default=256, help="default: 256")
+    parser.add_argument("--batch-size", type=int, default=2, help="samples of a micro-batch (default: 2)")
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a step (default: 2)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender that count (default: 7)")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps in a turn (default: 2)")
+    parser.add_argument("--smoke", action="store_true", help=f"a run of seconds that says nothing: {SMOKE}")
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args([*SMOKE.split(), *words] if "--smoke" in words else words)
+    if min(args.replicas, args.rounds, args.steps, args.micro_batches, args.batch_size, args.num_layers) < 1:
+        parser.error("--replicas, --rounds, --steps, --micro-batches, --batch-size and --num-layers must be at least 1")
+    if args.hidden_size % 32:
+        parser.error(f"--hidden-size must be a multiple of 32, got {args.hidden_size}")
+    return args
+
+
+def case_of(args: argparse.Namespace, dtype: str) -> Case:
+    """Return what is trained in ``dtype``."""
+    sizes = GPTSizes(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.hidden_size // 32,
+        vocab_size=args.vocab_size,
+        seq_length=args.seq_length,
+    )
+    return Case(
+        sizes=sizes,
+        dtype=dtype,
+        batch_size=args.batch_size,
+        num_micro_batches=args.micro_batches,
+        replicas=args.replicas,
+    )
+
+
+def measure(case: Case, args: argparse.Namespace, start_method: str) -> dict[str, Record]:
+    """Let the contenders of one case take their turns; the first warms up and does not count."""
+    records: dict[str, Record] = {}
+    teams: dict[str, Team] = {}
+    threads = max(1, len(os.sched_getaffinity(0)) // case.replicas)
+    try:
+        for contender in contenders(args.stages, not args.no_offload):
+            records[contender.name] = _record(contender, case)
+            teams[contender.name] = Team(contender, case, threads, start_method)
+            _told(teams, records, contender.name, None)
+        for number in range(args.rounds + 1):
+            order = list(teams)
+            shift = number % max(1, len(order))
+            for name in order[shift:] + order[:shift]:
+                answer = _told(teams, records, name, ("steps", number * args.steps, args.steps))
+                if answer:
+                    _note(records[name], answer, args.steps, counts=number > 0)
+        for name in list(teams):
+            held = _told(teams, records, name, ("memory", (args.rounds + 1) * args.steps, 1)) or [(0, 0)]
+            records[name].kept, records[name].added = (max(each) for each in zip(*held, strict=True))
+    finally:
+        for team in teams.values():
+            team.dismiss()
+    check_losses(case, records)
+    return records
+
+
+def _record(contender: Contender, case: Case) -> Record:
+    kept, added = expected(contender, case) if contender.whose == "ours" else (None, None)
+    return Record(expected_kept=kept, expected_added=added)
+
+
+def _told(
+    teams: dict[str, Team], records: dict[str, Record], name: str, order: tuple[str, int, int] | None
+) -> list[Any]:
+    """Return what a team answers to ``order``; a peer's that fails is dismissed, and its record says why.
+
+    Raises:
+        RuntimeError: one of ours has failed.
+    """
+    try:
+        return teams[name].hear() if order is None else teams[name].ask(*order)
+    except RuntimeError as error:
+        if name.startswith("ours"):
+            raise
+        records[name].failed = str(error).strip().splitlines()[-1]
+        teams.pop(name).dismiss()
+        return []
+
+
+def _note(record: Record, answers: list[Any], steps: int, *, counts: bool) -> None:
+    record.losses += answers[0][2]
+    if counts:
+        record.seconds.append(max(seconds for seconds, _, _ in answers) / steps)
+        record.cpu_s.append(sum(cpu_s for _, cpu_s, _ in answers) / steps)
+
+
+def check_losses(case: Case, records: dict[str, Record]) -> None:
+    """Check that all contenders began with the same loss.
+
+    Raises:
+        RuntimeError: they did not: they do not train the same model.
+    """
+    first = {name: record.losses[0] for name, record in records.items() if record.losses}
+    if first and max(first.values()) - min(first.values()) > TOLERANCE[case.dtype] * max(first.values()):
+        raise RuntimeError(f"the first losses of {case.dtype} must agree, got {first}")
+
+
+def ratios(records: dict[str, Record], name: str) -> list[float]:
+    """Return the step of ``name`` over that of DeepSpeed's own of the same kind, by round; none if either has none."""
+    peer = records.get(name.replace("ours", "DeepSpeed"))
+    return [] if peer is None else [mine / its for mine, its in zip(records[name].seconds, peer.seconds, strict=False)]
+
+
+def table(case: Case, records: dict[str, Record]) -> str:
+    """Return the result as lines of text."""
+    sizes = case.sizes
+    lines = [
+        f"{case.dtype}: {sizes.told}, hidden {sizes.hidden_size}, {case.replicas} replicas, {case.num_micro_batches} "
+        f"micro-batches of {case.batch_size} x {sizes.seq_length}",
+        f"  {'contender':22}{'kept MB':>9}{'formula':>9}{'+ a step':>10}{'formula':>9}{'s a step':>10}{'of theirs':>11}"
+        f"{'last loss':>11}",
+    ]
+    for name, record in records.items():
+        if record.failed:
+            lines.append(f"  {name:22}failed: {record.failed}")
+            continue
+        found = ratios(records, name) if name.startswith("ours") else []
+        ratio = f"{statistics.median(found):11.2f}" if found else f"{'':11}"
+        parts = [record.kept, record.expected_kept, record.added, record.expected_added]
+        kept, by_kept, added, by_added = (f"{each / 1e6:.1f}" if each is not None else "" for each in parts)
+        seconds = statistics.median(record.seconds)
+        lines.append(
+            f"  {name:22}{kept:>9}{by_kept:>9}{added:>10}{by_added:>9}{seconds:>10.3f}{ratio}{record.losses[-1]:>11.4f}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None, start_method: str = "fork") -> dict[str, Any]:
+    """Measure, print the tables, write the JSON."""
+    args = parse_args(argv)
+    told: dict[str, Any] = {**surroundings(), "options": {name: str(value) for name, value in vars(args).items()}}
+    told["cases"] = {}
+    for dtype in args.dtypes:
+        case = case_of(args, dtype)
+        records = measure(case, args, start_method)
+        print(table(case, records), flush=True)
+        told["cases"][dtype] = {
+            name: asdict(record) | {"ratios": ratios(records, name) if name.startswith("ours") else []}
+            for name, record in records.items()
+        }
+    if args.json:
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    return told
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The contenders of ``zero.py``: a plain GPT on each replica, trained by our ZeRO or by DeepSpeed's own.
+
+| name | what it is |
+|---|---|
+| ours 0 ... 3 | ``build_engine`` with ``--zero-stage``, as a run does it |
+| DeepSpeed 0 ... 3 | ``deepspeed.initialize`` of the same module with its own ``zero_optimization`` |
+| ... offload | ``--offload-optimizer``, with stage 3 ``--offload-parameters`` too; the keys of the same meaning |
+
+All have the same weights, batches, buckets of 32 MiB, AdamW of torch and no clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.plain_gpt import PlainGPT
+from benchmarks.sizes import GPTSizes
+
+LR, BETAS, EPSILON = 1e-3, (0.9, 0.95), 1e-8
+Step = Callable[[int], float]
+THEIR_BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+BUCKET = 2**23
+"""Numbers of each: 32 MiB of fp32, as ours are. Their own default, 5e8, takes 2 GB of buffers whatever the model."""
+
+
+@dataclass(frozen=True, order=True)
+class Contender:
+    """Whose ZeRO, and how much of it."""
+
+    whose: str
+    stage: int
+    offloads: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.whose} {self.stage}{' offload' if self.offloads else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What all contenders of a case train.
+
+    Args:
+        batch_size: samples of a micro-batch on a replica.
+    """
+
+    sizes: GPTSizes
+    dtype: str
+    batch_size: int
+    num_micro_batches: int
+    replicas: int
+
+    def batch(self, replica: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and labels [b, s], other ones on each replica."""
+        number = (step * self.num_micro_batches + micro_batch) * self.replicas + replica
+        text = self.sizes.batch(self.batch_size, number)["text"]
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def contenders(stages: list[int], offload: bool) -> list[Contender]:
+    """Return ours and DeepSpeed's of each stage, then those that offload; its stage 0 has nothing to offload."""
+    found = [Contender(whose, stage) for stage in stages for whose in ("ours", "DeepSpeed")]
+    if offload:
+        found += [Contender(whose, stage, True) for stage in stages if stage > 0 for whose in ("ours", "DeepSpeed")]
+    return found
+
+
+def build(contender: Contender, case: Case, rank: int) -> Step:
+    """Return a step of ``contender`` on this replica: its number to its loss here. Collective."""
+    return (_ours if contender.whose == "ours" else _theirs)(contender, case, rank)
+
+
+def _model(case: Case) -> PlainGPT:
+    torch.manual_seed(0)
+    model = PlainGPT(case.sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+    return model
+
+
+def config_of(contender: Contender, case: Case) -> Any:
+    """Return the configuration of ours as a user's flags give it."""
+    from megatron.config import parse
+
+    sizes = case.sizes
+    line = (
+        f"--num-layers {sizes.num_layers} --hidden-size {sizes.hidden_size} --num-attention-heads "
+        f"{sizes.num_attention_heads} --seq-length {sizes.seq_length} --max-position-embeddings {sizes.seq_length} "
+        f"--hidden-bias --data-path none --device cpu --batch-size {case.batch_size} --gas {case.num_micro_batches} "
+        f"--{case.dtype} --zero-stage {contender.stage} --lr {LR} --weight-decay 0 --clip-grad 0 --adam-beta1 "
+        f"{BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPSILON}"
+    )
+    if contender.offloads:
+        line += " --offload-optimizer" + " --offload-parameters" * (contender.stage == 3)
+    return parse(line.split(), world_size=case.replicas).with_vocab(sizes.vocab_size)
+
+
+def _ours(contender: Contender, case: Case, rank: int) -> Step:
+    from megatron.training import arguments, world
+    from megatron.training.assembly import build_engine, make_streams
+    from megatron.training.stand_in import stand_in_tokenizer
+
+    config = config_of(contender, case)
+    here = world.start(config)
+    streams = make_streams(config, here)
+    arguments.set_current(config, stand_in_tokenizer(config), streams)
+
+    def forward_step(data: Iterator[Any], module: Any) -> Any:
+        return module(*next(data)), {}
+
+    engine = build_engine(config, here, streams, lambda: _model(case), forward_step)
+
+    def step(number: int) -> float:
+        batches = (case.batch(rank, number, each) for each in range(case.num_micro_batches))
+        return engine.train_step(batches, number).loss
+
+    return step
+
+
+def deepspeed_config(contender: Contender, case: Case) -> dict[str, Any]:
+    """Return DeepSpeed's JSON for its own ZeRO."""
+    zero: dict[str, Any] = {"stage": contender.stage, **dict.fromkeys(THEIR_BUCKETS, BUCKET)}
+    if contender.offloads:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if contender.stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": case.batch_size,
+        "gradient_accumulation_steps": case.num_micro_batches,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **({"bf16": {"enabled": True}} if case.dtype == "bf16" else {}),
+    }
+
+
+def _theirs(contender: Contender, case: Case, rank: int) -> Step:
+    import deepspeed
+
+    import tds
+
+    tds.quiet()
+    model = _model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPSILON, weight_decay=0.0, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(contender, case))
+
+    def step(number: int) -> float:
+        total = torch.zeros(())
+        for each in range(case.num_micro_batches):
+            loss = engine(*case.batch(rank, number, each))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float() / case.num_micro_batches
+        torch.distributed.all_reduce(total)
+        return float(total) / case.replicas
+
+    return step
