@@ -270,7 +270,9 @@ def test_the_vocabulary_of_a_bert_folder_is_imported_with_its_case(convert: Run,
     again = tokenizer.build(tokenizer_path=tmp_path / "again")
     assert again.encode("the lamps The灯") == [5, 6, 8, 1, 7]
     told = convert("import", "--input", tmp_path / "again", "--output", tmp_path / "last")[1]
-    assert "--tokenizer-type TokenizersJSON" in told or "BertWordPiece" not in told
+    assert f"--tokenizer-path {tmp_path}/last/tokenizer" in told and "BertWordPiece" not in told, (
+        "tokenizer.json goes first"
+    )
 
 
 def t5_pieces() -> bytes:

@@ -1,0 +1,128 @@
+"""Mistakes in what a fresh start may change, in weights that come one by one, and in what a BERT folder brings."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+FIT = "tests/checkpoint/test_compare.py::test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on"
+TOLD = "tests/training/test_resume_rules.py::test_each_warned_setting_is_told_with_both_values"
+BERT = "tests/tools/test_convert_hf.py::test_the_vocabulary_of_a_bert_folder_is_imported_with_its_case"
+ARRIVAL = "tests/optim/test_arrival.py"
+DEVICE = f"{ARRIVAL}::test_the_device_gets_the_parts_and_never_a_whole_weight[fp32]"
+ONCE = f"{ARRIVAL}::test_weights_are_filled_once_before_they_are_cut"
+OTHERS = f"{ARRIVAL}::test_other_stages_let_weights_lie_where_they_are"
+ARRIVING = "tests/training/test_arriving.py"
+WHOLE = f"{ARRIVING}::test_no_rank_ever_holds_more_than_its_parts_and_the_largest_unit"
+SAME = f"{ARRIVING}::test_every_weight_is_that_of_the_other_stages[3]"
+UNSET = f"{ARRIVING}::test_an_unset_weight_has_no_memory_until_it_is_filled"
+
+LEFTOVERS = (
+    Mutant(
+        "a fresh start may not change the reach of T5's relative positions",
+        "megatron/config/t5.py",
+        '    REFITTED: ClassVar = ("relative_attention_max_distance",)\n',
+        "    REFITTED: ClassVar = ()\n",
+        (FIT,),
+        refuses=True,
+    ),
+    Mutant(
+        "a fresh start may change the rows of T5's relative positions",
+        "megatron/config/t5.py",
+        '    REFITTED: ClassVar = ("relative_attention_max_distance",)\n',
+        '    REFITTED: ClassVar = ("relative_attention_num_buckets",)\n',
+        (FIT,),
+        refuses=True,
+    ),
+    Mutant(
+        "vocab.txt stays behind",
+        "megatron/checkpoint/hf/tokens.py",
+        "_COPIED = (JSON, VOCAB_TEXT, SPIECE,",
+        "_COPIED = (JSON, SPIECE,",
+        (BERT,),
+    ),
+    Mutant(
+        "the case of a BERT's vocabulary stays behind",
+        "megatron/checkpoint/hf/tokens.py",
+        'VOCAB, MERGES, SETTINGS, "special_tokens_map.json"',
+        'VOCAB, MERGES, "special_tokens_map.json"',
+        (BERT,),
+    ),
+    Mutant(
+        "vocab.txt is read as another kind",
+        "megatron/checkpoint/hf/tokens.py",
+        '        return {"tokenizer_type": "BertWordPiece", "tokenizer_path": str(place)}\n',
+        '        return {"tokenizer_type": "CPM2", "tokenizer_path": str(place)}\n',
+        (BERT,),
+    ),
+    Mutant(
+        "whole weights are brought to the device",
+        "megatron/optim/masters.py",
+        "self._arrival.come(parameter, is_cut=cut is not None)",
+        "self._arrival.come(parameter, is_cut=False)",
+        (DEVICE,),
+    ),
+    Mutant(
+        "whole weights stay where they were filled",
+        "megatron/optim/masters.py",
+        "                self._arrival.leave(parameter)\n",
+        "                pass\n",
+        (DEVICE, ONCE),
+    ),
+    Mutant(
+        "masters are made before their weight is filled",
+        "megatron/optim/arrival.py",
+        "        self.fill(parameter)\n",
+        "",
+        (ONCE,),
+    ),
+    Mutant(
+        "weights of ZeRO 1 are asked to come",
+        "megatron/optim/masters.py",
+        "self._arrival = arrival if self._has_homes else None",
+        "self._arrival = arrival",
+        (OTHERS,),
+        refuses=True,
+    ),
+    Mutant(
+        "the host holds all weights at once",
+        "megatron/mpu/unset.py",
+        "            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)\n",
+        "            pass\n",
+        (UNSET,),
+    ),
+    Mutant(
+        "weights that are built later have no memory either",
+        "megatron/mpu/unset.py",
+        "        hook.remove()\n",
+        "        pass\n",
+        (UNSET,),
+    ),
+    Mutant(
+        "each replica keeps what it has drawn itself",
+        "megatron/training/arriving.py",
+        "        dist.broadcast(sent, group.ranks[0], group=group.handle)\n",
+        "",
+        (SAME,),
+    ),
+    Mutant(
+        "the last values that are sent are lost",
+        "megatron/training/arriving.py",
+        "    for chunk in flat.view(torch.uint8).split(CHUNK_BYTES):\n",
+        "    for chunk in flat.view(torch.uint8).split(CHUNK_BYTES)[:-1]:\n",
+        (SAME,),
+    ),
+    Mutant(
+        "frozen weights stay unset",
+        "megatron/training/assembly.py",
+        "    if arrival is not None:\n        put_in_place(config, module, world)",
+        "    if False:\n        put_in_place(config, module, world)",
+        (SAME,),
+    ),
+    Mutant(
+        "the model is filled and moved whole ahead of ZeRO 3",
+        "megatron/training/assembly.py",
+        "    if arrival is None:\n        put_in_place(config, module, world)\n",
+        "    put_in_place(config, module, world)\n",
+        (WHOLE,),
+    ),
+)
