@@ -7,6 +7,7 @@ because ``labels=`` would cast them to fp32.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ KINDS = [
     ("fp32", True, "sdpa"),
     ("fp32", False, "eager"),
 ]
+CUT = KINDS[1]
 
 
 def is_trained(kind) -> bool:
@@ -91,10 +93,15 @@ def ours(rank, size):
     return {kind: one(whole_world(rank, size), kind) for kind in KINDS}
 
 
-def one(group, kind):
+def ours_of_parts(rank, size):
+    """Return the same of one kind with the sequence cut over the ranks."""
+    return one(whole_world(rank, size), CUT, cuts=True)
+
+
+def one(group, kind, cuts=False):
     config, before, *_ = reference(kind)
     sizes = sizes_from(None, **model_fields(config), kv_hidden_size=config.n_embd // config.n_head)
-    model = GPT2Model(sizes, place_of(group)).to(DTYPES[kind[0]])
+    model = GPT2Model(sizes, replace(place_of(group), sequence_parallel=cuts)).to(DTYPES[kind[0]])
     weights = to_ours(before, HEADS)
     assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
@@ -102,12 +109,14 @@ def one(group, kind):
         fill(parameter, weights[name])
     with torch.no_grad():
         logits = model(text(0)[0], torch.arange(SEQ).expand(BATCH, SEQ))
+    optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=DTYPES[kind[0]], tensor=group)
     loss = our_loss(model, 0)
     loss.backward()
+    optimizer.sum_partial_gradients()
     gradients = gradients_of(model)
     if is_trained(kind):
-        model.zero_grad()
-        train(model)
+        optimizer.zero_grad()
+        train(model, optimizer)
     after = {name: (shard_of(p), p.detach()) for name, p in model.named_parameters()}
     return logits, loss.item(), gradients, after
 
@@ -119,8 +128,7 @@ def our_loss(model, step):
     return total / count
 
 
-def train(model):
-    optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=torch.float64)
+def train(model, optimizer):
     for step in range(STEPS):
         our_loss(model, step).backward()
         optimizer.step()
@@ -144,8 +152,16 @@ def theirs(parts, names):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]} {'tied' if kind[1] else 'untied'} {kind[2]}")
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind, size):
+    check_equal(kind, seen(size)[kind])
+
+
+def test_the_same_weights_give_the_same_with_the_sequence_cut_over_two_ranks():
+    reference(CUT)
+    check_equal(CUT, run_ranks(2, ours_of_parts, 2))
+
+
+def check_equal(kind, ranks):
     _, before, logits, loss, gradients, after = reference(kind)
-    ranks = seen(size)[kind]
     together = torch.cat([rank[0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
     observed = [(together - logits).abs().max().item() / logits.abs().max().item()]
     observed.append(max(abs(rank[1] - loss) / loss for rank in ranks))
@@ -155,6 +171,8 @@ def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind, size):
         moved, _ = worst_relative(theirs([rank[3] for rank in ranks], after), after)
         observed.append(moved)
         assert all(torch.linalg.vector_norm(after[n] - before[n]) > 1e-3 * before[n].norm() for n in after), "it trains"
-    print(f"t={size} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", ALLOWED[kind[0]], where)
+    print(
+        f"t={len(ranks)} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", ALLOWED[kind[0]], where
+    )
     for what, value, allowed in zip(("logits", "loss", where, "weights"), observed, ALLOWED[kind[0]], strict=False):
         assert value <= allowed, what

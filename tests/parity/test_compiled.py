@@ -71,10 +71,11 @@ def test_compiled_layers_in_a_pipeline_give_the_bits_of_one_process(extra: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipe"), [(2, 1), (2, 2)])
-def test_compiled_layers_on_tensor_ranks_equal_plain_ones(tensor: int, pipe: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", ["--partition-activations", "--sequence-parallel"])
+def test_compiled_layers_on_tensor_ranks_equal_plain_ones(tensor: int, pipe: int, cut: str, tmp_path: Path) -> None:
     micro, gas = batches(1, 4)
     plain = serial(micro, gas, "--fp64", steps=STEPS)
-    found = compare(plain, compiled(tensor, pipe, f"--fp64 {WAITING} --partition-activations", "aot_eager", tmp_path))
+    found = compare(plain, compiled(tensor, pipe, f"--fp64 {WAITING} {cut}", "aot_eager", tmp_path))
     assert found.loss <= 1e-12 and found.gradient <= 1e-11 and found.norm <= 1e-12, found
 
 

@@ -24,7 +24,7 @@ FAMILIES = {
     "llama": (llama_runs.RUNS, list(llama_runs.VARIANTS.values())),
     "mpt": (mpt_runs.RUNS, list(mpt_runs.VARIANTS.values())),
     "bert": (bert_runs.RUNS, [each.removeprefix("--fp64") for each in bert_runs.VARIANTS.values()]),
-    "t5": (t5_runs.RUNS, [f"{each} --dec-seq-length 12" for each in t5_runs.VARIANTS.values()]),
+    "t5": (t5_runs.RUNS, [f"{each} --dec-seq-length 16" for each in t5_runs.VARIANTS.values()]),
 }
 
 
@@ -87,7 +87,7 @@ def test_every_schedule(schedule: str, extra: str) -> None:
 @pytest.mark.parametrize("schedule", [*OTHERS[:3], "--pipeline-split-rank 1"])
 @pytest.mark.parametrize("variant", t5_runs.VARIANTS)
 def test_every_schedule_of_t5(variant: str, schedule: str) -> None:
-    extra = f"--fp64 {t5_runs.VARIANTS[variant]} --dec-seq-length 12"
+    extra = f"--fp64 {t5_runs.VARIANTS[variant]} --dec-seq-length 16"
     check_fp64(t5_runs.RUNS.difference(2, 2, 1, extra, 3, f"{SEQUENCE} {schedule}"))
 
 
