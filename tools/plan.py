@@ -34,9 +34,7 @@ DOES_NOT_FIT = 1
 
 def main(argv: list[str] | None = None) -> int:
     """Do what the command line asks; return the exit code: 0, 1 where nothing fits, 2 for flags that cannot be."""
-    parser = make_parser(__doc__ or "")
-    flags, rest = parser.parse_known_args(argv)
-    check_flags(parser, flags, rest)
+    parser, flags, rest = read_flags(argv)
     try:
         if flags.calibrate is not None:
             return calibrate(parser, flags)
@@ -45,6 +43,25 @@ def main(argv: list[str] | None = None) -> int:
         return fit(planner, asked, flags.json) if asked.layout else rank(planner, asked, flags.json)
     except ConfigError as error:
         parser.error(str(error))
+
+
+def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
+    """Return the parser, the planner's flags, and those of the training; ends with code 2 if they do not go together."""
+    parser = make_parser(__doc__ or "")
+    flags, rest = parser.parse_known_args(argv)
+    check_flags(parser, flags, rest)
+    return parser, flags, rest
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the planner's flags of a command line that can be planned; those of the training are checked, too."""
+    parser, flags, rest = read_flags(argv)
+    try:
+        if flags.calibrate is None:
+            question(flags, rest)
+    except ConfigError as error:
+        parser.error(str(error))
+    return flags
 
 
 def rank(planner: Planner, asked: Question, is_json: bool) -> int:

@@ -173,7 +173,8 @@ class Costs(ABC):
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             at_work = core if any(units[n].input for start, stop in pieces for n in range(start, stop)) else 0
-            logits = self.loss_bytes(*sizes, forwards=forwards) if stage == stages - 1 else 0
+            losses = in_flight(stages, num_micro_batches, schedule, 1, stage)  # the head is in one chunk
+            logits = self.loss_bytes(*sizes, forwards=losses) if stage == stages - 1 else 0
             gathered = self.gathered_parameters(pieces, tensor) if zero.stage == 3 else 0
             memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered)
             if checkpoint_activations:

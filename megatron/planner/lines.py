@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from megatron.config.option import RUN_SCRIPTS
+from megatron.config.config import all_options
+from megatron.config.option import RUN_SCRIPTS, Option
+from megatron.config.scan import scan
 from megatron.planner.layout import Layout
 from megatron.stages import MANY_CHUNKS, ONE_CHUNK
 
@@ -17,6 +19,14 @@ RECIPE = {
     "bert": (),
 }
 """Family -> what its run script says of the model where the user does not: plans begin with the same."""
+
+TOLD = {
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "enc_seq_length", "dec_seq_length",
+    "model_parallel_size", "pipe_parallel_size", "pipeline_chunks", "pipeline_schedule", "batch_size", "gas",
+    "requested_global_batch_size", "zero_stage", "sequence_parallel", "checkpoint_activations", "recompute_granularity",
+    "offload_optimizer", "offload_parameters", "dtype", "dry_run",
+}  # fmt: skip
+"""Fields that are among the variables or said of the layout."""
 
 
 def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, int]:
@@ -63,27 +73,30 @@ def flags(config: Any, layout: Layout) -> list[str]:
     words += ["--sequence-parallel"] * layout.sequence_parallel
     words += ["--offload-optimizer"] * layout.offload_optimizer
     words += ["--offload-parameters"] * layout.offload_parameters
-    return words + model_flags(config)
+    return words + given_flags(config)
 
 
-def model_flags(config: Any) -> list[str]:
-    """Return the flags of the model that differ from what follows from the variables."""
-    model, own, words = config.model, config.own, []
-    if config.is_t5 and own.enc_layers != own.dec_layers:
-        words += ["--enc-layers", str(own.enc_layers), "--dec-layers", str(own.dec_layers)]
-    if model.kv_hidden_size * model.num_attention_heads != model.hidden_size:
-        words += ["--kv-hidden-size", str(model.kv_hidden_size)]
-    if config.family != "llama" and model.ff_hidden_size != 4 * model.hidden_size:
-        words += ["--ff-hidden-size", str(model.ff_hidden_size)]
-    given = {"activation": "--activation", "vocab_size": "--vocab-size", "optimizer": "--optimizer"}
-    values = {"activation": model.activation, "vocab_size": model.vocab_size, "optimizer": config.optimizer.optimizer}
-    for name, flag in given.items():
-        if name in config.given:
-            words += [flag, str(values[name])]
-    switches = {"untie_embeddings": "--untie-embeddings-and-output-weights", "hidden_bias": "--hidden-bias"}
-    recipe = RECIPE[config.family]
-    words += [flag for name, flag in switches.items() if name in config.given and flag not in recipe]
+def given_flags(config: Any) -> list[str]:
+    """Return the flags that were given and are told neither by variables nor by the layout."""
+    told = TOLD | ({"num_query_groups", "ff_hidden_size"} if config.family == "llama" else set())
+    if config.is_t5 and config.own.enc_layers == config.own.dec_layers:
+        told |= {"enc_layers", "dec_layers"}
+    recipe, words = scan(RECIPE[config.family], (), config.family).values, []
+    sections = config.sections()
+    for section, option in all_options():
+        if section in sections and option.name in config.given and option.name not in told:
+            value = getattr(sections[section], option.name)
+            if recipe.get(option.name) != value:
+                words += _spelled(option, value)
     return words
+
+
+def _spelled(option: Option, value: Any) -> list[str]:
+    """Return the words that give ``value`` to the field of ``option``."""
+    constant = [flag for flag, stands_for in option.constants.items() if stands_for == value]
+    if constant or value is True:
+        return [constant[0] if constant else option.flag]
+    return [] if value is False else [option.flag, str(value)]
 
 
 def lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:

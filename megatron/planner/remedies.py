@@ -106,7 +106,8 @@ def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
     model, own = planner.config.model, planner.config.own
     cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, planner.machine.devices_per_node]
     tensor = layout.tensor * HALF
-    if all(size % tensor == 0 for size in [*cut, getattr(own, "num_query_groups", tensor)]):
+    is_whole = all(size % tensor == 0 for size in [*cut, getattr(own, "num_query_groups", tensor)])
+    if is_whole and layout.optimizer != "adafactor":
         told = f"--model-parallel-size {tensor} --gas {fewer.num_micro_batches}"
         yield told, replace(fewer, tensor=tensor)
     pipe = layout.pipe * HALF

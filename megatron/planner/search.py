@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 from megatron.cost.memory import BYTES, State
-from megatron.planner.estimate import Estimate, Planner
+from megatron.planner.estimate import SPLITTING, Estimate, Planner
 from megatron.planner.layout import Layout
 from megatron.stages import MANY_CHUNKS, ONE_CHUNK, bubble
 
@@ -129,6 +129,8 @@ def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
     if hasattr(own, "num_query_groups"):
         cut.append(own.num_query_groups)
     sizes = [t for t in divisors(wanted.world_size) if all(size % t == 0 for size in cut)]
+    if wanted.plain.optimizer == "adafactor":  # it needs whole matrices
+        sizes = [1]
     if "tensor" in wanted.fixed:
         return _allowed(sizes, wanted.fixed, "tensor")
     node = planner.machine.devices_per_node
@@ -141,7 +143,7 @@ def _micro_batches(samples: int) -> list[int]:
 
 def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield the schedules, recomputations, stages of ZeRO and sequence parallelism of a grid and its micro-batches."""
-    stages = _allowed([0] if plain.data == 1 else [0, 1] if plain.pipe > 1 else [0, 1, 2, 3], fixed, "zero_stage")
+    stages = _allowed(_zero_stages(planner, plain), fixed, "zero_stage")
     recompute = _allowed(_recomputations(planner), fixed, "recompute")
     cut = _allowed(_sequences(planner, plain.tensor), fixed, "sequence_parallel")
     orders = _schedules(planner, plain, fixed)
@@ -151,11 +153,20 @@ def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iter
         )
 
 
+def _zero_stages(planner: Planner, plain: Layout) -> list[int]:
+    if plain.data == 1 or plain.optimizer == "adafactor":
+        return [0]
+    if plain.pipe > 1 or not plain.overlaps_sums:
+        return [0, 1]
+    return [0, 1, 2] if planner.config.parallel.compile else [0, 1, 2, 3]
+
+
 def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
     if plain.pipe == 1:
         return [(ONE_CHUNK[0], 1)] if fixed.get("schedule", ONE_CHUNK[0]) == ONE_CHUNK[0] else []
     most = min(MOST_CHUNKS, planner.config.total_layers // plain.pipe)
-    known = [(name, 1) for name in ONE_CHUNK if name != "gpipe" or fixed.get("schedule") == name]
+    unfit = {"gpipe"} - {fixed.get("schedule")} | ({SPLITTING} if planner.config.parallel.compile else set())
+    known = [(name, 1) for name in ONE_CHUNK if name not in unfit]
     if plain.num_micro_batches >= plain.pipe:
         known += [(name, chunks) for name in MANY_CHUNKS for chunks in range(2, most + 1)]
     return [

@@ -14,6 +14,8 @@ from megatron.planner.remedies import PARTS, Overflow, Remedy
 from megatron.planner.search import Found
 
 SHOWN_REMEDIES = 4
+MOST_ROWS = 8
+"""Stages that a table shows; of more, the first two, the fullest and the last."""
 
 
 def ranking(found: Found, question: Question) -> Iterator[str]:
@@ -126,9 +128,11 @@ def as_data(found: Estimate, question: Question) -> dict[str, Any]:
 
 def _memory_rows(found: Estimate, usable: int) -> Iterator[tuple[str, ...]]:
     """Yield a row for each run of stages that hold the same."""
-    stages = enumerate(found.memory)
-    for memory, same in groupby(stages, key=lambda pair: pair[1]):
-        numbers = [number for number, _ in same]
+    runs = [(memory, [n for n, _ in same]) for memory, same in groupby(enumerate(found.memory), lambda pair: pair[1])]
+    fullest = max(runs, key=lambda run: run[0].total)
+    for place, (memory, numbers) in enumerate(runs):
+        if len(runs) > MOST_ROWS and 1 < place < len(runs) - 1 and numbers != fullest[1]:
+            continue
         name = f"stage {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
         sizes = [_gigabytes(getattr(memory, part)) for part in PARTS]
         yield name, *sizes, _gigabytes(memory.total), f"{100 * memory.total / usable:.0f} %"

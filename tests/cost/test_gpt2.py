@@ -158,6 +158,7 @@ def test_chunks_share_the_forwards_in_flight():
     hidden = 256 * 256
     of_layer = (plain[1].activations - 2 * 4 * hidden) // 3  # units 6, 7 and 8, once in flight; norm and head
     assert chunked[0].activations == 5 * (layers * of_layer + hidden) // 2  # and the mask of the embedding
+    assert chunked[1].logits == plain[1].logits  # those of one micro-batch
 
 
 def test_sequence_parallelism_cuts_what_lies_between_the_products() -> None:

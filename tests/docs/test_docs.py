@@ -47,6 +47,7 @@ PAIRS = [
     ("docs/parallelism.md", "docs/zh/parallelism.md"),
     ("docs/pipelines.md", "docs/zh/pipelines.md"),
     ("docs/reading_order.md", "docs/zh/reading_order.md"),
+    ("docs/seeing.md", "docs/zh/seeing.md"),
 ]
 SCRIPTS = {"gpt2": "run_gpt2.sh", "t5": "run_t5.sh"}
 OF_THE_LAUNCHER = ("--max-restarts", "--stop-grace", "--exit-grace", "--init-timeout")
@@ -132,6 +133,7 @@ def tool_flags() -> set[str]:
         *(path for folder in folders for path in folder.glob("*.py")),
         ROOT / "megatron" / "launch" / "options.py",
         ROOT / "megatron" / "generate" / "options.py",
+        ROOT / "megatron" / "planner" / "options.py",
         ROOT / "examples" / "own_model.py",
     ]
     return {flag for source in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', source.read_text(encoding="utf-8"))}

@@ -48,8 +48,8 @@ PLANNER = (
     Mutant(
         "ZeRO 2 is sought in pipelines",
         "megatron/planner/search.py",
-        "[0, 1] if plain.pipe > 1 else",
-        "[0, 1, 2] if plain.pipe > 1 else",
+        "if plain.pipe > 1 or not plain.overlaps_sums:",
+        "if not plain.overlaps_sums:",
         (f"{SEARCH}::test_candidates_follow_the_rules_of_the_training",),
     ),
     Mutant(
@@ -93,6 +93,6 @@ PLANNER = (
         "megatron/planner/lines.py",
         'words += ["--zero-stage", str(layout.zero_stage)]',
         "words += []",
-        ("tests/planner/test_tool.py::test_the_pasted_lines_are_taken_by_the_parser_and_make_the_layout",),
+        ("tests/planner/test_lines.py::test_flags_say_what_has_no_variable",),
     ),
 )

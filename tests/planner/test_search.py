@@ -65,6 +65,9 @@ def test_heads_of_keys_limit_the_tensor_axis() -> None:
     planner = Planner(config(6, 2048, 16, "llama", num_query_groups=2, ff_hidden_size=5632), H100)
     found = candidates(planner, Search(world_size=16, global_batch_size=32))
     assert {one.tensor for one in found} == {1, 2}
+    plain = Layout(optimizer="adafactor")
+    whole = list(candidates(Planner(SMALL, H100), Search(world_size=16, global_batch_size=32, plain=plain)))
+    assert {(one.tensor, one.zero_stage) for one in whole} == {(1, 0)}
 
 
 def test_the_search_scales_to_a_hundred_thousand_devices() -> None:

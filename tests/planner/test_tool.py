@@ -27,6 +27,7 @@ CASES = {
     "t5": f"--model t5 {SIZES} --enc-layers 8 --dec-layers 4 --pipe-parallel-size 4".replace("--num-layers 8 ", ""),
     "t5, even": f"--model t5 {SIZES}",
     "llama": f"--model llama {SIZES} --num-query-groups 4 --ff-hidden-size 2816",
+    "gpt2, compiled": f"--model gpt2 {SIZES} --compile --hidden-dropout 0.1 --no-overlap-grad-reduce",
     "mpt": f"--model mpt {SIZES} --zero-stage 3",
     "bert": f"--model bert {SIZES}",
 }
