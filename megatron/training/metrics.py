@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -72,7 +73,7 @@ class MetricsWriter:
         """
         events = [self._events.close] if self._events is not None else []
         picture = [lambda: draw_losses(self.path, self.picture)] if draws else []
-        wandb = [self._wandb.close] if self._wandb is not None else []
+        wandb = [functools.partial(self._wandb.close, has_failed=not draws)] if self._wandb is not None else []
         for step in (self._file.close, *events, *picture, *wandb):
             try:
                 step()

@@ -30,9 +30,9 @@ class WandbRun:
         """Send the numbers of one record, by "kind/name"."""
         self._try(lambda: self._run.log({**numbers, f"{kind}/step": step}))
 
-    def close(self) -> None:
-        """Let the run end there, which waits for what is on its way."""
-        self._try(lambda: self._run.finish())
+    def close(self, *, has_failed: bool = False) -> None:
+        """Let the run end there, as a failed one or not, which waits for what is on its way."""
+        self._try(lambda: self._run.finish(exit_code=int(has_failed)))
 
     def _try(self, do: Any) -> None:
         if self._run is None:

@@ -15,7 +15,7 @@ import pytest
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.training.layer_norms import group_of
-from megatron.training.metrics import read_metrics
+from megatron.training.metrics import MetricsWriter, read_metrics
 from megatron.training.saves import Saves
 from megatron.training.wandb_run import open_wandb
 from tests.training.runs import ROOT, flags, train_ranks
@@ -149,6 +149,13 @@ def test_a_group_is_the_layer_or_else_the_module(name: str, group: str) -> None:
     assert group_of(name) == group
 
 
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_run_that_an_error_ends_has_failed_at_wandb(draws: bool, wandb: StandIn, tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tmp_path / "events", wandb=open_wandb(config_with("--wandb-project p"), tmp_path))
+    writer.close(draws=draws)
+    assert wandb.calls[-1] == ("finish", int(not draws))
+
+
 class StandIn:
     """A module ``wandb`` that notes what it is asked for."""
 
@@ -158,7 +165,7 @@ class StandIn:
             id="abc",
             log=self._log,
             define_metric=lambda *names, **more: self.calls.append(("define", names, more)),
-            finish=lambda: self.calls.append(("finish",)),
+            finish=lambda exit_code: self.calls.append(("finish", exit_code)),
         )
 
     def init(self, **given: Any) -> Any:
@@ -197,7 +204,7 @@ def test_wandb_gets_each_number_by_the_step_that_it_is_of(wandb: StandIn, tmp_pa
     assert ("define", ("train/*",), {"step_metric": "train/step"}) in wandb.calls
     logs = wandb.calls[-3:-1]
     assert logs == [("log", {"train/loss": 2.5, "train/step": 3}), ("log", {"train/loss": 2.25, "train/step": 2})]
-    assert wandb.calls[-1] == ("finish",)
+    assert wandb.calls[-1] == ("finish", 0)
 
 
 def test_a_run_that_goes_on_is_the_same_at_wandb_and_has_the_folders_name(wandb: StandIn, tmp_path: Path) -> None:
@@ -244,7 +251,7 @@ def plant_wandb(folder: Path) -> Any:
     def plant(rank: int) -> None:
         made = StandIn()
         sys.modules["wandb"] = made  # type: ignore[assignment]
-        made.run.finish = lambda: (folder / f"calls-{rank}.json").write_text(json.dumps(made.calls))
+        made.run.finish = lambda exit_code: (folder / f"calls-{rank}.json").write_text(json.dumps(made.calls))
 
     return plant
 
