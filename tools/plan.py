@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
-    """Return the parser, the planner's flags, and those of the training; ends with code 2 if they do not go together."""
+    """Return the parser, the planner's flags, and those of the training; code 2 if they do not go together."""
     parser = make_parser(__doc__ or "")
     flags, rest = parser.parse_known_args(argv)
     check_flags(parser, flags, rest)
