@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineError
 
 from tds import assembly, boundary, evaluation, section, train_step
+from tds.agreement import Means
 from tds.announce import announce
 from tds.batches import BatchSource, training_loader
 from tds.bubble import Row
@@ -34,7 +35,8 @@ class PipelineEngine(LayerCheckpoints):
         on_action         called with each action of a call ahead of it, in training and in evaluation
         agrees_on_data    False: leave out the small messages ahead of and behind each call by which all ranks learn of
                           a loader that ends early; for a program whose loaders have no end. The same on every rank
-        on_loss           called with the mean loss, the same on every rank, ahead of the optimizer's step; may raise
+        on_loss           called with the mean loss, the same on every rank, ahead of the optimizer's step; may raise.
+                          ``means.numbers`` has it, and all others, as numbers of the host by then
     """
 
     def __init__(self, has_bool_tensors: bool = False, *args: Any, **kwargs: Any) -> None:
@@ -52,6 +54,7 @@ class PipelineEngine(LayerCheckpoints):
         self.on_micro_batch: Callable[[int], None] | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.on_loss: Callable[[torch.Tensor], None] | None = None
+        self.means: Means | None = None
         self.agg_train_loss: torch.Tensor | None = None
         self.agg_additional_losses: dict[str, torch.Tensor] | None = None
         self.data_iterator: Iterator[Any] | None = None

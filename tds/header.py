@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -65,12 +66,13 @@ def encode_header(specs: Sequence[TensorSpec], structure: Structure, place: Plac
 
 def decode_header(header: torch.Tensor) -> tuple[tuple[TensorSpec, ...], Structure]:
     """Return (what each tensor is, how they hang together)."""
-    magic, number, form, num_key_bytes, *values = header[:_KEYS].tolist()
+    magic, number, form, num_key_bytes, *values = header.tolist()  # all at once: a device is waited for
     if magic != MAGIC:
         raise RuntimeError(f"expected a header of tds, got {magic:#x}: the stages run different schedules")
     specs = []
     for start in range(0, number * _FIELDS, _FIELDS):
         dtype, flags, dims, *shape = values[start : start + _FIELDS]
         specs.append(TensorSpec(DTYPES[dtype], tuple(shape[:dims]), bool(flags & 1), bool(flags & 2)))
-    keys = json.loads(bytes(header[_KEYS:].view(torch.uint8)[:num_key_bytes].tolist()))
+    text = b"".join(word.to_bytes(8, sys.byteorder, signed=True) for word in values[_KEYS - _FRONT :])
+    keys = json.loads(text[:num_key_bytes])
     return tuple(specs), Structure(FORMS[form], tuple(keys))

@@ -136,9 +136,14 @@ class Sum:
         """Return [total / nominal, weight / nominal, is fp64] in fp64."""
         if self.total is None:
             return torch.zeros(3, dtype=torch.float64, device=device)
-        weight = torch.as_tensor(self.weight, dtype=torch.float64, device=device)
-        is_double = torch.tensor(float(self.total.dtype is torch.float64), dtype=torch.float64, device=device)
+        is_double = _filled(float(self.total.dtype is torch.float64), device)
+        weight = _filled(self.weight, device) if isinstance(self.weight, (int, float)) else self.weight.to(device)
         return torch.stack([(self.total.to(device) / self.nominal).double(), weight / self.nominal, is_double])
+
+
+def _filled(value: float, device: torch.device) -> torch.Tensor:
+    """Return a number in fp64; it is not copied to the device, for which the host would wait."""
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:

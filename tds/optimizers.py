@@ -36,6 +36,9 @@ class Gradients:
     one stage), and run its hooks. Between ``after_backward`` and the next ``before_backward`` nothing touches
     gradients but ``of``, from which sums over replicas may start once no backward will add to a gradient any more.
 
+    An optimizer with ``gradient_factor`` multiplies by it in its own step, and gives the norm of what lies there ahead
+    of that (``norm_of_sums``; it takes it back as ``raw_norm``): so loss and norm come to the host in one copy.
+
     Attributes:
         come_in_hooks: a gradient is where it lies once the parameter's own hooks have run, ahead of
             ``after_backward``: sums may start within a backward.
@@ -47,6 +50,7 @@ class Gradients:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self.are_multiplied_in_step = hasattr(optimizer, "gradient_factor")
         self._place: Callable[[torch.Tensor], torch.Tensor | None] = getattr(
             optimizer, "gradient_of", lambda parameter: parameter.grad
         )

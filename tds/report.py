@@ -90,7 +90,8 @@ class StepReport:
 
 def write_training(engine: PipelineEngine, means: Means) -> None:
     """Tell the monitors the losses of a step, the learning rate and, with fp16, the scale of the loss."""
-    values = {"train_loss": float(means.loss)} | {name: float(mean) for name, mean in means.additional.items()}
+    loss, *others = means.numbers.items()
+    values = {"train_loss": loss[1]} | dict(others)
     values["lr"] = engine.get_lr()[0]
     if engine.fp16_enabled():
         values["loss_scale"] = engine.optimizer.loss_scale
@@ -99,8 +100,8 @@ def write_training(engine: PipelineEngine, means: Means) -> None:
 
 def write_evaluation(engine: PipelineEngine, means: Means) -> None:
     """Tell the monitors the losses of an evaluation."""
-    others = {f"eval_{name}": float(mean) for name, mean in means.additional.items()}
-    _write_events(engine, {"eval_loss": float(means.loss), **others})
+    loss, *others = means.numbers.items()
+    _write_events(engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in others}})
 
 
 def _write_events(engine: PipelineEngine, values: dict[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,11 +48,15 @@ def finish(
     doing = "adding up the gradients of tied weights and replicas"
     with waiting_together(engine.stage_id, doing), engine.report.part(REDUCTION):
         add_up_tied(engine, gradients)
-        add_up_replicas(engine, gradients, reduction, agreement.factor)
+        if gradients.are_multiplied_in_step:
+            add_up_replicas(engine, gradients, reduction, 1.0)
+            read_with_norm(engine.optimizer, agreement)
+        else:
+            add_up_replicas(engine, gradients, reduction, agreement.factor)
     with forgetting(engine, gradients):
         if source is not None:
             source.end(meter.num_micro_batches)
-        means = agreement.means()
+        engine.means = means = agreement.means()
         if engine.on_loss is not None:
             engine.on_loss(means.loss)
     take_step(engine, gradients)
@@ -74,6 +78,12 @@ def add_up_replicas(engine: PipelineEngine, gradients: Gradients, reduction: Red
         return
     data_group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
     reduce_gradients([gradients.of(p) for p in trained(engine)], data_group, factor)
+
+
+def read_with_norm(optimizer: Any, agreement: Agreement) -> None:
+    """Wait for losses and gradient norm at once, and hand ``optimizer`` norm and factor. Collective."""
+    (optimizer.raw_norm,) = agreement.read(optimizer.norm_of_sums())
+    optimizer.gradient_factor = agreement.factor
 
 
 def take_step(engine: PipelineEngine, gradients: Gradients) -> None:

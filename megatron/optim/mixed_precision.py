@@ -55,6 +55,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     Attributes:
         gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
+        raw_norm: ``norm_of_sums`` of the gradients that lie there, where somebody has asked for it already.
         overflow: the last step was skipped because fp16 gradients overflowed.
         judge: asked with the norm ahead of each update, overflows of fp16 aside; False leaves the weights as they
             are. It must answer the same on every rank. None: a norm that is not finite raises.
@@ -84,6 +85,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.scaler = scaler or LossScaler()
         self.model_group, self.tensor_group = model, tensor
         self.gradient_factor = 1.0
+        self.raw_norm: float | None = None
         self.overflow = False
         self.judge: Callable[[float], bool] | None = None
         self.was_refused = False
@@ -190,7 +192,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self._units.check()
         self.sum_partial_gradients()
         factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
-        norm = self._norm() * factor
+        norm = (self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * factor
         self._global_grad_norm = norm
         self.overflow = not math.isfinite(norm) and self.scaler.is_to_blame
         self.was_refused = not self.overflow and self._is_refused(norm)
@@ -204,6 +206,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of masters and parameters."""
+        self.raw_norm = None
         self._gradients.clear()
         self._partial.clear()
         for parameter, master in self._masters.of.items():
@@ -268,10 +271,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         rank, counts = self.tensor_group.rank, self._gradients.counts_here
         return [(p, g) for p, g in self.gradients() if counts_here(p, rank) and counts(p)]
 
-    def _norm(self) -> float:
+    def norm_of_sums(self) -> torch.Tensor:
+        """Return the norm of the summed gradients as they lie, with loss scale and without ``gradient_factor``.
+
+        Collective. Nothing waits for it: it may be brought to the host together with other numbers.
+        """
+        self.sum_partial_gradients()
         counted = [gradient for _, gradient in self.counted_gradients()]
         device = next((parameter.device for parameter in self._masters.of), None)
-        return global_norm(counted, model=self.model_group, holders=self._gradients.holders, device=device).item()
+        return global_norm(counted, model=self.model_group, holders=self._gradients.holders, device=device)
 
     def _is_refused(self, norm: float) -> bool:
         if self.judge is not None:

@@ -21,11 +21,12 @@ from megatron.training import position
 from megatron.training.losses import as_weighted, reading_pairs, scalars
 from megatron.training.step_result import FiniteOnly, StepResult, result_of
 from tds import reduce_gradients
-from tds.agreement import Agreement, agree_on_loss
+from tds.agreement import Agreement, Means, agree_on_loss
 from tds.bubble import BubbleMeter, Row
 from tds.clock import clock_for
 from tds.data_agreement import DataDisagreement
 from tds.loss import LossMeter, has_loss_function, is_weighted, named_losses
+from tds.train_step import read_with_norm
 
 DataIterator = Iterator[Any] | None
 ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
@@ -133,9 +134,9 @@ class SingleStageEngine:
         self._busy.note(began, self._clock.mark(), [])
         position.note(f"step {step + 1}, reduction and update")
         agreement = self._agree(meter)
-        self._reduce(agreement.factor)
-        means = agreement.means()
-        return self._update(means.loss.item(), {name: mean.item() for name, mean in means.additional.items()})
+        self._sum_over_replicas()
+        read_with_norm(self.optimizer, agreement)
+        return self._update(*_told(agreement.means()))
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
@@ -147,7 +148,7 @@ class SingleStageEngine:
             loss, _ = self.forward_step(data, self.engine)
             meter.add(as_weighted(loss), micro_batch)
         self.engine.train()
-        return self._agree(meter).means().loss.item()
+        return _told(self._agree(meter).means())[0]
 
     def bubble(self) -> None:
         """Return None: a single stage waits for no other."""
@@ -156,14 +157,12 @@ class SingleStageEngine:
         """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
         return _own_work(self._busy.drain())
 
-    def _reduce(self, factor: float) -> None:
-        """Sum the gradients over the replicas, times ``factor``, which a single replica leaves to the optimizer."""
-        if self.grid.data.size == 1:
-            self.optimizer.gradient_factor = factor
-        elif self.optimizer.sums_gradients:
-            self.optimizer.scale_gradients(factor)
-        else:
-            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, factor)
+    def _sum_over_replicas(self) -> None:
+        """Have the sums of the gradients over the replicas; what they are multiplied by is left to the optimizer."""
+        if self.optimizer.sums_gradients:
+            self.optimizer.scale_gradients(1.0)
+        elif self.grid.data.size > 1:
+            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle)
 
     def _agree(self, meter: LossMeter) -> Agreement:
         """Return what the losses of all replicas came to. Collective."""
@@ -207,7 +206,7 @@ class PipelineEngine:
         engine.module.loss_fn = self._noting(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: position.note(f"step {self._step + 1}, {action}")
-        engine.on_loss = lambda loss: self.on_loss(float(loss))
+        engine.on_loss = lambda _: self.on_loss(_told(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
@@ -218,8 +217,8 @@ class PipelineEngine:
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         with _told_as_data_error():
-            loss = float(self.engine.train_batch(data))
-        losses = {name: float(mean) for name, mean in (self.engine.agg_additional_losses or {}).items()}
+            self.engine.train_batch(data)
+        loss, losses = _told(self.engine.means)
         return result_of(loss, scale, self.optimizer, losses)
 
     @torch.no_grad()
@@ -267,6 +266,12 @@ def _told_as_data_error() -> Iterator[None]:
         yield
     except DataDisagreement as error:
         raise DataError(str(error)) from error
+
+
+def _told(means: Means) -> tuple[float, dict[str, float]]:
+    """Return the mean loss and the others by name, as numbers of the host."""
+    (_, loss), *others = means.numbers.items()
+    return loss, dict(others)
 
 
 def _own_work(rows: list[Row]) -> tuple[float, int]:

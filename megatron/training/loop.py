@@ -59,7 +59,7 @@ def train_step(run: Run) -> bool:
 def _prepare(run: Run) -> list[Copies]:
     """Let the guard watch the engine; return what is compared for drift."""
     grid, stability = run.world.grid, run.config.stability
-    run.guard.watch(run.engine, grid.world, run.world.device, run.progress.step)
+    run.guard.watch(run.engine, *run.world.council, run.progress.step)
     if stability.is_guarded and run.world.rank == 0:
         run.journal = Journal(run.folder, run.guard.history.events)
     kept = run.engine.optimizer.kept

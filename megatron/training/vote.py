@@ -36,5 +36,6 @@ def is_signalled(run: Run) -> bool:
 
 
 def _any(run: Run, wishes: list[bool]) -> list[bool]:
-    votes = torch.tensor(wishes, dtype=torch.float32, device=run.world.device)
-    return [vote > 0 for vote in all_reduce(votes, run.world.grid.world, dist.ReduceOp.MAX).tolist()]
+    group, place = run.world.council
+    votes = torch.tensor(wishes, dtype=torch.float32, device=place)
+    return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]

@@ -37,6 +37,16 @@ class World:
         return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, self.grid.pipe.size - 1)
 
     @property
+    def council(self) -> tuple[Group, torch.device]:
+        """All ranks, and where the numbers lie on which they agree that each host knows by itself.
+
+        Those of a device would make the host wait for its work. On a CPU the group is the one whose time limit is a
+        step's.
+        """
+        on_host = torch.device("cpu")
+        return (self.grid.world if self.device == on_host else self.grid.host), on_host
+
+    @property
     def name(self) -> str:
         """This rank in words, for messages."""
         return self.name_of(self.rank)

@@ -29,15 +29,15 @@ GRADIENTS = (
     Mutant(
         "gradients are divided by the replicas once more",
         "megatron/training/engines.py",
-        "self.grid.data.handle, factor)\n",
-        "self.grid.data.handle, factor / self.grid.data.size)\n",
+        "            self.optimizer.scale_gradients(1.0)\n",
+        "            self.optimizer.scale_gradients(1.0 / self.grid.data.size)\n",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(
         "gradients are not summed over the replicas",
-        "megatron/training/engines.py",
-        "self.optimizer.gradients()], self.grid.data.handle, factor)",
-        "self.optimizer.gradients()], None, factor)",
+        "megatron/optim/overlapped_gradients.py",
+        "self._group.handle) for bucket in buckets]",
+        "self._group.handle) for bucket in buckets if not bucket]",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(

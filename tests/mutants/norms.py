@@ -35,12 +35,12 @@ NORMS = (
     ),
     Mutant(
         "each replica clips before the sum, in one stage",
-        "megatron/training/engines.py",
-        "            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle, factor)\n",
-        "            own = [g for _, g in self.optimizer.gradients()]\n"
-        "            norm = factor * self.grid.data.size * sum(float(g.square().sum()) for g in own) ** 0.5\n"
-        "            torch._foreach_mul_(own, min(1.0, self.optimizer.clip_grad / norm))\n"
-        "            reduce_gradients(own, self.grid.data.handle, factor)\n",
+        "megatron/optim/overlapped_gradients.py",
+        "            self._flights += [",
+        "            buckets = list(buckets)\n"
+        "            for own in (self.of(p) for bucket in buckets for p in bucket):\n"
+        "                own.div_(own.norm().clamp(min=1e-3))\n"
+        "            self._flights += [",
         (f"{LAYOUTS}::test_fp64_equals_one_process[1-1-2]",),
     ),
     Mutant(
@@ -68,8 +68,8 @@ NORMS = (
     Mutant(
         "the norm includes the loss scale",
         "megatron/optim/mixed_precision.py",
-        "        norm = self._norm() * factor\n",
-        "        norm = self._norm()\n",
+        "(self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * factor\n",
+        "(self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm)\n",
         (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
     ),
     Mutant(

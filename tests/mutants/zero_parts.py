@@ -76,8 +76,8 @@ ZERO_PARTS = (
     Mutant(
         "the engine sums once more",
         "megatron/training/engines.py",
-        "        elif self.optimizer.sums_gradients:\n",
-        "        elif self.optimizer.sums_gradients and self.grid.data.size > 2:\n",
+        "        if self.optimizer.sums_gradients:\n",
+        "        if self.optimizer.sums_gradients and self.grid.data.size > 2:\n",
         (
             "tests/parity/test_zero_parts.py::"
             "test_replicas_that_keep_parts_of_all_and_offload_them_train_to_the_bits_of_stage_0",

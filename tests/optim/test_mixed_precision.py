@@ -257,3 +257,18 @@ def overflow_on_one_rank(rank, size):
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert run_ranks(4, overflow_on_one_rank, 4) == [(True, 2.0**15, [1.0] * 4)] * 4
+
+
+def test_a_norm_that_was_asked_for_ahead_is_of_the_gradients_that_lie_there():
+    parameter, optimizer = one_weight(torch.float32)
+    backward(parameter, optimizer, 3.0)
+    optimizer.raw_norm = optimizer.norm_of_sums().item()
+    optimizer.gradient_factor = 0.5
+    wanted = optimizer.raw_norm * 0.5
+    optimizer.step()
+    assert optimizer.grad_norm == wanted > 0
+    backward(parameter, optimizer, 3.0)
+    optimizer.raw_norm = math.inf
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.grad_norm == 0.0, "what was thrown away has no norm"

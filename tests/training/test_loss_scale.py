@@ -43,6 +43,7 @@ def scaled_rank(
     step = MixedPrecisionOptimizer.step
 
     def watched_step(self: MixedPrecisionOptimizer, closure: None = None) -> None:
+        self.raw_norm = None  # of what was there before
         if (rank, len(seen)) == hit:
             here = self.tensor_group.rank
             next(g for p, g in self.gradients() if counts_here(p, here)).view(-1)[0] = torch.inf

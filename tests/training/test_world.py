@@ -7,10 +7,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 import pretrain_gpt2
 from megatron.errors import PeerError
-from megatron.mpu.groups import Grid
+from megatron.mpu.groups import Grid, build_grid
+from megatron.mpu.topology import Topology
 from megatron.training import phases, world
 from tests.harness import run_ranks
 from tests.training.runs import flags, parse_as
@@ -42,3 +44,16 @@ def test_ranks_that_do_not_come_are_told_with_the_flag_that_waits_longer(monkeyp
 
 def test_each_group_of_the_grid_gets_the_limit_of_each_phase() -> None:
     assert {field.name for field in fields(Grid)} - {"topology", "rank"} == set(phases.AXES)
+
+
+def test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for() -> None:
+    def councils(rank: int) -> list[str]:
+        grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
+        groups = {id(grid.world): "world", id(grid.host): "host"}
+        found = []
+        for kind in ("cpu", "meta"):
+            group, place = world.World(kind, torch.device(kind), grid, rank).council
+            found.append(f"{groups[id(group)]} {place}")
+        return found
+
+    assert run_ranks(2, councils) == [["world cpu", "host cpu"]] * 2

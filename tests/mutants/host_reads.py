@@ -1,0 +1,69 @@
+"""Mistakes by which the host waits for the device, or by which what it reads at once is of another moment."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+READS = "tests/training/test_host_reads.py"
+ONE_STAGE = f"{READS}::test_one_stage_waits_once_in_a_step[one rank]"
+PIPELINE = f"{READS}::test_a_stage_of_a_pipeline_waits_once_in_a_step_and_for_headers"
+NORM = "tests/optim/test_mixed_precision.py::test_a_norm_that_was_asked_for_ahead_is_of_the_gradients_that_lie_there"
+
+HOST_READS = (
+    Mutant(
+        "loss and norm are read one after the other",
+        "tds/train_step.py",
+        "    (optimizer.raw_norm,) = agreement.read(optimizer.norm_of_sums())\n",
+        "    optimizer.raw_norm = optimizer.norm_of_sums().item()\n",
+        (ONE_STAGE,),
+    ),
+    Mutant(
+        "the optimizer takes its own norm once more",
+        "megatron/optim/mixed_precision.py",
+        "self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm",
+        "self.norm_of_sums().item()",
+        (ONE_STAGE,),
+    ),
+    Mutant(
+        "means are copied to the device",
+        "tds/agreement.py",
+        "        return torch.full((), mean, dtype=dtype, device=self._device)",
+        "        return torch.tensor(mean, dtype=dtype, device=self._device)",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "a pipeline's loss is asked of the device",
+        "megatron/training/engines.py",
+        "            self.engine.train_batch(data)\n        loss, losses = _told(self.engine.means)\n",
+        "            loss = float(self.engine.train_batch(data))\n        losses = _told(self.engine.means)[1]\n",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "a header is read in two parts",
+        "tds/header.py",
+        "*values = header.tolist()",
+        "*values = [*header[:_KEYS].tolist(), *header[_KEYS:].tolist()]",
+        (PIPELINE,),
+    ),
+    Mutant(
+        "a norm outlives its gradients",
+        "megatron/optim/mixed_precision.py",
+        "        self.raw_norm = None\n        self._gradients.clear()\n",
+        "        self._gradients.clear()\n",
+        (NORM,),
+    ),
+    Mutant(
+        "a pipeline's gradients are not divided by what was counted",
+        "tds/train_step.py",
+        "    optimizer.gradient_factor = agreement.factor\n",
+        "    pass\n",
+        ("tests/parity/test_layouts.py::test_fp64_equals_one_process[1-2-1]",),
+    ),
+    Mutant(
+        "hosts agree over the device",
+        "megatron/training/world.py",
+        "(self.grid.world if self.device == on_host else self.grid.host), on_host",
+        "self.grid.world, on_host",
+        ("tests/training/test_world.py::test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for",),
+    ),
+)

@@ -1,0 +1,89 @@
+"""What makes the host wait for the device, counted on a CPU, where the same calls are no wait but just as many.
+
+| counted | on a GPU |
+|---|---|
+| ``item``, ``tolist``, ``bool``, ``int``, ``float``, ``numpy``, ``cpu`` of a tensor | waits until the tensor is there |
+| ``nonzero``, ``masked_select``, index by booleans, ``unique``, ``repeat_interleave`` by a tensor | waits for a size |
+| a tensor made of Python's numbers with ``device=`` | copies from memory that is not pinned, and waits |
+
+What a rank does with tensors that always lie on the host (texts, samples ahead of their micro-batch) is not counted:
+the caller says from which file on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
+SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "repeat_interleave")
+SHARED = ("megatron", "tds", "deepspeed", "torch/distributed")
+
+
+def place() -> str:
+    """Return the innermost line of ours, or of DeepSpeed's, that is being run."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(f"/{part}/" in name for part in SHARED) and not name.endswith(("host_reads.py", "_dispatch.py")):
+            short = name[max(name.rfind(f"/{part}/") for part in SHARED) + 1 :]
+            return f"{short}:{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
+
+
+class _OfSizesByData(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_booleans = name in ("index", "index_put_", "index_put") and any(
+            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+        )
+        by_repeats = name != "repeat_interleave" or "Tensor" in func._overloadname
+        if by_booleans or (name in SIZED_BY_DATA and by_repeats):
+            self.found.append(f"{name} in {place()}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Yield a list that gets a line for each wait within."""
+    found: list[str] = []
+    kept = {name: getattr(torch.Tensor, name) for name in READS}
+    makers = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+
+    def reading(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found.append(f"{name} in {place()}")
+            return call(self, *args, **kwargs)
+
+        return read
+
+    def making(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def make(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device") is not None and not isinstance(data, torch.Tensor):
+                found.append(f"{name} in {place()}")
+            return call(data, *args, **kwargs)
+
+        return make
+
+    try:
+        for name, call in kept.items():
+            setattr(torch.Tensor, name, reading(name, call))
+        for name, call in makers.items():
+            setattr(torch, name, making(name, call))
+        with _OfSizesByData(found):
+            yield found
+    finally:
+        for name, call in kept.items():
+            setattr(torch.Tensor, name, call)
+        for name, call in makers.items():
+            setattr(torch, name, call)
