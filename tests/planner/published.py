@@ -20,10 +20,10 @@ from megatron.planner.layout import Layout
 
 SC21 = "Narayanan et al. 2021 (SC21), table 1"
 SELECTIVE = "Korthikanti et al. 2022, table 5"
-MT_NLG = "Smith et al. 2022 (MT-NLG 530B), section 3.3"
-BLOOM = "BigScience 2022 (BLOOM 176B), section 3.2.3"
-NEOX = "Black et al. 2022 (GPT-NeoX-20B), section 3"
-LLAMA = "Touvron et al. 2023 (LLaMA 65B), section 2.4"
+MT_NLG = "Smith et al. 2022 (MT-NLG 530B)"
+BLOOM = "BigScience 2022 (BLOOM 176B)"
+NEOX = "Black et al. 2022 (GPT-NeoX-20B)"
+LLAMA = "Touvron et al. 2023 (LLaMA 65B)"
 LLAMA3 = "Grattafiori et al. 2024 (Llama 3 405B), table 4"
 
 
