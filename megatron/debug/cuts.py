@@ -14,7 +14,7 @@ tell different numbers, they hold parts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ def _rows(module: nn.Module, x: torch.Tensor, index: int) -> Cut | None:
     cuts = getattr(module, "sequence_parallel", False) or getattr(place, "sequence_parallel", False)
     if not cuts or index or x.dim() < 2 or getattr(module, "gives_whole", False):
         return None
-    group = module.group if place is None else place.group
+    group: Any = module.group if place is None else place.group
     return Cut(0, group.rank * x.shape[0], x.shape[0], group.size * x.shape[0])
 
 
