@@ -15,6 +15,7 @@ from benchmarks.scaling_parts.measured import MICRO_BATCH, SAMPLES, Point, Scale
 from benchmarks.scaling_parts.predicted import TERMS, Prediction, best, predictions
 from megatron.planner.devices import device
 from megatron.planner.layout import layout_of
+from megatron.planner.machine import Link
 from megatron.stages import bubble
 
 SMALL = (
@@ -69,6 +70,15 @@ def test_without_messages_the_simulated_bubble_is_the_closed_form() -> None:
     step_s = predicted._simulated(pieces, "1f1b", 12, 0.0)
     assert 1 - 12 * 3.0 / step_s == pytest.approx(bubble(4, 12))
     assert predicted._simulated(pieces, "zb-h1", 12, 0.0) < step_s < predicted._simulated(pieces, "1f1b", 12, 0.5)
+
+
+def test_slow_links_add_messages_and_leave_the_bubble() -> None:
+    link = Link.of(bandwidth=1e9, latency_s=1e-3)
+    slow = predictions(replace(device("h100-80g"), intra=link, inter=link), devices=(64,), flags=f"{SMALL} --bf16")
+    fast = [one for one in FOUND if one.devices == 64]
+    for one, other in zip(slow, fast, strict=True):
+        assert one.seconds["bubble"] == pytest.approx(other.seconds["bubble"])
+        assert one.stages == 1 or one.seconds["messages"] > 5 * other.seconds["messages"] > 0
 
 
 def test_the_terms_make_up_the_step_and_shares_their_parts() -> None:

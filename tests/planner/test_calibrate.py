@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,9 +117,9 @@ def test_probes_do_what_they_are_counted_for() -> None:
         turn()
 
 
-def test_two_ranks_measure_a_machine_and_leave_nothing_behind() -> None:
+def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    before = set(os.listdir("/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     machine = calibrate(2, "cpu", tell=told.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
     assert machine == Machine.from_json(machine.to_json())
     assert machine.devices_per_node == 2 and [side for side, _ in machine.product_flops["fp32"]] == [64.0, 128.0]
@@ -126,7 +128,7 @@ def test_two_ranks_measure_a_machine_and_leave_nothing_behind() -> None:
         assert wire.latency_s > 0 and wire.bandwidth > 0
     assert any("all_reduce" in line for line in told) and "measured in" in told[-1]
     assert not multiprocessing.active_children()
-    assert not [name for name in set(os.listdir("/tmp")) - before if name.startswith("ranks-")]
+    assert not list(tmp_path.iterdir())
 
 
 def _fail(rank: Rank) -> int:

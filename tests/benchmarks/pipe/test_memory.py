@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.pipe.memory import bytes_alive, measure
+from benchmarks.pipe.memory import bytes_alive, measure, most_at_once
 from tests.harness import run_ranks
 
 NUMEL = 1 << 20
@@ -35,3 +35,10 @@ def test_views_count_once_gradients_count_and_the_peak_is_what_lay_there_at_once
     assert 8 * NUMEL <= before <= alive + 4096
     assert 8 * NUMEL <= alive < 12 * NUMEL
     assert 8 * NUMEL <= added < 8.1 * NUMEL
+
+
+def test_a_block_whose_release_nobody_saw_counts_only_if_it_is_still_there() -> None:
+    events = [(1, 10), (2, 20), (1, -10), (3, 40), (3, 40), (3, -40), (4, 5)]
+    assert most_at_once(events, left={2, 4}) == 60  # the first block at 3 was gone when the second came
+    assert most_at_once(events, left={4}) == 40
+    assert most_at_once([], left=()) == 0

@@ -1,0 +1,150 @@
+"""Mistakes in measuring a machine, in comparing plans with trainings, and in the study of scaling."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CALIBRATE = "tests/planner/test_calibrate.py"
+PLAN = "tests/benchmarks/test_plan.py"
+SCALING = "tests/benchmarks/test_scaling.py"
+COUNTED = f"{CALIBRATE}::test_work_is_counted_by_the_turns_of_a_second"
+SLOWEST = f"{CALIBRATE}::test_a_machine_is_as_fast_as_its_slowest_rank"
+FITTED = f"{CALIBRATE}::test_latency_and_bandwidth_come_back_from_the_times_that_they_make"
+SHARES = f"{CALIBRATE}::test_a_rank_sends_the_share_of_a_ring"
+
+CALIBRATION = (
+    Mutant(
+        "three products of a linear layer count as one",
+        "megatron/planner/probes.py",
+        "6.0 * side**3 * turns",
+        "2.0 * side**3 * turns",
+        (COUNTED,),
+    ),
+    Mutant(
+        "the update counts no gradient norm",
+        "megatron/planner/probes.py",
+        "UPDATE_BYTES = 32",
+        "UPDATE_BYTES = 28",
+        (COUNTED,),
+    ),
+    Mutant(
+        "starts of a chain's backward are not counted",
+        "megatron/planner/probes.py",
+        "overhead_s = 1 / (2 * CHAIN",
+        "overhead_s = 1 / (CHAIN",
+        (COUNTED,),
+    ),
+    Mutant(
+        "the mean window counts, so one disturbance does",
+        "megatron/planner/probes.py",
+        "    return statistics.median(rates)\n",
+        "    return statistics.fmean(rates)\n",
+        (f"{CALIBRATE}::test_the_median_window_counts_and_the_turns_ahead_of_it_do_not",),
+    ),
+    Mutant(
+        "the fastest rank's memory stands for all",
+        "megatron/planner/calibrate.py",
+        "memory_bandwidth=min(each.stream",
+        "memory_bandwidth=max(each.stream",
+        (SLOWEST,),
+    ),
+    Mutant(
+        "the least overhead stands for all",
+        "megatron/planner/calibrate.py",
+        "overhead_s=max(",
+        "overhead_s=min(",
+        (SLOWEST,),
+    ),
+    Mutant(
+        "products are as fast as on the fastest rank",
+        "megatron/planner/calibrate.py",
+        "min(rate for _, rate in rows)",
+        "max(rate for _, rate in rows)",
+        (SLOWEST,),
+    ),
+    Mutant(
+        "a GPU's peak is what was measured",
+        "megatron/planner/calibrate.py",
+        "    if sheet is not None:\n        peaks |=",
+        "    if sheet is None:\n        peaks |=",
+        (f"{CALIBRATE}::test_a_known_gpu_has_the_peak_of_its_data_sheet",),
+        refuses=True,
+    ),
+    Mutant(
+        "a message of many ranks has one latency",
+        "megatron/planner/links.py",
+        "latency_s=start / latencies",
+        "latency_s=start",
+        (FITTED,),
+    ),
+    Mutant(
+        "absolute errors count, so that long messages hide the latency",
+        "megatron/planner/links.py",
+        "weights = [1 / seconds**2 for _, seconds in samples]",
+        "weights = [1.0 for _ in samples]",
+        (f"{CALIBRATE}::test_relative_errors_count_so_long_messages_do_not_hide_the_latency",),
+    ),
+    Mutant(
+        "an all-reduce sends as much as a gather",
+        "megatron/planner/links.py",
+        "Kind(_all_reduce, lambda n: 2 * (n - 1) / n",
+        "Kind(_all_reduce, lambda n: (n - 1) / n",
+        (SHARES,),
+    ),
+    Mutant(
+        "a rank that has died has answered nothing",
+        "megatron/planner/ranks.py",
+        'what, value = "failed", "it died"',
+        'what, value = "answer", None',
+        (f"{CALIBRATE}::test_a_rank_that_fails_dies_or_hangs_is_named_and_none_is_left",),
+    ),
+    Mutant(
+        "a step lasts as its fastest rank",
+        "benchmarks/plan_parts/verdict.py",
+        "slowest = [max(step)",
+        "slowest = [min(step)",
+        (f"{PLAN}::test_a_step_lasts_as_its_slowest_rank_and_the_median_step_counts",),
+    ),
+    Mutant(
+        "memory above the estimate is always met",
+        "benchmarks/plan_parts/verdict.py",
+        "return abs(self.memory_ratio - 1) <= MEMORY_BAR",
+        "return self.memory_ratio - 1 <= MEMORY_BAR",
+        (f"{PLAN}::test_a_row_is_met_within_both_bars",),
+    ),
+    Mutant(
+        "all ranks are divided by, though there are fewer cores",
+        "benchmarks/scaling_parts/measured.py",
+        "self.tokens_per_s / one.tokens_per_s / min(self.point.ranks, self.cores)",
+        "self.tokens_per_s / one.tokens_per_s / self.point.ranks",
+        (f"{SCALING}::test_efficiency_is_by_rank_and_at_most_by_core",),
+    ),
+    Mutant(
+        "waits for messages are counted as bubble too",
+        "benchmarks/scaling_parts/predicted.py",
+        '"bubble": silent_s - busy_s',
+        '"bubble": whole_s - busy_s',
+        (f"{SCALING}::test_slow_links_add_messages_and_leave_the_bubble",),
+    ),
+    Mutant(
+        "a layout that does not fit may be the best",
+        "benchmarks/scaling_parts/predicted.py",
+        "one.devices == devices and one.fits]",
+        "one.devices == devices]",
+        (f"{SCALING}::test_the_fastest_that_fits_stands_for_a_number_of_devices",),
+    ),
+    Mutant(
+        "strong layouts keep the micro-batches of a replica",
+        "benchmarks/scaling_parts/predicted.py",
+        '("strong", STRONG_SAMPLES / replicas)',
+        '("strong", WEAK_MICRO_BATCHES)',
+        (f"{SCALING}::test_every_layout_has_its_devices_and_both_series_their_micro_batches",),
+    ),
+    Mutant(
+        "what lies behind a section of the page is lost",
+        "benchmarks/scaling_parts/page.py",
+        "{end}{tail}",
+        "{end}",
+        (f"{SCALING}::test_a_section_is_replaced_between_its_marks_alone",),
+    ),
+)
