@@ -5,7 +5,8 @@
 | together | in the weights' format | their fp32 softmax |
 | in chunks | a chunk's in fp32, of several ranks two; in 16 bits copies | two gradients |
 
-The gradients are those of the hidden states and, in fp32, of the table. Copies are of a chunk and of the latter. Which of the two it is: ``megatron.loss_chunks``.
+The gradients are those of the hidden states and, in fp32, of the table. Copies are of a chunk and of
+the latter. Which of the two it is: ``megatron.loss_chunks``.
 """
 
 from __future__ import annotations

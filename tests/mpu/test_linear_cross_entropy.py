@@ -133,6 +133,14 @@ def test_numbers_of_16_bits_are_summed_up_in_32(dtype: torch.dtype) -> None:
         assert (one.grad.double() / 1024 - two.grad).abs().max() <= 2.5 * step * two.grad.abs().max()
 
 
+def test_many_small_parts_of_a_gradient_add_up_in_16_bits() -> None:
+    """In bf16 a sum of ones stops at 256."""
+    number, table = 320, torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    x, targets = torch.ones(number, 1, dtype=torch.bfloat16), torch.zeros(number, dtype=torch.long)
+    linear_cross_entropy(x, table, targets, torch.full((number,), 2.0), vocab_size=2, at_once=1).backward()
+    assert table.grad is not None and table.grad.flatten().tolist() == [-number, number]
+
+
 def test_in_fp16_neither_small_probabilities_nor_a_large_loss_scale_are_lost() -> None:
     """A probability of 1 / 30476 is 550.5 times the smallest number of fp16."""
     vocab = 30476

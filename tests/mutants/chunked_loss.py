@@ -1,0 +1,152 @@
+"""Mistakes in the loss in chunks: what a chunk adds, what ranks tell each other, what waits for backward."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+LOSS = "megatron/mpu/linear_cross_entropy.py"
+HEAD = "megatron/model/head.py"
+_TESTS = "tests/mpu/test_linear_cross_entropy.py"
+_SUM = f"{_TESTS}::test_sum_and_gradients_equal_those_of_torch_however_the_tokens_and_words_are_cut"
+ONE, TWO, FOUR = f"{_SUM}[101-5-some-1]", f"{_SUM}[101-5-some-2]", f"{_SUM}[5-1-some-4]"
+PADDED = f"{_SUM}[101-14-some-2]"
+SIXTEEN = f"{_TESTS}::test_many_small_parts_of_a_gradient_add_up_in_16_bits"
+HALF = f"{_TESTS}::test_in_fp16_neither_small_probabilities_nor_a_large_loss_scale_are_lost"
+PEAK = f"{_TESTS}::test_the_peak_is_a_chunk_and_the_gradients_instead_of_logits_and_their_gradient[float32]"
+FAMILIES = "tests/model/test_head.py::test_chunks_give_the_loss_and_every_gradient_of_whole_logits"
+
+CHUNKED_LOSS = (
+    Mutant(
+        "the table's gradient is that of the last chunk",
+        LOSS,
+        "        total.addmm_(a, b)\n",
+        "        total.addmm_(a, b, beta=0.0)\n",
+        (ONE,),
+    ),
+    Mutant(
+        "the table's gradient is added up in 16 bits",
+        LOSS,
+        "torch.zeros_like(table, dtype=self.wide)",
+        "torch.zeros_like(table)",
+        (SIXTEEN,),
+    ),
+    Mutant(
+        "tokens that do not count have a gradient",
+        LOSS,
+        "            factor = weights * _scale(self.x.dtype)\n",
+        "            factor = torch.ones_like(weights) * _scale(self.x.dtype)\n",
+        (ONE,),
+    ),
+    Mutant(
+        "the number that comes to the loss is left out of a gradient",
+        LOSS,
+        "gradient.to(factor.dtype).mul_(factor)",
+        "gradient.to(factor.dtype)",
+        (ONE,),
+    ),
+    Mutant(
+        "each rank divides by its own sum of exponentials",
+        LOSS,
+        "factor * (begun.own[0] - top).exp() / denominator)",
+        "factor / begun.own[1])",
+        (TWO,),
+    ),
+    Mutant(
+        "exponentials stay relative to the rank's own largest",
+        LOSS,
+        "factor * (begun.own[0] - top).exp() / denominator)",
+        "factor / denominator)",
+        (TWO,),
+    ),
+    Mutant(
+        "ranks add up sums that are relative to different logits",
+        LOSS,
+        "(sums * (largest - top).exp())",
+        "(sums + 0 * largest)",
+        (TWO,),
+    ),
+    Mutant(
+        "the first token of a rank is one too high",
+        LOSS,
+        "targets.reshape(-1) - start,",
+        "targets.reshape(-1) - start - min(group.rank, 1),",
+        (TWO,),
+    ),
+    Mutant(
+        "padded rows take part in the softmax",
+        LOSS,
+        "    _, start, num_real = vocab_range(vocab_size, group, divisible_by)\n",
+        "    num_real, start, _ = vocab_range(vocab_size, group, divisible_by)\n",
+        (PADDED,),
+    ),
+    Mutant(
+        "a chunk's memory is taken while its numbers still travel",
+        LOSS,
+        "room[number % most]",
+        "room[0]",
+        (TWO,),
+    ),
+    Mutant(
+        "the last tokens are left out",
+        LOSS,
+        "        while waiting:\n            self._end(waiting.popleft())\n",
+        "",
+        (TWO,),
+    ),
+    Mutant(
+        "the bias gets the gradient of the last chunk",
+        LOSS,
+        "self.of_bias[: self.given.num_real] += wide",
+        "self.of_bias[: self.given.num_real] = wide",
+        (FOUR,),
+    ),
+    Mutant(
+        "small probabilities of fp16 lose their bits",
+        LOSS,
+        "FP16_SCALE = 8.0",
+        "FP16_SCALE = 1.0",
+        (HALF,),
+    ),
+    Mutant(
+        "the gradients are multiplied once more by a second backward",
+        LOSS,
+        "        ctx.is_used_up = True\n",
+        "",
+        (f"{_TESTS}::test_a_second_backward_raises",),
+    ),
+    Mutant(
+        "all tokens are one chunk",
+        LOSS,
+        "        tokens = min(self.given.at_once, len(self.x))\n",
+        "        object.__setattr__(self.given, 'at_once', max(len(self.x), 1))\n        tokens = len(self.x)\n",
+        (PEAK,),
+    ),
+    Mutant(
+        "the bias of a head is left out of its chunks",
+        HEAD,
+        "lazy = LazyLogits(x, weight, bias, at_once)",
+        "lazy = LazyLogits(x, weight, None if bias is None else 0 * bias, at_once)",
+        (f"{FAMILIES}[bert-False-1]",),
+    ),
+    Mutant(
+        "what enters the head in chunks gets this rank's part of its gradient",
+        HEAD,
+        "    x = enter_tensor_region(x, **place.cut)  # [s, b, h]\n",
+        "    x = enter_tensor_region(x, **place.cut) if sizes.loss_chunk_tokens == 0 else x\n",
+        (f"{FAMILIES}[gpt2-False-2]",),
+    ),
+    Mutant(
+        "a user asks for logits and gets what they are made of",
+        "tds/stage.py",
+        "return output if output is None or make is None else make(output)",
+        "return output",
+        ("tests/pipe/test_made_outputs.py::test_outputs_are_logits_to_the_bit[1]",),
+    ),
+    Mutant(
+        "logits of twice the size are made together",
+        "megatron/loss_chunks.py",
+        "num_tokens * vocab_size <= SMALL",
+        "num_tokens * vocab_size <= 2 * SMALL",
+        ("tests/cost/test_loss.py::test_chunks_are_of_one_size_and_none_where_logits_are_few",),
+    ),
+)
