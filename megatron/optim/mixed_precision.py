@@ -315,7 +315,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             master.grad = part.to(master.device)
 
 
-def _kind_of_gradients(zero_stage: int, data: Group, overlaps_sums: bool) -> type[Gradients]:
+def _kind_of_gradients(zero_stage: int, data: Group, overlaps_sums: bool) -> Callable[[Masters], Gradients]:
     if zero_stage > 1 and data.size > 1:
         return GradientParts
     return OverlappedGradients if overlaps_sums and data.size > 1 else WholeGradients

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 import torch
 
 from megatron.optim.bucket_order import Bucket, BucketOrder
+from megatron.optim.flight import Flight, fly
 from megatron.optim.gradients import WholeGradients
 from megatron.optim.masters import Masters
-from tds.gradients import Flight, fly
 
 
 class OverlappedGradients(WholeGradients):
@@ -81,4 +81,4 @@ class OverlappedGradients(WholeGradients):
 
     def _start(self, buckets: Iterable[Bucket]) -> None:
         with torch.no_grad():
-            self._flights += [fly([self.of(p) for p in bucket], self._group.handle) for bucket in buckets]
+            self._flights += [fly([self.of(p) for p in bucket], self._group) for bucket in buckets]

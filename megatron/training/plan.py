@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron import cost
+from megatron import accelerators, cost
 from megatron.config import Config, T5Config
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Topology
@@ -18,6 +19,9 @@ from megatron.training.vocabulary import tokens_of, with_tokenizer, with_vocabul
 
 TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
 """Environment variable: ids of the tokenizer that a dry run reckons with where it is not made yet."""
+
+DRIVER_FILES = ("nvidia[0-9]*", "kfd", "dxg")
+"""In /dev: of NVIDIA's driver, of AMD's, and of both under Windows."""
 
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
@@ -173,9 +177,17 @@ def _host_text(num_bytes: int) -> str:
 
 def _is_on_cpu(config: Config) -> bool:
     """Return whether a run here would train on CPUs; a plan for GPUs may be made where there are none."""
-    from megatron import device  # it imports torch, which --help does without
+    if config.parallel.device != "auto" or not _may_have_device():
+        return config.parallel.device in ("auto", "cpu")
+    from megatron import device  # it imports torch, which a dry run on CPUs does without
 
-    return config.parallel.device in ("auto", "cpu") and device.choose(config.parallel.device) == "cpu"
+    return device.choose("auto") == "cpu"
+
+
+def _may_have_device() -> bool:
+    """Return False where torch need not be asked: without a plug-in, and without a file of any driver of GPUs."""
+    files = (path for pattern in DRIVER_FILES for path in Path("/dev").glob(pattern))
+    return set(accelerators.names()) != {"cpu", "cuda"} or next(files, None) is not None
 
 
 def _pipeline_rows(

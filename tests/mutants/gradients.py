@@ -36,8 +36,8 @@ GRADIENTS = (
     Mutant(
         "gradients are not summed over the replicas",
         "megatron/optim/overlapped_gradients.py",
-        "self._group.handle) for bucket in buckets]",
-        "self._group.handle) for bucket in buckets if not bucket]",
+        "self._group) for bucket in buckets]",
+        "self._group) for bucket in buckets if not bucket]",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(

@@ -55,8 +55,8 @@ HOST_READS = (
     Mutant(
         "a pipeline's gradients are not divided by what was counted",
         "tds/train_step.py",
-        "    optimizer.gradient_factor = agreement.factor\n",
-        "    pass\n",
+        "            read_with_norm(engine.optimizer, agreement)\n",
+        "            pass\n",
         ("tests/parity/test_layouts.py::test_fp64_equals_one_process[1-2-1]",),
     ),
     Mutant(

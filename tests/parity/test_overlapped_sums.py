@@ -21,13 +21,15 @@ BYTES = 16000
 def watched(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, list[bool]]:
     """Return the trace, and of each sum of a bucket whether a backward ran as it started."""
     within: list[bool] = []
-    fly = reduction.fly
 
-    def flying(*args: Any) -> Any:
-        within.append(backward.is_running())
-        return fly(*args)
+    def noting(fly: Any) -> Any:
+        def flying(*args: Any) -> Any:
+            within.append(backward.is_running())
+            return fly(*args)
 
-    overlapped_gradients.fly = reduction.fly = flying  # type: ignore[assignment]
+        return flying
+
+    overlapped_gradients.fly, reduction.fly = noting(overlapped_gradients.fly), noting(reduction.fly)
     bucket_order.BUCKET_BYTES = BYTES
     reduction.Reduction.__init__.__defaults__ = (BYTES, None, True)  # type: ignore[misc]
     return trace(rank, argv, size, STEPS, 0), within
