@@ -107,7 +107,7 @@ MEGATRON_REFUSED = {
     "--no-bias-gelu-fusion": "there are no hand-written kernels; leave it out",
     "--no-bias-dropout-fusion": "there are no hand-written kernels; leave it out",
     "--no-gradient-accumulation-fusion": "there are no hand-written kernels; leave it out",
-    "--no-async-tensor-model-parallel-allreduce": "the sum gives the same bits beside the weight's gradient; leave it out",
+    "--no-async-tensor-model-parallel-allreduce": "the bits are the same beside the weight's gradient; leave it out",
     "--ckpt-format": "checkpoints have one format; leave it out",
     "--non-persistent-save-interval": "use --save-interval",
     "--profile-step-start": "use --profile FIRST-LAST, steps counted from 1",

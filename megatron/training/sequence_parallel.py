@@ -21,8 +21,8 @@ def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
             "with megatron.model.Place(group, streams, sequence_parallel=True), or leave the flag out"
         )
     raise ConfigError(
-        f"layers of {type(module).__name__} are built with sequence_parallel=True, got no --sequence-parallel. Give the "
-        "flag, or build them without"
+        f"layers of {type(module).__name__} are built with sequence_parallel=True, got no --sequence-parallel. "
+        "Give the flag, or build them without"
     )
 
 
