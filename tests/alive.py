@@ -11,11 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Within it ``peak`` is the most bytes that tensors made here have had on a kind of device at one time."""
+    """Within it ``peak`` is the most bytes that tensors made here have had on a kind of device at one time.
+
+    ``largest`` is the most that one of them has had.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.peak = kind, 0
+        self.kind, self.peak, self.largest = kind, 0, 0
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -24,6 +27,7 @@ class Alive(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self.kind:
                 self._storages.add(leaf.untyped_storage())
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
         if len(self._storages) > before:
             self.peak = max(self.peak, self.now())
         return result

@@ -45,6 +45,7 @@ def test_the_device_gets_the_parts_and_never_a_whole_weight(kind: str) -> None:
     }
     largest = max(parameter.nbytes for parameter in module.parameters()) // 3
     assert alive.now() <= sum(there.values()) + 8 * len(optimizer_of), "and a number for each weight"
+    assert alive.largest <= max(master.nbytes for master in optimizer_of.values()), "no whole weight was there"
     assert alive.peak <= alive.now() + 4 * largest, "and a part on its way"
     for (name, old), (_, new) in zip(plain.named_parameters(), module.named_parameters(), strict=True):
         assert (new.shape, new.dtype) == (old.shape, old.dtype), name
