@@ -117,6 +117,7 @@ LEFTOVERS = (
         "    if arrival is not None:\n        put_in_place(config, module, world)",
         "    if False:\n        put_in_place(config, module, world)",
         (SAME,),
+        refuses=True,
     ),
     Mutant(
         "the model is filled and moved whole ahead of ZeRO 3",
