@@ -68,8 +68,10 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -
     assert built.returncode == 0, built.stderr[-3000:]
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "zh/index.html", "zh/t5.html", "repository/tds/index.html"} <= pages
-    english, chinese = ((tmp_path / "site" / name).read_text(encoding="utf-8") for name in ("t5.html", "zh/t5.html"))
-    assert 'href="zh/t5.html">中文' in english and 'href="../t5.html">English' in chinese
+    english, chinese = (
+        (tmp_path / "site" / name).read_text(encoding="utf-8") for name in ("pipelines.html", "zh/pipelines.html")
+    )
+    assert 'href="zh/pipelines.html">中文' in english and 'href="../pipelines.html">English' in chinese
     assert '<html lang="zh"' in chinese
     fetched = re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]*)"', english + chinese)
     assert not fetched
