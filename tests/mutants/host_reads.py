@@ -53,13 +53,6 @@ HOST_READS = (
         (NORM,),
     ),
     Mutant(
-        "a pipeline's gradients are not divided by what was counted",
-        "tds/train_step.py",
-        "            read_with_norm(engine.optimizer, agreement)\n",
-        "            pass\n",
-        ("tests/parity/test_layouts.py::test_fp64_equals_one_process[1-2-1]",),
-    ),
-    Mutant(
         "hosts agree over the device",
         "megatron/training/world.py",
         "(self.grid.world if self.device == on_host else self.grid.host), on_host",
