@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from tests.mutants.bert import BERT
+from tests.mutants.calibrate import CALIBRATION
+from tests.mutants.chunked_loss import CHUNKED_LOSS
 from tests.mutants.contract import CONTRACT
 from tests.mutants.convert import CONVERT
 from tests.mutants.counted import COUNTED_MASKS
 from tests.mutants.data import DATA
 from tests.mutants.device import DEVICE
+from tests.mutants.docs import DOCS_MISTAKES
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
@@ -15,23 +18,29 @@ from tests.mutants.flips import FLIPPED
 from tests.mutants.generate import GENERATE
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.guard import GUARDED
+from tests.mutants.host_reads import HOST_READS
 from tests.mutants.kills import KILLED_RUNS
 from tests.mutants.launch import LAUNCH
+from tests.mutants.leftovers import LEFTOVERS
 from tests.mutants.legacy import LEGACY
 from tests.mutants.llama import LLAMA
 from tests.mutants.mixture import MIXTURE
 from tests.mutants.mpt import MPT
 from tests.mutants.norms import NORMS
 from tests.mutants.overlap import OVERLAP
+from tests.mutants.overlapped_gradients import OVERLAPPED_GRADIENTS
 from tests.mutants.packing import PACKING
+from tests.mutants.planner import PLANNER
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.pretrained import PRETRAINED
 from tests.mutants.reading import READING
 from tests.mutants.reasons import TOLD
 from tests.mutants.recompute import RECOMPUTE
+from tests.mutants.report import OF_REPORTS
 from tests.mutants.resumed import RESUMED
 from tests.mutants.rows import ROWS
 from tests.mutants.saves import SAVES
+from tests.mutants.sequence_parallel import SEQUENCE_PARALLEL
 from tests.mutants.sharing import SHARING
 from tests.mutants.sources import SOURCES
 from tests.mutants.stages import STAGES
@@ -53,4 +62,17 @@ IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
 IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED)
 IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *DUMPS, *CONTRACT)
-MUTANTS = (*IN_ARITHMETIC, *IN_RUNS, *IN_TEXT, *IN_ORDER, *IN_FAULTS, *IN_FAMILIES, *IN_SYSTEMS)
+IN_SPEED = (*SEQUENCE_PARALLEL, *CHUNKED_LOSS, *OVERLAPPED_GRADIENTS, *HOST_READS)
+IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS)
+PARTS = {
+    "arithmetic": IN_ARITHMETIC,
+    "runs": IN_RUNS,
+    "text": IN_TEXT,
+    "order": IN_ORDER,
+    "faults": IN_FAULTS,
+    "families": IN_FAMILIES,
+    "systems": IN_SYSTEMS,
+    "speed": IN_SPEED,
+    "sight": IN_SIGHT,
+}
+MUTANTS = tuple(mutant for part in PARTS.values() for mutant in part)
