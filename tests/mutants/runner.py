@@ -31,6 +31,8 @@ COPIED = (
     "LICENSE",
     "pretrain_gpt2.py",
     "pretrain_t5.py",
+    "run_gpt2.sh",
+    "run_t5.sh",
     "pyproject.toml",
 )
 TIMED_OUT = -1

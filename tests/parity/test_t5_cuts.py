@@ -55,6 +55,7 @@ def test_every_cut_and_every_way_to_run_it(stages: int, times: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_cut_into_two_chunks_a_stage(stages: int) -> None:
     check(rotated(stages, CHUNKED), stages)
