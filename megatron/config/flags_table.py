@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+_SDPA = "scaled_dot_product_attention takes the fastest kernel that the device has"
+
 ALREADY_SO = {
     "--deepspeed": "every run uses DeepSpeed's engine",
     "--deepspeed-activation-checkpointing": "--partition-activations, --contigious-checkpointing and "
@@ -21,7 +23,8 @@ ALREADY_SO = {
     "--fp32-allreduce": "gradients of 16-bit weights are summed over micro-batches and replicas in fp32",
     "--accumulate-allreduce-grads-in-fp32": "gradients of 16-bit weights are summed in fp32",
     "--use-cpu-initialization": "initial values come from a counter, the same on every device and in every layout",
-    "--use-flash-attn": "scaled_dot_product_attention takes the fastest kernel that the device has",
+    "--use-flash-attn": _SDPA,
+    "--use-flash-attn-v2": _SDPA,
     "--exit-signal-handler": "SIGTERM and Ctrl-C save a checkpoint and leave with code 75",
     "--log-throughput": "every progress line shows tokens/s and FLOP/s",
     "--override-lr-scheduler": "the learning rate follows the step and the flags given now",
@@ -35,6 +38,15 @@ _REALM = "REALM and ICT are not part of this project"
 _AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
 _ZERO = "ZeRO is switched by --zero-stage 0 to 3, or zero_optimization.stage of the JSON; leave it out"
 _SOFTMAX = "scaled_dot_product_attention has no separate mask and softmax; leave it out"
+_DENSE = "the models are dense; leave it out"
+_WHOLE = "attention takes whole sequences; use --sequence-parallel, which cuts the rest, or leave it out"
+_SHARDED = "use --zero-stage 3, without a pipeline"
+_BY_COST = "stages are balanced by cost: see --partition-method"
+_ONE_FORMAT = "checkpoints have one format; leave it out"
+_NO_KERNELS = "there are no hand-written kernels; leave it out"
+_TENSORBOARD = "every number of metrics.jsonl goes to TensorBoard; leave it out"
+_ONE_DECAY = "weight decay is the same in all steps: use --weight-decay"
+_NO_CURRICULUM = "all steps have samples of one length and run all layers; leave it out"
 
 CPM_REFUSED = {
     "--num-unique-layers": "layers do not share weights; leave it out",
@@ -72,8 +84,11 @@ CPM_REFUSED = {
 MEGATRON_REFUSED = {
     "--lr-warmup-iters": "warm-up is a fraction: use --warmup ITERS / LR_DECAY_ITERS",
     "--lr-warmup-samples": "warm-up is a fraction of the steps: use --warmup",
+    "--lr-warmup-tokens": "warm-up is a fraction of the steps: use --warmup",
     "--lr-decay-samples": "steps are counted: use --lr-decay-iters",
+    "--lr-decay-tokens": "steps are counted: use --lr-decay-iters, TOKENS / tokens of a step",
     "--train-samples": "steps are counted: use --train-iters",
+    "--train-tokens": "steps are counted: use --train-iters, TOKENS / tokens of a step",
     "--lr-wsd-decay-iters": "use --wsd-decay-fraction ITERS / LR_DECAY_ITERS",
     "--lr-wsd-decay-style": "the WSD decay has one form; leave it out",
     "--initial-loss-scale": "use --initial-scale-power, its logarithm to base 2",
@@ -85,12 +100,31 @@ MEGATRON_REFUSED = {
     "--distributed-timeout-minutes": "use --step-timeout, in seconds",
     "--use-distributed-optimizer": _ZERO,
     "--overlap-param-gather": _ZERO,
-    "--context-parallel-size": "sequences are not cut; leave it out",
-    "--standalone-embedding-stage": "stages are balanced by cost: see --partition-method",
+    "--use-torch-fsdp2": _SHARDED,
+    "--use-megatron-fsdp": _SHARDED,
+    "--optimizer-cpu-offload": "use --offload-optimizer",
+    "--ddp-bucket-size": "gradients are summed in buckets of 32 MiB; leave it out",
+    "--grad-reduce-in-bf16": "gradients of 16-bit weights are summed in fp32; leave it out",
+    "--context-parallel-size": _WHOLE,
+    "--cp-comm-type": _WHOLE,
+    "--ds-sequence-parallel-size": _WHOLE,
+    "--tp-comm-overlap": "messages of tensor ranks run beside the products of weights' gradients anyway; leave it out",
+    "--enable-zbh1-pipeline": "use --pipeline-schedule zb-h1",
+    "--standalone-embedding-stage": _BY_COST,
+    "--account-for-embedding-in-pipeline-split": _BY_COST,
+    "--pipeline-model-parallel-layout": _BY_COST,
     "--decoder-first-pipeline-num-layers": "use --partition-method",
     "--decoder-last-pipeline-num-layers": "use --partition-method",
-    "--num-experts": "the models are dense; leave it out",
-    "--expert-model-parallel-size": "the models are dense; leave it out",
+    **dict.fromkeys(
+        """
+        --num-experts --expert-model-parallel-size --expert-tensor-parallel-size --enable-expert-tensor-parallelism
+        --mlp-type --topk --use-tutel --create-moe-param-group --disable-moe-token-dropping --moe-loss-coeff
+        --moe-expert-parallel-size --moe-expert-capacity-factor --moe-train-capacity-factor --moe-eval-capacity-factor
+        --moe-min-capacity --moe-router-topk --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
+        --moe-grouped-gemm --moe-token-dispatcher-type --moe-layer-freq --moe-ffn-hidden-size
+        """.split(),
+        _DENSE,
+    ),
     "--use-rotary-position-embeddings": "GPT-2 has learned positions; leave it out",
     "--group-query-attention": "there are as many key heads as query heads; leave it out",
     "--rotary-percent": "rotary positions turn the whole head; leave it out",
@@ -100,15 +134,21 @@ MEGATRON_REFUSED = {
     "--swiglu": "use --activation gated-silu, and --ff-hidden-size for its size",
     "--squared-relu": "use --activation relu, gelu or gelu-tanh",
     "--normalization": "GPT-2 has layer norms; leave it out",
-    "--attention-backend": "scaled_dot_product_attention takes the fastest kernel that the device has; leave it out",
+    "--attention-backend": f"{_SDPA}; leave it out",
+    "--use-flash-attn-v1": f"{_SDPA}; leave it out",
+    "--use-flash-attn-triton": f"{_SDPA}; leave it out",
     "--transformer-impl": "there is one implementation; leave it out",
     "--use-mcore-models": "there is one implementation; leave it out",
     "--no-masked-softmax-fusion": _SOFTMAX,
-    "--no-bias-gelu-fusion": "there are no hand-written kernels; leave it out",
-    "--no-bias-dropout-fusion": "there are no hand-written kernels; leave it out",
-    "--no-gradient-accumulation-fusion": "there are no hand-written kernels; leave it out",
+    "--no-bias-gelu-fusion": _NO_KERNELS,
+    "--no-bias-dropout-fusion": _NO_KERNELS,
+    "--no-gradient-accumulation-fusion": _NO_KERNELS,
+    "--no-rope-fusion": _NO_KERNELS,
+    "--no-persist-layer-norm": _NO_KERNELS,
     "--no-async-tensor-model-parallel-allreduce": "the bits are the same beside the weight's gradient; leave it out",
-    "--ckpt-format": "checkpoints have one format; leave it out",
+    "--ckpt-format": _ONE_FORMAT,
+    "--use-dist-ckpt": _ONE_FORMAT,
+    "--dist-ckpt-format": _ONE_FORMAT,
     "--non-persistent-save-interval": "use --save-interval",
     "--profile-step-start": "use --profile FIRST-LAST, steps counted from 1",
     "--profile-step-end": "use --profile FIRST-LAST, steps counted from 1",
@@ -119,22 +159,37 @@ MEGATRON_REFUSED = {
     "--skip-train": "use --eval-only with --load, or --train-iters 0",
     "--exit-on-missing-checkpoint": "a missing checkpoint ends the run with code 3; see --load-if-exists",
     "--fp8-format": "use --bf16",
+    "--fp8-hybrid": "use --bf16",
     "--no-query-key-layer-scaling": "scores are never scaled by layer; leave it out",
     "--no-pipeline-parallel": "use --pipe-parallel-size 0 or 1",
     "--dataloader-type": "samples come in one order, which follows from the seed; leave it out",
     "--no-position-embedding": "models without learned positions are LLaMA (examples/llama) and MPT (examples/mpt)",
     "--manual-gc": "Python's collector is left as it is; leave it out",
     "--manual-gc-interval": "Python's collector is left as it is; leave it out",
-    "--log-timers-to-tensorboard": "every number of metrics.jsonl goes to TensorBoard; leave it out",
-    "--log-batch-size-to-tensorboard": "every number of metrics.jsonl goes to TensorBoard; leave it out",
-    "--log-validation-ppl-to-tensorboard": "every number of metrics.jsonl goes to TensorBoard; leave it out",
+    "--log-timers-to-tensorboard": _TENSORBOARD,
+    "--log-batch-size-to-tensorboard": _TENSORBOARD,
+    "--log-validation-ppl-to-tensorboard": _TENSORBOARD,
+    "--log-memory-to-tensorboard": _TENSORBOARD,
+    "--log-learning-rate-to-tensorboard": _TENSORBOARD,
+    "--log-loss-scale-to-tensorboard": _TENSORBOARD,
     "--log-optimizer-states-to-tensorboard": "use --log-layer-norms, or --debug-dump",
     "--tensorboard-queue-size": "events are written as they come; leave it out",
     "--cpu-offloading-num-layers": "use --checkpoint-in-cpu with --checkpoint-activations",
     "--embed-layernorm": "the embedding has no norm of its own; leave it out",
-    "--abort-on-unmet-fused-kernel-constraints": "there are no hand-written kernels; leave it out",
+    "--abort-on-unmet-fused-kernel-constraints": _NO_KERNELS,
     "--universal-checkpoint": "checkpoints load in every layout; leave it out",
-    "--moe-expert-capacity-factor": "the models are dense; leave it out",
+    "--curriculum-learning-legacy": _NO_CURRICULUM,
+    "--data-efficiency-curriculum-learning": _NO_CURRICULUM,
+    "--random-ltd": _NO_CURRICULUM,
+    "--kd": "there is no distillation; leave it out",
+    "--compression-training": "there is no compression; leave it out",
+    "--weight-decay-incr-style": _ONE_DECAY,
+    "--start-weight-decay": _ONE_DECAY,
+    "--end-weight-decay": _ONE_DECAY,
+    "--decoupled-lr": "all weights have one learning rate: use --lr",
+    "--cross-entropy-loss-fusion": "the loss is one function anyway; leave it out, or see --loss-chunk-tokens",
+    "--qk-layernorm": "queries and keys have no norms of their own; leave it out",
+    "--mock-data": "use --data-path; `bash run_gpt2.sh` makes sample data",
 }
 
 REFUSED = {**CPM_REFUSED, **MEGATRON_REFUSED}
