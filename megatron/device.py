@@ -210,13 +210,13 @@ def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
     return target
 
 
-@torch.no_grad()
 def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
     """Let ``parameter`` hold ``tensor``, perhaps on another device; it stays the object that it is."""
-    if torch._has_compatible_shallow_copy_type(parameter, tensor):
-        parameter.data = tensor
-    else:
-        _swap_tensor_impl(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
+    with torch.no_grad():
+        if torch._has_compatible_shallow_copy_type(parameter, tensor):
+            parameter.data = tensor
+        else:
+            _swap_tensor_impl(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
 
 
 @functools.cache
@@ -272,6 +272,19 @@ def peak_memory_bytes(kind: str) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def count(kind: str) -> int:
+    """Return the devices of this kind that this process sees; of a CPU the cores that it may use."""
+    return len(os.sched_getaffinity(0)) if kind == "cpu" else torch.accelerator.device_count()
+
+
+def memory_of_others(kind: str) -> int:
+    """Return the bytes of the current device that are in use, but not by tensors of this process; 0 on a CPU."""
+    if kind == "cpu":
+        return 0
+    free, total = torch.accelerator.get_memory_info()
+    return max(0, total - free - torch.accelerator.memory_reserved())
 
 
 @_by_plugin

@@ -67,7 +67,7 @@ def calibrate(
         RuntimeError: a rank failed.
     """
     kind = device.choose(kind)
-    there = len(os.sched_getaffinity(0)) if kind == "cpu" else torch.accelerator.device_count()
+    there = device.count(kind)
     ranks = ranks or there
     if ranks < 1 or (kind != "cpu" and ranks > there):
         raise ValueError(f"the ranks that calibrate must be 1 to {there}, one for each {kind} device, got {ranks}")
@@ -148,9 +148,7 @@ def _memory(rank: Rank) -> tuple[int, int]:
     total = device.total_memory_bytes(rank.kind)
     if rank.kind == "cpu":
         return total // rank.size, _LIBRARIES
-    free, _ = torch.accelerator.get_memory_info()
-    held = torch.accelerator.memory_reserved()
-    return total, max(0, total - free - held)
+    return total, device.memory_of_others(rank.kind)
 
 
 def _resident() -> int:
