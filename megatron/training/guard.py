@@ -75,15 +75,18 @@ class Guard:
             return
         optimizer = engine.optimizer
 
+        def worst(value: float) -> float:
+            values = [value if math.isfinite(value) else math.inf]
+            agreed = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), world, dist.ReduceOp.MAX)
+            return agreed.item()
+
         def take_loss(loss: float) -> None:
-            self._loss = loss
-            if not math.isfinite(loss):  # its gradients are of no use, and no overflow for the loss scale to follow
+            self._loss = worst(loss)  # all ranks forget their gradients or none: the norm is then taken anew, together
+            if not math.isfinite(self._loss):  # its gradients are of no use, and no overflow for the scale to follow
                 optimizer.zero_grad()
 
         def allows(norm: float) -> bool:
-            values = [value if math.isfinite(value) else math.inf for value in (self._loss, norm)]
-            agreed = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), world, dist.ReduceOp.MAX)
-            loss, norm = agreed.tolist()
+            loss, norm = self._loss, worst(norm)
             has_gradients = math.isfinite(loss)  # else they were thrown away ahead of the norm
             self.seen, self._reason = (loss, norm if has_gradients else math.nan), self.problem(loss, norm)
             return self._reason is None

@@ -19,6 +19,14 @@ GUARDED = (
         (f"{GUARD}::test_what_one_rank_finds_bad_is_bad_for_all",),
     ),
     Mutant(
+        "each rank forgets gradients for its own loss",
+        "megatron/training/guard.py",
+        "            if not math.isfinite(self._loss):",
+        "            if not math.isfinite(loss):",
+        (f"{GUARD}::test_a_loss_that_is_no_number_on_one_tensor_rank_is_left_out_on_all",),
+        refuses=True,  # the ranks wait in different sums
+    ),
+    Mutant(
         "a bad step counts among those that the next is judged by",
         "megatron/training/guard.py",
         "            self.history.streak += 1\n            return reason\n",

@@ -17,8 +17,10 @@ from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu.grads import counts_here
 from megatron.mpu.groups import build_grid
+from megatron.mpu.shard import set_partial
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
+from megatron.optim.scaler import LossScaler
 from megatron.training.guard import Guard
 from megatron.training.journal import NAME, Journal, read_journal
 from megatron.training.metrics import read_metrics
@@ -172,7 +174,31 @@ def judge_alone(rank: int) -> list[Any]:
 
 
 def test_what_one_rank_finds_bad_is_bad_for_all() -> None:
-    assert run_ranks(2, judge_alone) == [[True, False, False, False, 0], [True, False, False, False, 1]]
+    assert run_ranks(2, judge_alone) == [[True, False, False, False, 1]] * 2
+
+
+def step_alone(rank: int, is_fp16: bool) -> tuple[bool, bool, list[float], float]:
+    """Take a step whose loss is no number on tensor rank 1 alone."""
+    grid = build_grid(Topology.of_world(2, tensor=2, pipe=1), rank)
+    weights = [torch.nn.Parameter(torch.ones(2)), set_partial(torch.nn.Parameter(torch.ones(2)))]
+    optimizer = MixedPrecisionOptimizer(
+        [{"params": weights}], lambda groups: torch.optim.SGD(groups, lr=1.0), model=grid.model, tensor=grid.tensor,
+        scaler=LossScaler(64.0, is_dynamic=True, hysteresis=1) if is_fp16 else None,
+    )  # fmt: skip
+    engine: Any = SimpleNamespace(optimizer=optimizer)
+    guard = Guard(parse(GUARDED.split(), world_size=1).stability)
+    guard.watch(engine, grid.world, torch.device("cpu"), 0)
+    for weight in weights:
+        weight.grad = torch.full((2,), math.nan if rank else 1.0)
+    optimizer.raw_norm = optimizer.norm_of_sums().item()
+    engine.on_loss(math.nan if rank else 1.0)
+    optimizer.step()
+    return optimizer.was_refused, optimizer.overflow, torch.cat(weights).tolist(), optimizer.loss_scale
+
+
+@pytest.mark.parametrize("is_fp16", [False, True], ids=["fp32", "fp16"])
+def test_a_loss_that_is_no_number_on_one_tensor_rank_is_left_out_on_all(is_fp16: bool) -> None:
+    assert run_ranks(2, step_alone, is_fp16) == [(True, False, [1.0] * 4, 64.0 if is_fp16 else 1.0)] * 2
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run_with_advice(corpus: Path, tmp_path: Path) -> None:
