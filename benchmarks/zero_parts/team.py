@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.pipe.memory import bytes_alive, measure
 from benchmarks.zero_parts.contenders import Case, Contender, build
 
 PATIENCE_S = 600.0
@@ -83,6 +84,7 @@ def _rank(contender: Contender, case: Case, rank: int, threads: int, place: Path
             MASTER_ADDR="localhost", MASTER_PORT="0", DS_ACCELERATOR="cpu",
         )  # fmt: skip
         torch.set_num_threads(threads)
+        inherited = bytes_alive()  # a forked process has what its parent had
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about names that DeepSpeed uses
         store = dist.FileStore(str(place / "store"), case.replicas)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=case.replicas)
@@ -90,7 +92,7 @@ def _rank(contender: Contender, case: Case, rank: int, threads: int, place: Path
         pipe.send(b"ready")
         while (order := pipe.recv()) is not None:
             what, first, number = order
-            pipe.send((_timed if what == "steps" else _memory)(step, first, number))
+            pipe.send(_timed(step, first, number) if what == "steps" else _memory(step, first, inherited))
     except EOFError:
         return
     except BaseException:
@@ -105,8 +107,7 @@ def _timed(step: Any, first: int, number: int) -> tuple[float, float, list[float
     return time.perf_counter() - start, time.process_time() - cpu, losses
 
 
-def _memory(step: Any, first: int, number: int) -> tuple[int, int]:
+def _memory(step: Any, first: int, inherited: int) -> tuple[int, int]:
     """Return the bytes that are kept between steps, and the most that a step adds."""
-    from benchmarks.pipe.memory import measure
-
-    return measure(lambda: step(first))
+    kept, added = measure(lambda: step(first))
+    return kept - inherited, added

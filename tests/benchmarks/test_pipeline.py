@@ -13,6 +13,7 @@ def run(folder, *more: str) -> dict:
     return pipeline.main(["--smoke", "--out", str(folder), "--start-method", "fork", *more])
 
 
+@pytest.mark.slow  # tests/benchmarks/pipe tests the parts
 def test_a_few_contenders_from_options_to_files(tmp_path) -> None:
     result = run(tmp_path, "--cases", "main", "--micro-batches", "8", "--cuts", "1", "--only", "side", "torch", "1f1b")
     rows = {each["contender"]: each for each in result["cases"]["m=8"]["rows"]}

@@ -45,6 +45,7 @@ def assert_undisturbed(outcome: Outcome, kills: int) -> None:
     assert len(outcome.kills) == kills
 
 
+@pytest.mark.slow  # kills ahead of file operations and of loads, above and below, are in the short run
 def test_ten_random_kills_in_one_run_cost_nothing_but_time(tokens: Path, tmp_path: Path) -> None:
     """Rows A01, A02, A05, A18, D21: two tensor ranks by two stages, dropout, saved in the background at each step."""
     case, moments = Case("t2p2", steps=30, keep_last=2, is_async=True), [*draw_moments(random.Random(10), 4, 10)]
