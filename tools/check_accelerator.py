@@ -202,11 +202,16 @@ def run_checks(kind: str, local_rank: int = 0) -> Iterator[tuple[str, str]]:
             yield check.__name__, f"{type(error).__name__}: {error} ({Path(line.filename).name}:{line.lineno})"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the adaptors and the checklist; return the exit code."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the tool's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, or the device of a plug-in")
-    asked = parser.parse_args(argv).device
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the adaptors and the checklist; return the exit code."""
+    asked = parse_args(argv).device
     try:
         accelerators.load()
         kind = settle(Config(parallel=ParallelConfig(device=asked)))

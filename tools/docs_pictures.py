@@ -37,6 +37,10 @@ SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 REPLICAS = 8
 HELD = {"weights": (2, 3), "gradients": (4, 2), "masters and moments": (12, 1)}
 """Bytes of a parameter with AdamW in 16 bits, and from which ZeRO stage on they are cut."""
+SEQUENCE = (
+    "Grey is whole on both ranks. Norms, residuals and dropout lie there too.\n"
+    "--sequence-parallel: grey is [s/2, b, h], all-gather ahead of each half, reduce-scatter for all-reduce."
+)
 
 
 def main() -> int:
@@ -127,7 +131,7 @@ def draw_layer(path: Path) -> None:
         x += width + 0.35
     for rank in range(2):
         axes.text(-0.2, 0.65 - 1.5 * rank, f"tensor rank {rank}", ha="right", va="center", fontsize=10)
-    axes.text(0, -1.95, "Grey is whole on both ranks. Norms, residuals and dropout lie there too.", fontsize=9)
+    axes.text(0, -2.0, SEQUENCE, fontsize=9)
     finish(figure, axes, (-1.7, x), (-2.1, 1.4), path)
 
 

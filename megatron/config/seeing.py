@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,10 +63,10 @@ def problems(config: Config) -> Iterator[str]:
     named = [_flag(name) for name in WANDB_ONLY if name in config.given]
     if named and not seeing.wandb_project:
         yield f"{', '.join(named)} acts with --wandb-project only. Add --wandb-project NAME, or leave it out"
-    if seeing.wandb_project and not _has_wandb():
+    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has_wandb():  # which alone imports it
         yield (
             "--wandb-project needs the package wandb, which is not installed here. Run pip install "
-            "'megatron-tds[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
+            "-e '.[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
             "are written anyway"
         )
     named = [_flag(name) for name in IN_TRAINING if name in config.given]

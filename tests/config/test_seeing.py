@@ -52,8 +52,10 @@ def test_what_cannot_act_is_refused(extra: str, told: str) -> None:
 
 def test_wandb_that_is_not_installed_is_told_with_all_other_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"(?s)--wandb-project needs the package wandb.* pip install wandb.*--profile"
-    ):
+    told = r"(?s)--wandb-project needs the package wandb.* pip install -e '\.\[wandb\]' or pip install wandb.*--profile"
+    with pytest.raises(ConfigError, match=told):
         read("--wandb-project p --profile 99")
+    monkeypatch.setenv("RANK", "1")  # which does not import it
+    assert read("--wandb-project p").seeing.wandb_project == "p"

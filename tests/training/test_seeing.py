@@ -6,6 +6,8 @@ import json
 import math
 import re
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,14 @@ import pytest
 
 from megatron.config import parse
 from megatron.errors import ConfigError
+from megatron.mpu.groups import build_grid
+from megatron.mpu.topology import Topology
+from megatron.training import run, wandb_run
 from megatron.training.layer_norms import group_of
 from megatron.training.metrics import MetricsWriter, read_metrics
 from megatron.training.saves import Saves
 from megatron.training.wandb_run import open_wandb
+from tests.harness import run_ranks
 from tests.training.runs import ROOT, flags, train_ranks
 
 SHORT = "--train-iters 2 --fp64 --log-layer-norms --hidden-dropout 0 --attention-dropout 0"
@@ -234,7 +240,7 @@ def test_what_wandb_cannot_start_is_an_error_and_what_it_cannot_send_a_warning(
 
 
 def test_wandb_itself_takes_these_calls_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'megatron-tds[wandb]'")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for _ in range(2):
         run = open_wandb(config_with("--wandb-project p"), tmp_path)
@@ -243,6 +249,40 @@ def test_wandb_itself_takes_these_calls_without_a_network(tmp_path: Path, monkey
         run.close()
     name = json.loads((tmp_path / "wandb.json").read_text())["id"]
     assert len(list(tmp_path.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))) >= 1
+
+
+def test_no_run_waits_for_wandb_without_an_end(
+    wandb: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wandb_run, "PATIENCE_S", 0.05)
+    run = open_wandb(config_with("--wandb-project p"), tmp_path)
+    assert run is not None
+    end = threading.Event()
+    wandb.run.finish = lambda exit_code: end.wait(20) or wandb.calls.append(("ended late", exit_code))
+    run.close()
+    end.set()
+    assert not [call for call in wandb.calls if call[0] == "ended late"]
+    assert "has not taken all within 0.05 s" in capsys.readouterr().err
+
+
+def test_an_id_of_wandb_that_cannot_be_written_is_a_warning(
+    wandb: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron.files.replace_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    assert open_wandb(config_with("--wandb-project p"), tmp_path) is not None
+    assert "wandb.json cannot be written ([Errno 28] full)" in capsys.readouterr().err
+
+
+def close_slowly(rank: int) -> float:
+    grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
+    metrics = SimpleNamespace(close=lambda draws: time.sleep(1.0)) if rank == 0 else None
+    began = time.monotonic()
+    run._close_reports_together(SimpleNamespace(world=SimpleNamespace(grid=grid), metrics=metrics, screen=None))  # type: ignore[arg-type]
+    return time.monotonic() - began
+
+
+def test_no_rank_leaves_while_rank_0_closes_its_reports() -> None:
+    assert min(run_ranks(2, close_slowly)) > 0.7
 
 
 def plant_wandb(folder: Path) -> Any:
