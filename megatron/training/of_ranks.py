@@ -31,7 +31,7 @@ def gather(run: Run) -> OfRanks:
     """Return what all ranks have measured since the last call. Collective.
 
     Shapes:
-        the message is [4, ranks]; memory goes in MiB, which fp32 holds to a few bytes
+        the message is [4, ranks]; memory goes in MiB, which fp32 holds in steps of 8 KiB at 80 GiB
     """
     waited = 0.0 if run.batches is None else run.batches.drain_waited_s()
     own_s, steps = run.engine.busy()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from megatron.training.step_result import StepResult
 
 FOLDER = "profile"
 SHOWN = 10
+Given = TypeVar("Given")
 _KINDS = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
 
@@ -37,7 +39,7 @@ class Profiler:
         self.run, self.steps = run, run.config.seeing.profiled()
         self._plain_step = run.engine.train_step
         self._profile: profile | None = None
-        self._taken = 0
+        self._taken = self._next = 0
         run.engine.train_step = self.train_step  # type: ignore[method-assign]
         if run.progress.step >= self.steps[0] and run.world.rank == 0:
             log.warning(
@@ -47,13 +49,15 @@ class Profiler:
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
         """Take the engine's step, within the profile where that is asked for. Collective."""
+        if self._profile is not None and step != self._next:
+            self._drop()  # the run has gone back
         if step + 1 not in self.steps:
             return self._plain_step(data, step, num_micro_batches)
         if self._profile is None:
             self._profile = self._start()
         with torch.profiler.record_function(f"step {step + 1}"):
             result = self._plain_step(data, step, num_micro_batches)
-        self._taken += 1
+        self._taken, self._next = self._taken + 1, step + 1
         if step + 1 == self.steps[-1]:
             with self.run.phases.over(SAVING):
                 self.finish()
@@ -67,10 +71,10 @@ class Profiler:
         if self._profile is None:
             return
         taken, self._profile = self._profile, None
-        taken.stop()
         folder, rank = self.run.folder / FOLDER, self.run.world.rank
+        own = _tried(lambda: _ended(taken)) or []
         _tried(lambda: _write_trace(taken, folder / f"rank{rank}.json.gz"))
-        operators = _of_all_ranks(self.run, operators_of(taken.key_averages()))
+        operators = _of_all_ranks(self.run, own)  # of no rank is it left out: the others wait for it
         if self.run.screen is None:
             return
         world_size = self.run.world.grid.topology.world_size
@@ -83,7 +87,13 @@ class Profiler:
         activities = [ProfilerActivity.CPU, *([_KINDS[kind]] if kind in _KINDS else [])]
         made = profile(activities=activities)
         made.start()
+        self._taken = 0
         return made
+
+    def _drop(self) -> None:
+        taken, self._profile = self._profile, None
+        if taken is not None:
+            _tried(taken.stop)
 
 
 def _of_all_ranks(run: Run, own: list[Operator]) -> list[Operator]:
@@ -92,6 +102,11 @@ def _of_all_ranks(run: Run, own: list[Operator]) -> list[Operator]:
     if host.size > 1:
         dist.all_gather_object(every, own, group=host.handle)
     return joined(every)
+
+
+def _ended(taken: profile) -> list[Operator]:
+    taken.stop()
+    return operators_of(taken.key_averages())
 
 
 def _write_trace(taken: profile, path: Path) -> None:
@@ -106,8 +121,9 @@ def _write_operators(folder: Path, operators: list[Operator], steps: int, ranks:
     files.replace_bytes(folder / "top.json", json.dumps(rows, indent=1).encode() + b"\n")
 
 
-def _tried(do: Callable[[], None]) -> None:
+def _tried(do: Callable[[], Given]) -> Given | None:
     try:
-        do()
-    except (OSError, RuntimeError) as error:
-        log.warning(f"the profile could not be written ({error})")
+        return do()
+    except Exception as error:
+        log.warning(f"the profile could not be taken or written ({type(error).__name__}: {error})")
+        return None

@@ -129,14 +129,14 @@ def _go_on(this: Run, place: Place) -> None:
     except StopRequest:
         finish_profile()
         _draw_pipeline(this)
-        _close_reports(this)
+        _close_reports_together(this)
         raise
     except BaseException as error:
         _close_screen(this)
         failure.tell(error, this.world.name)
         _close_reports(this, draws=False)
         raise
-    _close_reports(this)
+    _close_reports_together(this)
 
 
 def _close_screen(this: Run) -> None:
@@ -149,6 +149,13 @@ def _close_reports(this: Run, *, draws: bool = True) -> None:
     _close_screen(this)
     if this.metrics is not None:
         this.metrics.close(draws=draws)
+
+
+def _close_reports_together(this: Run) -> None:
+    """Close them where no error ends the run: no rank leaves while rank 0 still sends and draws. Collective."""
+    _close_reports(this)
+    if this.world.grid.host.size > 1:
+        dist.barrier(group=this.world.grid.host.handle)
 
 
 def _work(this: Run, start: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from typing import Any
@@ -53,7 +54,8 @@ def _is_told(run: Run, step: int) -> bool:
 
 def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any], ranks: OfRanks) -> dict[str, Any]:
     consumed, topology = run.progress.samples_consumed, run.world.grid.topology
-    norms = {} if run.layer_norms is None else {"layer_norms": run.layer_norms.norms}
+    has_gradients = math.isfinite(result.loss) or not result.is_refused  # else they were thrown away ahead of the norms
+    norms = {"layer_norms": run.layer_norms.norms} if run.layer_norms is not None and has_gradients else {}
     return {
         "loss": result.loss,
         "perplexity": perplexity(result.loss),

@@ -7,7 +7,10 @@ in which records came. What fails after the start is told once, and no run ends 
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from megatron.errors import ConfigError
 
 NAME = "wandb.json"
 KINDS = ("train", "valid", "test", "save")
+PATIENCE_S = 20.0
+"""For what is on its way when a run ends: less than --exit-grace, within which all ranks must have left."""
 
 
 class WandbRun:
@@ -31,8 +36,16 @@ class WandbRun:
         self._try(lambda: self._run.log({**numbers, f"{kind}/step": step}))
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Let the run end there, as a failed one or not, which waits for what is on its way."""
-        self._try(lambda: self._run.finish(exit_code=int(has_failed)))
+        """Let the run end there, as a failed one or not, which waits a while for what is on its way."""
+        finish = functools.partial(self._try, lambda: self._run.finish(exit_code=int(has_failed)))
+        ending = threading.Thread(target=finish, name="wandb-finish", daemon=True)
+        ending.start()
+        ending.join(PATIENCE_S)
+        if ending.is_alive():
+            log.warning(
+                f"Weights & Biases has not taken all within {PATIENCE_S:g} s; the rest lies in the run's wandb folder: "
+                "wandb sync sends it"
+            )
 
     def _try(self, do: Any) -> None:
         if self._run is None:
@@ -53,6 +66,7 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
     seeing = config.seeing
     if not seeing.wandb_project:
         return None
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{0.75 * PATIENCE_S:g}")  # of the end of the process, too
     try:
         import wandb
 
@@ -73,13 +87,20 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
             f"--wandb-project {seeing.wandb_project} must be one that wandb can write to, got {type(error).__name__}: "
             f"{error}. Run wandb login, set WANDB_MODE=offline to write to a folder, or leave the flag out"
         ) from error
-    files.replace_bytes(folder / NAME, json.dumps({"id": run.id}).encode() + b"\n")
+    _note_id(folder, run.id)
     return WandbRun(run)
 
 
 def _made(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)  # where there is none, wandb takes another without a word
     return str(folder)
+
+
+def _note_id(folder: Path, name: str) -> None:
+    try:
+        files.replace_bytes(folder / NAME, json.dumps({"id": name}).encode() + b"\n")
+    except OSError as error:
+        log.warning(f"{folder / NAME} cannot be written ({error}): a run that goes on here is a new one there")
 
 
 def _id_in(folder: Path) -> str | None:

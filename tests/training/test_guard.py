@@ -147,7 +147,7 @@ def test_a_bad_step_is_left_out_on_all_ranks(
     """Rows N05 and E18: weights and moments stand still, samples count, the learning rate waits."""
     count = 8 if ranks == 2 else 4
     plant = spoil([4 * count], factor, rank_hit=ranks - 1)
-    seen = train(ranks, corpus, tmp_path / "run", f"{layout} {GUARDED} --train-iters 7", plant)
+    seen = train(ranks, corpus, tmp_path / "run", f"{layout} {GUARDED} --train-iters 7 --log-layer-norms", plant)
     for one in seen:
         assert one.firsts == [count * step for step in range(7)] and not one.error
         assert one.digests[4] == one.digests[5] and len(set(one.digests)) == 6
@@ -158,6 +158,8 @@ def test_a_bad_step_is_left_out_on_all_ranks(
     assert (record["first_sample"], record["last_sample"]) == (4 * count, 5 * count - 1)
     assert ("not finite" in record["reason"]) == (record["loss"] is None) == math.isnan(factor)
     assert (record["grad_norm"] is None) == math.isnan(factor), "its gradients were thrown away"
+    steps = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "layer_norms" in r]
+    assert steps == [step for step in range(1, 8) if step != 5 or not math.isnan(factor)]
 
 
 def judge_alone(rank: int) -> list[Any]:

@@ -74,7 +74,7 @@ def test_a_stage_of_a_pipeline_waits_once_in_a_step_and_for_headers() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA's own watch over waits of the host")
-def test_cuda_sees_one_wait_in_a_step() -> None:
+def test_cuda_sees_one_wait_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same by CUDA: nothing but the one read may wait."""
     argv = flags(1, 1, micro=2, gas=2, extra="--bf16 --device cuda --clip-grad 1")
 
@@ -98,11 +98,13 @@ def test_cuda_sees_one_wait_in_a_step() -> None:
             agreement.read = reading
             return agreement
 
-        type(engine)._agree = lambda self, meter: let(read(self, meter))
+        monkeypatch.setattr(type(engine), "_agree", lambda self, meter: let(read(self, meter)))
         torch.cuda.set_sync_debug_mode("error")
-        for step in range(WARM, WARM + STEPS):
-            engine.train_step(batches, step)
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            for step in range(WARM, WARM + STEPS):
+                engine.train_step(batches, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         return number
 
     assert watched(0) == STEPS

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron.config.seeing import SeeingConfig
+from megatron.mpu.groups import build_grid
+from megatron.mpu.topology import Topology
+from megatron.training import profiling
 from megatron.training.metrics import read_metrics
 from megatron.training.operators import Operator, joined, operators_of, table
+from tests.harness import run_ranks
 from tests.training.runs import flags, train_ranks
 
 PIPELINE = "--pipe-parallel-size 2 --train-iters 4 --eval-iters 0"
@@ -61,6 +68,85 @@ def test_a_run_that_is_stopped_amidst_writes_what_there_is_and_one_behind_says_s
     assert train_ranks(1, argv)[0] == [0]
     assert "--profile 2-5 begins ahead of step 4" in capfd.readouterr().err
     assert steps_in(tmp_path / "run" / "profile" / "rank0.json.gz") == {"step 4", "step 5"}
+
+
+class Recording:
+    """A stand-in for torch's profile; ``error`` is what it ends with."""
+
+    error: BaseException | None = None
+    running = 0
+
+    def __init__(self, activities: object) -> None:
+        self.rows = [SimpleNamespace(key="aten::mm", count=1, self_cpu_time_total=1.0)]
+
+    def start(self) -> None:
+        Recording.running += 1
+
+    def stop(self) -> None:
+        Recording.running -= 1
+        if Recording.error is not None:
+            raise Recording.error
+
+    def key_averages(self) -> list[SimpleNamespace]:
+        return self.rows
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).touch()
+
+
+def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profiler, list[str]]:
+    """Return the profiler of a run that does nothing, and what it says."""
+    profiling.profile = Recording  # type: ignore[assignment, misc]
+    told: list[str] = []
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(seeing=SeeingConfig(profile="3-4")),
+        engine=SimpleNamespace(train_step=lambda data, step, number: step),
+        progress=SimpleNamespace(step=0),
+        world=SimpleNamespace(rank=rank, kind="cpu", grid=build_grid(Topology.of_world(ranks, tensor=1, pipe=1), rank)),
+        phases=SimpleNamespace(over=lambda phase: nullcontext()),
+        screen=SimpleNamespace(line=told.append) if rank == 0 else None,
+        folder=folder,
+    )
+    return profiling.Profiler(run), told
+
+
+@pytest.mark.parametrize(
+    ("steps", "written"),
+    [
+        ([0, 1, 2, 3, 2, 3, 4], [2, 2]),
+        ([0, 1, 2, 1, 2, 3, 4], [2]),
+        ([0, 1, 2, 2, 3, 4], [2]),
+        ([0, 1, 2, 0, 1], []),
+    ],
+    ids=["behind it", "amidst it, to before it", "amidst it, to its first step", "never there again"],
+)
+def test_a_run_that_goes_back_has_a_profile_of_its_last_way_through(
+    steps: list[int], written: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "profile", None)  # what ``profiler`` sets is undone
+    monkeypatch.setattr(Recording, "running", 0)
+    found, told = profiler(0, tmp_path)
+    for step in steps:
+        found.train_step(None, step)
+    assert Recording.running == 0
+    taken = [line.split(":")[0] for line in told if line.startswith("profile of")]
+    assert taken == [f"profile of {number} steps" for number in written]
+
+
+def end_badly(rank: int, folder: Path) -> list[str]:
+    found, told = profiler(rank, folder, ranks=2)
+    Recording.error = ValueError("no events") if rank == 1 else None
+    for step in (2, 3):
+        found.train_step(None, step)
+    return told
+
+
+def test_a_profile_that_fails_on_one_rank_is_that_of_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told, _ = run_ranks(2, end_badly, tmp_path)
+    assert "aten::mm" in told[0] and told[1].startswith("profile of 2 steps")
+    assert "the profile could not be taken or written (ValueError: no events)" in capfd.readouterr().err
 
 
 def test_times_of_ranks_add_up_and_devices_count_first() -> None:
