@@ -8,13 +8,14 @@
 With the sequence cut the graph keeps this rank's part of the input, not the whole that the products have read.
 
 What comes out is to the bit what the same products give one after another. On GPUs kernels start in the order of their
-calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: set it without a pipeline. Leave it unset with
-one, whose receives are posted ahead and would hold up what comes after them (``tds.channels.warn_of_one_queue``). Without
-it the sums are the same and may start later.
+calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: set it without a pipeline. Leave it unset
+with one, whose receives are posted ahead and would hold up what comes after them (``tds.channels.warn_of_one_queue``).
+Without it the sums are the same and may start later.
 
 A schedule that puts the gradients of weights off (``tds.split``) does so by swapping ``torch.nn.functional.linear``.
 There is no product then to hide a message behind, and it must see the call: the plain functions run, one after another.
-So they do in a compiled layer, whose compiler orders them itself.
+So they do in a compiled layer, whose compiler orders them itself. With the sequence cut their graph keeps the joined
+input, s b h numbers in place of s b h / t, for attention and for the feed-forward half.
 
 Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 """
