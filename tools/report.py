@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.report_parts.folder import names_of, read_run, run_folders  # noqa: E402
+from tools.report_parts.folder import RunFolder, names_of, read_run, run_folders  # noqa: E402
 from tools.report_parts.page import POINTS, page  # noqa: E402
 
 
@@ -25,15 +25,43 @@ def main() -> int:
     flags = parse_args()
     try:
         paths = run_folders(flags.runs)
-        runs = [read_run(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
+        runs = [read_or_tell(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
         title = flags.title or (runs[0].name if len(runs) == 1 else "Training runs")
-        text = page(runs, title, flags.points)
-        flags.out.write_text(text, encoding="utf-8")
+        text = page_of_whole(runs, title, flags.points)
+        flags.out.write_text(text, encoding="utf-8", errors="replace")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{flags.out}: {len(runs)} run{'' if len(runs) == 1 else 's'}, {len(text) / 1e6:.1f} MB")
     return 0
+
+
+def read_or_tell(path: Path, name: str) -> RunFolder:
+    """Return what can be read of a run; where nothing can, its name and why."""
+    try:
+        return read_run(path, name)
+    except Exception as error:
+        return _without_all(path, name, error)
+
+
+def page_of_whole(runs: Sequence[RunFolder], title: str, points: int) -> str:
+    """Return the page; of a run that holds what nothing can be drawn of it has the name and why."""
+    try:
+        return page(runs, title, points)
+    except Exception:
+        return page([_drawable(run, points) for run in runs], title, points)
+
+
+def _drawable(run: RunFolder, points: int) -> RunFolder:
+    try:
+        page([run], run.name, points)
+    except Exception as error:
+        return _without_all(run.path, run.name, error)
+    return run
+
+
+def _without_all(path: Path, name: str, error: Exception) -> RunFolder:
+    return RunFolder(path, name, notes=[f"it is damaged and left out ({type(error).__name__}: {error})"])
 
 
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:

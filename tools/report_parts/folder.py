@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ def read_run(path: Path, name: str) -> RunFolder:
         config=_object(path / "config.json", dict, notes),
         versions=_object(path / "versions.json", dict, notes),
         stages=_object(path / "stages.json", list, notes),
-        starts=[line for line in _lines(path / "starts.jsonl") if "step" in line],
-        journal=[line for line in _journal(path, notes) if "step" in line],
+        starts=[line for line in _lines(path / "starts.jsonl") if _has_step(line)],
+        journal=[line for line in _journal(path, notes) if _has_step(line)],
         operators=_object(path / "profile" / "top.json", dict, notes),
         commands=_text(path / "command.txt").splitlines(),
         notes=notes,
@@ -94,7 +95,11 @@ def _is_run(path: Path) -> bool:
 
 
 def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("kind"), str) and isinstance(value.get("step"), int)
+    return _has_step(value) and isinstance(value.get("kind"), str)
+
+
+def _has_step(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("step"), int) and not isinstance(value["step"], bool)
 
 
 def _object(path: Path, kind: type, notes: list[str]) -> Any:
@@ -111,22 +116,18 @@ def _object(path: Path, kind: type, notes: list[str]) -> Any:
     return value
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[Any]:
     found = []
     for line in _text(path).splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue  # a kill has cut it off
-        if isinstance(value, dict):
-            found.append(value)
+        with suppress(ValueError):  # a kill has cut it off
+            found.append(json.loads(line))
     return found
 
 
-def _journal(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _journal(path: Path, notes: list[str]) -> list[Any]:
     try:
-        return read_journal(path.resolve() / "stability.jsonl")
-    except ValueError as error:
+        return [*read_journal(path.resolve() / "stability.jsonl")]
+    except (OSError, ValueError) as error:
         notes.append(f"stability.jsonl cannot be read ({error})")
         return []
 
