@@ -95,8 +95,8 @@ class ModelConfig:
         None,
         "tokens whose logits the loss makes at a time, so that they are never all in memory; 0: makes all together",
         minimum=0,
-        shown_default="by the size of a micro-batch's logits: all up to 4 million numbers, else 256 tokens on a CPU "
-        "and 4096 elsewhere",
+        shown_default="by the micro-batch: chunks of 256 tokens on a CPU and of 4096 elsewhere if it has more than "
+        "4 million logits and more tokens than a chunk and the hidden size together, else all",
     )
     vocab_size: int | None = option(
         None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"

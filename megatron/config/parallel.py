@@ -24,7 +24,8 @@ class ParallelConfig:
     model_parallel_size: int = option(1, "tensor-parallel size t", minimum=1, aliases=("--tensor-model-parallel-size",))
     sequence_parallel: bool = option(
         False,
-        "between the tensor-parallel products each tensor rank keeps its part of the sequence of hidden states, 1/t",
+        "between the tensor-parallel products each tensor rank keeps its part of the sequence of hidden states, 1/t; "
+        "what the products read stays whole with --pipeline-schedule zb-h1 or --compile",
     )
     pipe_parallel_size: int = option(
         0, "pipeline stages p; 0 or 1: no pipeline engine", minimum=0, aliases=("--pipeline-model-parallel-size",)

@@ -67,8 +67,10 @@ class BertCosts(GPT2Costs):
         transform = Work(products=(Product(samples * self.seq_length, h, h),), operations=2 * norm.operations)
         return [embedding, *layers, transform, head]
 
-    def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
-        embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence)
+    def unit_kept(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> list[Kept]:
+        embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence, is_joined=is_joined)
         mask = samples * self.seq_length**2 * width  # which keys are padding, as numbers
         layers = [replace(layer, full=layer.full + mask) for layer in layers]
         hidden = samples * self.seq_length * self.sizes.hidden_size * width // sequence

@@ -16,6 +16,9 @@ from megatron.stages import in_flight, pieces_on
 
 Number = TypeVar("Number", int, float)
 
+SPLIT = "zb-h1"
+"""The schedule that puts the gradients of weights off."""
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -60,11 +63,14 @@ class Costs(ABC):
         """Return the parameters that units share."""
 
     @abstractmethod
-    def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
+    def unit_kept(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> list[Kept]:
         """Return what each unit keeps of ``samples`` samples in numbers of ``width`` bytes.
 
         Args:
             sequence: over how many tensor ranks tokens are cut between the products: t with sequence parallelism.
+            is_joined: the inputs of the products are kept whole nevertheless; see ``megatron.mpu.products``.
         """
 
     @abstractmethod
@@ -148,6 +154,7 @@ class Costs(ABC):
         waiting: Waiting = Waiting(),  # noqa: B008 - frozen
         schedule: str = "1f1b",
         chunks: int = 1,
+        is_compiled: bool = False,
     ) -> list[Memory]:
         """Return an estimate of what one rank of each stage holds, with the micro-batches that its schedule keeps.
 
@@ -158,11 +165,13 @@ class Costs(ABC):
             is_selective: the core of each attention is recomputed.
             sequence: as of ``unit_kept``.
             waiting: of what is recomputed, with ``checkpoint_activations``.
+            is_compiled: each layer; as under a schedule that splits the backward, products keep their inputs joined.
         """
         stages = (len(bounds) - 1) // chunks
         state = State.of(dtype, optimizer)
         sizes = (micro_batch_size, tensor, state.width)
-        units, shared = self.unit_kept(*sizes, sequence), self.shared_kept(*sizes)
+        is_joined = is_compiled or schedule == SPLIT
+        units, shared = self.unit_kept(*sizes, sequence, is_joined=is_joined), self.shared_kept(*sizes)
         core = max(unit.core for unit in units) if is_selective else 0
         units = [unit.without_core() for unit in units] if is_selective else units
         hidden = max(unit.input for unit in units)

@@ -101,10 +101,12 @@ class GPT2Costs(Costs):
             return []
         return [Shared(parts.table_parameters(self.sizes, tensor), (0, self.num_units - 1))]
 
-    def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
+    def unit_kept(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> list[Kept]:
         """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1; the head reads all tokens."""
         sizes, h = self.sizes, self.sizes.hidden_size
-        whole = (4 * h * width + 2 * h * self.mask_bytes) // sequence
+        whole = parts.between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
         cut = (self.attention_kept + parts.feed_forward_kept(sizes)) * width
         tokens, core = samples * self.seq_length, self._core_kept(samples, tensor, width)
         layer = Kept(tokens * (whole + cut // tensor) + core, tokens * h * width // sequence, core)

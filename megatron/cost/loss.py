@@ -2,7 +2,7 @@
 
 | logits | at work | kept by each micro-batch in flight |
 |---|---|---|
-| together | in the weights' format | their fp32 softmax |
+| together | in the weights' format; in 16 bits an fp32 copy | their fp32 softmax |
 | in chunks | a chunk's in fp32, of several ranks two; in 16 bits copies | two gradients |
 
 The gradients are those of the hidden states and, in fp32, of the table. Copies are of a chunk and of
@@ -26,9 +26,9 @@ def loss_bytes(
         forwards: micro-batches that wait for their backward.
     """
     words, wide, h = -(-vocabulary(sizes) // tensor), max(width, 4), sizes.hidden_size
-    at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, vocabulary(sizes), is_on_cpu=is_on_cpu)
+    at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, vocabulary(sizes), h, is_on_cpu=is_on_cpu)
     if at_once == WHOLE:
-        return tokens * words * (width + 4 * forwards)
+        return tokens * words * (width + (wide if width < wide else 0) + wide * forwards)
     copies = width if width < wide else 0
     at_work = words * (at_once * (wide * (2 if tensor > 1 else 1) + copies) + h * copies)
     return at_work + forwards * h * (tokens * width + words * wide)

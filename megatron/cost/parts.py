@@ -48,6 +48,17 @@ class Sizes(Protocol):
     def loss_chunk_tokens(self) -> int | None: ...
 
 
+def between_bytes(hidden: int, masks: int, sequence: int, *, is_joined: bool = False) -> int:
+    """Return the bytes that layers keep between the products, where ``sequence`` ranks share the tokens.
+
+    Args:
+        hidden: bytes of the hidden states that norms read, and as many that products do.
+        masks: bytes of the masks of dropout.
+        is_joined: the inputs of the products are whole.
+    """
+    return hidden + (hidden + masks) // sequence if is_joined else (2 * hidden + masks) // sequence
+
+
 def attention_width(sizes: Sizes) -> int:
     """Return a d: the size of all heads together."""
     return sizes.num_attention_heads * sizes.kv_hidden_size
@@ -108,13 +119,14 @@ def attention_products(sizes: Sizes, tokens: int, tensor: int, keys: int | None 
     """Return the products of queries, keys and values, and of the output."""
     h, width = sizes.hidden_size, attention_width(sizes)
     keys = width if keys is None else keys
-    return Product(tokens, h, (width + 2 * keys) // tensor), Product(tokens, width // tensor, h)
+    return Product(tokens, h, (width + 2 * keys) // tensor, is_column=True), Product(tokens, width // tensor, h)
 
 
 def feed_forward_products(sizes: Sizes, tokens: int, tensor: int) -> tuple[Product, ...]:
     """Return the two products of a feed-forward layer; a gated one makes gate and value in one."""
     h, f = sizes.hidden_size, sizes.ff_hidden_size
-    return Product(tokens, h, (_matrices(sizes) - 1) * f // tensor), Product(tokens, f // tensor, h)
+    entering = Product(tokens, h, (_matrices(sizes) - 1) * f // tensor, is_column=True)
+    return entering, Product(tokens, f // tensor, h)
 
 
 def head_cost(sizes: Sizes) -> int:

@@ -107,9 +107,11 @@ class T5Costs(Costs):
         bias = sides.relative_attention_num_buckets * sizes.num_attention_heads // tensor
         return [word, Shared(bias, tuple(units.enc_layers)), Shared(bias, tuple(units.dec_layers))]
 
-    def unit_kept(self, samples: int, tensor: int, width: int, sequence: int = 1) -> list[Kept]:
-        encoder = self._encoder_kept(samples, tensor, width, sequence)
-        decoder = self._decoder_kept(samples, tensor, width, sequence)
+    def unit_kept(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> list[Kept]:
+        encoder = self._encoder_kept(samples, tensor, width, sequence, is_joined)
+        decoder = self._decoder_kept(samples, tensor, width, sequence, is_joined)
         ends = [Kept(), Kept()]
         hidden = samples * self.sides.dec_seq_length * self.sizes.hidden_size * width
         return [
@@ -162,7 +164,8 @@ class T5Costs(Costs):
 
     def _cross_products(self, queries: int, keys: int, tensor: int) -> tuple[Product, ...]:
         h, width = self.sizes.hidden_size, parts.attention_width(self.sizes) // tensor
-        return Product(queries, h, width), Product(keys, h, 2 * width), Product(queries, width, h)
+        entering = Product(queries, h, width, is_column=True), Product(keys, h, 2 * width, is_column=True)
+        return *entering, Product(queries, width, h)
 
     def _scores(self, samples: int, tensor: int, queries: int, keys: int) -> tuple[Product, ...]:
         number = samples * self.sizes.num_attention_heads / tensor
@@ -226,18 +229,18 @@ class T5Costs(Costs):
         cross = (dec + enc) * own // 2 + 4 * dec * enc * width
         return enc * of_token + 4 * enc * enc * width, dec * of_token + 4 * dec * dec * width + cross
 
-    def _encoder_kept(self, samples: int, tensor: int, width: int, sequence: int) -> Kept:
+    def _encoder_kept(self, samples: int, tensor: int, width: int, sequence: int, is_joined: bool) -> Kept:
         h, length, heads = self.sizes.hidden_size, self.sides.enc_seq_length, parts.attention_width(self.sizes)
-        whole = (4 * h * width + 2 * h * self.mask_bytes) // sequence
+        whole = parts.between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
         cut = (4 * heads + parts.feed_forward_kept(self.sizes)) * width
         tokens = samples * length
         own = self._scores_kept(samples, length, length, tensor, width)
         return Kept(tokens * (whole + cut // tensor) + own, tokens * h * width // sequence)
 
-    def _decoder_kept(self, samples: int, tensor: int, width: int, sequence: int) -> Kept:
+    def _decoder_kept(self, samples: int, tensor: int, width: int, sequence: int, is_joined: bool) -> Kept:
         """Three parts read the decoder's side; keys and values of cross attention are as long as the encoder's."""
         h, length, heads = self.sizes.hidden_size, self.sides.dec_seq_length, parts.attention_width(self.sizes)
-        whole = (6 * h * width + 3 * h * self.mask_bytes) // sequence
+        whole = parts.between_bytes(3 * h * width, 3 * h * self.mask_bytes, sequence, is_joined=is_joined)
         cut = (6 * heads + parts.feed_forward_kept(self.sizes)) * width
         tokens, cross = samples * length, samples * self.sides.enc_seq_length * 2 * heads * width // tensor
         own = self._scores_kept(samples, length, length, tensor, width)

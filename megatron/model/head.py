@@ -52,7 +52,8 @@ def head_output(
     """
     x = enter_tensor_region(x, **place.cut)  # [s, b, h]
     num_tokens, is_on_cpu = x.shape[0] * x.shape[1], x.device.type == "cpu"
-    at_once = tokens_at_once(sizes.loss_chunk_tokens, num_tokens, sizes.vocab_size, is_on_cpu=is_on_cpu)
+    shape = num_tokens, sizes.vocab_size, sizes.hidden_size
+    at_once = tokens_at_once(sizes.loss_chunk_tokens, *shape, is_on_cpu=is_on_cpu)
     lazy = LazyLogits(x, weight, bias, at_once)
     return whole_logits(lazy) if at_once == WHOLE else lazy
 

@@ -6,7 +6,7 @@ import torch
 
 from megatron.model.head import LazyLogits, Logits
 from megatron.model.sizes import Place, Sizes
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 
@@ -27,6 +27,9 @@ def language_model_loss(
         labels    [b, s] token ids
         loss_mask [b, s], 0 where a token does not count
         output    two scalars in fp32 (fp64 for fp64 logits)
+
+    Raises:
+        ValueError: a token that counts has a label outside the vocabulary; not on a CPU: the sum is not a number.
     """
     targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
     if isinstance(logits, LazyLogits):
@@ -36,11 +39,12 @@ def language_model_loss(
             vocab_size=vocab_size, divisible_by=divisible_by, group=group,
         )  # fmt: skip
         return total, weights.sum()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    weights = known_or_nan(weights.to(wide), targets, vocab_size)
     losses = vocab_parallel_cross_entropy(
         logits, targets, vocab_size=vocab_size, divisible_by=divisible_by, group=group
     )  # [s, b]
-    weights = weights.to(losses.dtype)
-    return (losses * weights).sum(), weights.sum()
+    return (losses * weights).sum(), loss_mask.to(wide).sum()
 
 
 def model_loss(

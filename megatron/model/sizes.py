@@ -43,7 +43,7 @@ class Sizes:
     checkpoint_in_cpu: bool = False
     contiguous_checkpointing: bool = False
     forwards_in_flight: tuple[int, ...] = (1,)  # of each stage, at most
-    loss_chunk_tokens: int | None = None  # for ``megatron.loss_chunks.tokens_at_once``
+    loss_chunk_tokens: int | None = 0  # logits of all together; None: as ``megatron.loss_chunks`` decides
 
     @property
     def attention_width(self) -> int:

@@ -32,6 +32,36 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(real, targets, start, group)
 
 
+def known_or_nan(
+    weights: torch.Tensor, targets: torch.Tensor, vocab_size: int, *, is_on_host: bool | None = None
+) -> torch.Tensor:
+    """Return ``weights``, those of tokens that count though their target is not in the vocabulary made no number.
+
+    Such a token would have a probability of 0 and a loss that looks like one. Where tokens are in the CPU's memory it
+    raises; elsewhere the host would have to wait for the answer, and the loss is no number.
+
+    Shapes:
+        weights, targets [...]
+
+    Args:
+        is_on_host: reading them costs no waiting; None: as for a CPU.
+
+    Raises:
+        ValueError: there is such a token, on a CPU.
+    """
+    wrong = ((targets < 0) | (targets >= vocab_size)) & (weights != 0)
+    if not (targets.device.type == "cpu" if is_on_host is None else is_on_host):
+        return weights.masked_fill(wrong, float("nan"))
+    try:
+        torch._assert_async(~wrong.any())  # the same code on a device would not wait, but end the process
+    except RuntimeError as error:
+        raise ValueError(
+            f"labels of tokens that count must be 0 to {vocab_size - 1}, got {int(targets[wrong][0])} at the first of "
+            f"{int(wrong.sum())} tokens. Set loss_mask to 0 there, or --vocab-size to that of the data"
+        ) from error
+    return weights
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The whole vocabulary on one rank. Backward reuses the memory of forward, the largest tensor of a step.
 

@@ -12,7 +12,8 @@ product with the table is not computed again; what is kept from forward to backw
 [n, v/t]. Without gradients only the sum is computed.
 
 Logits of 16 bits are products in 16 bits, as in a linear layer; all else is fp32 (fp64 for fp64), the sum of the
-table's gradients over chunks included.
+table's gradients over chunks included. A chunk's summand is a product in 16 bits, too. In fp16 it could overflow, a sum
+over the tokens that no loss scale makes smaller: a power of two, by which its hidden states are divided, bounds it.
 
 Source: Hsu et al. 2024, "Liger kernel", has the gradients in forward, for one rank; Wijmans et al. 2024, "Cut your
 losses in large-vocabulary language models", makes the logits again in backward.
@@ -28,11 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.mpu.cross_entropy import known_or_nan
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import vocab_range
 
 FP16_SCALE = 8.0
 """Gradients of logits are multiplied by it in fp16, where a probability of 1e-5 has few bits, and divided in fp32."""
+FP16_LARGEST = 2.0**15
+"""What a chunk's summand of the table's gradient may reach in fp16, half of what fp16 holds."""
 
 
 def linear_cross_entropy(
@@ -57,7 +61,7 @@ def linear_cross_entropy(
         x       [..., h], the same on every rank of the group
         table   [v/t, h], padded rows last
         bias    [v/t] or None
-        targets [...] token ids below ``vocab_size``
+        targets [...] token ids below ``vocab_size``; any number where the weight is 0
         weights [...], 0 where a token does not count
         output  a scalar in fp32 (fp64 for fp64)
 
@@ -66,11 +70,13 @@ def linear_cross_entropy(
 
     Raises:
         RuntimeError: in a second backward, for the first has used the gradients up.
+        ValueError: a token that counts has a target outside the vocabulary; not on a CPU: the sum is not a number.
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     given = _Given(
-        targets.reshape(-1) - start, weights.detach().reshape(-1).to(wide), num_real, at_once, group,
+        targets.reshape(-1) - start, known_or_nan(weights.detach().to(wide), targets, vocab_size).reshape(-1),
+        num_real, at_once, group,
         has_backward=torch.is_grad_enabled(),
     )  # fmt: skip
     total: torch.Tensor = _LinearCrossEntropy.apply(x, table, bias, given)
@@ -230,13 +236,27 @@ class _Work:
         if self.of_x is not None:
             torch.mm(of_logits, self.table, out=self.of_x[begun.rows])
         if self.of_table is not None:
-            _add_product(self.of_table[: self.given.num_real], of_logits.t(), x)
+            power = _power(x, self.given.weights[begun.rows]) if x.dtype == torch.float16 else None
+            _add_product(self.of_table[: self.given.num_real], of_logits.t(), x, power)
         if self.of_bias is not None:
             self.of_bias[: self.given.num_real] += wide.sum(dim=0)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the power of two, 1 or more, that ``x`` is divided by in the product with a chunk's gradient of logits.
+
+    A column of that gradient adds up to ``FP16_SCALE`` times the sum of weights at most, and a number of the product to
+    as much times the largest of ``x``, which stays 1 or more where 4096 tokens count once each.
+    """
+    bound = FP16_SCALE * weights.abs().sum() * x.abs().amax().to(weights.dtype)
+    return torch.exp2((bound / FP16_LARGEST).log2().ceil().clamp(min=0))
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, power: torch.Tensor | None = None) -> None:
+    """Add ``a b`` to ``total``; 16-bit factors are multiplied in 16 bits, ``b`` divided by ``power`` meanwhile."""
     if total.dtype == b.dtype:
         total.addmm_(a, b)
+    elif power is not None:
+        total.addcmul_(torch.mm(a, (b / power.to(total.dtype).expand(len(b), 1)).to(b.dtype)), power)
     else:
         total += torch.mm(a, b)

@@ -3,7 +3,8 @@
 Norms, the biases behind row-parallel products and what else lies between the tensor-parallel regions is held whole by
 every tensor rank. With --sequence-parallel each sees a part of the positions there, and its gradient is a summand. They
 are added up once a step, behind the sums over micro-batches, replicas and tied copies, in the type of those, in one
-message of a few vectors for each layer.
+message: a copy of a few vectors for each layer, a table of positions [max_positions, h], BERT's transform [h, h]. The
+copy is there when the activations are not, and ``megatron.cost`` leaves it out.
 
 Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 """

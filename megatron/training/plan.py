@@ -146,6 +146,7 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         is_selective=config.parallel.recompute_granularity == "selective",
         sequence=topology.tensor if config.parallel.sequence_parallel else 1,
         waiting=cost.waiting_of(config),
+        is_compiled=config.parallel.compile,
         **_schedule(config, bounds, topology.pipe),
     )
 

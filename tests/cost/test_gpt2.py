@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.config import Config, ModelConfig, parse
+from megatron.config import BertConfig, Config, ModelConfig, parse
 from megatron.cost import GPT2Costs, Memory, Zero, of
+from megatron.cost.bert import BertCosts
 
 GPT2_SMALL = ModelConfig(
     num_layers=12,
@@ -167,6 +168,22 @@ def test_sequence_parallelism_cuts_what_lies_between_the_products() -> None:
     assert (without.full, with_it.full) == (2048 * 768 * (10 + 24 // 4), 2048 * 768 * 34 // 4)
     assert (without.input, with_it.input) == (2048 * 768 * 2, 2048 * 768 * 2 // 4)
     assert SMALL.unit_kept(2, 4, 2, 4)[-1].full == 2048 * 768 * 2  # the head reads all tokens
+
+
+@pytest.mark.parametrize("costs", [SMALL, BertCosts(GPT2_SMALL, 1024, BertConfig())], ids=["gpt2", "bert"])
+@pytest.mark.parametrize(("sequence", "parts"), [(1, 0), (4, 3)])
+def test_products_that_are_put_off_or_compiled_keep_their_inputs_joined(
+    costs: GPT2Costs, sequence: int, parts: int
+) -> None:
+    """Two inputs of s b h in a layer; ``tests/model/test_sequence_parallel.py`` counts them in one."""
+    how = {"micro_batch_size": 2, "num_micro_batches": 8, "tensor": 4, "dtype": "bf16", "sequence": sequence}
+    bounds = costs.stage_bounds(2)
+    plain, split, compiled = (
+        costs.memory_per_stage(bounds, **how, **more)[0].activations  # type: ignore[arg-type]
+        for more in ({}, {"schedule": "zb-h1"}, {"is_compiled": True})
+    )
+    in_flight, layers = 2, bounds[1] - 1
+    assert split - plain == compiled - plain == in_flight * layers * 2 * (2048 * 768 * 2) * parts // 4
 
 
 def test_attention_that_is_not_fused_keeps_probabilities_that_selective_recompute_leaves_out() -> None:

@@ -173,7 +173,7 @@ def test_memory_counts_the_encoder_output_of_decoder_stages_and_the_logits():
     common = {"micro_batch_size": 2, "num_micro_batches": 8, "dtype": "bf16"}
     plain = costs.memory_per_stage(bounds, **common)
     assert [states_of(stage) for stage in plain] == [18 * held for held in costs.stage_parameters(bounds)]
-    assert [stage.logits for stage in plain] == [0, 0, 0, 2 * 32 * 300 * 6]
+    assert [stage.logits for stage in plain] == [0, 0, 0, 2 * 32 * 300 * 10]
     short = costs.memory_per_stage(bounds, checkpoint_activations=True, **common)
     encoder, decoder, output = (2 * length * 64 * 2 for length in (64, 32, 64))
     waits = (12 * encoder, 3 * encoder, 2 * (3 * decoder + output), decoder + output + 2 * decoder)
@@ -212,6 +212,14 @@ def square_bytes(line: str, samples: int, pairs: set[tuple[int, int]]) -> int:
         whole = built(*tokens, *(segments if config.data.reset_attention_mask else ()))
     assert whole.requires_grad
     return sum(kept.values())
+
+
+def test_products_that_are_put_off_keep_two_joined_inputs_in_an_encoder_layer_and_three_in_a_decoder_layer():
+    costs = costs_of(BASE, enc_layers=2, dec_layers=2, dec_seq_length=128)
+    cut, joined = (costs.unit_kept(3, 4, 2, 4, is_joined=is_joined) for is_joined in (False, True))
+    more = dict(zip(costs.unit_names, (b.full - a.full for a, b in zip(cut, joined, strict=True)), strict=True))
+    expected = {"encoder": 2 * 3 * 512 * 768 * 2 * 3 // 4, "decoder": 3 * 3 * 128 * 768 * 2 * 3 // 4}
+    assert more == {name: expected[name.split()[0]] if is_layer(name) else 0 for name in more}
 
 
 SHORT = "--enc-layers 2 --dec-layers 3 --hidden-size 24 --num-attention-heads 2 --ff-hidden-size 50 --vocab-size 61"

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config import ModelConfig
+from megatron.model.head import LazyLogits, head_output
+from megatron.model.sizes import Place, sizes_from
 from tests.harness import run_ranks
 from tests.model.recomputed import FAMILIES, bits, make
+from tests.model.samples import small_sizes
 from tests.mpu.whole import whole_world
 
 CHUNK = 5
@@ -31,6 +35,16 @@ def chunks_and_whole(rank: int, size: int) -> dict[Any, Any]:
 @functools.cache
 def seen(size: int) -> list[dict[Any, Any]]:
     return run_ranks(size, chunks_and_whole, size) if size > 1 else [chunks_and_whole(0, 1)]
+
+
+def test_sizes_of_a_model_of_ones_own_mean_whole_logits_and_a_configuration_decides() -> None:
+    model = ModelConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=1024, max_position_embeddings=64
+    )
+    x, table = torch.empty(8192, 1, 16, device="meta"), torch.empty(1024, 16, device="meta")
+    plain = small_sizes(hidden_size=16, vocab_size=1024)
+    assert type(head_output(x, table, plain, Place())) is torch.Tensor
+    assert type(head_output(x, table, sizes_from(model), Place())) is LazyLogits
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

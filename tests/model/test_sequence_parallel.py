@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,8 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import is_partial, shard_of
 from megatron.optim.partial import PartialGradients
+from megatron.training.compiled import compile_layers
+from tds.split import Splitter
 from tests.harness import run_ranks
 from tests.model.bert_samples import bert_batch, bert_sizes
 from tests.model.llama_samples import llama_sizes
@@ -124,12 +127,18 @@ def test_what_every_rank_holds_whole_is_partial_but_for_what_follows_the_gathere
         assert not any(map(is_partial, case.kind(case.sizes, Place(group)).parameters())), name
 
 
-def kept_numbers(rank: int, size: int) -> list[int]:
-    """Return how many numbers the graph of a layer keeps, its weights aside: of whole sequences, and of parts."""
+def kept_numbers(rank: int, size: int, way: str) -> list[int]:
+    """Return the bytes that the graph of a layer keeps, its weights aside: of whole sequences, and of parts.
+
+    Args:
+        way: "plain", "split" as a schedule that puts weights' gradients off, "compiled".
+    """
     group, found = whole_world(rank, size), []
     for cuts in (False, True):
         streams = DropoutStreams(5, tensor=group)
         model = filled(GPT2Model(small_sizes(hidden_dropout=0.2), Place(group, streams, cuts)))
+        if way == "compiled":
+            compile_layers(model, streams, torch.device("cpu"), backend="aot_eager")
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept: dict[int, torch.Tensor] = {}
 
@@ -139,16 +148,23 @@ def kept_numbers(rank: int, size: int) -> list[int]:
             return x
 
         x = torch.randn(SEQ // (size if cuts else 1), BATCH, 16, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        splitting = Splitter().active() if way == "split" else nullcontext()
+        with splitting, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             y = model.layers[0](x)
         found.append(sum(each.untyped_storage().nbytes() for each in kept.values()))
         del y
     return found
 
 
-def test_a_layer_keeps_a_part_of_all_that_was_whole() -> None:
-    """Between the products are the inputs of 2 norms and what these return, 2 masks, 2 times 2 statistics a token."""
-    for whole, parts in run_ranks(2, kept_numbers, 2):
+@pytest.mark.parametrize(
+    ("way", "joined"), [("plain", 0), ("split", 2), pytest.param("compiled", 2, marks=pytest.mark.slow)]
+)
+def test_a_layer_keeps_a_part_of_all_that_was_whole(way: str, joined: int) -> None:
+    """Between the products are the inputs of 2 norms and what these return, 2 masks, 2 times 2 statistics a token.
+
+    What norms return is ``joined`` where plain functions make the products.
+    """
+    for whole, parts in run_ranks(2, kept_numbers, 2, way):
         numbers = SEQ * BATCH * 16
-        between = 4 * (6 * numbers + 4 * SEQ * BATCH)  # all in fp32, on a CPU the masks too
+        between = 4 * ((6 - joined) * numbers + 4 * SEQ * BATCH)  # all in fp32, on a CPU the masks too
         assert whole - parts == between // 2, (whole, parts, between)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.model.head import LazyLogits, whole_logits
+from megatron.model.loss import language_model_loss
 from megatron.mpu import Group, copy_to_tensor_region, vocab_range
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from tests.alive import Alive
 from tests.harness import run_ranks
@@ -153,6 +156,49 @@ def test_in_fp16_neither_small_probabilities_nor_a_large_loss_scale_are_lost() -
     wanted = torch.full((vocab,), 2.0 / vocab) * 2.0**14
     wanted[:2] -= 2.0**14
     assert ((gradient[:, 0].float() - wanted).abs() <= 6e-4 * wanted.abs()).all()
+
+
+def test_in_fp16_a_chunk_of_one_label_and_large_hidden_states_does_not_overflow() -> None:
+    """The sum over the tokens, 4096 x 3, is scaled by 8: more than fp16 holds, whatever the loss scale."""
+    number, vocab = 4096, 3
+    x, table = (one.half().requires_grad_() for one in (torch.full((number, 2), 3.0), torch.zeros(vocab, 2)))
+    with torch.no_grad():
+        x[:, 1] = torch.linspace(-1.0, 1.0, number) / 64  # small beside the largest, and of both signs
+    leaves = [x, table]
+    targets, weights = torch.zeros(number, dtype=torch.long), torch.full((number,), 1.5)
+    linear_cross_entropy(*leaves, targets, weights, vocab_size=vocab, at_once=number).mul(2.0**-4).backward()
+    gradient, factor = leaves[1].grad, torch.tensor([-2.0, 1.0, 1.0]).unsqueeze(-1) * 1.5 / 3 / 16
+    wanted = factor * x.detach().double().sum(dim=0)
+    assert gradient is not None and gradient.isfinite().all()
+    assert ((gradient.double() - wanted).abs() <= 1e-3 * wanted.abs() + 2e-6 * number).all()
+
+
+def outside(rank: int, size: int) -> None:
+    group = whole_world(rank, size)
+    for at_once, label in ((4, -100), (4, 7), (0, 7), (0, -1)):
+        x, table = torch.ones(3, 1, 2), torch.zeros(vocab_range(7, group, 1)[0], 2)
+        lazy = LazyLogits(x, table, None, at_once)
+        labels, mask = torch.tensor([[1, 2, label]]), torch.tensor([[1.0, 1.0, 0.5]])
+        with pytest.raises(ValueError, match=f"must be 0 to 6, got {label} at the first of 1 tokens.* loss_mask to 0"):
+            language_model_loss(lazy if at_once else whole_logits(lazy), labels, mask, vocab_size=7, group=group)
+        if at_once or size > 1:
+            mask[0, 2] = 0.0
+            logits = lazy if at_once else whole_logits(lazy)
+            total, count = language_model_loss(logits, labels, mask, vocab_size=7, group=group)
+            assert count == 2.0 and abs(total - 2 * math.log(7)) <= 1e-6
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_label_outside_the_vocabulary_raises_where_its_token_counts(size: int) -> None:
+    run_ranks(size, outside, size) if size > 1 else outside(0, 1)
+
+
+def test_off_the_cpu_such_a_label_makes_no_number_and_waits_for_nothing() -> None:
+    """A tensor on the device "meta" cannot be read by the host at all."""
+    targets, weights = torch.tensor([0, 7, 7, -1]), torch.tensor([1.0, 1.0, 0.0, 0.5])
+    assert known_or_nan(weights.to("meta"), targets.to("meta"), 7).is_meta
+    found = known_or_nan(weights, targets, 7, is_on_host=False)
+    assert found.isnan().tolist() == [False, True, False, True] and found[2] == 0.0
 
 
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same() -> None:

@@ -104,7 +104,8 @@ def both_ways(rank: int, size: int) -> list[tuple[str, list[bool], bool]]:
         for cuts in (False, True):
             for ways, has_bias in ((1, True), (1, False), (2, True)):
                 x = random(1 + rank * cuts, S // (size if cuts else 1), B, H).to(dtype).requires_grad_()
-                weights = [random(10 + rank + i, COLUMNS, H).to(dtype).requires_grad_() for i in range(ways)]
+                both = random(10 + rank, COLUMNS, ways, H).to(dtype).requires_grad_()  # of one weight, every other row
+                weights = both.unbind(1)
                 biases = [random(20 + rank, COLUMNS).to(dtype).requires_grad_() if has_bias else None] * ways
                 pairs = list(zip(weights, biases, strict=True))
                 at_once = everything(x, pairs, group, cuts)
