@@ -119,12 +119,11 @@ def settable_flags() -> set[str]:
 
 
 def tool_flags() -> set[str]:
-    folders = (ROOT / "tools", ROOT / "benchmarks")
+    folders = (ROOT / "tools", ROOT / "benchmarks", ROOT / "megatron" / "planner")
     sources = [
         *(path for folder in folders for path in folder.glob("*.py")),
         ROOT / "megatron" / "launch" / "options.py",
         ROOT / "megatron" / "generate" / "options.py",
-        ROOT / "megatron" / "planner" / "options.py",
         ROOT / "examples" / "own_model.py",
     ]
     return {flag for source in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', source.read_text(encoding="utf-8"))}
