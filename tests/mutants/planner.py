@@ -8,6 +8,7 @@ TRAFFIC = "tests/planner/test_traffic.py"
 ESTIMATE = "tests/planner/test_estimate.py"
 SEARCH = "tests/planner/test_search.py"
 COST = "tests/cost/test_gpt2.py"
+TOOL = "tests/planner/test_tool.py"
 
 PLANNER = (
     Mutant(
@@ -20,7 +21,7 @@ PLANNER = (
     Mutant(
         "a group across nodes has the links of a node",
         "megatron/planner/traffic.py",
-        "if size * stride <= machine.devices_per_node:",
+        "if world <= machine.devices_per_node or machine.devices_per_node % (size * stride) == 0:",
         "if size <= machine.devices_per_node:",
         (f"{TRAFFIC}::test_a_group_in_a_node_has_its_links_and_one_across_nodes_those_of_the_cards",),
     ),
@@ -34,8 +35,8 @@ PLANNER = (
     Mutant(
         "what recomputation does again is not in the backward",
         "megatron/planner/work.py",
-        "return Seconds(forward, backward + again, again, products)",
-        "return Seconds(forward, backward, again, products)",
+        "return Seconds(forward, backward + again, again, products, columns)",
+        "return Seconds(forward, backward, again, products, columns)",
         (f"{ESTIMATE}::test_recomputation_costs_a_forward_and_leaves_memory",),
     ),
     Mutant(
@@ -76,9 +77,9 @@ PLANNER = (
     ),
     Mutant(
         "sequence parallelism leaves norms whole",
-        "megatron/cost/gpt2.py",
-        "whole = (4 * h * width + 2 * h * self.mask_bytes) // sequence",
-        "whole = 4 * h * width + 2 * h * self.mask_bytes",
+        "megatron/cost/parts.py",
+        "else (2 * hidden + masks) // sequence",
+        "else 2 * hidden + masks",
         (f"{COST}::test_sequence_parallelism_cuts_what_lies_between_the_products",),
     ),
     Mutant(
@@ -94,5 +95,82 @@ PLANNER = (
         'words += ["--zero-stage", str(layout.zero_stage)]',
         "words += []",
         ("tests/planner/test_lines.py::test_flags_say_what_has_no_variable",),
+    ),
+    Mutant(
+        "a search takes what the training refuses",
+        "megatron/planner/search.py",
+        "if is_better and not problems(planner.config, layout):",
+        "if is_better:",
+        (f"{TOOL}::test_the_pasted_lines_are_taken_by_the_parser_and_make_the_layout",),
+    ),
+    Mutant(
+        "what is offered may be what the training refuses",
+        "megatron/planner/remedies.py",
+        "if fits and not problems(planner.config, layout):",
+        "if fits:",
+        (f"{TOOL}::test_what_makes_a_layout_fit_is_taken_by_the_parser",),
+    ),
+    Mutant(
+        "weights stay on the host below ZeRO 3",
+        "megatron/planner/remedies.py",
+        "offload_parameters=layout.offload_parameters and stage == WHOLE)",
+        "offload_parameters=layout.offload_parameters)",
+        (f"{SEARCH}::test_changes_keep_to_the_rules_and_to_the_samples_of_a_step",),
+    ),
+    Mutant(
+        "the search varies the micro-batches that were given",
+        "megatron/planner/search.py",
+        'number == fixed.get("num_micro_batches", number)',
+        "number",
+        (f"{TOOL}::test_what_is_given_of_a_layout_is_kept_and_the_rest_is_sought",),
+    ),
+    Mutant(
+        "the schedule auto is one schedule in a search",
+        "megatron/planner/options.py",
+        "if name in LAYOUT and given[name] != AUTO}",
+        "if name in LAYOUT}",
+        (f"{TOOL}::test_what_is_given_of_a_layout_is_kept_and_the_rest_is_sought",),
+    ),
+    Mutant(
+        "samples of a step are any multiple of the devices",
+        "megatron/planner/options.py",
+        "batch = least * 2 ** max(0, round(math.log2(TOKENS / config.tokens_per_sample / least)))",
+        "batch = least * max(1, round(TOKENS / config.tokens_per_sample / least))",
+        (f"{TOOL}::test_all_that_is_assumed_is_told",),
+    ),
+    Mutant(
+        "nodes may be used in part",
+        "megatron/planner/options.py",
+        "if world > node and world % node:",
+        "if world < 0:",
+        (f"{TOOL}::test_what_cannot_be_ends_with_code_2_and_one_clear_message",),
+    ),
+    Mutant(
+        "sequence parallelism joins no input again",
+        "megatron/planner/estimate.py",
+        "return once + once.behind(beside) + sums.behind(for_weights)",
+        "return once + sums.behind(for_weights)",
+        (f"{TRAFFIC}::test_sequence_parallelism_joins_the_input_once_more_in_backward",),
+    ),
+    Mutant(
+        "sums run beside the products of row layers, too",
+        "megatron/planner/work.py",
+        "[one for one in work.products if one.is_column]",
+        "[*work.products]",
+        (f"{TRAFFIC}::test_sequence_parallelism_joins_the_input_once_more_in_backward",),
+    ),
+    Mutant(
+        "a device of a machine's file may be half a one",
+        "megatron/planner/machine.py",
+        "if isinstance(value, bool) or not isinstance(value, int) or value < 1:",
+        "if value != value:",
+        ("tests/planner/test_machine.py::test_a_file_that_is_no_machine_is_told",),
+    ),
+    Mutant(
+        "a smoke run writes into the page",
+        "benchmarks/scaling.py",
+        "if args.smoke and not args.out:",
+        "if False:",
+        ("tests/benchmarks/test_scaling.py::test_options_that_cannot_be_are_told",),
     ),
 )
