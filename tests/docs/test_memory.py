@@ -49,5 +49,5 @@ def test_the_table_of_stages_is_what_a_dry_run_tells(page: Path) -> None:
 def test_the_example_of_the_loss_in_chunks_is_what_a_dry_run_tells(page: Path) -> None:
     line = next(line for line in page.read_text(encoding="utf-8").splitlines() if "--zero-stage 3 --checkpoint" in line)
     [flags] = re.findall(r"`(--zero-stage 3 --checkpoint[^`]+)`", line)
-    variants = (flags, f"{flags} --loss-chunk-tokens 0", "--zero-stage 3", "--zero-stage 3 --loss-chunk-tokens 0")
+    variants = (flags, f"{flags} --loss-chunk-tokens 0", "--zero-stage 3", "--zero-stage 3 --loss-chunk-tokens 256")
     assert re.findall(SIZE, line) == [size for words in variants for size in counted(page, words)]
