@@ -42,7 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--predict-only", action="store_true", help="measure nothing: the prediction alone")
     parser.add_argument("--ranks", type=int, help="measure up to so many ranks: 2 or 4 (default: the cores, at most 4)")
     parser.add_argument("--steps", type=int, help="steps that are timed, after one ahead (default: 5)")
-    parser.add_argument("--smoke", action="store_true", help="models of no use: whether it runs at all")
+    parser.add_argument("--smoke", action="store_true", help="models of no use, with --out: whether it runs at all")
     parser.add_argument("--gpu", choices=tuple(SHEETS), help="predict for nodes of these (default: h100-80g)")
     parser.add_argument("--machine", type=Path, metavar="FILE", help="or for what tools/plan.py --calibrate wrote")
     parser.add_argument("--tensor", type=int, default=1, help="tensor ranks of each stage predicted (default: 1)")
@@ -72,6 +72,8 @@ def _problems(args: argparse.Namespace) -> list[str]:
         found.append(
             f"--predict-only measures nothing, so {', '.join(idle)} would do nothing: leave out one or the other"
         )
+    if args.smoke and not args.out:
+        found.append(f"--smoke measures nothing of use, and would write it into {PAGE.name}: give --out DIR too")
     return found
 
 

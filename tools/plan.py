@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.errors import ConfigError  # noqa: E402
 from megatron.planner import telling  # noqa: E402
 from megatron.planner.estimate import Planner  # noqa: E402
-from megatron.planner.options import Question, check_flags, make_parser, question  # noqa: E402
+from megatron.planner.options import Question, question  # noqa: E402
+from megatron.planner.own_flags import check_flags, make_parser  # noqa: E402
 from megatron.planner.remedies import overflow, remedies  # noqa: E402
 from megatron.planner.search import search  # noqa: E402
 
@@ -67,21 +69,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def rank(planner: Planner, asked: Question, is_json: bool) -> int:
     """Print the ranked layouts and all about the first; return 1 where none fits."""
     found = search(planner, asked.wanted)
-    if is_json:
-        say_json({"layouts": [telling.as_data(one, asked) for one in found.best]}, asked)
-        return 0 if found.best else DOES_NOT_FIT
-    say(telling.opening(asked, planner))
     if not found.num_candidates:
         raise ConfigError(
             f"no layout divides {asked.wanted.world_size} devices and {asked.wanted.global_batch_size} samples with "
             "these sizes and flags. Change --gpus or --global-batch-size, or give fewer flags of the layout"
         )
+    if not found.best and found.smallest is None:
+        raise ConfigError("none of the layouts is one that the training takes. Give fewer flags of the layout")
+    if is_json:
+        say_json({"layouts": [telling.as_data(one, asked) for one in found.best]}, asked)
+        return 0 if found.best else DOES_NOT_FIT
+    say(telling.opening(asked, planner))
     if not found.best:
         say(["", "no layout fits. The one that comes nearest:", ""])
-        if found.smallest is not None:
-            say(telling.details(found.smallest, asked))
-            over = overflow(found.smallest, asked.machine.usable_bytes)
-            say(["", *telling.fitting(asked, over, remedies(planner, found.smallest.layout))])
+        assert found.smallest is not None
+        say(telling.details(found.smallest, asked))
+        over = overflow(found.smallest, asked.machine.usable_bytes)
+        say(["", *telling.fitting(asked, over, remedies(planner, found.smallest.layout))])
         return DOES_NOT_FIT
     say(["", *telling.ranking(found, asked), "", *telling.details(found.best[0], asked)])
     say(["", *telling.pasted(found.best[0], asked)])
@@ -113,7 +117,7 @@ def calibrate(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int
     try:
         machine = measure(flags.ranks or 0, flags.device or "auto", tell=lambda text: say([text], sys.stderr))
         machine.save(flags.calibrate)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
     say([f"{machine.name}: {machine.devices_per_node} ranks, written to {flags.calibrate}", machine.notes])
     return 0
@@ -131,4 +135,10 @@ def say_json(told: dict[str, Any], asked: Question) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)

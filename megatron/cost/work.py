@@ -11,12 +11,17 @@ OPERATIONS = {"layer": 24, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
 
 @dataclass(frozen=True)
 class Product:
-    """``number`` products of [rows, inner] and [inner, columns]."""
+    """``number`` products of [rows, inner] and [inner, columns].
+
+    Args:
+        is_column: with a weight whose columns are cut over the tensor ranks, so that they sum the input's gradient.
+    """
 
     rows: int
     inner: int
     columns: int
     number: float = 1.0
+    is_column: bool = False
 
     @property
     def flops(self) -> float:

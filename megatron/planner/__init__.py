@@ -12,6 +12,8 @@ Arithmetic alone: neither torch nor DeepSpeed is imported. ``tools/plan.py`` is 
 | ``search`` | the best layouts of a model on so many devices |
 | ``remedies`` | what is too large, and the smallest change that makes a layout fit |
 | ``lines`` | what to paste into the run script |
+| ``checks`` | what the training says against a layout |
+| ``own_flags``, ``options``, ``telling`` | from the command line to a question, and its answer in words |
 
 ``calibrate`` measures a machine; it imports torch, and nothing here imports it.
 """

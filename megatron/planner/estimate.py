@@ -14,6 +14,7 @@ from typing import Any
 from megatron import cost
 from megatron.cost.costs import Costs
 from megatron.cost.memory import BYTES, State
+from megatron.cost.work import Work
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
 from megatron.planner.traffic import Group, Traffic
@@ -36,7 +37,7 @@ class Estimate:
         parts: seconds of a step by what they are spent on; their sum is ``step_s``.
         bubble: share of a step in which a stage waits for others, on average.
         traffic: kind of communication -> bytes, seconds and hidden seconds of the busiest rank.
-        flops: of the whole model for a step, without recomputation; the causal half of attention.
+        flops: of the whole model for a step, without recomputation; where attention is causal, that half of it.
         peak_flops: of all devices.
         tokens: of a step.
     """
@@ -120,6 +121,13 @@ class Planner:
             self._bounds[key] = self.costs.stage_bounds(*key)
         return self._bounds[key]
 
+    def can_cut(self, layout: Layout) -> bool:
+        """Return whether each piece gets a layer: a T5 may be cut at a stage that is said."""
+        try:
+            return bool(self.bounds(layout))
+        except ValueError:
+            return False
+
     def parameters(self, tensor: int) -> int:
         """Return the parameters of the whole model that one of ``tensor`` ranks would hold."""
         if tensor not in self._parameters:
@@ -178,22 +186,18 @@ class Planner:
         return parts, running * idle / sum(parts.values()), {DATA: data, TENSOR: tensor, PIPELINE: across}
 
     def _sums(self, layout: Layout, units: Sequence[Seconds]) -> list[Traffic]:
-        """Return the messages between tensor ranks of each unit for a micro-batch.
-
-        Those of backward run beside products for weights, but where the schedule puts these off.
-        """
-        group = Group.of(self.machine, layout.tensor, 1)
+        """Return the messages between tensor ranks of each unit for a micro-batch."""
+        group = Group.of(self.machine, layout.tensor, 1, layout.world_size)
         works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         again = 2 if layout.recompute == "full" else 1
         found = []
         known: dict[int, Traffic] = {}
-        overlaps = layout.overlaps_tensor and layout.schedule != SPLITTING
         for work, unit in zip(works, units, strict=True):
             if id(work) not in known:
-                times = again if work.core else 1
-                forward = sum((group.summed(size) for size in work.sums * times), Traffic())
-                back = sum((group.summed(size) for size in work.back), Traffic())
-                known[id(work)] = forward + back.behind(unit.weights if overlaps else 0.0)
+                is_cut, times = layout.sequence_parallel and bool(work.core), again if work.core else 1
+                one = group.gathered if is_cut else group.summed
+                forward = sum((one(size) for size in work.sums * times * (1 + is_cut)), Traffic())
+                known[id(work)] = forward + _back(group, work, unit, layout, is_cut)
             found.append(known[id(work)])
         return found
 
@@ -207,7 +211,7 @@ class Planner:
             return Traffic(), 0.0
         width = BYTES[layout.dtype]
         stride = layout.data * layout.tensor
-        group = Group.of(self.machine, layout.pipe, stride)
+        group = Group.of(self.machine, layout.pipe, stride, layout.world_size)
         sizes = [
             self.costs.boundary_bytes(bound, layout.micro_batch_size, width) / layout.sequence for bound in bounds[1:-1]
         ]
@@ -223,7 +227,7 @@ class Planner:
         """Return what replicas send in a step, and the seconds of the update."""
         machine, state = self.machine, State.of(layout.dtype, layout.optimizer)
         held = max(self.costs.stage_parameters(bounds, layout.tensor, layout.pipe))
-        group = Group.of(machine, layout.data, layout.tensor)
+        group = Group.of(machine, layout.data, layout.tensor, layout.world_size)
         m, stage = layout.num_micro_batches, layout.zero_stage
         gradients, weights = held * state.gradient, held * state.width
         if stage < 2:
@@ -250,6 +254,22 @@ class Planner:
 def estimate(config: Any, layout: Layout, machine: Machine) -> Estimate:
     """Return what ``layout`` of the model of ``config`` will take on ``machine``."""
     return Planner(config, machine).estimate(layout)
+
+
+def _back(group: Group, work: Work, unit: Seconds, layout: Layout, is_cut: bool) -> Traffic:
+    """Return the messages of a unit's backward; ``is_cut``: what lies between its products is cut over the ranks.
+
+    Sums run beside the column layers' products for weights, but where the schedule puts these off; what is joined once
+    more runs beside their products for the input.
+    """
+    beside = unit.columns if layout.overlaps_tensor else 0.0
+    for_weights = 0.0 if layout.schedule == SPLITTING else beside
+    if not is_cut:
+        return sum((group.summed(size) for size in work.back), Traffic()).behind(for_weights)
+    cut, whole = work.back[: len(work.sums)], work.back[len(work.sums) :]
+    once = sum((group.gathered(size) for size in cut), Traffic())
+    sums = once + sum((group.summed(size) for size in whole), Traffic())
+    return once + once.behind(beside) + sums.behind(for_weights)
 
 
 def _total(sent: Sequence[Traffic], pieces: Sequence[tuple[int, int]]) -> Traffic:

@@ -30,11 +30,9 @@ TOLD = {
 
 
 def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, int]:
-    """Return name -> value of what is set in the run script or before it."""
+    """Return name -> value of what is set in the run script or before it; nodes are whole, or there is one."""
     model, own, world = config.model, config.own, layout.world_size
     on_node = min(devices_per_node, world)
-    while world % on_node:
-        on_node -= 1
     lengths = {"SEQLEN": config.batch.seq_length}
     if config.is_t5:
         lengths = {"ENC_SEQLEN": own.enc_seq_length, "DEC_SEQLEN": own.dec_seq_length}
@@ -60,8 +58,8 @@ def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, i
 def flags(config: Any, layout: Layout) -> list[str]:
     """Return the words behind the run script: what has no variable there."""
     words = [f"--{layout.dtype}"]
-    if layout.pipe > 1 and layout.schedule not in (ONE_CHUNK[0], *MANY_CHUNKS):
-        words += ["--pipeline-schedule", layout.schedule]
+    if schedule := said_schedule(layout):
+        words += ["--pipeline-schedule", schedule]
     if layout.chunks > 1:
         words += ["--pipeline-chunks", str(layout.chunks)]
     if layout.zero_stage:
@@ -74,6 +72,11 @@ def flags(config: Any, layout: Layout) -> list[str]:
     words += ["--offload-optimizer"] * layout.offload_optimizer
     words += ["--offload-parameters"] * layout.offload_parameters
     return words + given_flags(config)
+
+
+def said_schedule(layout: Layout) -> str | None:
+    """Return the schedule where it is none that follows from stages and chunks."""
+    return layout.schedule if layout.pipe > 1 and layout.schedule not in (ONE_CHUNK[0], *MANY_CHUNKS) else None
 
 
 def given_flags(config: Any) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,12 @@ class Machine:
         """Bytes of a device that training can have."""
         return self.memory_bytes - self.reserved_bytes
 
+    @property
+    def first_dtype(self) -> str:
+        """The format of runs that name none: fp32 on a CPU, else the first of 16 bits that the machine knows."""
+        order = ("fp32", "bf16", "fp16") if self.is_cpu else ("bf16", "fp16", "fp32")
+        return next((name for name in order if name in self.product_flops), order[0])
+
     def product_rate(self, dtype: str, side: float) -> float:
         """Return the FLOP/s of products of that side.
 
@@ -125,9 +131,13 @@ class Machine:
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ConfigError(f'a machine has "format": "{FORMAT}", got {origin} without it. Make one with --calibrate')
         try:
-            return cls(**{key: _READ.get(key, _same)(value) for key, value in values.items()})
-        except (TypeError, KeyError, ValueError) as error:
+            machine = cls(**{key: _READ.get(key, _same)(value) for key, value in values.items()})
+            wrong = list(_wrong(machine))
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ConfigError(f"the machine in {origin} cannot be read: {error}. Make one with --calibrate") from None
+        if wrong:
+            raise ConfigError(f"the machine in {origin} cannot be: {'; '.join(wrong)}. Mend it, or use --calibrate")
+        return machine
 
     def save(self, path: Path) -> None:
         """Write the machine to a file."""
@@ -147,6 +157,47 @@ class Machine:
         return cls.from_json(text, str(path))
 
 
+def _wrong(machine: Machine) -> Iterator[str]:
+    """Yield what of a machine that was read can be none."""
+    for name in ("memory_bytes", "devices_per_node"):
+        value = getattr(machine, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield f"{name} must be a whole number of at least 1, got {value!r}"
+    for name in _RATES:
+        if not _is_number(getattr(machine, name), above=0):
+            yield f"{name} must be a number above 0, got {getattr(machine, name)!r}"
+    for name in ("overhead_s", "reserved_bytes"):
+        if not _is_number(getattr(machine, name)):
+            yield f"{name} must be a number of at least 0, got {getattr(machine, name)!r}"
+    for name, kinds in (("name", str), ("notes", str), ("is_cpu", bool)):
+        if not isinstance(getattr(machine, name), kinds):
+            yield f"{name} must be {kinds.__name__}, got {getattr(machine, name)!r}"
+    for place in ("intra", "inter"):
+        for kind, wire in vars(getattr(machine, place)).items():
+            if not _is_number(wire.latency_s) or not _is_number(wire.bandwidth, above=0):
+                yield f"{place}.{kind} must have numbers, the bandwidth above 0, got {vars(wire)}"
+    yield from _wrong_tables(machine)
+
+
+def _wrong_tables(machine: Machine) -> Iterator[str]:
+    for dtype, peak in machine.peak_flops.items():
+        if not _is_number(peak, above=0):
+            yield f"peak_flops of {dtype} must be a number above 0, got {peak!r}"
+    if not machine.product_flops:
+        yield "product_flops must have a number format, got none"
+    for dtype, table in machine.product_flops.items():
+        sides = [side for side, _ in table]
+        is_rising = all(small < large for small, large in zip(sides, sides[1:], strict=False))
+        if not table or not is_rising or not all(_is_number(value, above=0) for row in table for value in row):
+            yield f"product_flops of {dtype} must be pairs above 0 with rising sides, got {list(table)}"
+
+
+def _is_number(value: Any, above: float | None = None) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return False
+    return value >= 0 if above is None else value > above
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -159,4 +210,6 @@ def _tables(value: Mapping[str, Any]) -> dict[str, tuple[tuple[float, float], ..
     return {dtype: tuple((float(side), float(rate)) for side, rate in table) for dtype, table in value.items()}
 
 
+_RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth", "host_update_bandwidth")
+"""Fields that are bytes/s."""
 _READ = {"intra": _link, "inter": _link, "product_flops": _tables}

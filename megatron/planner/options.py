@@ -1,7 +1,7 @@
 """From the words of the command line to a question: which model, on what machine, in which layouts.
 
 What describes the model or a layout is the training's own flags, read and checked by ``megatron.config.parse``; a flag
-that changes nothing here is refused. What is left out of the model is what follows for its family:
+that changes nothing here is refused. Layers and width must be said; what else is left out follows for the family:
 
 | | gpt2 | t5 | llama | mpt | bert |
 |---|---|---|---|---|---|
@@ -13,20 +13,21 @@ that changes nothing here is refused. What is left out of the model is what foll
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NoReturn
+from itertools import product
+from typing import Any
 
 from megatron.config import Config, parse
-from megatron.config.option import FAMILIES
 from megatron.config.scan import scan
 from megatron.errors import ConfigError
-from megatron.planner.devices import SHEETS, device
+from megatron.planner.devices import device
 from megatron.planner.layout import Layout, layout_of
 from megatron.planner.lines import RECIPE
 from megatron.planner.machine import Machine
-from megatron.planner.search import Search
+from megatron.planner.search import Search, divisors
+from megatron.stages import AUTO
 
 LENGTHS = {"gpt2": 2048, "t5": 512, "llama": 2048, "mpt": 2048, "bert": 512}
 VOCABULARIES = {"gpt2": 50304, "t5": 32128, "llama": 32000, "mpt": 50368, "bert": 30592}
@@ -50,6 +51,15 @@ TAKEN = (
     "dtype", "optimizer", "compile", "overlap_grad_reduce", "reset_attention_mask",
 )  # fmt: skip
 """Other fields that are read, beside those of the model and its lengths."""
+SHAPE = ("model_parallel_size", "pipe_parallel_size", "batch_size")
+"""Fields that with --gas give the samples of a step."""
+IN_TENSOR, IN_PIPE = ("sequence_parallel",), ("pipeline_chunks", "pipeline_schedule", "pipeline_split_rank")
+"""Fields that act with several tensor ranks, or stages."""
+FOLLOWING = {
+    "t5": {"dec_seq_length": "--dec-seq-length"},
+    "llama": {"ff_hidden_size": "--ff-hidden-size", "num_query_groups": "--num-query-groups"},
+}
+"""Family -> field that follows from others -> its flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,59 +79,6 @@ class Question:
     assumed: tuple[str, ...]
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Ends with code 2 and one line, without the usage in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return the parser of the flags that are the planner's own."""
-    parser = OneLineParser(
-        prog="plan.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", choices=tuple(FAMILIES), help="family of the model")
-    parser.add_argument("--gpus", type=positive, metavar="N", help="devices in all (default: those of one node)")
-    parser.add_argument("--gpu", metavar="NAME", help=f"kind of device: {', '.join(SHEETS)} (default h100-80g)")
-    parser.add_argument("--machine", type=Path, metavar="FILE", help="device and links as --calibrate measured them")
-    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="devices of a node (default 8, or as FILE)")
-    parser.add_argument("--memory", type=number, metavar="GB", help="memory of a device (default: the device's own)")
-    parser.add_argument(
-        "--global-batch-size", type=positive, metavar="B", help="samples of a step (default: about 4 Mi tokens)"
-    )
-    parser.add_argument("--tokens", type=number, metavar="N", help="also tell the days for so many tokens, as 300e9")
-    parser.add_argument("--fits", action="store_true", help="look at the one layout that is given, and how to fit it")
-    parser.add_argument("--top", type=positive, metavar="N", help="layouts in the ranking (default 10)")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine, about 30 s, and write it")
-    parser.add_argument("--ranks", type=positive, metavar="N", help="with --calibrate: processes that work at once")
-    parser.add_argument("--device", metavar="KIND", help="with --calibrate: cpu or cuda (default: what is there)")
-    return parser
-
-
-def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest: Sequence[str]) -> None:
-    """End with code 2 unless the flags go together."""
-    if flags.calibrate is not None:
-        others = [name for name, value in vars(flags).items() if value and name not in ("calibrate", "ranks", "device")]
-        if others or rest:
-            got = " ".join([*(f"--{name.replace('_', '-')}" for name in others), *rest])
-            parser.error(f"--calibrate FILE measures and does nothing else, got {got} too. Plan with --machine FILE")
-        return
-    for name in ("ranks", "device"):
-        if getattr(flags, name):
-            parser.error(f"--{name} acts with --calibrate only. Leave it out")
-    if flags.model is None:
-        parser.error(f"--model must be given, one of {', '.join(FAMILIES)}")
-    if flags.gpu and flags.machine:
-        parser.error("--gpu names a known device and --machine a file: give one of them")
-    if flags.fits and flags.top:
-        parser.error("--top counts what is ranked, and --fits looks at one layout: give one of them")
-
-
 def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
     """Return what the planner's ``flags`` and the training's flags in ``rest`` ask.
 
@@ -129,52 +86,126 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
         ConfigError: all problems of the training's flags, or one of the planner's.
     """
     machine = machine_of(flags)
-    words, assumed = with_defaults(flags.model, rest)
     world = flags.gpus or machine.devices_per_node
-    found = scan(rest, (), flags.model)
-    fixed = {LAYOUT[name] for name in found.values if name in LAYOUT}
-    if not flags.fits:
-        grid = [int(found.values.get(name, 1)) for name in ("model_parallel_size", "pipe_parallel_size")]
-        config = checked(words, max(grid[0], 1) * max(grid[1], 1), flags.model)
-        batch = flags.global_batch_size or _batch_size(config, world, assumed)
-        plain = layout_of(config, config.parallel.model_parallel_size * config.parallel.num_stages)
-        values = {name: getattr(plain, name) for name in fixed}
-        wanted = Search(world_size=world, global_batch_size=batch, number=flags.top or 10, fixed=values, plain=plain)
-        return Question(
-            config=config, machine=machine, wanted=wanted, layout=None, tokens=flags.tokens, assumed=tuple(assumed)
-        )
-    if flags.global_batch_size:
-        words += ["--global-batch-size", str(flags.global_batch_size)]
-    config = checked(words, world, flags.model)
-    layout = layout_of(config, world)
-    wanted = Search(world_size=world, global_batch_size=layout.global_batch_size)
+    check_nodes(world, machine)
+    words, assumed = with_defaults(flags.model, rest, machine)
+    given = scan(rest, (), flags.model).values
+    if flags.fits:
+        if flags.global_batch_size:
+            words += ["--global-batch-size", str(flags.global_batch_size)]
+        config = checked(words, world, flags.model)
+        layout = layout_of(config, world)
+        wanted = Search(world_size=world, global_batch_size=layout.global_batch_size)
+        if "batch_size" not in given:
+            assumed.append(f"--batch-size {layout.micro_batch_size}")
+    else:
+        layout, config = None, standing_in(words, given, world, flags.model)
+        batch = flags.global_batch_size or _batch_size(config, world, given, assumed)
+        wanted = _sought(config, given, world, batch, flags.top or 10)
+    assumed += _followed(config, given)
+    assumed += ["--gpu h100-80g"] * (not flags.gpu and not flags.machine) + [f"--gpus {world}"] * (not flags.gpus)
     return Question(
         config=config, machine=machine, wanted=wanted, layout=layout, tokens=flags.tokens, assumed=tuple(assumed)
     )
+
+
+def _sought(config: Config, given: Mapping[str, Any], world: int, batch: int, number: int) -> Search:
+    """Return the search that keeps what was given of the layout; the schedule "auto" keeps none."""
+    plain = layout_of(config, config.parallel.model_parallel_size * config.parallel.num_stages)
+    names = {LAYOUT[name] for name in given if name in LAYOUT and given[name] != AUTO}
+    fixed = {name: getattr(plain, name) for name in names}
+    return Search(world_size=world, global_batch_size=batch, number=number, fixed=fixed, plain=plain)
+
+
+def _followed(config: Config, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words for what the training takes where nothing is said: of the recipe, the family, the optimizer."""
+    recipe = scan(RECIPE[config.family], (), config.family).spelling
+    yield from (text for name, text in recipe.items() if name not in given)
+    for name, flag in FOLLOWING.get(config.family, {}).items():
+        if name not in given:
+            yield f"{flag} {getattr(config.own if hasattr(config.own, name) else config.model, name)}"
+    if "optimizer" not in given:
+        yield f"--optimizer {config.optimizer.optimizer}"
+
+
+def check_nodes(world: int, machine: Machine) -> None:
+    """Return if the devices are those of whole nodes, or of a part of one.
+
+    Raises:
+        ConfigError: a node would be used in part, beside others.
+    """
+    node = machine.devices_per_node
+    if world > node and world % node:
+        raise ConfigError(
+            f"--gpus must be a multiple of the devices of a node, {node}, where there are several nodes, got {world}. "
+            f"Use {world // node * node} or {(world // node + 1) * node}, or say --gpus-per-node"
+        )
+
+
+def standing_in(words: Sequence[str], given: Mapping[str, Any], world: int, family: str) -> Config:
+    """Return the checked Config of a search: sizes of axes that are sought, but that given flags need, stand for any.
+
+    Raises:
+        ConfigError: all problems at once, with the first sizes that could be.
+    """
+    tensor = _sizes(given, "model_parallel_size", IN_TENSOR, world)
+    pipe = _sizes(given, "pipe_parallel_size", IN_PIPE, world)
+    first = None
+    for t, p in product(tensor, pipe):
+        sizes = ["--model-parallel-size", str(t)] * ("model_parallel_size" not in given and t > 1)
+        sizes += ["--pipe-parallel-size", str(p)] * ("pipe_parallel_size" not in given and p > 1)
+        try:
+            return checked([*words, *sizes], max(t, 1) * max(p, 1), family)
+        except ConfigError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: int) -> list[int]:
+    if name in given:
+        return [int(given[name])]
+    return divisors(world)[1:9] or [1] if any(flag in given for flag in needing) else [1]
 
 
 def machine_of(flags: argparse.Namespace) -> Machine:
     """Return the machine that the flags name.
 
     Raises:
-        ConfigError: there is no such device, or the file cannot be read.
+        ConfigError: there is no such device, the file cannot be read, or no memory is left.
     """
     machine = Machine.load(flags.machine) if flags.machine else device(flags.gpu or "h100-80g")
     if flags.gpus_per_node:
         machine = replace(machine, devices_per_node=flags.gpus_per_node)
     if flags.memory:
         machine = replace(machine, memory_bytes=int(flags.memory * 1e9))
+    if machine.usable_bytes <= 0:
+        raise ConfigError(
+            f"--memory must be more than the {machine.reserved_bytes / 1e9:g} GB that the driver and the libraries "
+            f"take, got {machine.memory_bytes / 1e9:g}. Use more"
+        )
     return machine
 
 
-def with_defaults(family: str, rest: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words with those that follow for the family, and what was assumed."""
-    given = scan(rest, (), family).values
-    words, assumed = [*RECIPE[family], *rest], []
+def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[list[str], list[str]]:
+    """Return the words with those that follow for the family, and what was assumed.
 
-    def assume(flag: str, value: Any) -> None:
-        words.extend((flag, str(value)))
-        assumed.append(f"{flag} {value}")
+    Raises:
+        ConfigError: layers or width were not said.
+    """
+    found = scan(rest, (), family)
+    given = found.values
+    words, assumed = [*RECIPE[family], *rest], []
+    sizes = {"num_layers": "--num-layers", "hidden_size": "--hidden-size"}
+    missing = [flag for name, flag in sizes.items() if name not in given]
+    if "enc_layers" in given and "dec_layers" in given:
+        missing = [flag for flag in missing if flag != "--num-layers"]
+    if missing and not found.problems:
+        raise ConfigError(f"the size of the model must be given, got no {' and no '.join(missing)}. Add it")
+
+    def assume(*spelled: Any) -> None:
+        words.extend(map(str, spelled))
+        assumed.append(" ".join(map(str, spelled)))
 
     hidden = int(given.get("hidden_size") or 0)
     if hidden and "num_attention_heads" not in given:
@@ -186,6 +217,8 @@ def with_defaults(family: str, rest: Sequence[str]) -> tuple[list[str], list[str
         assume(length, LENGTHS[family])
     if "vocab_size" not in given:
         assume("--vocab-size", VOCABULARIES[family])
+    if "dtype" not in given:
+        assume(f"--{machine.first_dtype}")
     return words, assumed
 
 
@@ -205,27 +238,23 @@ def checked(words: Sequence[str], world_size: int, family: str) -> Config:
     return config
 
 
-def _batch_size(config: Config, world: int, assumed: list[str]) -> int:
-    """Return the multiple of the world's size that comes nearest to ``TOKENS``."""
-    batch = world * max(1, round(TOKENS / config.tokens_per_sample / world))
+def _batch_size(config: Config, world: int, given: Mapping[str, Any], assumed: list[str]) -> int:
+    """Return what --gas makes, else the devices times the power of two that comes nearest to ``TOKENS``.
+
+    Raises:
+        ConfigError: --gas alone says nothing of the samples of a step.
+    """
+    micro = config.batch.micro_batch_size
+    if "gas" in given:
+        missing = [f"--{name.replace('_', '-')}" for name in SHAPE if name not in given]
+        if missing:
+            raise ConfigError(
+                f"--gas in a search needs the samples of a step, got no {', '.join(missing)} to make them of. Add "
+                "--global-batch-size, or these, or leave --gas out"
+            )
+        tensor, pipe = config.parallel.model_parallel_size, config.parallel.num_stages
+        return config.batch.gas * micro * max(world // (tensor * pipe), 1)
+    least = world * (micro if "batch_size" in given else 1)
+    batch = least * 2 ** max(0, round(math.log2(TOKENS / config.tokens_per_sample / least)))
     assumed.append(f"--global-batch-size {batch}")
-    return batch
-
-
-def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return value
-
-
-def number(text: str) -> float:
-    """Return a number above 0, such as 300e9."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, such as 300e9, got {text!r}")
-    return value
+    return int(batch)

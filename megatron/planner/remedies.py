@@ -2,7 +2,8 @@
 
 A change is one thing: less kept for backward, a smaller micro-batch, the next stage of ZeRO, an axis twice as long
 (with half the replicas), sequence parallelism, the optimizer on the host. The samples of a step stay the same. Of those
-that fit, the one whose step is shortest is the smallest; if none does, two are made at once.
+that fit and that the training's checks take, the one whose step is shortest is the smallest; if none does, two are made
+at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron import cost
+from megatron.planner.checks import problems
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout
 from megatron.planner.search import divisors
@@ -19,6 +21,8 @@ from megatron.stages import ONE_CHUNK
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
 """Fields of ``Memory`` that lie on the device in a step."""
 HALF = 2
+WHOLE = 3
+"""The stage of ZeRO that cuts the weights, too."""
 
 
 @dataclass(frozen=True)
@@ -102,26 +106,44 @@ def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
         return
     fewer = replace(layout, data=layout.data // HALF, num_micro_batches=layout.num_micro_batches * HALF)
     if fewer.data == 1:
-        fewer = replace(fewer, zero_stage=0)
+        fewer = _with_stage(fewer, 0)
     model, own = planner.config.model, planner.config.own
     cut = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, planner.machine.devices_per_node]
     tensor = layout.tensor * HALF
     is_whole = all(size % tensor == 0 for size in [*cut, getattr(own, "num_query_groups", tensor)])
     if is_whole and layout.optimizer != "adafactor":
         told = f"--model-parallel-size {tensor} --gas {fewer.num_micro_batches}"
-        yield told, replace(fewer, tensor=tensor)
+        yield told + _less(layout, fewer), replace(fewer, tensor=tensor)
     pipe = layout.pipe * HALF
     if pipe * layout.chunks <= planner.config.total_layers:
         schedule = ONE_CHUNK[0] if layout.pipe == 1 and layout.chunks == 1 else layout.schedule
+        piped = _with_stage(fewer, min(fewer.zero_stage, 1))
         told = f"--pipe-parallel-size {pipe} --gas {fewer.num_micro_batches}"
-        if fewer.zero_stage > 1:
-            told += " --zero-stage 1"
-        yield told, replace(fewer, pipe=pipe, schedule=schedule, zero_stage=min(fewer.zero_stage, 1))
+        yield told + _less(layout, piped), replace(piped, pipe=pipe, schedule=schedule)
+
+
+def _with_stage(layout: Layout, stage: int) -> Layout:
+    """Return ``layout`` with that stage of ZeRO; below 3 no weights are on the host."""
+    return replace(layout, zero_stage=stage, offload_parameters=layout.offload_parameters and stage == WHOLE)
+
+
+def _less(layout: Layout, changed: Layout) -> str:
+    """Return the words for what ``changed`` has less of ZeRO than ``layout``."""
+    told = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
+    return told + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)
 
 
 def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> Iterator[Remedy]:
+    known = set()
     for told, layout in tried:
-        if overflow_of(planner.memory(layout), planner.machine.usable_bytes) <= 0:
+        is_new = layout not in known
+        known.add(layout)
+        fits = (
+            is_new
+            and planner.can_cut(layout)
+            and overflow_of(planner.memory(layout), planner.machine.usable_bytes) <= 0
+        )
+        if fits and not problems(planner.config, layout):
             yield Remedy(told, planner.estimate(layout))
 
 

@@ -3,7 +3,7 @@
 Candidates are products of divisors, so there are some hundreds or thousands for any number of devices. Each has a bound
 that its step cannot beat: equal stages, nothing sent between stages or replicas. They are looked at in the order of
 their bounds, and no more once every further bound is above the last layout that is wanted. What cannot fit by the mean
-over its stages is left out before.
+over its stages is left out before, and what the training's own checks would refuse is never taken.
 
 One layout is kept for each grid (tp, pp, dp): the fastest. "gpipe" is left out unless asked for, for it takes as long
 as "1f1b" and keeps more; so is selective recomputation where attention keeps nothing that it could leave out.
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from megatron.cost.memory import BYTES, State
+from megatron.planner.checks import problems
 from megatron.planner.estimate import SPLITTING, Estimate, Planner
 from megatron.planner.layout import Layout
 from megatron.stages import MANY_CHUNKS, ONE_CHUNK, bubble
@@ -24,6 +25,8 @@ from megatron.stages import MANY_CHUNKS, ONE_CHUNK, bubble
 MOST_CHUNKS = 8
 MOST_SAMPLES = 64
 """Largest micro-batch that is tried."""
+NEAR = 50
+"""Layouts among which the smallest is sought where none fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,8 @@ def search(planner: Planner, wanted: Search) -> Found:
         if max(stage.total for stage in planner.memory(layout)) > usable:
             continue
         found = planner.estimate(layout)
-        if grid not in best or _order(found) < _order(best[grid]):
+        is_better = grid not in best or _order(found) < _order(best[grid])
+        if is_better and not problems(planner.config, layout):
             best[grid] = found
     ranked = sorted(best.values(), key=_order)[: wanted.number]
     smallest = None if ranked else _smallest(planner, all_of_them)
@@ -88,8 +92,8 @@ def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
                 continue
             grid = replace(wanted.plain, tensor=tensor, pipe=pipe, data=data)
             for micro in _allowed(_micro_batches(batch // data), fixed, "micro_batch_size"):
-                if batch // data % micro == 0:
-                    number = batch // data // micro
+                number = batch // data // micro
+                if batch // data % micro == 0 and number == fixed.get("num_micro_batches", number):
                     yield from _variants(
                         planner, replace(grid, micro_batch_size=micro, num_micro_batches=number), fixed
                     )
@@ -133,7 +137,7 @@ def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
         sizes = [1]
     if "tensor" in wanted.fixed:
         return _allowed(sizes, wanted.fixed, "tensor")
-    node = planner.machine.devices_per_node
+    node = min(planner.machine.devices_per_node, wanted.world_size)
     return [t for t in sizes if t <= node and node % t == 0]
 
 
@@ -146,7 +150,11 @@ def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iter
     stages = _allowed(_zero_stages(planner, plain), fixed, "zero_stage")
     recompute = _allowed(_recomputations(planner), fixed, "recompute")
     cut = _allowed(_sequences(planner, plain.tensor), fixed, "sequence_parallel")
-    orders = _schedules(planner, plain, fixed)
+    orders = [
+        (schedule, chunks)
+        for schedule, chunks in _schedules(planner, plain, fixed)
+        if planner.can_cut(replace(plain, chunks=chunks))
+    ]
     for (schedule, chunks), again, zero, is_cut in product(orders, recompute, stages, cut):
         yield replace(
             plain, schedule=schedule, chunks=chunks, recompute=again, zero_stage=zero, sequence_parallel=is_cut
@@ -163,7 +171,8 @@ def _zero_stages(planner: Planner, plain: Layout) -> list[int]:
 
 def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
     if plain.pipe == 1:
-        return [(ONE_CHUNK[0], 1)] if fixed.get("schedule", ONE_CHUNK[0]) == ONE_CHUNK[0] else []
+        is_free = fixed.get("schedule", ONE_CHUNK[0]) == ONE_CHUNK[0] and fixed.get("chunks", 1) == 1
+        return [(ONE_CHUNK[0], 1)] if is_free else []
     most = min(MOST_CHUNKS, planner.config.total_layers // plain.pipe)
     unfit = {"gpipe"} - {fixed.get("schedule")} | ({SPLITTING} if planner.config.parallel.compile else set())
     known = [(name, 1) for name in ONE_CHUNK if name not in unfit]
@@ -196,5 +205,6 @@ def _order(found: Estimate) -> tuple[float, int]:
 
 def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
     """Return the layout of which the fullest device needs least, among those that need least on average."""
-    near = sorted(layouts, key=lambda layout: least_bytes(planner, layout))[:50]
+    rising = sorted(layouts, key=lambda layout: least_bytes(planner, layout))
+    near = islice((layout for layout in rising if not problems(planner.config, layout)), NEAR)
     return min(map(planner.estimate, near), key=lambda found: found.most_bytes, default=None)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from megatron.planner.devices import SHEETS, SLOWER
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.lines import lines
 from megatron.planner.options import Question
@@ -56,6 +57,12 @@ def details(found: Estimate, question: Question) -> Iterator[str]:
         f"step {_seconds(found.step_s)}, {found.tokens_per_s:,.0f} tokens/s, MFU {100 * found.mfu:.1f} %, bubble "
         f"{100 * found.bubble:.1f} %{days}"
     )
+    if likely := likely_mfu(found, question):
+        least, most = (f"{100 * (times - 1):.0f}" for times in SLOWER)
+        yield (
+            f"published runs with fused attention took {least} to {most} % longer than their plans: MFU "
+            f"{100 * likely[0]:.1f} to {100 * likely[1]:.1f} % is likelier"
+        )
     shares = [f"{name} {100 * value / found.step_s:.1f} %" for name, value in found.parts.items() if value]
     yield "of it " + ", ".join(shares)
     yield ""
@@ -106,6 +113,11 @@ def opening(question: Question, planner: Planner) -> Iterator[str]:
         yield f"assumed: {' '.join(question.assumed)}"
     if machine.notes:
         yield f"machine: {machine.notes}"
+    if question.config.parallel.compile:
+        yield (
+            "--compile: what it saves, fewer passes over memory and fewer kernels, is not reckoned: steps are shorter "
+            "than told; that sums over tensor ranks run beside nothing then, is"
+        )
 
 
 def as_data(found: Estimate, question: Question) -> dict[str, Any]:
@@ -118,12 +130,18 @@ def as_data(found: Estimate, question: Question) -> dict[str, Any]:
         "bubble": found.bubble,
         "tokens_per_s": found.tokens_per_s,
         "mfu": found.mfu,
+        "likely_mfu": likely_mfu(found, question),
         "days": found.days(question.tokens) if question.tokens else None,
         "communication": {kind: asdict(sent) for kind, sent in found.traffic.items()},
         "bounds": list(found.bounds),
         "memory": [{**asdict(stage), "total": stage.total} for stage in found.memory],
         "lines": lines(question.config, found.layout, question.machine.devices_per_node),
     }
+
+
+def likely_mfu(found: Estimate, question: Question) -> tuple[float, float] | None:
+    """Return the range of MFU that published runs make likely on a machine of a data sheet; of others none is known."""
+    return (found.mfu / SLOWER[1], found.mfu / SLOWER[0]) if question.machine.name in SHEETS else None
 
 
 def _memory_rows(found: Estimate, usable: int) -> Iterator[tuple[str, ...]]:

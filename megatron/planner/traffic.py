@@ -2,12 +2,16 @@
 
 | kind | for each | a rank of n sends |
 |---|---|---|
-| tensor | sum of activations of X bytes over t ranks (with sequence parallelism a reduce-scatter and an all-gather) | 2 (t - 1) / t X |
+| tensor | sum of activations of X bytes over t ranks | 2 (t - 1) / t X |
+| ... with sequence parallelism | in place of a sum of forward an all-gather and a reduce-scatter; of backward two all-gathers (of the output's gradient, and of the input once more) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |
 | pipeline | boundary and micro-batch, each way | s b h numbers; from the seam of a T5 on those of both sides |
 | data | sum of gradients over d replicas, ZeRO 0 and 1 | 2 (d - 1) / d x 4 bytes of a parameter |
 | ... ZeRO 1 and 2 also | weights after the update | (d - 1) / d x a weight |
 | ... ZeRO 2 | micro-batch, in place of the sum | (d - 1) / d x 4 |
 | ... ZeRO 3 | micro-batch: the same, and weights gathered twice | (d - 1) / d x (4 + 2 x a weight) |
+
+Backward starts the sum of a column layer's gradient ahead of that layer's product for weights, and joins its input
+beside the product for the input. All other messages of tensor ranks are waited for, those around the head too.
 
 A group whose ranks lie in one node uses the node's links; one that leaves it goes as fast as the network cards of its
 members in a node together, for as many groups share these. The tensor axis runs fastest, then the data axis.
@@ -57,9 +61,9 @@ class Group:
     most: Link | None = None  # a group that leaves its nodes is no faster than within one
 
     @classmethod
-    def of(cls, machine: Machine, size: int, stride: int) -> Group:
-        """Return the group of ``size`` ranks of ``machine`` in steps of ``stride``."""
-        if size * stride <= machine.devices_per_node:
+    def of(cls, machine: Machine, size: int, stride: int, world: int) -> Group:
+        """Return the group of ``size`` ranks of ``machine`` in steps of ``stride``; of all such groups the slowest."""
+        if world <= machine.devices_per_node or machine.devices_per_node % (size * stride) == 0:
             return cls(size, machine.intra)
         return cls(size, machine.inter, max(machine.devices_per_node / stride, 1.0), machine.intra)
 

@@ -34,12 +34,17 @@ CORE_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one unit or of several; of ``backward``: ``again`` what is recomputed, ``weights`` products for weights."""
+    """Of one unit or of several; of ``backward``: ``again`` what is recomputed, ``weights`` products for weights.
+
+    Args:
+        columns: of ``weights``, those of layers that sum the gradient of their input over the tensor ranks.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
     again: float = 0.0
     weights: float = 0.0
+    columns: float = 0.0
 
     @property
     def whole(self) -> float:
@@ -84,7 +89,8 @@ class Clock:
             again = forward
         elif layout.recompute == "selective" and kept.input:
             again = core + FORWARD_PASSES * kept.core / machine.memory_bandwidth
-        return Seconds(forward, backward + again, again, products)
+        columns = self._products([one for one in work.products if one.is_column], layout.dtype)
+        return Seconds(forward, backward + again, again, products, columns)
 
     def _products(self, products: Sequence[Product], dtype: str) -> float:
         return sum(one.flops / self._machine.product_rate(dtype, one.side) for one in products)

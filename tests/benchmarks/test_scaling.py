@@ -126,6 +126,7 @@ def test_a_section_is_replaced_between_its_marks_alone() -> None:
     [
         ("--ranks 3", "--ranks must be 2 or 4, got 3"),
         ("--predict-only --steps 4 --smoke", "--steps, --smoke would do nothing"),
+        ("--smoke --steps 2", "would write it into scaling.md: give --out DIR too"),
         ("--gpu h200 --machine x.json", "give one of the two"),
         ("--tensor 0 --steps -1", "--tensor must be at least 1, got 0"),
     ],

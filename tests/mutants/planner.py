@@ -171,6 +171,6 @@ PLANNER = (
         "benchmarks/scaling.py",
         "if args.smoke and not args.out:",
         "if False:",
-        ("tests/benchmarks/test_scaling.py::test_options_that_cannot_be_are_told",),
+        ("tests/benchmarks/test_scaling.py::test_options_that_cannot_be_are_refused_together",),
     ),
 )

@@ -35,8 +35,8 @@ def test_what_was_given_goes_along_unless_the_recipe_says_it() -> None:
     assert "--hidden-bias" not in told and "--attention-dropout" not in told
 
 
-def test_nodes_are_of_equal_size() -> None:
+def test_nodes_are_whole() -> None:
     config = parse(WORDS.split(), world_size=1, env={})
-    told = variables(config, Layout(data=20), 8)
-    assert (told["GPUS_PER_NODE"], told["NNODES"]) == (5, 4)
+    told = variables(config, Layout(data=24), 8)
+    assert (told["GPUS_PER_NODE"], told["NNODES"]) == (8, 3)
     assert lines(config, Layout(), 8)[0] == "GPUS_PER_NODE=1 NNODES=1 pp_size=1 mp_size=1 \\"

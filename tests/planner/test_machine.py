@@ -15,6 +15,11 @@ from megatron.planner.machine import Machine
 A100 = device("a100-80g")
 
 
+def changed(**values: object) -> str:
+    """Return the text of a machine with other values in some fields."""
+    return json.dumps({**json.loads(A100.to_json()), **values})
+
+
 def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
     changed = replace(A100, devices_per_node=4, is_cpu=True, reserved_bytes=7)
     changed.save(tmp_path / "machine.json")
@@ -29,8 +34,43 @@ def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
         ('{"format": "another"}', '"format"'),
         ('{"format": "megatron-machine 1", "name": "x", "colour": 1}', "colour"),
         ('{"format": "megatron-machine 1", "name": "x"}', "memory_bytes"),
+        (changed(devices_per_node=2.5), "devices_per_node must be a whole number of at least 1, got 2.5"),
+        (changed(devices_per_node=0), "devices_per_node must be a whole number"),
+        (changed(memory_bytes="80 GB"), "memory_bytes must be a whole number of at least 1, got '80 GB'"),
+        (changed(memory_bandwidth=0), "memory_bandwidth must be a number above 0, got 0"),
+        (changed(overhead_s=-1), "overhead_s must be a number of at least 0"),
+        (changed(is_cpu="no"), "is_cpu must be bool"),
+        (changed(product_flops={}), "product_flops must have a number format"),
+        (changed(product_flops={"bf16": []}), "product_flops of bf16 must be pairs above 0"),
+        (changed(product_flops={"bf16": [[64, 1e12], [64, 1e12]]}), "with rising sides"),
+        (changed(peak_flops={"bf16": None}), "peak_flops of bf16 must be a number above 0"),
+        (changed(peak_flops=[1]), "cannot be read"),
+        (changed(intra={"all_reduce": {"latency_s": 0, "bandwidth": 0}}), "cannot be read"),
+        (
+            changed(inter=dict.fromkeys(("all_reduce", "gather", "send"), {"latency_s": 0, "bandwidth": 0})),
+            "inter.send",
+        ),
     ],
-    ids=["broken", "list", "format", "key", "missing"],
+    ids=[
+        "broken",
+        "list",
+        "format",
+        "key",
+        "missing",
+        "half a device",
+        "no device",
+        "text",
+        "no bandwidth",
+        "negative",
+        "yes or no",
+        "no format",
+        "no sides",
+        "equal sides",
+        "no peak",
+        "peaks",
+        "half a link",
+        "slow link",
+    ],
 )
 def test_a_file_that_is_no_machine_is_told(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(text)
@@ -55,5 +95,8 @@ def test_known_gpus_have_the_peaks_of_the_data_sheets_and_reach_less() -> None:
         assert 0.85 < machine.usable_bytes / machine.memory_bytes < 1 or "v100" in name or "a100-40g" in name
         assert json.loads(machine.to_json())["devices_per_node"] == 8
     assert A100.peak_flops["bf16"] == 312e12
+    assert [A100.first_dtype, device("v100-16g").first_dtype, replace(A100, is_cpu=True).first_dtype] == [
+        "bf16", "fp16", "fp32"
+    ]  # fmt: skip
     with pytest.raises(ConfigError, match="--gpu must be one of .*a100-80g.*, got a1000"):
         device("a1000")

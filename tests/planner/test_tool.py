@@ -30,6 +30,23 @@ CASES = {
     "gpt2, compiled": f"--model gpt2 {SIZES} --compile --hidden-dropout 0.1 --no-overlap-grad-reduce",
     "mpt": f"--model mpt {SIZES} --zero-stage 3",
     "bert": f"--model bert {SIZES}",
+    "t5, split": f"--model t5 {SIZES} --pipeline-split-rank 2",
+    "gpt2, micro-batches": f"--model gpt2 {SIZES} --gas 4",
+    "gpt2, tokens cut": f"--model gpt2 {SIZES} --sequence-parallel",
+    "gpt2, chunks": f"--model gpt2 {SIZES} --pipeline-chunks 2",
+    "gpt2, any order": f"--model gpt2 {SIZES} --pipeline-schedule auto",
+}
+
+
+TINY = "--model gpt2 --num-layers 12"
+TIGHT = "--fits --model gpt2 --num-layers 24 --hidden-size 4096 --gpus 8 --gpu a100-80g"
+OVER = {
+    "compiled": f"{TIGHT} --compile --memory 34 --model-parallel-size 2 --batch-size 2 --gas 4",
+    "summed behind": f"{TIGHT} --no-overlap-grad-reduce --memory 34 --model-parallel-size 2 --batch-size 2 --gas 4",
+    "weights away": f"{TIGHT} --zero-stage 3 --offload-parameters --memory 16 --batch-size 2 --gas 4",
+    "split": "--fits --model t5 --enc-layers 8 --dec-layers 1 --hidden-size 4096 --gpus 8 --pipeline-split-rank 1 "
+    "--pipe-parallel-size 2 --memory 16 --batch-size 4 --gas 4",
+    "last replica": f"{TIGHT} --zero-stage 1 --model-parallel-size 4 --memory 30 --batch-size 4 --gas 4",
 }
 
 
@@ -76,6 +93,59 @@ def test_the_pasted_lines_are_taken_by_the_parser_and_make_the_layout(
         assert config.identity() == expected.identity()
 
 
+@pytest.mark.parametrize("name", list(OVER))
+def test_what_makes_a_layout_fit_is_taken_by_the_parser(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(OVER[name] + " --json", capsys)
+    ways, family = json.loads(out)["remedies"], OVER[name].split()[2]
+    assert code == 1 and ways
+    for way in ways:
+        words, ranks, recipe = script_words(way["lines"], family)
+        env = {"MEGATRON_DEFAULTS": shlex.join(recipe)}
+        config = parse([*words, "--dry-run"], world_size=ranks, env=env, family=family)
+        layout = layout_of(config, ranks)
+        assert {key: getattr(layout, key) for key in way["layout"] if key != "waiting"} == {
+            key: value for key, value in way["layout"].items() if key != "waiting"
+        }
+    assert len({json.dumps(way["layout"]) for way in ways}) == len(ways)
+
+
+def test_what_is_given_of_a_layout_is_kept_and_the_rest_is_sought(capsys: pytest.CaptureFixture[str]) -> None:
+    def layouts(words: str) -> list[dict[str, object]]:
+        return [one["layout"] for one in json.loads(run(words + " --json", capsys)[1])["layouts"]]
+
+    assert {one["num_micro_batches"] for one in layouts(CASES["gpt2, micro-batches"])} == {4}
+    cut = layouts(CASES["gpt2, tokens cut"])
+    assert all(one["sequence_parallel"] for one in cut) and {one["tensor"] for one in cut} == {2, 4, 8}
+    assert {one["chunks"] for one in layouts(CASES["gpt2, chunks"])} == {2}
+    assert len({one["schedule"] for one in layouts(CASES["gpt2, any order"])}) > 1
+    whole = CASES["gpt2"].replace(" --global-batch-size 64", "")
+    made = layouts(whole + " --gas 4 --batch-size 2 --model-parallel-size 2 --pipe-parallel-size 2")
+    assert [(one["data"], one["num_micro_batches"], one["micro_batch_size"]) for one in made] == [(4, 4, 2)]
+
+
+def test_all_that_is_assumed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("--model t5 --num-layers 8 --hidden-size 1024 --top 1", capsys)[1]
+    assert (
+        "assumed: --num-attention-heads 8 --enc-seq-length 512 --vocab-size 32128 --bf16 --global-batch-size 8192 "
+        "--attention-dropout 0 --hidden-dropout 0 --dec-seq-length 114 --optimizer adamw --gpu h100-80g --gpus 8\n"
+    ) in out
+    out = run(f"{TINY} --hidden-size 1024 --gpu v100-32g --top 1 --compile", capsys)[1]
+    assert "--fp16 --global-batch-size 2048" in out and "bash run_gpt2.sh --fp16" in out
+    assert "--compile: what it saves" in out and "is likelier" in out
+
+
+def test_the_reader_may_leave_early() -> None:
+    script = (
+        "import os, runpy, sys\n"
+        "read, write = os.pipe()\n"
+        "os.close(read); os.dup2(write, 1)\n"
+        f"sys.argv = ['plan.py', *{CASES['gpt2'].split()!r}]\n"
+        "runpy.run_path('tools/plan.py', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_ranking_tells_time_memory_messages_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(CASES["gpt2"] + " --tokens 1e9", capsys)
     assert code == 0
@@ -115,14 +185,21 @@ def test_a_layout_that_does_not_fit_ends_with_code_1_and_a_way_out(capsys: pytes
         ("--model gpt2 --gpu a1000", "--gpu must be one of"),
         ("--model gpt2 --num-layer 4", "--num-layer"),
         ("--model gpt2 --gpus 0", "at least 1, got '0'"),
-        ("--model gpt2 --hidden-size 100 --num-attention-heads 3", "must be a multiple of --num-attention-heads"),
-        ("--model gpt2 --lr 1", "--lr changes nothing in a plan"),
-        ("--model gpt2 --gpus 7 --model-parallel-size 2 --hidden-size 256", "no layout divides 7 devices"),
+        ("--model gpt2", "the size of the model must be given, got no --num-layers and no --hidden-size"),
+        ("--model t5 --enc-layers 2 --dec-layers 2", "got no --hidden-size"),
+        (f"{TINY} --hidden-size 100 --num-attention-heads 3", "must be a multiple of --num-attention-heads"),
+        (f"{TINY} --hidden-size 256 --lr 1", "--lr changes nothing in a plan"),
+        (f"{TINY} --gpus 7 --model-parallel-size 2 --hidden-size 256", "no layout divides 7 devices"),
+        (f"{TINY} --gpus 7 --model-parallel-size 2 --hidden-size 256 --json", "no layout divides 7 devices"),
+        (f"{TINY} --gpus 12 --model-parallel-size 4 --hidden-size 256", "a multiple of the devices of a node, 8"),
         (
-            "--model gpt2 --fits --gpus 7 --model-parallel-size 2 --hidden-size 256",
+            f"{TINY} --fits --gpus 7 --model-parallel-size 2 --hidden-size 256",
             "must be a multiple of tensor x pipe",
         ),
-        ("--model gpt2 --zero-stage 2 --pipe-parallel-size 2 --hidden-size 256", "cannot be in a pipeline"),
+        (f"{TINY} --zero-stage 2 --pipe-parallel-size 2 --hidden-size 256", "cannot be in a pipeline"),
+        (f"{TINY} --gas 4 --hidden-size 256", "got no --model-parallel-size, --pipe-parallel-size, --batch-size"),
+        (f"{TINY} --pipeline-chunks 9 --hidden-size 256", "every chunk of every pipeline stage must hold a layer"),
+        (f"{TINY} --memory 3 --hidden-size 256", "--memory must be more than the 4 GB"),
         ("--model gpt2 --machine none.json", "--machine needs a file"),
         ("--model gpt2 --machine none.json --gpu h200", "give one of them"),
         ("--model gpt2 --ranks 2", "--ranks acts with --calibrate only"),
@@ -167,6 +244,14 @@ def test_calibrate_writes_what_is_measured(
     monkeypatch.setattr(calibrate, "calibrate", measured)
     assert plan.main(["--calibrate", str(tmp_path / "m.json"), "--ranks", "3", "--device", "cpu"]) == 0
     assert asked == [(3, "cpu")] and "h20" in (tmp_path / "m.json").read_text()
+
+    def broken(*_: object, **__: object) -> object:
+        raise RuntimeError("rank 1 failed")
+
+    monkeypatch.setattr(calibrate, "calibrate", broken)
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["--calibrate", str(tmp_path / "m.json")])
+    assert ended.value.code == 2 and capsys.readouterr().err == "plan.py: rank 1 failed\n"
 
 
 def test_help_and_a_plan_import_neither_torch_nor_deepspeed() -> None:

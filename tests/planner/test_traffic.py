@@ -34,6 +34,30 @@ def test_tensor_ranks_sum_four_times_a_layer_and_at_both_ends() -> None:
     assert estimate(tensor=1).traffic[TENSOR] == Traffic()
 
 
+def test_sequence_parallelism_joins_the_input_once_more_in_backward() -> None:
+    """Four halves of a sum in a layer's forward, six in its backward; around the head and the embedding one sum each.
+
+    Of backward, the gradient of a row layer's output is waited for; of products for weights only those of column layers
+    run beside a sum, 7 of 12 numbers of a GPT's layer.
+    """
+    how = {"tensor": 4, "micro_batch_size": 2, "num_micro_batches": 3}
+    plain, cut = estimate(**how), estimate(**how, sequence_parallel=True)
+    hidden = 2 * S * H * 2
+    small = 3 * 2 * S * 4
+    assert cut.traffic[TENSOR].bytes == pytest.approx(3 * 3 / 4 * (hidden * (10 * L + 2 * 2) + 2 * small))
+    layer = PLANNER.units(plain.layout)[1]
+    assert 0.5 < layer.columns / layer.weights < 0.65
+    free = replace(A100, intra=Link.of(1e5, 0.0))  # sums last longer than all products
+    shown = Planner(PLANNER.config, free).estimate(Layout(**how, sequence_parallel=True)).traffic[TENSOR]
+    assert shown.hidden_s == pytest.approx(3 * L * 2 * layer.columns)
+    whole = Planner(PLANNER.config, free).estimate(Layout(**how)).traffic[TENSOR]
+    assert whole.hidden_s == pytest.approx(3 * L * layer.columns)
+    fast = Planner(PLANNER.config, replace(A100, intra=Link.of(1e15, 0.0)))
+    sums, parts = (fast.estimate(Layout(**how, sequence_parallel=is_cut)).traffic[TENSOR] for is_cut in (False, True))
+    assert sums.hidden_s == pytest.approx(3 * L * 3 / 4 * 4 * hidden / 1e15)
+    assert parts.hidden_s == pytest.approx(3 * L * 3 / 4 * 4 * hidden / 1e15)
+
+
 def test_a_hidden_state_crosses_each_boundary_there_and_back() -> None:
     hidden = 2 * S * H * 2
     found = estimate(pipe=4, micro_batch_size=2, num_micro_batches=8).traffic[PIPELINE]
@@ -53,13 +77,15 @@ def test_replicas_sum_gradients_and_gather_weights_as_their_stage_of_zero_says(s
 
 
 def test_a_group_in_a_node_has_its_links_and_one_across_nodes_those_of_the_cards() -> None:
-    assert Group.of(A100, 8, 1).summed(1e9).seconds == pytest.approx(3e-6 + 2 * 7 / 8 * 1e9 / 100e9)
-    assert Group.of(A100, 16, 1).summed(1e9).seconds == pytest.approx(4e-5 + 2 * 15 / 16 * 1e9 / 80e9)
-    assert Group.of(A100, 4, 8).summed(1e9).seconds == pytest.approx(2e-5 + 2 * 3 / 4 * 1e9 / 10e9)
-    assert Group.of(A100, 4, 4).gathered(1e9).seconds == pytest.approx(2e-5 + 3 / 4 * 1e9 / 20e9)
+    assert Group.of(A100, 8, 1, 64).summed(1e9).seconds == pytest.approx(3e-6 + 2 * 7 / 8 * 1e9 / 100e9)
+    assert Group.of(A100, 16, 1, 64).summed(1e9).seconds == pytest.approx(4e-5 + 2 * 15 / 16 * 1e9 / 80e9)
+    assert Group.of(A100, 4, 8, 64).summed(1e9).seconds == pytest.approx(2e-5 + 2 * 3 / 4 * 1e9 / 10e9)
+    assert Group.of(A100, 4, 4, 64).gathered(1e9).seconds == pytest.approx(2e-5 + 3 / 4 * 1e9 / 20e9)
     slow = replace(A100, intra=Link.of(20e9, 1e-6))
-    assert Group.of(slow, 16, 1).sent(1e9).seconds == pytest.approx(1e-5 + 1e9 / 20e9)
-    assert Group.of(A100, 1, 4).summed(1e9) == Traffic() == Group.of(A100, 1, 4).sent(1e9)
+    assert Group.of(slow, 16, 1, 64).sent(1e9).seconds == pytest.approx(1e-5 + 1e9 / 20e9)
+    assert Group.of(A100, 1, 4, 64).summed(1e9) == Traffic() == Group.of(A100, 1, 4, 64).sent(1e9)
+    across, inside = Group.of(A100, 3, 2, 24), Group.of(A100, 3, 2, 6)  # of 24 ranks in steps of 6, one leaves its node
+    assert across.link == A100.inter and inside.link == A100.intra
 
 
 def test_sums_hide_behind_the_last_backward_and_those_of_activations_behind_weights() -> None:
