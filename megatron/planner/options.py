@@ -201,7 +201,7 @@ def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[l
     if "enc_layers" in given and "dec_layers" in given:
         missing = [flag for flag in missing if flag != "--num-layers"]
     if missing and not found.problems:
-        raise ConfigError(f"the size of the model must be given, got no {' and no '.join(missing)}. Add it")
+        raise ConfigError(f"the size of the model must be given, got no {' and no '.join(missing)}. Give both")
 
     def assume(*spelled: Any) -> None:
         words.extend(map(str, spelled))
