@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -210,6 +210,30 @@ def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
     return target
 
 
+def start_upload(tensors: Mapping[str, torch.Tensor], place: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return copies of ``tensors`` on ``place``, and what ``await_upload`` needs to let others use them.
+
+    Pinned tensors are copied on a stream of their own, beside the computation; a device that cannot do so has copied
+    them when this returns.
+    """
+    if not can_pin(place.type):
+        return {name: tensor.to(place) for name, tensor in tensors.items()}, None
+    beside = _copy_stream(place, "uploads")
+    with beside:
+        copies = {name: tensor.to(place, non_blocking=True) for name, tensor in tensors.items()}
+    return copies, beside.record_event()
+
+
+def await_upload(copies: Iterable[torch.Tensor], place: torch.device, uploaded: Any) -> None:
+    """Let what follows on the current stream of ``place`` use ``copies``: the device waits for them, not the host."""
+    if uploaded is None:
+        return
+    current = torch.accelerator.current_stream(place)
+    current.wait_event(uploaded)
+    for copy in copies:
+        copy.record_stream(current)  # its memory is not given to the next upload before the computation has read it
+
+
 def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
     """Let ``parameter`` hold ``tensor``, perhaps on another device; it stays the object that it is."""
     with torch.no_grad():
@@ -220,7 +244,7 @@ def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
 
 
 @functools.cache
-def _copy_stream(place: torch.device) -> torch.Stream:
+def _copy_stream(place: torch.device, use: str = "activations") -> torch.Stream:
     return torch.Stream(place)
 
 

@@ -89,6 +89,10 @@ class BatchSource:
         first, self._first = self._first, None
         return self._read() if first is None else first
 
+    def read_ahead(self) -> None:
+        """Let the iterator read ahead, as ``read_ahead`` does."""
+        read_ahead(self.iterator)
+
     def end(self, num_micro_batches: int) -> None:
         """See that no rank's data have ended within the call, and that they agree, where that was asked. Collective.
 
@@ -132,6 +136,13 @@ class BatchSource:
         if self.batch_fn is None:
             return "the iterator"
         return f"the batch function {getattr(self.batch_fn, '__name__', type(self.batch_fn).__name__)}"
+
+
+def read_ahead(iterator: Iterator[Any] | None) -> None:
+    """Tell an iterator that can read ahead, by a method of that name, that the host has time: the device has work."""
+    read = getattr(iterator, "read_ahead", None)
+    if read is not None:
+        read()
 
 
 class TrainingLoader(RepeatingLoader):

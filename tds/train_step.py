@@ -45,6 +45,8 @@ def finish(
     if reduction is not None:
         reduction.start_rest()
     agreement = agree(engine, meter)
+    if source is not None:
+        source.read_ahead()
     doing = "adding up the gradients of tied weights and replicas"
     with waiting_together(engine.stage_id, doing), engine.report.part(REDUCTION):
         add_up_tied(engine, gradients)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.groups import Group
+from megatron.mpu.uploads import Upload
 
 MAX_DIMENSIONS = 6
 
@@ -26,16 +27,23 @@ def broadcast_data(
     """
     names = list(keys)
     if group.size == 1:
-        return {name: _checked(name, data, dtype).to(device, non_blocking=True) for name in names}
-    tensors = [_checked(name, data, dtype) for name in names] if group.rank == 0 else []
+        return {name: _on_device(name, data, dtype, device) for name in names}
+    tensors = [_on_device(name, data, dtype, device) for name in names] if group.rank == 0 else []
     shapes = _broadcast_shapes(tensors, len(names), group, device)
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     if group.rank == 0:
-        flat = torch.cat([tensor.contiguous().view(-1) for tensor in tensors]).to(device)
+        flat = torch.cat([tensor.contiguous().view(-1) for tensor in tensors])
     else:
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     dist.broadcast(flat, src=group.ranks[0], group=group.handle)
     return {name: part.view(shape) for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True)}
+
+
+def _on_device(
+    name: str, data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    tensor = _checked(name, data, dtype)
+    return (data.on_device(name) if isinstance(data, Upload) else tensor).to(device, non_blocking=True)
 
 
 def _checked(name: str, data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype) -> torch.Tensor:

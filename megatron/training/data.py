@@ -16,7 +16,7 @@ from megatron.data.ordered import as_ordered
 from megatron.errors import DataError
 from megatron.mpu.groups import Group
 from megatron.training.data_agreement import KINDS, Told, disagreement
-from megatron.training.timed_batches import TimedBatches
+from megatron.training.timed_batches import TimedBatches, UploadedBatches
 from megatron.training.world import World
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
@@ -43,6 +43,8 @@ class RunData:
     ) -> TimedBatches | None:
         """Return this replica's micro-batches from ``samples_consumed`` on, or None on a rank that does not read.
 
+        They are on their way to the device already, where there is one beside the CPU.
+
         Args:
             corpus: read this one's own samples alone.
         """
@@ -51,20 +53,19 @@ class RunData:
             return None
         is_training = kind == "train"
         ordered = as_ordered(dataset)
-        return TimedBatches(
-            ReplicaBatches(
-                dataset if corpus is None or ordered is None else ordered.parts[corpus],
-                micro_batch_size=config.batch.batch_size,
-                num_micro_batches=config.batch.gas,
-                data_rank=world.grid.data.rank,
-                data_size=world.grid.data.size,
-                samples_consumed=samples_consumed,
-                sizes=config.batch.sizes(world.grid.data.size) if is_training else None,
-                num_workers=config.data.num_workers if is_training else 0,
-                prefetch_factor=config.data.prefetch_factor,
-                pin_memory=device.can_pin(world.kind),
-            )
+        batches = ReplicaBatches(
+            dataset if corpus is None or ordered is None else ordered.parts[corpus],
+            micro_batch_size=config.batch.batch_size,
+            num_micro_batches=config.batch.gas,
+            data_rank=world.grid.data.rank,
+            data_size=world.grid.data.size,
+            samples_consumed=samples_consumed,
+            sizes=config.batch.sizes(world.grid.data.size) if is_training else None,
+            num_workers=config.data.num_workers if is_training else 0,
+            prefetch_factor=config.data.prefetch_factor,
+            pin_memory=device.can_pin(world.kind),
         )
+        return TimedBatches(batches) if world.kind == "cpu" else UploadedBatches(batches, world.device)
 
     def use_order(self, order: SampleOrder) -> None:
         """Let the training go on in ``order``."""

@@ -22,6 +22,7 @@ from megatron.training.losses import as_weighted, reading_pairs, scalars
 from megatron.training.step_result import FiniteOnly, StepResult, result_of
 from tds import reduce_gradients
 from tds.agreement import Agreement, Means, agree_on_loss
+from tds.batches import read_ahead
 from tds.bubble import BubbleMeter, Row
 from tds.clock import clock_for
 from tds.data_agreement import DataDisagreement
@@ -135,6 +136,7 @@ class SingleStageEngine:
         position.note(f"step {step + 1}, reduction and update")
         agreement = self._agree(meter)
         self._sum_over_replicas()
+        read_ahead(data)
         read_with_norm(self.optimizer, agreement)
         return self._update(*_told(agreement.means()))
 

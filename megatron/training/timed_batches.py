@@ -1,13 +1,18 @@
-"""An iterator over micro-batches that knows how long the training has waited for them."""
+"""Iterators over micro-batches: one that knows how long the training has waited, and one that copies them ahead."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
+
+from megatron import device
 from megatron.errors import SampleError, marked
+from megatron.mpu.uploads import Upload
+from megatron.training import position
 
 
 class TimedBatches:
@@ -55,3 +60,45 @@ class TimedBatches:
             explained = self._batches.explained(raised)
             if explained is not raised:
                 raise explained from error
+
+
+class UploadedBatches(TimedBatches):
+    """Also has what ``source`` gives copied to ``place``, and reads one micro-batch ahead where it is told to.
+
+    What was read ahead and is never asked for is as if it had not been read: the samples that a run has consumed are
+    counted by steps. So is an error of it.
+    """
+
+    def __init__(self, source: Iterable[Mapping[str, torch.Tensor]], place: torch.device) -> None:
+        super().__init__(source)
+        self._place = place
+        self._ahead: Upload | None = None
+        self._error: Exception | None = None
+
+    def __next__(self) -> Upload:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        ahead, self._ahead = self._ahead, None
+        return self._upload() if ahead is None else ahead
+
+    def read_ahead(self) -> None:
+        """Read the next micro-batch and start its copies, for a moment in which the device has work.
+
+        Nothing has waited for it where the device still has work when that is done. What goes wrong is raised when the
+        micro-batch is asked for.
+        """
+        if self._ahead is not None or self._error is not None:
+            return
+        waited_s, at = self._waited_s, position.now() or ""
+        position.note(f"{at}, reading ahead" if at else "reading ahead")
+        try:
+            self._ahead = self._upload()
+        except Exception as error:
+            self._error = error
+        position.note(at)
+        if device.is_busy(self._place):
+            self._waited_s = waited_s
+
+    def _upload(self) -> Upload:
+        return Upload(super().__next__(), self._place)
