@@ -13,6 +13,7 @@ from megatron.model.cache import LayerCache
 from megatron.model.sizes import Place, Sizes
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.ops.attention import attention
+from megatron.ops.causal_attention import causal_self_attention, heads_of
 
 
 class Attention(nn.Module):
@@ -39,9 +40,11 @@ class Attention(nn.Module):
             packed [s, b, parts a d / t]
             output parts x [b, a/t, s, d]
         """
-        s, b, _ = packed.shape
-        heads = packed.view(s, b, self.num_heads, parts, self.head_size)  # [s, b, a/t, parts, d]
-        return [part.permute(1, 2, 0, 3) for part in heads.unbind(3)]
+        return heads_of(self.by_head(packed, parts))
+
+    def by_head(self, packed: torch.Tensor, parts: int) -> torch.Tensor:
+        """Return ``packed`` as [s, b, a/t, parts, d]."""
+        return packed.view(*packed.shape[:2], self.num_heads, parts, self.head_size)
 
     def attend(
         self, function: Callable[..., torch.Tensor], query: torch.Tensor, *args: Any, **how: Any
@@ -49,7 +52,7 @@ class Attention(nn.Module):
         """Return what ``function`` makes of query, key and value, with the dropout masks of this place.
 
         Shapes:
-            query  [b, a/t, s, d]
+            query  [b, a/t, s, d], or [s, b, a/t, 3, d] with key and value beside it
             output [s, b, a d / t]
         """
         core = partial(self._core, partial(function, **how))
@@ -96,8 +99,10 @@ class SelfAttention(Attention):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
+        packed = self.query_key_value(x)  # [s, b, 3 a d / t]
+        if mask is None and cache is None:
+            return self.dense(self.attend(causal_self_attention, self.by_head(packed, 3)))
+        query, key, value = self.split_heads(packed, 3)  # 3 x [b, a/t, s, d]
         if cache is not None:
             key, value = cache.extended(key, value)  # 2 x [b, a/t, s_k, d]
-        context = self.attend(attention, query, key, value, mask=mask)  # [s, b, a d / t]
-        return self.dense(context)
+        return self.dense(self.attend(attention, query, key, value, mask=mask))

@@ -159,7 +159,10 @@ class _Work:
         self.wide = given.weights.dtype
         self.total = given.weights.new_zeros(())
         self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wants[0] else None
-        self.of_table = torch.zeros_like(table, dtype=self.wide) if wants[1] else None
+        self.of_table = torch.empty_like(table, dtype=self.wide) if wants[1] else None
+        if self.of_table is not None:
+            untouched = given.num_real if len(x) and table.dtype == self.wide else 0  # the first product sets the rest
+            self.of_table[untouched:].zero_()
         self.of_bias = torch.zeros_like(bias, dtype=self.wide) if wants[2] and bias is not None else None
 
     def run(self) -> torch.Tensor:
@@ -237,7 +240,7 @@ class _Work:
             torch.mm(of_logits, self.table, out=self.of_x[begun.rows])
         if self.of_table is not None:
             power = _power(x, self.given.weights[begun.rows]) if x.dtype == torch.float16 else None
-            _add_product(self.of_table[: self.given.num_real], of_logits.t(), x, power)
+            _add_product(self.of_table[: self.given.num_real], of_logits.t(), x, power, is_first=begun.rows.start == 0)
         if self.of_bias is not None:
             self.of_bias[: self.given.num_real] += wide.sum(dim=0)
 
@@ -252,10 +255,16 @@ def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.exp2((bound / FP16_LARGEST).log2().ceil().clamp(min=0))
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, power: torch.Tensor | None = None) -> None:
-    """Add ``a b`` to ``total``; 16-bit factors are multiplied in 16 bits, ``b`` divided by ``power`` meanwhile."""
+def _add_product(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, power: torch.Tensor | None = None, *, is_first: bool
+) -> None:
+    """Add ``a b`` to ``total``; 16-bit factors are multiplied in 16 bits, ``b`` divided by ``power`` meanwhile.
+
+    Args:
+        is_first: ``total`` holds nothing yet where formats are the same.
+    """
     if total.dtype == b.dtype:
-        total.addmm_(a, b)
+        torch.addmm(total, a, b, beta=0 if is_first else 1, out=total)
     elif power is not None:
         total.addcmul_(torch.mm(a, (b / power.to(total.dtype).expand(len(b), 1)).to(b.dtype)), power)
     else:

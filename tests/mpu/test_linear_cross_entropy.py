@@ -136,6 +136,21 @@ def test_numbers_of_16_bits_are_summed_up_in_32(dtype: torch.dtype) -> None:
         assert (one.grad.double() / 1024 - two.grad).abs().max() <= 2.5 * step * two.grad.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("number", [0, 5])
+def test_no_gradient_holds_what_its_memory_held(number: int, dtype: torch.dtype) -> None:
+    table = random(1, 8, 3).to(dtype).requires_grad_()
+    x, targets = random(2, number, 3).to(dtype).requires_grad_(), torch.arange(number)
+    torch.use_deterministic_algorithms(True)  # memory that is not set holds NaN
+    try:
+        linear_cross_entropy(x, table, targets, torch.ones(number), vocab_size=6, at_once=2, divisible_by=8).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert table.grad is not None and x.grad is not None
+    assert table.grad.isfinite().all() and x.grad.isfinite().all()
+    assert table.grad[6:].count_nonzero() == 0 and table.grad[:6].count_nonzero() == (18 if number else 0)
+
+
 def test_many_small_parts_of_a_gradient_add_up_in_16_bits() -> None:
     """In bf16 a sum of ones stops at 256."""
     number, table = 320, torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)

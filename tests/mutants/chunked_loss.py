@@ -13,21 +13,36 @@ PADDED = f"{_SUM}[101-14-some-2]"
 SIXTEEN = f"{_TESTS}::test_many_small_parts_of_a_gradient_add_up_in_16_bits"
 HALF = f"{_TESTS}::test_in_fp16_neither_small_probabilities_nor_a_large_loss_scale_are_lost"
 PEAK = f"{_TESTS}::test_the_peak_is_a_chunk_and_the_gradients_instead_of_logits_and_their_gradient[float32]"
+POISONED = f"{_TESTS}::test_no_gradient_holds_what_its_memory_held"
 FAMILIES = "tests/model/test_head.py::test_chunks_give_the_loss_and_every_gradient_of_whole_logits"
 
 CHUNKED_LOSS = (
     Mutant(
+        "the first chunk is added to what memory held",
+        LOSS,
+        "beta=0 if is_first else 1",
+        "beta=1",
+        (POISONED,),
+    ),
+    Mutant(
+        "padded rows have as gradient what memory held",
+        LOSS,
+        "            self.of_table[untouched:].zero_()\n",
+        "            self.of_table[given.num_real + 1 :].zero_()\n",
+        (POISONED,),
+    ),
+    Mutant(
         "the table's gradient is that of the last chunk",
         LOSS,
-        "        total.addmm_(a, b)\n",
-        "        total.addmm_(a, b, beta=0.0)\n",
+        "beta=0 if is_first else 1",
+        "beta=0",
         (ONE,),
     ),
     Mutant(
         "the table's gradient is added up in 16 bits",
         LOSS,
-        "torch.zeros_like(table, dtype=self.wide)",
-        "torch.zeros_like(table)",
+        "torch.empty_like(table, dtype=self.wide)",
+        "torch.empty_like(table)",
         (SIXTEEN,),
     ),
     Mutant(

@@ -1,0 +1,63 @@
+"""Mistakes in causal attention by blocks."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+OPS = "megatron/ops/causal_attention.py"
+_TESTS = "tests/ops/test_causal_attention.py"
+REST = f"{_TESTS}::test_it_equals_the_formula_and_so_does_the_gradient[a rest]"
+WHOLE = f"{_TESTS}::test_it_equals_the_formula_and_so_does_the_gradient[whole blocks]"
+LATER = f"{_TESTS}::test_a_later_token_changes_nothing_before_it"
+
+CAUSAL_ATTENTION = (
+    Mutant("a query does not see itself", OPS, 'float("-inf")).triu_(1)', 'float("-inf")).triu_(0)', (REST,)),
+    Mutant("a query sees the next key", OPS, 'float("-inf")).triu_(1)', 'float("-inf")).triu_(2)', (LATER,)),
+    Mutant(
+        "the mask lies at the first keys",
+        OPS,
+        "scores[:, :, seen - count :] += self.future",
+        "scores[:, :, :count] += self.future",
+        (WHOLE,),
+    ),
+    Mutant("scores are not scaled", OPS, "alpha=self.scale, ", "", (REST,)),
+    Mutant(
+        "the gradient of the query is not scaled", OPS, "key[:, seen]), scale, out", "key[:, seen]), 1.0, out", (REST,)
+    ),
+    Mutant("the gradient of the key is not scaled", OPS, "torch.mul(of_key, scale,", "torch.mul(of_key, 1.0,", (REST,)),
+    Mutant(
+        "gradients of earlier blocks are lost",
+        OPS,
+        "        place += torch.bmm(left, right)\n",
+        "        place.copy_(torch.bmm(left, right))\n",
+        (WHOLE,),
+    ),
+    Mutant(
+        "the first product is added to what memory held",
+        OPS,
+        "    if adds:\n",
+        "    if adds or True:\n",
+        (WHOLE,),
+    ),
+    Mutant(
+        "the last heads are left out",
+        OPS,
+        "range(0, self.num_heads, self.at_once)",
+        "range(0, self.num_heads - self.at_once + 1, self.at_once)",
+        (REST,),
+    ),
+    Mutant(
+        "key and value change places",
+        OPS,
+        "query, key, value = _heads_of(flat, heads)\n        for",
+        "query, value, key = _heads_of(flat, heads)\n        for",
+        (REST,),
+    ),
+    Mutant(
+        "what is dropped is forgotten",
+        OPS,
+        " and not dropout and drop is None",
+        "",
+        (f"{_TESTS}::test_dropped_probabilities_go_by_torchs_attention",),
+    ),
+)
