@@ -44,7 +44,7 @@ CAUSAL_ATTENTION = (
         OPS,
         "range(0, self.num_heads, self.at_once)",
         "range(0, self.num_heads - self.at_once + 1, self.at_once)",
-        (REST,),
+        (WHOLE,),
     ),
     Mutant(
         "key and value change places",
