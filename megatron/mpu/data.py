@@ -14,13 +14,21 @@ MAX_DIMENSIONS = 6
 
 
 def broadcast_data(
-    keys: Iterable[str], data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype, group: Group, device: torch.device
+    keys: Iterable[str],
+    data: Mapping[str, torch.Tensor] | None,
+    dtype: torch.dtype,
+    group: Group,
+    device: torch.device,
+    host: Group | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return ``data[key]`` for each key on every rank of ``group``, on ``device``. Collective.
+
+    The host waits for the other hosts, which tell the shapes, and not for the device.
 
     Args:
         data: the tensors on the group's first rank; the others may pass None.
         dtype: the type that all of these tensors have.
+        host: the same ranks over the host; None: ``group`` sends what lies there.
 
     Raises:
         TypeError: a tensor of the first rank has another type.
@@ -29,7 +37,7 @@ def broadcast_data(
     if group.size == 1:
         return {name: _on_device(name, data, dtype, device) for name in names}
     tensors = [_on_device(name, data, dtype, device) for name in names] if group.rank == 0 else []
-    shapes = _broadcast_shapes(tensors, len(names), group, device)
+    shapes = _broadcast_shapes(tensors, len(names), host or group)
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     if group.rank == 0:
         flat = torch.cat([tensor.contiguous().view(-1) for tensor in tensors])
@@ -56,12 +64,9 @@ def _checked(name: str, data: Mapping[str, torch.Tensor] | None, dtype: torch.dt
     return data[name]
 
 
-def _broadcast_shapes(
-    tensors: list[torch.Tensor], count: int, group: Group, device: torch.device
-) -> list[tuple[int, ...]]:
+def _broadcast_shapes(tensors: list[torch.Tensor], count: int, group: Group) -> list[tuple[int, ...]]:
     table = torch.full((count, MAX_DIMENSIONS), -1, dtype=torch.int64)
     for row, tensor in zip(table, tensors, strict=False):
         row[: tensor.dim()] = torch.tensor(tensor.shape)
-    table = table.to(device)
     dist.broadcast(table, src=group.ranks[0], group=group.handle)
     return [tuple(size for size in row if size >= 0) for row in table.tolist()]

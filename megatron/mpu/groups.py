@@ -43,6 +43,7 @@ class Grid:
     model: Group  # the ranks of one replica: pipe x tensor
     world: Group
     host: Group  # all ranks too, over the CPU, with patience: for what disks decide
+    tensor_host: Group  # the tensor group over the CPU: for what a device need not be waited for
 
 
 HOST_TIMEOUT = timedelta(minutes=30)
@@ -51,39 +52,48 @@ HOST_TIMEOUT = timedelta(minutes=30)
 
 def single_grid() -> Grid:
     """Return the grid of one process, which has no process group."""
-    return Grid(Topology(1, 1, 1), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+    return Grid(Topology(1, 1, 1), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
 
 
-def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None) -> Grid:
+def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, *, is_on_host: bool = True) -> Grid:
     """Create the process groups of ``topology``. Collective: every rank calls it with the same topology.
 
     Args:
         timeout: a rank that does not answer for so long is an error; None takes torch's default.
+        is_on_host: the default group sends what lies in the host's memory, as that of a run on CPUs.
     """
     if topology.world_size == 1:
         return single_grid()
+    tensor = _own_group(topology, rank, timeout, "tensor")
     world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
     return Grid(
         topology=topology,
         rank=rank,
-        tensor=_own_group(topology, rank, timeout, "tensor"),
+        tensor=tensor,
         pipe=_own_group(topology, rank, timeout, "pipe"),
         data=_own_group(topology, rank, timeout, "data"),
         model=_own_group(topology, rank, timeout, "pipe", "tensor"),
         world=world,
         host=replace(world, handle=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)),
+        tensor_host=tensor if is_on_host else _own_group(topology, rank, timeout, "tensor", backend="gloo"),
     )
 
 
-def _own_group(topology: Topology, rank: int, timeout: timedelta | None, *axes: str) -> Group:
-    """Create all groups along ``axes`` in the same order on every rank; return the one that holds ``rank``."""
+def _own_group(
+    topology: Topology, rank: int, timeout: timedelta | None, *axes: str, backend: str | None = None
+) -> Group:
+    """Create all groups along ``axes`` in the same order on every rank; return the one that holds ``rank``.
+
+    Args:
+        backend: of new groups; None: as the default group, which is then that of all ranks.
+    """
     own = None
     for ranks in topology.groups(*axes):
         handle = None
-        if len(ranks) == topology.world_size:
+        if len(ranks) == topology.world_size and backend is None:
             handle = dist.group.WORLD
         elif len(ranks) > 1:
-            handle = dist.new_group(ranks, timeout=timeout)
+            handle = dist.new_group(ranks, timeout=timeout, backend=backend)
         if rank in ranks:
             own = Group(ranks=tuple(ranks), rank=ranks.index(rank), handle=handle)
     if own is None:

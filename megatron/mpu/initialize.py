@@ -37,7 +37,7 @@ def initialize_model_parallel(
     _device = device or torch.device("cpu")
     if dist.is_initialized():
         topology = Topology.of_world(dist.get_world_size(), tensor, max(pipe, 1))
-        _grid = build_grid(topology, dist.get_rank(), timeout)
+        _grid = build_grid(topology, dist.get_rank(), timeout, is_on_host=_device.type == "cpu")
     else:
         Topology.of_world(1, tensor, max(pipe, 1))
         _grid = single_grid()
@@ -113,4 +113,4 @@ def broadcast_data(
         dtype: torch's type, or its name such as "int64" in scripts that do not import torch themselves.
     """
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return _broadcast_data(keys, data, kind, get_grid().tensor, _device)
+    return _broadcast_data(keys, data, kind, get_grid().tensor, _device, get_grid().tensor_host)

@@ -45,7 +45,7 @@ ENDING = "ending"
 
 NET_S = 10.0
 """Process groups time out so long after the limit of the watch."""
-AXES = ("host", "world", "model", "data", "pipe", "tensor")
+AXES = ("host", "world", "model", "data", "pipe", "tensor_host", "tensor")
 """Of the names of one process group the last counts."""
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.mpu.data import broadcast_data
-from megatron.mpu.groups import SINGLE
+from megatron.mpu.groups import SINGLE, Group
 from tests.harness import run_ranks
 from tests.mpu.whole import whole_world
 
@@ -45,3 +46,13 @@ def test_a_missing_key_is_named_with_what_is_there():
         broadcast_data(["words"], BATCH, torch.int64, SINGLE, CPU)
     with pytest.raises(KeyError, match="must hold 'words', got None"):
         broadcast_data(["words"], None, torch.int64, SINGLE, CPU)
+
+
+def test_shapes_are_told_over_the_host_and_numbers_over_the_device(monkeypatch):
+    """To read shapes of a device would be to wait for all that it was given before."""
+    sent = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src, group: sent.append((tensor.device.type, src, group)))
+    group, host = (Group((4, 5), 0, handle) for handle in ("the device's", "the host's"))
+    got = broadcast_data(KEYS, BATCH, torch.int64, group, torch.device("meta"), host)
+    assert sent == [("cpu", 4, "the host's"), ("meta", 4, "the device's")]
+    assert all(got[key].shape == BATCH[key].shape and got[key].is_meta for key in KEYS)

@@ -78,3 +78,17 @@ def test_views_groups_and_broadcast_follow_the_grid():
         assert sums["data"] == 2 ** (4 * pipe + tensor) + 2 ** (4 * pipe + tensor + 2)
         assert sums["model"] == sum(2 ** (4 * p + 2 * data + t) for p in (0, 1) for t in (0, 1))
         assert sums["world"] == 255
+
+
+def tensor_groups(rank, kind):
+    grid = mpu.initialize_model_parallel(tensor=2, pipe=1, device=torch.device(kind))
+    value = torch.tensor([2.0**rank])
+    mpu.all_reduce(value, grid.tensor_host)
+    same = [getattr(grid.tensor, name) == getattr(grid.tensor_host, name) for name in ("ranks", "rank", "handle")]
+    return int(value.item()), same
+
+
+def test_the_tensor_group_has_a_group_over_the_host_of_its_own_unless_it_is_one():
+    assert run_ranks(4, tensor_groups, "cpu") == [(each, [True, True, True]) for each in (3, 3, 12, 12)]
+    assert run_ranks(4, tensor_groups, "meta") == [(each, [True, True, False]) for each in (3, 3, 12, 12)]
+    assert run_ranks(2, tensor_groups, "meta") == [(3, [True, True, False])] * 2

@@ -2,109 +2,115 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import pretrain_gpt2
-from megatron.config import parse
-from megatron.training import arguments, world
-from megatron.training.assembly import build_engine, make_streams
-from megatron.training.data import RunData
-from megatron.training.parity import stand_in_tokenizer
-from megatron.training.stand_in import RandomTokens
 from tests.harness import run_ranks
-from tests.parity.layouts import SEQ, VOCAB, flags
 from tests.training.host_reads import counted
+from tests.training.steady import STEPS, WARM, engine_of, take, watched_by_cuda
 
-WARM, STEPS = 2, 3
+ROOT = Path(__file__).parents[2]
 ONCE = {"tolist in tds/agreement.py:read": 1}
 """Of every step, on every rank."""
 HEADERS = {"tolist in tds/header.py:decode_header": 1}
 """Of the first message that a stage receives in a step; of a header of the host under gloo and NCCL alike."""
+SHAPES = {"tolist in megatron/mpu/data.py:_broadcast_shapes": 2}
+"""Of each of two micro-batches; of a table on the host likewise (tests/mpu/test_data.py)."""
 
 
-def engine_of(argv: list[str], size: int) -> tuple[Any, Any]:
-    """Return an engine and its micro-batches, made ahead of all steps."""
-    config = parse(argv, world_size=size).with_vocab(VOCAB)
-    here = world.start(config)
-    streams = make_streams(config, here)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
-    engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
-    data = RunData({"train": RandomTokens(VOCAB, SEQ, seed=7)} if here.reads_data else {}, None)
-    batches = data.batches("train", config, here)
-    if batches is None:
-        return engine, None
-    return engine, iter([next(batches) for _ in range((WARM + STEPS) * config.batch.gas)])
-
-
-def reads(rank: int, argv: list[str], size: int) -> dict[str, float]:
+def reads(rank: int, *made: Any) -> dict[str, float]:
     """Return by place how often the host waited in each step of the steady state."""
-    engine, batches = engine_of(argv, size)
-    for step in range(WARM):
-        engine.train_step(batches, step)
+    engine, batches = engine_of(*made)
+    if batches is not None:  # ahead of all steps: what is read of samples is of the host
+        batches = iter([next(batches) for _ in range((WARM + STEPS) * engine.num_micro_batches)])
+    take(engine, batches, range(WARM))
     with counted() as found:
-        for step in range(WARM, WARM + STEPS):
-            engine.train_step(batches, step)
+        take(engine, batches, range(WARM, WARM + STEPS))
     return {name: number / STEPS for name, number in Counter(found).items()}
 
 
 @pytest.mark.parametrize(
-    ("pipe", "data", "extra"),
+    ("data", "extra"),
     [
-        (1, 1, "--fp32 --clip-grad 1"),
-        (1, 2, "--bf16 --zero-stage 1 --checkpoint-activations --eod-mask-loss --reset-attention-mask"),
-        (1, 2, "--fp32 --zero-stage 2"),
+        (1, "--fp32 --clip-grad 1"),
+        (2, "--bf16 --zero-stage 1 --checkpoint-activations --eod-mask-loss --reset-attention-mask"),
+        (2, "--fp32 --zero-stage 2"),
     ],
     ids=["one rank", "two replicas", "cut gradients"],
 )
-def test_one_stage_waits_once_in_a_step(pipe: int, data: int, extra: str) -> None:
-    for found in run_ranks(pipe * data, reads, flags(1, pipe, micro=2, gas=2, extra=extra), pipe * data):
+def test_one_stage_waits_once_in_a_step(data: int, extra: str) -> None:
+    for found in run_ranks(data, reads, "gpt2", 1, 1, data, extra):
         assert found == ONCE
 
 
+def test_tensor_ranks_and_t5_wait_once_in_a_step_and_for_shapes() -> None:
+    for found in run_ranks(2, reads, "gpt2", 2, 1, 1, "--bf16 --sequence-parallel"):
+        assert found == ONCE | SHAPES
+    assert run_ranks(1, reads, "t5", 1, 1, 1, "--bf16 --checkpoint-activations --reset-attention-mask") == [ONCE]
+
+
 def test_a_stage_of_a_pipeline_waits_once_in_a_step_and_for_headers() -> None:
-    argv = flags(1, 2, micro=2, gas=2, extra="--fp32 --clip-grad 1")
-    first, last = run_ranks(2, reads, argv, 2)
+    first, last = run_ranks(2, reads, "gpt2", 1, 2, 1, "--fp32 --clip-grad 1")
     assert first == ONCE
     assert last == ONCE | HEADERS
 
 
+def in_own_process(kind: str, *words: str) -> Any:
+    """Return what ``tests.training.steady`` has seen."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "examples" / "accelerator_sim")))
+    theirs = {"sim": "cpu"}.get(kind, kind)  # of the simulated one DeepSpeed is told when it is chosen
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.steady", kind, *words],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": theirs},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str) -> None:
+    """On a device that is not the host: any other copy to it, of a table or a number, would be one that CUDA awaits."""
+    fields = {"gpt2": 1, "t5": 4}[family]
+    found = in_own_process("sim", family, "--bf16", "--clip-grad", "1")
+    data = {"to the device in megatron/device.py": 2 * fields}
+    assert found == data | {"to the host in tds/agreement.py": 1}
+
+
+def faked(rank: int) -> tuple[list[int], list[Any]]:
+    """Return what ``watched_by_cuda`` sees of a CPU, and what it asks of CUDA."""
+    mode, asked = [0], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[0])
+        patch.setattr(torch.cuda, "set_sync_debug_mode", lambda new: asked.append(new) or set_to(new))
+
+        def set_to(new: str | int) -> None:
+            mode[0] = {"default": 0, "error": 2}.get(new, new)  # type: ignore[arg-type,call-overload]
+
+        return watched_by_cuda(*engine_of("gpt2", extra="--fp32")), asked
+
+
+def test_the_watch_of_cuda_is_off_for_the_one_read_of_each_step() -> None:
+    """What the next test asks of a GPU, on a CPU that only writes it down."""
+    assert run_ranks(1, faked) == [([2] * STEPS, ["error", *["default", 2] * STEPS, 0])]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA's own watch over waits of the host")
-def test_cuda_sees_one_wait_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same by CUDA: nothing but the one read may wait."""
-    argv = flags(1, 1, micro=2, gas=2, extra="--bf16 --device cuda --clip-grad 1")
-
-    def watched(rank: int) -> int:
-        engine, batches = engine_of(argv, 1)
-        for step in range(WARM):
-            engine.train_step(batches, step)
-        read, number = type(engine)._agree, 0
-
-        def let(agreement: Any) -> Any:
-            plain = agreement.read
-
-            def reading(*more: Any) -> Any:
-                nonlocal number
-                number += 1
-                torch.cuda.set_sync_debug_mode("default")
-                told = plain(*more)
-                torch.cuda.set_sync_debug_mode("error")
-                return told
-
-            agreement.read = reading
-            return agreement
-
-        monkeypatch.setattr(type(engine), "_agree", lambda self, meter: let(read(self, meter)))
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for step in range(WARM, WARM + STEPS):
-                engine.train_step(batches, step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return number
-
-    assert watched(0) == STEPS
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_cuda_sees_no_wait_in_a_step_but_the_one_read(family: str, precision: str) -> None:
+    """Reading and copying of the data are within."""
+    seen = in_own_process("cuda", family, precision, "--clip-grad", "1", "--checkpoint-activations")
+    assert seen == {"modes": [2] * STEPS, "notices": True}
