@@ -15,7 +15,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from megatron import device
 from megatron.cost.peaks import peak_flops
 from megatron.planner.links import ROUND_S, SIZES, link_of
 from megatron.planner.machine import Link, Machine
+from megatron.planner.pieces import Timed, slowest, timed, with_pieces
 from megatron.planner.probes import Pace, Rates, rates_of, update_rate_of_host
 from megatron.planner.ranks import Rank, Tell, run_ranks
 
@@ -41,6 +42,7 @@ class Found:
     reserved: int
     host_update: float
     name: str
+    models: tuple[Timed, ...] = ()
 
 
 def calibrate(
@@ -81,8 +83,12 @@ def calibrate(
     link = found[0].link
     if link is None:  # two processes of the host stand in
         link = run(2, link_of, tuple(sizes), round_s)[0]
+    machine = joined(found, link, kind, load)
+    if kind == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        machine = replace(machine, ranks_per_core=max(1.0, ranks * (threads or 1) / cores))
     tell(f"measured in {time.monotonic() - began:.0f} s")
-    return joined(found, link, kind, load)
+    return machine
 
 
 def dtypes_of(kind: str) -> tuple[str, ...]:
@@ -103,7 +109,7 @@ def joined(found: Sequence[Found], link: Link, kind: str, load: float = 0.0) -> 
     peaks = {dtype: max(rate for _, rate in table) for dtype, table in products.items()}
     if sheet is not None:
         peaks |= {dtype: sheet for dtype in ("bf16", "fp16") if dtype in peaks}
-    return Machine(
+    machine = Machine(
         name=f"{found[0].name}, {ranks} at once",
         memory_bytes=min(each.memory for each in found),
         devices_per_node=ranks,
@@ -120,6 +126,7 @@ def joined(found: Sequence[Found], link: Link, kind: str, load: float = 0.0) -> 
         is_cpu=kind == "cpu",
         notes=" ".join(_notes(ranks, load, sheet is not None)),
     )
+    return with_pieces(machine, slowest([each.models for each in found]))
 
 
 def _notes(ranks: int, load: float, has_sheet: bool) -> Iterator[str]:
@@ -133,10 +140,13 @@ def _notes(ranks: int, load: float, has_sheet: bool) -> Iterator[str]:
 
 def _measure(rank: Rank, dtypes: tuple[str, ...], pace: Pace, sizes: Sequence[int], round_s: float) -> Found:
     """Return what this rank finds while the others look too. Collective."""
+    if rank.kind == "cpu":
+        device.keep_freed_memory()  # as trainings do
     link = link_of(rank, sizes, round_s) if rank.size > 1 else None
+    models = timed(rank, dtypes, pace)
     rates = rates_of(rank, dtypes, pace)
     host_update = rates.update if rank.kind == "cpu" else update_rate_of_host(pace)
-    return Found(rates, link, *_memory(rank), host_update, device.name(rank.kind))
+    return Found(rates, link, *_memory(rank), host_update, device.name(rank.kind), tuple(models))
 
 
 def _memory(rank: Rank) -> tuple[int, int]:

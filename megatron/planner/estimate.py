@@ -13,16 +13,13 @@ from typing import Any
 
 from megatron import cost
 from megatron.cost.costs import Costs
-from megatron.cost.memory import BYTES, State
-from megatron.cost.work import Work
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
-from megatron.planner.traffic import Group, Traffic
+from megatron.planner.messages import Messages, total
+from megatron.planner.traffic import Traffic
 from megatron.planner.work import Clock, Seconds
 from megatron.stages import bubble, pieces_on
 
-SPLITTING = "zb-h1"
-"""The schedule that puts the gradients of weights off."""
 TENSOR, PIPELINE, DATA = "tensor", "pipeline", "data"
 
 
@@ -85,7 +82,8 @@ class Planner:
         self.config, self.machine = config, machine
         self.costs = costs or cost.of(config, is_on_cpu=machine.is_cpu)
         self.num_estimates = 0
-        self._clock = Clock(self.costs, machine)
+        self._clock = Clock(self.costs, machine, config.family)
+        self._messages = Messages(self.costs, machine)
         self._bounds: dict[tuple[int, int], list[int]] = {}
         self._parameters: dict[int, int] = {}
         self._units: dict[tuple[Any, ...], list[Seconds]] = {}
@@ -150,6 +148,7 @@ class Planner:
             waiting=layout.waiting,
             schedule=layout.schedule,
             chunks=layout.chunks,
+            is_compiled=layout.is_compiled,
         )
 
     def units(self, layout: Layout) -> list[Seconds]:
@@ -162,16 +161,16 @@ class Planner:
     def _times(self, layout: Layout, bounds: Sequence[int]) -> tuple[dict[str, float], float, dict[str, Traffic]]:
         m, p = layout.num_micro_batches, layout.pipe
         units = self.units(layout)
-        sums = self._sums(layout, units)
+        sums = self._messages.sums(layout, units)
         seconds = [own.whole + sent.exposed_s for own, sent in zip(units, sums, strict=True)]
         pieces = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
-        idle = bubble(p, m, layout.schedule, layout.chunks, pieces)
+        idle = self.machine.idle(bubble(p, m, layout.schedule, layout.chunks, pieces))
         running = m * sum(pieces) / (p * (1 - idle))
         stages = [pieces_on(bounds, p, stage) for stage in range(p)]
-        tensor = max((_total(sums, own) for own in stages), key=lambda sent: sent.seconds).times(m)
+        tensor = max((total(sums, own) for own in stages), key=lambda sent: sent.seconds).times(m)
         last_backward = min(sum(units[n].backward for a, b in own for n in range(a, b)) for own in stages)
-        across, waits = self._across(layout, bounds, min(pieces))
-        data, after = self._summed(layout, bounds, last_backward)
+        across, waits = self._messages.across(layout, bounds, min(pieces))
+        data, after = self._messages.summed(layout, bounds, last_backward)
         again = m * sum(unit.again for unit in units) / p
         exposed = m * sum(sent.exposed_s for sent in sums) / p
         parts = {
@@ -185,92 +184,7 @@ class Planner:
         }
         return parts, running * idle / sum(parts.values()), {DATA: data, TENSOR: tensor, PIPELINE: across}
 
-    def _sums(self, layout: Layout, units: Sequence[Seconds]) -> list[Traffic]:
-        """Return the messages between tensor ranks of each unit for a micro-batch."""
-        group = Group.of(self.machine, layout.tensor, 1, layout.world_size)
-        works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
-        again = 2 if layout.recompute == "full" else 1
-        found = []
-        known: dict[int, Traffic] = {}
-        for work, unit in zip(works, units, strict=True):
-            if id(work) not in known:
-                is_cut, times = layout.sequence_parallel and bool(work.core), again if work.core else 1
-                one = group.gathered if is_cut else group.summed
-                forward = sum((one(size) for size in work.sums * times * (1 + is_cut)), Traffic())
-                known[id(work)] = forward + _back(group, work, unit, layout, is_cut)
-            found.append(known[id(work)])
-        return found
-
-    def _across(self, layout: Layout, bounds: Sequence[int], piece_s: float) -> tuple[Traffic, float]:
-        """Return the messages of the busiest boundary of stages in a step, and the seconds that stages wait for them.
-
-        The first micro-batch waits at each boundary, there and back; others while their message takes longer than a
-        piece.
-        """
-        if layout.pipe == 1:
-            return Traffic(), 0.0
-        width = BYTES[layout.dtype]
-        stride = layout.data * layout.tensor
-        group = Group.of(self.machine, layout.pipe, stride, layout.world_size)
-        sizes = [
-            self.costs.boundary_bytes(bound, layout.micro_batch_size, width) / layout.sequence for bound in bounds[1:-1]
-        ]
-        m, p, c = layout.num_micro_batches, layout.pipe, layout.chunks
-        one = group.sent(max(sizes))
-        number = 2 * m * (c if c == 1 else (c * p - 1) / p)
-        slow = max(one.seconds - piece_s / 2, 0.0)
-        waits = 2 * (p - 1) * one.seconds + 2 * m * c * slow
-        whole = one.times(number)
-        return whole.behind(whole.seconds - waits), waits
-
-    def _summed(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
-        """Return what replicas send in a step, and the seconds of the update."""
-        machine, state = self.machine, State.of(layout.dtype, layout.optimizer)
-        held = max(self.costs.stage_parameters(bounds, layout.tensor, layout.pipe))
-        group = Group.of(machine, layout.data, layout.tensor, layout.world_size)
-        m, stage = layout.num_micro_batches, layout.zero_stage
-        gradients, weights = held * state.gradient, held * state.width
-        if stage < 2:
-            sent = group.summed(gradients).behind(backward_s if layout.overlaps_sums else 0.0)
-        else:
-            sent = group.gathered(gradients).behind(backward_s).times(m)
-        if stage == 3:
-            sent += group.gathered(weights).times(2 * m)
-        elif stage:
-            sent += group.gathered(weights)
-        return sent, self._update(layout, held, state)
-
-    def _update(self, layout: Layout, held: int, state: State) -> float:
-        """Return the seconds of an update: all of a parameter is read and written, and gradients read for the norm."""
-        machine, share = self.machine, layout.zero.share(1)
-        number = held / share
-        moved = number * (2 * (state.width + state.optimizer) + 2 * state.gradient)
-        if not layout.offload_optimizer:
-            return moved / machine.update_bandwidth
-        copies = number * (state.gradient + state.width) / machine.host_bandwidth
-        return moved / machine.host_update_bandwidth + copies
-
 
 def estimate(config: Any, layout: Layout, machine: Machine) -> Estimate:
     """Return what ``layout`` of the model of ``config`` will take on ``machine``."""
     return Planner(config, machine).estimate(layout)
-
-
-def _back(group: Group, work: Work, unit: Seconds, layout: Layout, is_cut: bool) -> Traffic:
-    """Return the messages of a unit's backward; ``is_cut``: what lies between its products is cut over the ranks.
-
-    Sums run beside the column layers' products for weights, but where the schedule puts these off; what is joined once
-    more runs beside their products for the input.
-    """
-    beside = unit.columns if layout.overlaps_tensor else 0.0
-    for_weights = 0.0 if layout.schedule == SPLITTING else beside
-    if not is_cut:
-        return sum((group.summed(size) for size in work.back), Traffic()).behind(for_weights)
-    cut, whole = work.back[: len(work.sums)], work.back[len(work.sums) :]
-    once = sum((group.gathered(size) for size in cut), Traffic())
-    sums = once + sum((group.summed(size) for size in whole), Traffic())
-    return once + once.behind(beside) + sums.behind(for_weights)
-
-
-def _total(sent: Sequence[Traffic], pieces: Sequence[tuple[int, int]]) -> Traffic:
-    return sum((sent[n] for start, stop in pieces for n in range(start, stop)), Traffic())

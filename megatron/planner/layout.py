@@ -21,6 +21,7 @@ class Layout:
         sequence_parallel: tokens are cut over the tensor ranks between the products.
         overlaps_sums: gradients are summed over the replicas while the last backward runs.
         overlaps_tensor: gradients of activations are summed over the tensor ranks while those of weights are computed.
+        is_compiled: each layer is.
     """
 
     tensor: int = 1
@@ -40,6 +41,7 @@ class Layout:
     optimizer: str = "adamw"
     overlaps_sums: bool = True
     overlaps_tensor: bool = True
+    is_compiled: bool = False
 
     @property
     def world_size(self) -> int:
@@ -97,4 +99,5 @@ def layout_of(config: Any, world_size: int) -> Layout:
         optimizer=optimizer.optimizer,
         overlaps_sums=parallel.overlap_grad_reduce,
         overlaps_tensor=not parallel.compile,
+        is_compiled=parallel.compile,
     )

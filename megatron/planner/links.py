@@ -22,7 +22,7 @@ from megatron.planner.ranks import Rank
 
 SIZES = (2**8, 2**14, 2**18, 2**21, 2**24)
 """Bytes of the messages."""
-ROUND_S, ROUNDS = 0.1, 5
+ROUND_S, ROUNDS = 0.06, 5
 Sample = tuple[float, float]
 """(bytes that a rank sends, seconds)."""
 

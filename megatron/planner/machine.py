@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.planner import tempo
 
 FORMAT = "megatron-machine 1"
 
@@ -66,6 +67,8 @@ class Machine:
         host_update_bandwidth: as ``update_bandwidth``, of an update on the host.
         intra: between the devices of a node.
         inter: between nodes; the bandwidth is a device's share, as if all devices of the node sent at once.
+        tempos: of units that were timed; others go by the closed forms.
+        ranks_per_core: above 1 ranks take turns, and all rates are those of a rank beside all others.
     """
 
     name: str
@@ -82,6 +85,8 @@ class Machine:
     host_update_bandwidth: float = 10e9
     reserved_bytes: int = 0
     is_cpu: bool = False
+    tempos: tempo.Table = field(default_factory=dict)
+    ranks_per_core: float = 1.0
     notes: str = field(default="", compare=False)
 
     @property
@@ -112,6 +117,17 @@ class Machine:
                 share = math.log(max(side, small) / small) / math.log(large / small)
                 return slow + share * (fast - slow)
         return table[-1][1]
+
+    def idle(self, bubble: float) -> float:
+        """Return the share of a step in which ranks wait that all wait ``bubble`` of it, each on cores of its own.
+
+        Where ranks take turns on a core, one that waits leaves it to another: only what is left of it is idle.
+        """
+        return max(0.0, 1 - self.ranks_per_core * (1 - bubble))
+
+    def tempo(self, dtype: str, kind: str, otherwise: tempo.Tempos = tempo.LAYER) -> tempo.Tempos:
+        """Return how often products and passes of a kind of unit count."""
+        return self.tempos.get(dtype, {}).get(kind, otherwise)
 
     def to_json(self) -> str:
         """Return the machine as text; ``from_json`` reads it."""
@@ -176,6 +192,8 @@ def _wrong(machine: Machine) -> Iterator[str]:
         for kind, wire in vars(getattr(machine, place)).items():
             if not _is_number(wire.latency_s) or not _is_number(wire.bandwidth, above=0):
                 yield f"{place}.{kind} must have numbers, the bandwidth above 0, got {vars(wire)}"
+    if not _is_number(machine.ranks_per_core) or machine.ranks_per_core < 1:
+        yield f"ranks_per_core must be a number of at least 1, got {machine.ranks_per_core!r}"
     yield from _wrong_tables(machine)
 
 
@@ -190,6 +208,9 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
         is_rising = all(small < large for small, large in zip(sides, sides[1:], strict=False))
         if not table or not is_rising or not all(_is_number(value, above=0) for row in table for value in row):
             yield f"product_flops of {dtype} must be pairs above 0 with rising sides, got {list(table)}"
+    for name, value in tempo.numbers(machine.tempos):
+        if not _is_number(value):
+            yield f"{name} must be a number of at least 0, got {value!r}"
 
 
 def _is_number(value: Any, above: float | None = None) -> bool:
@@ -212,4 +233,4 @@ def _tables(value: Mapping[str, Any]) -> dict[str, tuple[tuple[float, float], ..
 
 _RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth", "host_update_bandwidth")
 """Fields that are bytes/s."""
-_READ = {"intra": _link, "inter": _link, "product_flops": _tables}
+_READ = {"intra": _link, "inter": _link, "product_flops": _tables, "tempos": tempo.read}

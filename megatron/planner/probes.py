@@ -42,13 +42,16 @@ class Pace:
 
     Args:
         numbers: in the tensors of the stream and the update: more than caches hold.
+        turns: of each model whose layers are timed; models wider than ``widest`` are left out.
         by_cpu_time: count this process's processor time, which says something of one thread on a busy machine too.
     """
 
     window_s: float = 0.08
-    windows: int = 5
+    windows: int = 3
     largest_side: int = SIDES[-1]
     numbers: int = 2**21
+    turns: int = 3
+    widest: int = 4096
     by_cpu_time: bool = False
 
 

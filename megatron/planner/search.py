@@ -18,8 +18,9 @@ from typing import Any
 
 from megatron.cost.memory import BYTES, State
 from megatron.planner.checks import problems
-from megatron.planner.estimate import SPLITTING, Estimate, Planner
+from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout
+from megatron.planner.messages import SPLITTING
 from megatron.stages import MANY_CHUNKS, ONE_CHUNK, bubble
 
 MOST_CHUNKS = 8
@@ -102,7 +103,8 @@ def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
 def lower_bound(planner: Planner, layout: Layout) -> float:
     """Return seconds that no step of ``layout`` can be faster than."""
     busy = layout.num_micro_batches * sum(unit.whole for unit in planner.units(layout)) / layout.pipe
-    return busy / (1 - bubble(layout.pipe, layout.num_micro_batches, layout.schedule, layout.chunks))
+    idle = bubble(layout.pipe, layout.num_micro_batches, layout.schedule, layout.chunks)
+    return busy / (1 - planner.machine.idle(idle))
 
 
 def least_bytes(planner: Planner, layout: Layout) -> float:

@@ -27,23 +27,23 @@ PLANNER = (
     ),
     Mutant(
         "ZeRO 2 sums once for a step",
-        "megatron/planner/estimate.py",
-        "sent = group.gathered(gradients).behind(backward_s).times(m)",
-        "sent = group.gathered(gradients).behind(backward_s)",
+        "megatron/planner/messages.py",
+        "sent = group.gathered(gradients).behind(hiding).times(m)",
+        "sent = group.gathered(gradients).behind(hiding)",
         (f"{TRAFFIC}::test_replicas_sum_gradients_and_gather_weights_as_their_stage_of_zero_says",),
     ),
     Mutant(
         "what recomputation does again is not in the backward",
         "megatron/planner/work.py",
-        "return Seconds(forward, backward + again, again, products, columns)",
-        "return Seconds(forward, backward, again, products, columns)",
+        "return Seconds(forward, backward + again, again, factor * parts.products, factor * parts.columns)",
+        "return Seconds(forward, backward, again, factor * parts.products, factor * parts.columns)",
         (f"{ESTIMATE}::test_recomputation_costs_a_forward_and_leaves_memory",),
     ),
     Mutant(
         "the bubble is that of equal stages",
         "megatron/planner/estimate.py",
-        "idle = bubble(p, m, layout.schedule, layout.chunks, pieces)",
-        "idle = bubble(p, m, layout.schedule, layout.chunks)",
+        "self.machine.idle(bubble(p, m, layout.schedule, layout.chunks, pieces))",
+        "self.machine.idle(bubble(p, m, layout.schedule, layout.chunks))",
         (f"{ESTIMATE}::test_the_bubble_is_that_of_the_stages_in_the_machine_s_seconds",),
     ),
     Mutant(
@@ -64,8 +64,8 @@ PLANNER = (
     Mutant(
         "a bound is above what a step takes",
         "megatron/planner/search.py",
-        "return busy / (1 - bubble(",
-        "return 1.5 * busy / (1 - bubble(",
+        "return busy / (1 - planner.machine.idle(idle))",
+        "return 1.5 * busy / (1 - planner.machine.idle(idle))",
         (f"{SEARCH}::test_the_search_finds_what_trying_every_candidate_finds",),
     ),
     Mutant(
@@ -147,7 +147,7 @@ PLANNER = (
     ),
     Mutant(
         "sequence parallelism joins no input again",
-        "megatron/planner/estimate.py",
+        "megatron/planner/messages.py",
         "return once + once.behind(beside) + sums.behind(for_weights)",
         "return once + sums.behind(for_weights)",
         (f"{TRAFFIC}::test_sequence_parallelism_joins_the_input_once_more_in_backward",),

@@ -1,0 +1,202 @@
+"""Whole layers, heads and updates of the real models, timed while the other ranks do the same.
+
+A model of one layer makes forwards and backwards as a training does. Marks at the ends of its layers, set by hooks of
+modules and of gradients, share the time out among the layers and what lies around them: embedding, norm, head, loss.
+What was timed beside what its operations add up to gives the ``Tempos`` of each kind of unit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from megatron import cost, device
+from megatron.config.option import FAMILIES
+from megatron.cost.memory import State
+from megatron.planner import models
+from megatron.planner.layout import layout_of
+from megatron.planner.machine import Machine
+from megatron.planner.models import Shape
+from megatron.planner.probes import Pace
+from megatron.planner.ranks import Rank
+from megatron.planner.tempo import Sample, Tempos, fitted
+from megatron.planner.work import Clock, Parts
+
+HEAD = "head"
+SHAPES = {
+    True: (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 8)),
+    False: (Shape(1024, 64, 1024, 8), Shape(1024, 64, 4096, 2), Shape(2560, 128, 2048, 4), Shape(4096, 128, 1024, 8)),
+}
+"""Whether it is a CPU -> the models that are timed."""
+TOUCHED = 2**29
+"""Bytes of memory: more than one of the models takes."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A model of one layer: what it was, and the seconds of a forward and a backward by kind of unit; "head": ends."""
+
+    family: str
+    dtype: str
+    shape: Shape
+    seconds: dict[str, tuple[float, float]]
+    update_s: float
+
+
+class Marks:
+    """Tells the seconds between moments of a forward and a backward, by the device's own end of work."""
+
+    def __init__(self, kind: str, now: Callable[[], float]) -> None:
+        self._kind, self._now = kind, now
+        self.at: dict[str, float] = {}
+
+    def set(self, name: str) -> None:
+        device.synchronize(self._kind)
+        self.at[name] = self._now()
+
+    def between(self, first: str, last: str) -> float:
+        return self.at[last] - self.at[first]
+
+    def watch(self, layers: torch.nn.ModuleList, name: str) -> None:
+        """Mark where forwards enter and leave the layers, and where backwards do."""
+
+        def enter(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            inputs[0].register_hook(lambda _: self.set(f"{name} left back"))
+            self.set(f"{name} entered")
+
+        def leave(_: Any, inputs: Any, output: torch.Tensor) -> None:
+            self.set(f"{name} left")
+            output.register_hook(lambda _: self.set(f"{name} entered back"))
+
+        layers[0].register_forward_pre_hook(enter)
+        layers[-1].register_forward_hook(leave)
+
+
+def timed(rank: Rank, dtypes: Sequence[str], pace: Pace) -> list[Timed]:
+    """Return what every family's model takes at each size. Collective: ranks begin each together."""
+    found = []
+    if rank.kind == "cpu":
+        _touch_memory()
+    for dtype in dtypes:
+        rank.tell(f"layers of every family in {dtype}")
+        for shape in SHAPES[rank.kind == "cpu"]:
+            if shape.hidden <= pace.widest:
+                found += [_timed(rank, family, dtype, shape, pace) for family in FAMILIES]
+    return found
+
+
+def _touch_memory() -> None:
+    """Have the system's pages ahead of the first turn: a training has them from its second step on."""
+    pieces = [torch.ones(2**22) for _ in range(TOUCHED // 2**24)]
+    del pieces
+
+
+def _timed(rank: Rank, family: str, dtype: str, shape: Shape, pace: Pace) -> Timed:
+    config = models.config_of(family, dtype, shape)
+    module = models.build(config, rank.place)
+    optimizer = models.optimizer_of(module, dtype)
+    inputs = models.micro_batch(config, rank.place)
+    marks = Marks(rank.kind, time.process_time if pace.by_cpu_time else time.perf_counter)
+    rows = models.rows_of(family)
+    for kind, where in rows.items():
+        marks.watch(attrgetter(where)(module), kind)
+    turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for turn in range(pace.turns + 1):
+        rank.meet()
+        marks.set("began")
+        loss = models.loss_of(module(**inputs))
+        marks.set("turned")
+        loss.backward()
+        optimizer.end_micro_batch()
+        marks.set("ended")
+        own = {kind: _spent(marks, kind) for kind in rows}
+        whole = marks.between("began", "turned"), marks.between("turned", "ended")
+        own[HEAD] = (whole[0] - sum(one for one, _ in own.values()), whole[1] - sum(one for _, one in own.values()))
+        if turn:
+            for kind, seconds in own.items():
+                turns[kind].append(seconds)
+        if turn in (0, pace.turns):  # the first makes the optimizer's states
+            marks.set("ended")
+            optimizer.step()
+            marks.set("updated")
+    middle = {kind: _median(each) for kind, each in turns.items()}
+    return Timed(family, dtype, shape, middle, marks.between("ended", "updated"))
+
+
+def _spent(marks: Marks, kind: str) -> tuple[float, float]:
+    return marks.between(f"{kind} entered", f"{kind} left"), marks.between(f"{kind} entered back", f"{kind} left back")
+
+
+def _median(turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return forward and backward of the turn whose whole is the median."""
+    return sorted(turns, key=sum)[len(turns) // 2]
+
+
+def slowest(ranks: Sequence[Sequence[Timed]]) -> list[Timed]:
+    """Return of each model what the slowest rank took."""
+
+    def most(each: Sequence[Timed]) -> Timed:
+        kinds = each[0].seconds
+        worst = {kind: max((one.seconds[kind] for one in each), key=sum) for kind in kinds}
+        return replace(each[0], seconds=worst, update_s=max(one.update_s for one in each))
+
+    return [most(each) for each in zip(*ranks, strict=True)]
+
+
+def with_pieces(machine: Machine, found: Sequence[Timed]) -> Machine:
+    """Return ``machine`` with the tempos that make its layers take what was timed, and the pace of its updates."""
+    samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
+    for one in found:
+        for kind, pair in _samples(machine, one):
+            samples[one.dtype, f"{one.family} {kind}"].append(pair)
+    tempos: dict[str, dict[str, Tempos]] = defaultdict(dict)
+    for (dtype, kind), pairs in samples.items():
+        tempos[dtype][kind] = Tempos(fitted([each for each, _ in pairs]), fitted([each for _, each in pairs]))
+    return replace(machine, tempos=dict(tempos), update_bandwidth=_update_bandwidth(found) or machine.update_bandwidth)
+
+
+def _samples(machine: Machine, one: Timed) -> Iterable[tuple[str, tuple[Sample, Sample]]]:
+    """Yield each kind of unit with what its forward and its backward add up to and took."""
+    config = models.config_of(one.family, one.dtype, one.shape)
+    costs = cost.of(config, is_on_cpu=machine.is_cpu)
+    clock, layout = Clock(costs, machine, one.family), layout_of(config, 1)
+    parts = dict(zip(costs.unit_names, clock.parts(layout), strict=True))
+    for kind in models.rows_of(one.family):
+        yield kind, _pair(parts.pop(f"{kind} 0"), one.seconds[kind])
+    head = parts.pop(HEAD)
+    # What is left lies around the layers too, and keeps its closed forms.
+    units = dict(zip(costs.unit_names, clock.units(layout), strict=True))
+    forward, backward = one.seconds[HEAD]
+    beside = [units[name] for name in parts]
+    yield HEAD, _pair(head, (forward - sum(u.forward for u in beside), backward - sum(u.backward for u in beside)))
+
+
+def _pair(parts: Parts, seconds: tuple[float, float]) -> tuple[Sample, Sample]:
+    forward, backward = seconds
+    scale = forward + backward
+    return (
+        Sample(parts.forward_parts, max(forward - parts.forward_rest, 0.0), scale),
+        Sample(parts.backward_parts, max(backward - parts.backward_rest, 0.0), scale),
+    )
+
+
+def _update_bandwidth(found: Sequence[Timed]) -> float:
+    """Return the bytes/s of the update of the widest models in the first format; 0 where nothing was timed."""
+    if not found:
+        return 0.0
+    first, widest = found[0].dtype, max(one.shape for one in found)
+    state = State.of(first, "adamw")
+    rates = []
+    for one in found:
+        if one.dtype == first and one.shape == widest:
+            costs = cost.of(models.config_of(one.family, first, widest))
+            moved = costs.num_parameters * (2 * (state.width + state.optimizer) + 2 * state.gradient)
+            rates.append(moved / one.update_s)
+    return statistics.median(rates)
