@@ -63,11 +63,16 @@ def compile_layers(
 
 
 def check_compiler(device: torch.device) -> None:
-    """Check that torch.compile will find what makes kernels of its graphs.
+    """Check that torch.compile will find what makes kernels of its graphs, and makes no CUDA graphs of them.
+
+    A CUDA graph writes its results to the same places each time, from the first forward behind any backward on. So it
+    would write over activations of other micro-batches in flight, and over gradients that add up.
 
     Raises:
-        ConfigError: a CPU without a C++ compiler, or another device without Triton.
+        ConfigError: a CPU without a C++ compiler, a GPU without Triton, or the user has asked for CUDA graphs.
     """
+    from torch._inductor import config as inductor
+
     if device.type == "cpu":
         names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
         if not any(shutil.which(name) for name in names):
@@ -75,5 +80,11 @@ def check_compiler(device: torch.device) -> None:
                 f"--compile on a CPU needs a C++ compiler, found none of {', '.join(names)}. Install g++ or set CXX, "
                 "or leave --compile out"
             )
-    elif device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise ConfigError("--compile on a GPU needs Triton, which is not installed. Install it, or leave --compile out")
+    if inductor.triton.cudagraphs:
+        raise ConfigError(
+            "--compile must be without CUDA graphs, which write over activations of micro-batches in flight, got "
+            "TORCHINDUCTOR_CUDAGRAPHS=1. Unset it, or leave --compile out"
+        )

@@ -41,6 +41,7 @@ def test_to_a_program_it_is_what_was_read_and_its_changes_count(monkeypatch: pyt
         batch = Upload(read(), CPU)
         assert isinstance(batch, dict) and list(batch) == ["text", "more"]
         assert all(torch.equal(tensor, read()[name]) for name, tensor in batch.items())
+        assert given(batch, "more").tolist() == [7, 8]
         batch["text"] = batch["text"][:, :2]
         batch["more"][0] = 5
         batch["added"] = torch.tensor([3])

@@ -8,8 +8,8 @@ DATA = (
     Mutant(
         "replicas read the same samples",
         "megatron/training/data.py",
-        "                data_rank=world.grid.data.rank,\n",
-        "                data_rank=0,\n",
+        "            data_rank=world.grid.data.rank,\n",
+        "            data_rank=0,\n",
         (f"{LAYOUTS}::test_two_replicas_are_bitwise_the_sum_in_rank_order",),
     ),
     Mutant(
@@ -22,8 +22,8 @@ DATA = (
     Mutant(
         "the last stage reads other labels than the first reads tokens",
         "megatron/training/data.py",
-        "                samples_consumed=samples_consumed,\n",
-        "                samples_consumed=samples_consumed + world.grid.pipe.rank,\n",
+        "            samples_consumed=samples_consumed,\n",
+        "            samples_consumed=samples_consumed + world.grid.pipe.rank,\n",
         (f"{LAYOUTS}::test_tied_pipeline_differs_in_the_tied_weight_alone",),
     ),
     Mutant(

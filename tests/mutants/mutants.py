@@ -52,6 +52,7 @@ from tests.mutants.tensor import TENSOR
 from tests.mutants.tokenizers import TOKENIZERS
 from tests.mutants.tools import TOOLS
 from tests.mutants.train import TRAIN
+from tests.mutants.uploads import UPLOADS
 from tests.mutants.watch import WATCHED
 from tests.mutants.zero import ZERO_1
 from tests.mutants.zero_parts import ZERO_PARTS
@@ -63,7 +64,7 @@ IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
 IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED)
 IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *DUMPS, *CONTRACT)
-IN_SPEED = (*SEQUENCE_PARALLEL, *CHUNKED_LOSS, *CAUSAL_ATTENTION, *OVERLAPPED_GRADIENTS, *HOST_READS)
+IN_SPEED = (*SEQUENCE_PARALLEL, *CHUNKED_LOSS, *CAUSAL_ATTENTION, *OVERLAPPED_GRADIENTS, *HOST_READS, *UPLOADS)
 IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS)
 PARTS = {
     "arithmetic": IN_ARITHMETIC,

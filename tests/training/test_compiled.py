@@ -91,6 +91,18 @@ def test_a_cpu_without_a_compiler_is_told_before_the_first_step(monkeypatch: pyt
         check_compiler(torch.device("cuda"))
 
 
+def test_cuda_graphs_are_refused_on_a_gpu_and_do_not_matter_to_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name)
+    check_compiler(torch.device("cuda"))
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        check_compiler(CPU)
+        with pytest.raises(
+            ConfigError, match="must be without CUDA graphs, .*got TORCHINDUCTOR_CUDAGRAPHS=1. Unset it"
+        ):
+            check_compiler(torch.device("cuda"))
+
+
 def test_a_model_without_such_layers_is_refused_and_an_empty_stage_is_not() -> None:
     from megatron.mpu.random import DropoutStreams
 
