@@ -46,6 +46,9 @@ def copies(place: torch.device) -> None:
         held = device.host_memory(tuple(tensor.shape), tensor.dtype, place)
         device.copy_to_host(held, tensor.to(place))
         assert torch.equal(device.copy_from_host(held, place).cpu(), tensor)
+        there, uploaded = device.start_upload({"held": held}, place)
+        device.await_upload(there.values(), place, uploaded)
+        assert torch.equal(there["held"].cpu(), tensor)
     device.finish_copies(place)
 
 
