@@ -1,6 +1,6 @@
 """Compare what the planner estimates with what short trainings measure, on CPU layouts of 1, 2 and 4 ranks.
 
-    python benchmarks/plan.py --out runs/plan               # everything; wants an idle machine, about 6 minutes
+    python benchmarks/plan.py --out runs/plan               # everything; wants an idle machine, about 8 minutes
     python benchmarks/plan.py --memory-only                 # bytes alone, which a busy machine does not change
     python benchmarks/plan.py --only "gpt2 1 rank" --cpu-time
 
@@ -99,7 +99,8 @@ def machines_of(numbers: Sequence[int], args: argparse.Namespace) -> dict[int, A
 
     pace = Pace(by_cpu_time=args.cpu_time)
     if args.smoke:
-        pace = Pace(window_s=0.01, windows=1, largest_side=512, numbers=2**16, by_cpu_time=args.cpu_time)
+        small = {"largest_side": 512, "numbers": 2**16, "widest": 128}
+        pace = Pace(window_s=0.01, windows=1, turns=1, by_cpu_time=args.cpu_time, **small)
     threads = 1 if args.cpu_time else None
     found = {}
     for ranks in numbers:

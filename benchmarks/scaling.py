@@ -141,7 +141,7 @@ def _calibrated(ranks: int, is_smoke: bool) -> Any:
     from megatron.planner.calibrate import calibrate
     from megatron.planner.probes import Pace
 
-    pace = Pace(window_s=0.01, windows=1, largest_side=256, numbers=2**16) if is_smoke else Pace()
+    pace = Pace(window_s=0.01, windows=1, largest_side=256, numbers=2**16, turns=1, widest=128) if is_smoke else Pace()
     return calibrate(ranks, "cpu", tell=_tell, pace=pace, round_s=pace.window_s, threads=1)
 
 

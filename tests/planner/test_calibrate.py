@@ -13,14 +13,17 @@ import pytest
 import torch
 
 from megatron.planner import calibrate as calibrating
-from megatron.planner import probes
+from megatron.planner import pieces, probes
 from megatron.planner.calibrate import Found, calibrate, joined
 from megatron.planner.links import KINDS, fitted
 from megatron.planner.machine import Link, Machine
+from megatron.planner.models import Shape
 from megatron.planner.probes import Pace, Rates
 from megatron.planner.ranks import Rank, run_ranks
+from megatron.planner.tempo import numbers
 
-SHORT = Pace(window_s=1e-3, windows=1, largest_side=128, numbers=2**12)
+SHORT = Pace(window_s=1e-3, windows=1, largest_side=128, numbers=2**12, turns=1)
+TINY = (Shape(16, 8, 8, 2), Shape(32, 16, 8, 2))
 LINK = Link.of(bandwidth=1e9, latency_s=1e-5)
 
 
@@ -120,10 +123,14 @@ def test_probes_do_what_they_are_counted_for() -> None:
 def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(pieces, "SHAPES", {True: TINY})
+    monkeypatch.setattr(pieces, "TOUCHED", 0)
     machine = calibrate(2, "cpu", tell=told.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
     assert machine == Machine.from_json(machine.to_json())
     assert machine.devices_per_node == 2 and [side for side, _ in machine.product_flops["fp32"]] == [64.0, 128.0]
     assert min(machine.memory_bandwidth, machine.update_bandwidth, machine.overhead_s, machine.host_bandwidth) > 0
+    assert set(machine.tempos) == {"bf16", "fp32"} and len(machine.tempos["fp32"]) == 11  # a T5 has two kinds of layers
+    assert max(value for _, value in numbers(machine.tempos)) > 0
     for wire in (machine.intra.all_reduce, machine.intra.gather, machine.intra.send):
         assert wire.latency_s > 0 and wire.bandwidth > 0
     assert any("all_reduce" in line for line in told) and "measured in" in told[-1]

@@ -1,0 +1,164 @@
+"""Whole layers are timed between their ends, and what they take comes back as the pace of plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron import cost
+from megatron.cost.memory import State
+from megatron.planner import models, pieces
+from megatron.planner.calibrate import Found, joined
+from megatron.planner.devices import device
+from megatron.planner.estimate import Planner
+from megatron.planner.layout import Layout, layout_of
+from megatron.planner.machine import Link
+from megatron.planner.models import Shape
+from megatron.planner.pieces import Marks, Timed, slowest, with_pieces
+from megatron.planner.probes import Rates
+from megatron.planner.tempo import LAYER, Sample, Tempo, Tempos, fitted
+
+PLAIN = replace(device("h100-80g"), is_cpu=True)
+SHAPES = (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 8))
+SLOW = Tempos(Tempo(1.5, 6.0, 2.0), Tempo(1.25, 7.0, 3.0))
+SLOW_HEAD = Tempos(Tempo(3.0, 4.0), Tempo(0.5, 0.25))
+
+
+def kinds_of(family: str) -> dict[str, Tempos]:
+    layers = {"t5": ("t5 encoder", "t5 decoder")}.get(family, (f"{family} layer",))
+    return dict.fromkeys(layers, SLOW) | {f"{family} head": SLOW_HEAD}
+
+
+def as_timed(family: str, shape: Shape) -> Timed:
+    """Return what a machine whose layers are slow would time."""
+    planner = Planner(models.config_of(family, "bf16", shape), replace(PLAIN, tempos={"bf16": kinds_of(family)}))
+    units = dict(zip(planner.costs.unit_names, planner.units(layout_of(planner.config, 1)), strict=True))
+    own = {kind: units.pop(f"{kind} 0") for kind in models.rows_of(family)}
+    ends = sum(unit.forward for unit in units.values()), sum(unit.backward for unit in units.values())
+    seconds = {kind: (unit.forward, unit.backward) for kind, unit in own.items()} | {"head": ends}
+    return Timed(family, "bf16", shape, seconds, update_s=planner.costs.num_parameters / 1e9)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
+def test_what_layers_take_comes_back_as_their_tempos(family: str) -> None:
+    machine = with_pieces(PLAIN, [as_timed(family, shape) for shape in SHAPES])
+    for kind, wanted in kinds_of(family).items():
+        found = machine.tempos["bf16"][kind]
+        for one, other in ((found.forward, wanted.forward), (found.backward, wanted.backward)):
+            assert vars(one) == pytest.approx(vars(other), rel=1e-6, abs=1e-9), kind
+    state = State.of("bf16", "adamw")
+    moved = 2 * (state.width + state.optimizer) + 2 * state.gradient
+    assert machine.update_bandwidth == pytest.approx(moved * 1e9)
+
+
+def test_a_machine_that_timed_nothing_keeps_its_closed_forms() -> None:
+    assert with_pieces(PLAIN, []) == PLAIN
+    assert PLAIN.tempo("bf16", "gpt2 layer") == LAYER
+
+
+def test_plans_take_the_tempo_of_their_family_and_format() -> None:
+    config = models.config_of("gpt2", "bf16", SHAPES[0])
+    plain = replace(PLAIN, overhead_s=0.0)
+    closed = Planner(config, plain).units(Layout())
+    for machine in (
+        replace(plain, tempos={"fp32": kinds_of("gpt2")}),
+        replace(plain, tempos={"bf16": kinds_of("llama")}),
+    ):
+        assert Planner(config, machine).units(Layout()) == closed
+    slow = Planner(config, replace(plain, tempos={"bf16": kinds_of("gpt2")}))
+    one = slow.units(Layout())
+    assert one[1].forward > 1.5 * closed[1].forward and one[1].backward > 1.25 * closed[1].backward
+    assert one[0] == closed[0] and one[2] == closed[2] and one[3].forward > closed[3].forward
+    again = slow.units(Layout(recompute="full"))
+    assert again[1].again == one[1].forward and again[3].again == 0
+
+
+def test_factors_come_back_and_none_is_below_zero() -> None:
+    rows = [(1.0, 2.0, 0.5), (2.0, 1.0, 0.1), (4.0, 3.0, 2.0), (0.5, 3.0, 1.0)]
+
+    def samples(*factors: float) -> list[Sample]:
+        taken = [sum(f * part for f, part in zip(factors, row, strict=True)) for row in rows]
+        return [Sample(row, seconds, scale=seconds) for row, seconds in zip(rows, taken, strict=True)]
+
+    assert vars(fitted(samples(1.1, 5.0, 3.0))) == pytest.approx({"products": 1.1, "passes": 5.0, "scores": 3.0})
+    below = fitted(samples(2.0, 1.0, -0.5))
+    assert below.scores == 0 and min(below.products, below.passes) > 0
+    assert fitted([Sample((0.0, 0.0, 0.0), 1.0, 1.0)]) == Tempo(0.0, 0.0)
+
+
+def test_relative_errors_count_so_that_large_layers_do_not_hide_small_ones() -> None:
+    parts = [(1.0, 0.0, 0.0), (100.0, 0.0, 0.0)]
+    found = fitted([Sample(parts[0], 2.0, 2.0), Sample(parts[1], 100.0, 100.0)])
+    assert found.products == pytest.approx(1.2)  # by absolute errors it would be 1.0001
+
+
+def test_the_slowest_rank_stands_for_a_model() -> None:
+    fast = Timed("gpt2", "fp32", SHAPES[0], {"layer": (1.0, 2.0), "head": (3.0, 1.0)}, 0.1)
+    slow = replace(fast, seconds={"layer": (2.0, 2.0), "head": (1.0, 1.0)}, update_s=0.2)
+    (one,) = slowest([[fast], [slow]])
+    assert one.seconds == {"layer": (2.0, 2.0), "head": (3.0, 1.0)} and one.update_s == 0.2
+    rates = Rates({"fp32": ((64.0, 1e9),)}, 1e9, 1e9, 0.0, 1e9)
+    ranks = [Found(rates, None, 100, 10, 1e9, "CPU", (one,)) for one in (fast, slow)]
+    machine = joined(ranks, Link.of(1e9, 1e-5), "cpu")
+    assert set(machine.tempos["fp32"]) == {"gpt2 layer", "gpt2 head"}
+    moved = cost.of(models.config_of("gpt2", "fp32", SHAPES[0])).num_parameters * 32
+    assert machine.update_bandwidth == pytest.approx(moved / 0.2)
+
+
+def test_marks_lie_around_the_layers_there_and_back() -> None:
+    moments: list[str] = []
+    now = iter(range(100))
+    marks = Marks("cpu", lambda: float(next(now)))
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    marks.watch(layers, "layer")
+    first, last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for number, module in enumerate([first, *layers, last]):
+        module.register_full_backward_hook(lambda *_, number=number: moments.append(f"back {number} at {next(now)}"))
+    x = first(torch.ones(1, 2, requires_grad=True))
+    for layer in layers:
+        x = layer(x)
+    last(x).sum().backward()
+    assert (marks.between("layer entered", "layer left")) == 1.0
+    inner = [moment for moment in moments if moment.startswith(("back 1", "back 2"))]
+    at = [int(moment.split()[-1]) for moment in inner]
+    assert marks.at["layer entered back"] < min(at) < max(at)
+    assert marks.at["layer left back"] >= max(at) - 1 and len(inner) == 2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "llama", "mpt", "bert"])
+def test_models_are_those_that_are_reckoned_with(family: str) -> None:
+    config = models.config_of(family, "bf16", Shape(16, 8, 8, 2))
+    module = models.build(config, torch.device("cpu"))
+    optimizer = models.optimizer_of(module, "bf16")
+    counted = cost.of(config, is_on_cpu=True).num_parameters
+    assert sum(p.numel() for p in module.parameters()) == counted
+    assert not config.model.attention_dropout and not config.model.hidden_dropout
+    loss = models.loss_of(module(**models.micro_batch(config, torch.device("cpu"))))
+    loss.backward()
+    optimizer.end_micro_batch()
+    assert all(optimizer.gradient_of(p) is not None for p in module.parameters())
+
+
+def test_ranks_that_take_turns_on_a_core_lose_less_by_waiting() -> None:
+    assert PLAIN.idle(0.2) == pytest.approx(0.2)
+    shared = replace(PLAIN, ranks_per_core=2.0)
+    assert shared.idle(0.2) == 0.0 and shared.idle(0.75) == pytest.approx(0.5)
+
+
+def test_on_a_cpu_nothing_hides_messages() -> None:
+    config = models.config_of("gpt2", "bf16", SHAPES[2])
+    layout = Layout(tensor=2, data=2)
+    for machine, is_hidden in ((PLAIN, False), (replace(PLAIN, is_cpu=False), True)):
+        traffic = Planner(config, machine).estimate(layout).traffic
+        assert all((one.hidden_s > 0) == is_hidden for name, one in traffic.items() if name != "pipeline")
+
+
+def test_wide_models_are_left_out_of_a_short_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(pieces, "_touch_memory", lambda: None)
+    monkeypatch.setattr(pieces, "_timed", lambda rank, family, dtype, shape, pace: asked.append((family, shape.hidden)))
+    pieces.timed(pieces.Rank(0, 1, "cpu", "", 1), ("fp32",), pieces.Pace(widest=320))
+    assert {family for family, _ in asked} == set(models.FLAGS) | {"llama", "mpt"}
+    assert {width for _, width in asked} == {128, 320}
