@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 EPSILON = 1e-6
+ROW = 1024
+"""Numbers whose squares are added up in fp32 on a CPU: sums over millions of them lose digits."""
 
 
 def is_counted(parameter: torch.Tensor, tensor_rank: int) -> bool:
@@ -26,12 +28,23 @@ def is_counted(parameter: torch.Tensor, tensor_rank: int) -> bool:
 def global_norm(gradients: Iterable[torch.Tensor], group: Any, device: torch.device) -> torch.Tensor:
     """Return the 2-norm over all ranks of ``group`` in fp64; ``gradients`` are those counted here. Collective."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    squares = [torch.linalg.vector_norm(g).double() ** 2 for g in gradients]
+    squares = [square(gradient) for gradient in gradients]
     if squares:
         total += torch.stack(squares).sum()
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares in fp64; on a CPU from norms of rows, for torch's of a large tensor is too small."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type != "cpu" or x.numel() <= ROW:
+        return torch.linalg.vector_norm(x, dtype=dtype).double().square()
+    flat = x.flatten()
+    start = flat.numel() % ROW
+    norms = torch.linalg.vector_norm(flat[start:].view(-1, ROW), dim=-1, dtype=dtype)
+    return norms.double().square().sum() + torch.linalg.vector_norm(flat[:start], dtype=dtype).double().square()
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

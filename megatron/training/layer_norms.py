@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
-from megatron.mpu.grads import accurate_dtype
+from megatron.mpu.grads import square_of_norm
 from megatron.mpu.mappings import all_reduce
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.world import World
@@ -49,8 +49,7 @@ class LayerNorms:
         optimizer.sum_partial_gradients()
         squares = torch.zeros(len(places), dtype=torch.float64, device=self._device)
         for parameter, gradient in optimizer.counted_gradients():
-            norm = gradient.norm(dtype=accurate_dtype(gradient.dtype)).to(self._device, torch.float64)
-            squares[places[self._group_of[parameter]]] += norm.square()
+            squares[places[self._group_of[parameter]]] += square_of_norm(gradient).to(self._device)
         whole = all_reduce(all_reduce(squares, optimizer.gradient_holders), optimizer.model_group)
         factor = optimizer.gradient_factor / optimizer.loss_scale
         return dict(zip(self._groups, (whole.sqrt() * factor).tolist(), strict=True))

@@ -4,7 +4,30 @@ from __future__ import annotations
 
 from tests.mutants.mutant import FP16, LAYOUTS, NORM, STEP, TIED, Mutant
 
+SQUARES = "tests/mpu/test_grads.py::test_squares_add_up_in_fp64_however_many_they_are"
+
 NORMS = (
+    Mutant(
+        "squares of a large gradient add up in one sum of fp32",
+        "megatron/mpu/grads.py",
+        " or x.numel() <= ROW:",
+        " or x.numel() > 0:",
+        (f"{SQUARES}[megatron-(4000003,)-float32]",),
+    ),
+    Mutant(
+        "the last numbers of a gradient are not in its norm",
+        "megatron/mpu/grads.py",
+        " + rest.double().square()",
+        "",
+        (f"{SQUARES}[megatron-(1025,)-float32]",),
+    ),
+    Mutant(
+        "the pipeline engine leaves the first numbers out of the norm",
+        "tds/norm.py",
+        " + torch.linalg.vector_norm(flat[:start], dtype=dtype).double().square()",
+        "",
+        (f"{SQUARES}[tds-(1025,)-float32]",),
+    ),
     Mutant(
         "the norm counts tied weights twice",
         "megatron/mpu/grads.py",
