@@ -11,7 +11,8 @@ over whole rows of the scores in its backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,39 +61,41 @@ def _forward(packed: torch.Tensor) -> torch.Tensor:
     s, b, a, _, d = packed.shape
     flat = packed.flatten(1, 2)  # [s, n, 3, d] of n = b a heads
     context = packed.new_empty(s, b, a, d)
-    rows = context.flatten(1, 2)
-    room = _Room(packed)
+    rows, room = context.flatten(1, 2), _Room(packed)  # [s, n, d]
     for heads in room.groups():
-        query, key, value = _heads_of(flat, heads)
+        query, key, value = _parts(room.here(flat[:, heads], 0))
+        found = room.place((s, len(value), d), 1)
         for own in room.blocks():
             probabilities = room.probabilities(query[:, own], key[:, : own.stop])
-            rows[own, heads] = torch.bmm(probabilities, value[:, : own.stop]).transpose(0, 1)
+            found[own] = torch.bmm(probabilities, value[:, : own.stop]).transpose(0, 1)
+        rows[:, heads] = found
     return context
 
 
 @torch.library.custom_op("megatron_tds::causal_self_attention_backward", mutates_args=())
 def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``packed``, like it in shape; that of the context is [s, b, a, d]."""
-    scale = packed.shape[-1] ** -0.5
     flat, of_context = packed.flatten(1, 2), grad.flatten(1, 2)
     found = torch.empty_like(packed, memory_format=torch.contiguous_format)
-    to_query, to_key, to_value = found.flatten(1, 2).unbind(2)  # 3 x [s, n, d]
-    room, second = _Room(packed), _Room(packed)
+    rows, room, second = found.flatten(1, 2), _Room(packed), _Room(packed)
     for heads in room.groups():
-        query, key, value = _heads_of(flat, heads)
-        given = of_context[:, heads].contiguous().transpose(0, 1)
-        of_key, of_value = key.new_empty(key.shape), value.new_empty(value.shape)
+        together = room.here(flat[:, heads], 0)
+        query, key, value = _parts(together)
+        given = room.here(of_context[:, heads], 1).transpose(0, 1)
+        of_key, of_value = room.place(key.shape, 2), room.place(value.shape, 3)
         for own in room.blocks():
-            seen = slice(0, own.stop)
+            seen, adds = slice(0, own.stop), own.stop < room.size
             probabilities = room.probabilities(query[:, own], key[:, seen])
-            _put_product(of_value[:, seen], probabilities.transpose(1, 2), given[:, own], adds=own.stop < room.size)
+            _put_product(of_value[:, seen], probabilities.transpose(1, 2), given[:, own], adds=adds)
             scores = second.scores(len(query), own)  # their gradient; first that of the probabilities
             torch.bmm(given[:, own], value[:, seen].transpose(1, 2), out=scores)
             torch.ops.aten._softmax_backward_data.out(scores, probabilities, -1, scores.dtype, grad_input=scores)
-            torch.mul(torch.bmm(scores, key[:, seen]), scale, out=to_query[own, heads].transpose(0, 1))
-            _put_product(of_key[:, seen], scores.transpose(1, 2), query[:, own], adds=own.stop < room.size)
-        torch.mul(of_key, scale, out=to_key[:, heads].transpose(0, 1))
-        to_value[:, heads] = of_value.transpose(0, 1)
+            _put_product(of_key[:, seen], scores.transpose(1, 2), query[:, own], adds=adds)
+            query[:, own] = torch.bmm(scores, key[:, seen])  # no other block needs it
+        key.copy_(of_key)
+        value.copy_(of_value)
+        together[:, :, :2] *= room.scale
+        rows[:, heads] = together
     return found
 
 
@@ -103,8 +106,9 @@ class _Room:
         self.size, b, a, _, d = packed.shape
         self.num_heads, self.scale = b * a, d**-0.5
         rows = min(BLOCK, self.size)
-        self.at_once = min(max(1, CACHED // max(1, rows * self.size)), self.num_heads)
+        self.at_once = min(max(1, CACHED * torch.get_num_threads() // max(1, rows * self.size)), self.num_heads)
         self.memory = packed.new_empty(self.at_once * rows * self.size)
+        self.places: dict[int, torch.Tensor] = {}
         self.future = packed.new_full((rows, rows), float("-inf")).triu_(1)
 
     def groups(self) -> Iterator[slice]:
@@ -116,6 +120,16 @@ class _Room:
         """Yield the queries of each block, the last first: they see every key."""
         for first in reversed(range(0, self.size, BLOCK)):
             yield slice(first, min(first + BLOCK, self.size))
+
+    def place(self, shape: Sequence[int], number: int) -> torch.Tensor:
+        """Return memory of this shape, the same each time for a ``number``."""
+        if number not in self.places:
+            self.places[number] = self.memory.new_empty(shape)
+        return self.places[number].flatten()[: math.prod(shape)].view(shape)
+
+    def here(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a copy of ``x`` in ``place(x.shape, number)``."""
+        return self.place(x.shape, number).copy_(x)
 
     def scores(self, heads: int, own: slice) -> torch.Tensor:
         """Return memory [heads, own, keys that these queries see]."""
@@ -143,9 +157,9 @@ def _put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *
         torch.bmm(left, right, out=place)
 
 
-def _heads_of(flat: torch.Tensor, heads: slice) -> tuple[torch.Tensor, ...]:
-    """Return query, key and value [n, s, d] of some heads, side by side in memory of their own."""
-    return flat[:, heads].contiguous().permute(2, 1, 0, 3).unbind(0)
+def _parts(together: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return query, key and value [n, s, d] of [s, n, 3, d], as views."""
+    return together.permute(2, 1, 0, 3).unbind(0)
 
 
 @_forward.register_fake
