@@ -77,16 +77,15 @@ def calibrate(
     tell(f"{ranks} ranks on {kind}, about half a minute")
     if load > BUSY * len(os.sched_getaffinity(0)):
         tell(f"the machine has other work (load {load:.1f}): rates will be too low; calibrate when it is idle")
+    if kind == "cpu":
+        pace = replace(pace, ranks_per_core=max(1.0, ranks * (threads or 1) / len(os.sched_getaffinity(0))))
     backend = device.backend(kind) if ranks > 1 else ""
     run = functools.partial(run_ranks, deadline_s=DEADLINE_S, tell=tell, threads=threads)
     found: list[Found] = run(ranks, _measure, dtypes_of(kind), pace, tuple(sizes), round_s, kind=kind, backend=backend)
     link = found[0].link
     if link is None:  # two processes of the host stand in
         link = run(2, link_of, tuple(sizes), round_s)[0]
-    machine = joined(found, link, kind, load)
-    if kind == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        machine = replace(machine, ranks_per_core=max(1.0, ranks * (threads or 1) / cores))
+    machine = replace(joined(found, link, kind, load), ranks_per_core=pace.ranks_per_core)
     tell(f"measured in {time.monotonic() - began:.0f} s")
     return machine
 

@@ -8,7 +8,6 @@ What was timed beside what its operations add up to gives the ``Tempos`` of each
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -103,7 +102,7 @@ def _timed(rank: Rank, family: str, dtype: str, shape: Shape, pace: Pace) -> Tim
     module = models.build(config, rank.place)
     optimizer = models.optimizer_of(module, dtype)
     inputs = models.micro_batch(config, rank.place)
-    marks = Marks(rank.kind, time.process_time if pace.by_cpu_time else time.perf_counter)
+    marks = Marks(rank.kind, pace.now)
     rows = models.rows_of(family)
     for kind, where in rows.items():
         marks.watch(attrgetter(where)(module), kind)

@@ -187,5 +187,14 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     monkeypatch.setattr(calibrating, "run_ranks", lambda *_, **__: [found(rates())])
-    assert "load of 99.0" in calibrate(1, "cpu", tell=told.append).notes
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    machine = calibrate(3, "cpu", tell=told.append)
+    assert "load of 99.0" in machine.notes and machine.ranks_per_core == 1.5
     assert any("when it is idle" in line for line in told)
+
+
+def test_ranks_that_take_turns_count_their_processor_time_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", lambda: 5.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
+    assert Pace().now() == 7.0 and Pace(by_cpu_time=True).now() == 5.0
+    assert Pace(ranks_per_core=2.0).now() == 10.0
