@@ -46,7 +46,7 @@ def _grid(topology: Topology, rank: int) -> Grid:
     axes = (("tensor",), ("pipe",), ("data",), ("pipe", "tensor"), ("pipe", "data", "tensor"))
     own = [next(ranks for ranks in topology.groups(*names) if rank in ranks) for names in axes]
     groups = [Group(ranks=tuple(ranks), rank=ranks.index(rank)) for ranks in own]
-    return Grid(topology, rank, *groups, groups[-1])
+    return Grid(topology, rank, *groups, host=groups[-1], tensor_host=groups[0])
 
 
 LAYOUTS = st.builds(
