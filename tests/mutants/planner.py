@@ -9,6 +9,8 @@ ESTIMATE = "tests/planner/test_estimate.py"
 SEARCH = "tests/planner/test_search.py"
 COST = "tests/cost/test_gpt2.py"
 TOOL = "tests/planner/test_tool.py"
+PIECES = "tests/planner/test_pieces.py"
+CALIBRATE = "tests/planner/test_calibrate.py"
 
 PLANNER = (
     Mutant(
@@ -172,5 +174,61 @@ PLANNER = (
         "if args.smoke and not args.out:",
         "if False:",
         ("tests/benchmarks/test_scaling.py::test_options_that_cannot_be_are_refused_together",),
+    ),
+    Mutant(
+        "the scores of attention set no pace",
+        "megatron/planner/work.py",
+        "tempo.passes * passed + tempo.scores * scored",
+        "tempo.passes * passed",
+        (f"{PIECES}::test_what_layers_take_comes_back_as_their_tempos",),
+    ),
+    Mutant(
+        "a factor may be below zero",
+        "megatron/planner/tempo.py",
+        "if found is None or min(found) < 0:",
+        "if found is None:",
+        (f"{PIECES}::test_factors_come_back_and_none_is_below_zero",),
+    ),
+    Mutant(
+        "the fastest rank stands for a model",
+        "megatron/planner/pieces.py",
+        "max((one.seconds[kind] for one in each), key=sum)",
+        "min((one.seconds[kind] for one in each), key=sum)",
+        (f"{PIECES}::test_the_slowest_rank_stands_for_a_model",),
+    ),
+    Mutant(
+        "what lies beside the head is timed as the head",
+        "megatron/planner/pieces.py",
+        "beside = [units[name] for name in parts]",
+        "beside = []  # type: ignore[var-annotated]",
+        (f"{PIECES}::test_what_layers_take_comes_back_as_their_tempos",),
+    ),
+    Mutant(
+        "ranks that take turns wait as if alone",
+        "megatron/planner/machine.py",
+        "return max(0.0, 1 - self.ranks_per_core * (1 - bubble))",
+        "return bubble",
+        (f"{PIECES}::test_ranks_that_take_turns_on_a_core_lose_less_by_waiting",),
+    ),
+    Mutant(
+        "processor time of ranks that take turns counts once",
+        "megatron/planner/probes.py",
+        "return self.ranks_per_core * time.process_time()",
+        "return time.process_time()",
+        (f"{CALIBRATE}::test_ranks_that_take_turns_count_their_processor_time_once_for_each",),
+    ),
+    Mutant(
+        "messages hide behind work on a CPU",
+        "megatron/planner/messages.py",
+        "hiding = 0.0 if machine.is_cpu else backward_s",
+        "hiding = backward_s",
+        (f"{PIECES}::test_on_a_cpu_nothing_hides_messages",),
+    ),
+    Mutant(
+        "a head goes at the pace of layers",
+        "megatron/planner/work.py",
+        'self._kinds = [f"{family} {_kind(name)}" for name in costs.unit_names]',
+        'self._kinds = [f"{family} layer" for name in costs.unit_names]',
+        (f"{PIECES}::test_plans_take_the_tempo_of_their_family_and_format",),
     ),
 )
