@@ -15,17 +15,17 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from megatron.config import Config, parse
 from megatron.config.scan import scan
 from megatron.errors import ConfigError
-from megatron.planner.devices import device
 from megatron.planner.layout import Layout, layout_of
 from megatron.planner.lines import RECIPE
 from megatron.planner.machine import Machine
+from megatron.planner.named import check_nodes, machine_of
 from megatron.planner.search import Search, divisors
 from megatron.stages import AUTO
 
@@ -128,20 +128,6 @@ def _followed(config: Config, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"--optimizer {config.optimizer.optimizer}"
 
 
-def check_nodes(world: int, machine: Machine) -> None:
-    """Return if the devices are those of whole nodes, or of a part of one.
-
-    Raises:
-        ConfigError: a node would be used in part, beside others.
-    """
-    node = machine.devices_per_node
-    if world > node and world % node:
-        raise ConfigError(
-            f"--gpus must be a multiple of the devices of a node, {node}, where there are several nodes, got {world}. "
-            f"Use {world // node * node} or {(world // node + 1) * node}, or say --gpus-per-node"
-        )
-
-
 def standing_in(words: Sequence[str], given: Mapping[str, Any], world: int, family: str) -> Config:
     """Return the checked Config of a search: sizes of axes that are sought, but that given flags need, stand for any.
 
@@ -166,25 +152,6 @@ def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: i
     if name in given:
         return [int(given[name])]
     return divisors(world)[1:9] or [1] if any(flag in given for flag in needing) else [1]
-
-
-def machine_of(flags: argparse.Namespace) -> Machine:
-    """Return the machine that the flags name.
-
-    Raises:
-        ConfigError: there is no such device, the file cannot be read, or no memory is left.
-    """
-    machine = Machine.load(flags.machine) if flags.machine else device(flags.gpu or "h100-80g")
-    if flags.gpus_per_node:
-        machine = replace(machine, devices_per_node=flags.gpus_per_node)
-    if flags.memory:
-        machine = replace(machine, memory_bytes=int(flags.memory * 1e9))
-    if machine.usable_bytes <= 0:
-        raise ConfigError(
-            f"--memory must be more than the {machine.reserved_bytes / 1e9:g} GB that the driver and the libraries "
-            f"take, got {machine.memory_bytes / 1e9:g}. Use more"
-        )
-    return machine
 
 
 def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[list[str], list[str]]:

@@ -142,7 +142,7 @@ PLANNER = (
     ),
     Mutant(
         "nodes may be used in part",
-        "megatron/planner/options.py",
+        "megatron/planner/named.py",
         "if world > node and world % node:",
         "if world < 0:",
         (f"{TOOL}::test_what_cannot_be_ends_with_code_2_and_one_clear_message",),
