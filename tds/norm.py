@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 EPSILON = 1e-6
 ROW = 1024
-"""Numbers whose squares are added up in fp32 on a CPU: sums over millions of them lose digits."""
+"""Numbers of a large tensor whose squares are added up in fp32."""
+LARGE = 2**16
 
 
 def is_counted(parameter: torch.Tensor, tensor_rank: int) -> bool:
@@ -37,9 +38,9 @@ def global_norm(gradients: Iterable[torch.Tensor], group: Any, device: torch.dev
 
 
 def square(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares in fp64; on a CPU from norms of rows, for torch's of a large tensor is too small."""
+    """Return the sum of squares in fp64, of a large tensor from norms of rows: torch's is too small on a CPU."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.device.type != "cpu" or x.numel() <= ROW:
+    if x.numel() < LARGE:
         return torch.linalg.vector_norm(x, dtype=dtype).double().square()
     flat = x.flatten()
     start = flat.numel() % ROW

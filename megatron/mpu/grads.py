@@ -11,7 +11,8 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 
 ROW = 1024
-"""Numbers whose squares are added up in fp32 on a CPU."""
+"""Numbers of a large tensor whose squares are added up in fp32."""
+LARGE = 2**16
 
 
 def counts_here(parameter: torch.Tensor, tensor_rank: int) -> bool:
@@ -51,7 +52,7 @@ def square_of_norm(x: torch.Tensor) -> torch.Tensor:
     too small, and that of half of them by another share, so that it would depend on the layout. Those of rows are not.
     """
     dtype = accurate_dtype(x.dtype)
-    if x.device.type != "cpu" or x.numel() <= ROW:
+    if x.numel() < LARGE:
         return torch.linalg.vector_norm(x, dtype=dtype).double().square()
     flat = x.flatten()
     whole = flat.numel() - flat.numel() % ROW

@@ -77,7 +77,7 @@ def test_clipping_brings_a_large_norm_to_the_limit_and_leaves_a_small_one():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (1024,), (1025,), (700, 3), (4_000_003,)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (65536,), (66001,), (700, 300), (4_000_003,)], ids=str)
 @pytest.mark.parametrize("function", [square_of_norm, square], ids=["megatron", "tds"])
 def test_squares_add_up_in_fp64_however_many_they_are(function, shape, dtype):
     """One sum of fp32 over 4 million squares is off by 1.5e-4."""

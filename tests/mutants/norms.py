@@ -10,8 +10,8 @@ NORMS = (
     Mutant(
         "squares of a large gradient add up in one sum of fp32",
         "megatron/mpu/grads.py",
-        " or x.numel() <= ROW:",
-        " or x.numel() > 0:",
+        "    if x.numel() < LARGE:",
+        "    if x.numel() >= 0:",
         (f"{SQUARES}[megatron-(4000003,)-float32]",),
     ),
     Mutant(
@@ -19,14 +19,14 @@ NORMS = (
         "megatron/mpu/grads.py",
         " + rest.double().square()",
         "",
-        (f"{SQUARES}[megatron-(1025,)-float32]",),
+        (f"{SQUARES}[megatron-(66001,)-float32]",),
     ),
     Mutant(
         "the pipeline engine leaves the first numbers out of the norm",
         "tds/norm.py",
         " + torch.linalg.vector_norm(flat[:start], dtype=dtype).double().square()",
         "",
-        (f"{SQUARES}[tds-(1025,)-float32]",),
+        (f"{SQUARES}[tds-(66001,)-float32]",),
     ),
     Mutant(
         "the norm counts tied weights twice",

@@ -53,8 +53,8 @@ TENSOR = (
     Mutant(
         "queries, keys and values of all heads lie together, so that a cut mixes them",
         "megatron/model/attention.py",
-        ".view(s, b, self.num_heads, parts, self.head_size)",
-        ".view(s, b, parts, self.num_heads, self.head_size).transpose(2, 3)",
+        ".view(*packed.shape[:2], self.num_heads, parts, self.head_size)",
+        ".view(*packed.shape[:2], parts, self.num_heads, self.head_size).transpose(2, 3)",
         ("tests/model/test_gpt2.py::test_tensor_ranks_together_equal_one_process[plain-2]",),
     ),
     Mutant(
