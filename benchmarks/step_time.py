@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     family = parser.parse_known_args([word for word in given if word not in ("-h", "--help")])[0].model
     for name, default in vars(MODELS[family]()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences in a step (default: 2)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a step (default: 8)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each contender (default: 7)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps in a turn (default: 3)")
     parser.add_argument(

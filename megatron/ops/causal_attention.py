@@ -63,8 +63,8 @@ def _forward(packed: torch.Tensor) -> torch.Tensor:
     context = packed.new_empty(s, b, a, d)
     rows, room = context.flatten(1, 2), _Room(packed)  # [s, n, d]
     for heads in room.groups():
-        query, key, value = _parts(room.here(flat[:, heads], 0))
-        found = room.place((s, len(value), d), 1)
+        query, key, value = _parts(room.copy("heads", flat[:, heads]))
+        found = room.place("context", (s, len(value), d))
         for own in room.blocks():
             probabilities = room.probabilities(query[:, own], key[:, : own.stop])
             found[own] = torch.bmm(probabilities, value[:, : own.stop]).transpose(0, 1)
@@ -79,10 +79,10 @@ def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     found = torch.empty_like(packed, memory_format=torch.contiguous_format)
     rows, room, second = found.flatten(1, 2), _Room(packed), _Room(packed)
     for heads in room.groups():
-        together = room.here(flat[:, heads], 0)
+        together = room.copy("heads", flat[:, heads])
         query, key, value = _parts(together)
-        given = room.here(of_context[:, heads], 1).transpose(0, 1)
-        of_key, of_value = room.place(key.shape, 2), room.place(value.shape, 3)
+        given = room.copy("given", of_context[:, heads]).transpose(0, 1)
+        of_key, of_value = room.place("key", key.shape), room.place("value", value.shape)
         for own in room.blocks():
             seen, adds = slice(0, own.stop), own.stop < room.size
             probabilities = room.probabilities(query[:, own], key[:, seen])
@@ -91,7 +91,7 @@ def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
             torch.bmm(given[:, own], value[:, seen].transpose(1, 2), out=scores)
             torch.ops.aten._softmax_backward_data.out(scores, probabilities, -1, scores.dtype, grad_input=scores)
             _put_product(of_key[:, seen], scores.transpose(1, 2), query[:, own], adds=adds)
-            query[:, own] = torch.bmm(scores, key[:, seen])  # no other block needs it
+            query[:, own] = torch.bmm(scores, key[:, seen])  # in its place: no other block needs it
         key.copy_(of_key)
         value.copy_(of_value)
         together[:, :, :2] *= room.scale
@@ -100,16 +100,16 @@ def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 class _Room:
-    """Memory for the scores of one block, used again for the next, and what the blocks are."""
+    """What heads and queries are worked on together, and memory for them, used again for the next."""
 
     def __init__(self, packed: torch.Tensor) -> None:
         self.size, b, a, _, d = packed.shape
         self.num_heads, self.scale = b * a, d**-0.5
         rows = min(BLOCK, self.size)
-        self.at_once = min(max(1, CACHED * torch.get_num_threads() // max(1, rows * self.size)), self.num_heads)
+        self.at_once = min(max(1, CACHED * torch.get_num_threads() // (rows * self.size)), self.num_heads)
         self.memory = packed.new_empty(self.at_once * rows * self.size)
-        self.places: dict[int, torch.Tensor] = {}
         self.future = packed.new_full((rows, rows), float("-inf")).triu_(1)
+        self.places: dict[str, torch.Tensor] = {}
 
     def groups(self) -> Iterator[slice]:
         """Yield the heads that are worked on together."""
@@ -121,15 +121,15 @@ class _Room:
         for first in reversed(range(0, self.size, BLOCK)):
             yield slice(first, min(first + BLOCK, self.size))
 
-    def place(self, shape: Sequence[int], number: int) -> torch.Tensor:
-        """Return memory of this shape, the same each time for a ``number``."""
-        if number not in self.places:
-            self.places[number] = self.memory.new_empty(shape)
-        return self.places[number].flatten()[: math.prod(shape)].view(shape)
+    def place(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return memory of this shape; the first heads, of which none are more, make it."""
+        if name not in self.places:
+            self.places[name] = self.memory.new_empty(shape)
+        return self.places[name].flatten()[: math.prod(shape)].view(shape)
 
-    def here(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a copy of ``x`` in ``place(x.shape, number)``."""
-        return self.place(x.shape, number).copy_(x)
+    def copy(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``x`` in the place of this name."""
+        return self.place(name, x.shape).copy_(x)
 
     def scores(self, heads: int, own: slice) -> torch.Tensor:
         """Return memory [heads, own, keys that these queries see]."""

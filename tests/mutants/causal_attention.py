@@ -21,10 +21,17 @@ CAUSAL_ATTENTION = (
         (WHOLE,),
     ),
     Mutant("scores are not scaled", OPS, "alpha=self.scale, ", "", (REST,)),
+    Mutant("the gradient of the key is not scaled", OPS, "together[:, :, :2] *=", "together[:, :, :1] *=", (REST,)),
+    Mutant("the gradient of the value is scaled", OPS, "together[:, :, :2] *=", "together *=", (REST,)),
     Mutant(
-        "the gradient of the query is not scaled", OPS, "key[:, seen]), scale, out", "key[:, seen]), 1.0, out", (REST,)
+        "a block's gradient takes the place of its queries too early",
+        OPS,
+        "            _put_product(of_key[:, seen], scores.transpose(1, 2), query[:, own], adds=adds)\n"
+        "            query[:, own] = torch.bmm(scores, key[:, seen])  # in its place: no other block needs it\n",
+        "            query[:, own] = torch.bmm(scores, key[:, seen])\n"
+        "            _put_product(of_key[:, seen], scores.transpose(1, 2), query[:, own], adds=adds)\n",
+        (REST,),
     ),
-    Mutant("the gradient of the key is not scaled", OPS, "torch.mul(of_key, scale,", "torch.mul(of_key, 1.0,", (REST,)),
     Mutant(
         "gradients of earlier blocks are lost",
         OPS,
@@ -49,8 +56,8 @@ CAUSAL_ATTENTION = (
     Mutant(
         "key and value change places",
         OPS,
-        "query, key, value = _heads_of(flat, heads)\n        for",
-        "query, value, key = _heads_of(flat, heads)\n        for",
+        "query, key, value = _parts(room.copy",
+        "query, value, key = _parts(room.copy",
         (REST,),
     ),
     Mutant(
