@@ -8,13 +8,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from megatron.ops.gelu import gelu
+
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),  # Hugging Face's gelu_new, OpenAI's GPT-2
+    "gelu": gelu,
+    "gelu-tanh": partial(gelu, approximate="tanh"),  # Hugging Face's gelu_new, OpenAI's GPT-2
     "relu": F.relu,
-    "gated-gelu": partial(F.gelu, approximate="tanh"),  # of the gate, as in T5 v1.1 and mT5
+    "gated-gelu": partial(gelu, approximate="tanh"),  # of the gate, as in T5 v1.1 and mT5
     "gated-silu": F.silu,
 }
 

@@ -1,4 +1,4 @@
-"""Mistakes in causal attention by blocks."""
+"""Mistakes in causal attention by blocks and in GELU within compiled layers."""
 
 from __future__ import annotations
 
@@ -66,5 +66,32 @@ CAUSAL_ATTENTION = (
         " and not dropout and drop is None",
         "",
         (f"{_TESTS}::test_dropped_probabilities_go_by_torchs_attention",),
+    ),
+)
+
+GELU = "megatron/ops/gelu.py"
+_BITS = "tests/ops/test_gelu.py::test_it_has_torchs_bits_compiled_or_not"
+
+COMPILED_GELU = (
+    Mutant(
+        "a compiled GELU is the exact one",
+        GELU,
+        "opaque: torch.Tensor = _gelu(x, approximate)",
+        'opaque: torch.Tensor = _gelu(x, "none")',
+        (f"{_BITS}[tanh]",),
+    ),
+    Mutant(
+        "the compiler makes GELU itself",
+        GELU,
+        "torch.compiler.is_compiling() and",
+        "not torch.compiler.is_compiling() and",
+        (f"{_BITS}[none]",),
+    ),
+    Mutant(
+        "the gradient of a compiled GELU is that of the exact one",
+        GELU,
+        "*ctx.saved_tensors, ctx.approximate)",
+        '*ctx.saved_tensors, "none")',
+        (f"{_BITS}[tanh]",),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.bert import BERT
 from tests.mutants.calibrate import CALIBRATION
-from tests.mutants.causal_attention import CAUSAL_ATTENTION
+from tests.mutants.causal_attention import CAUSAL_ATTENTION, COMPILED_GELU
 from tests.mutants.chunked_loss import CHUNKED_LOSS
 from tests.mutants.contract import CONTRACT
 from tests.mutants.convert import CONVERT
@@ -64,7 +64,15 @@ IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
 IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED)
 IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *DUMPS, *CONTRACT)
-IN_SPEED = (*SEQUENCE_PARALLEL, *CHUNKED_LOSS, *CAUSAL_ATTENTION, *OVERLAPPED_GRADIENTS, *HOST_READS, *UPLOADS)
+IN_SPEED = (
+    *SEQUENCE_PARALLEL,
+    *CHUNKED_LOSS,
+    *CAUSAL_ATTENTION,
+    *COMPILED_GELU,
+    *OVERLAPPED_GRADIENTS,
+    *HOST_READS,
+    *UPLOADS,
+)
 IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS)
 PARTS = {
     "arithmetic": IN_ARITHMETIC,
