@@ -34,19 +34,21 @@ class Link:
 
     Args:
         all_reduce: a rank of n sends 2 (n - 1) / n of the bytes.
-        gather: all-gather and reduce-scatter; a rank of n sends (n - 1) / n of the whole.
+        gather: a rank of n sends (n - 1) / n of the whole.
         send: from one rank to one other.
+        scatter: a sum of which each rank gets its part; as gather, but for gloo, which makes the whole sum.
     """
 
     all_reduce: Wire
     gather: Wire
     send: Wire
+    scatter: Wire
 
     @classmethod
     def of(cls, bandwidth: float, latency_s: float) -> Link:
         """Return a link on which all kinds of messages are equally fast."""
         wire = Wire(latency_s=latency_s, bandwidth=bandwidth)
-        return cls(all_reduce=wire, gather=wire, send=wire)
+        return cls(all_reduce=wire, gather=wire, send=wire, scatter=wire)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ class Messages:
         for work, unit in zip(works, units, strict=True):
             if id(work) not in known:
                 is_cut, times = layout.sequence_parallel and bool(work.core), again if work.core else 1
-                one = group.gathered if is_cut else group.summed
-                forward = sum((one(size) for size in work.sums * times * (1 + is_cut)), Traffic())
+                kinds = (group.gathered, group.scattered) if is_cut else (group.summed,)
+                forward = sum((one(size).times(times) for size in work.sums for one in kinds), Traffic())
                 known[id(work)] = forward + self._back(group, work, unit, layout, is_cut)
             found.append(known[id(work)])
         return found
@@ -75,7 +75,7 @@ class Messages:
         if stage < 2:
             sent = group.summed(gradients).behind(hiding if layout.overlaps_sums else 0.0)
         else:
-            sent = group.gathered(gradients).behind(hiding).times(m)
+            sent = group.scattered(gradients).behind(hiding).times(m)
         if stage == 3:
             sent += group.gathered(weights).times(2 * m)
         elif stage:
@@ -104,7 +104,8 @@ class Messages:
             return sum((group.summed(size) for size in work.back), Traffic()).behind(for_weights)
         cut, whole = work.back[: len(work.sums)], work.back[len(work.sums) :]
         once = sum((group.gathered(size) for size in cut), Traffic())
-        sums = once + sum((group.summed(size) for size in whole), Traffic())
+        sums = sum((group.scattered(size) for size in cut), Traffic())
+        sums += sum((group.summed(size) for size in whole), Traffic())
         return once + once.behind(beside) + sums.behind(for_weights)
 
 

@@ -72,8 +72,12 @@ class Group:
         return self._around("all_reduce", 2 * num_bytes)
 
     def gathered(self, num_bytes: float) -> Traffic:
-        """Return an all-gather to so many bytes, or a reduce-scatter of them."""
+        """Return an all-gather to so many bytes."""
         return self._around("gather", num_bytes)
+
+    def scattered(self, num_bytes: float) -> Traffic:
+        """Return a reduce-scatter of so many bytes."""
+        return self._around("scatter", num_bytes)
 
     def sent(self, num_bytes: float) -> Traffic:
         """Return a message from one rank of the group to the next."""

@@ -85,6 +85,13 @@ CALIBRATION = (
         (f"{CALIBRATE}::test_relative_errors_count_so_long_messages_do_not_hide_the_latency",),
     ),
     Mutant(
+        "the work ahead of a message counts as its time",
+        "megatron/planner/links.py",
+        "(_spent(rank, both, times) - _spent(rank, work, times)) / times",
+        "_spent(rank, both, times) / times",
+        (f"{CALIBRATE}::test_what_ranks_do_ahead_of_a_message_is_not_in_its_time[0.001-0.004-0.004]",),
+    ),
+    Mutant(
         "an all-reduce sends as much as a gather",
         "megatron/planner/links.py",
         "Kind(_all_reduce, lambda n: 2 * (n - 1) / n",

@@ -30,8 +30,8 @@ PLANNER = (
     Mutant(
         "ZeRO 2 sums once for a step",
         "megatron/planner/messages.py",
-        "sent = group.gathered(gradients).behind(hiding).times(m)",
-        "sent = group.gathered(gradients).behind(hiding)",
+        "sent = group.scattered(gradients).behind(hiding).times(m)",
+        "sent = group.scattered(gradients).behind(hiding)",
         (f"{TRAFFIC}::test_replicas_sum_gradients_and_gather_weights_as_their_stage_of_zero_says",),
     ),
     Mutant(

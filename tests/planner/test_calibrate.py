@@ -7,13 +7,15 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.planner import calibrate as calibrating
-from megatron.planner import pieces, probes
+from megatron.planner import links, pieces, probes
 from megatron.planner.calibrate import Found, calibrate, joined
 from megatron.planner.links import KINDS, fitted
 from megatron.planner.machine import Link, Machine
@@ -81,7 +83,8 @@ def test_times_that_make_no_line_still_give_a_latency_and_a_bandwidth() -> None:
 
 def test_a_rank_sends_the_share_of_a_ring() -> None:
     assert [KINDS["all_reduce"].share(4), KINDS["gather"].share(4), KINDS["send"].share(4)] == [1.5, 0.75, 1.0]
-    assert [KINDS[name].latencies(8) for name in ("all_reduce", "gather", "send")] == [3.0, 3.0, 1.0]
+    assert KINDS["scatter"].share(4) == 0.75
+    assert [KINDS[name].latencies(8) for name in ("all_reduce", "gather", "scatter", "send")] == [3.0, 3.0, 3.0, 1.0]
 
 
 def test_the_median_window_counts_and_the_turns_ahead_of_it_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +134,7 @@ def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, mo
     assert min(machine.memory_bandwidth, machine.update_bandwidth, machine.overhead_s, machine.host_bandwidth) > 0
     assert set(machine.tempos) == {"bf16", "fp32"} and len(machine.tempos["fp32"]) == 11  # a T5 has two kinds of layers
     assert max(value for _, value in numbers(machine.tempos)) > 0
-    for wire in (machine.intra.all_reduce, machine.intra.gather, machine.intra.send):
+    for wire in vars(machine.intra).values():
         assert wire.latency_s > 0 and wire.bandwidth > 0
     assert any("all_reduce" in line for line in told) and "measured in" in told[-1]
     assert not multiprocessing.active_children()
@@ -198,3 +201,24 @@ def test_ranks_that_take_turns_count_their_processor_time_once_for_each(monkeypa
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
     assert Pace().now() == 7.0 and Pace(by_cpu_time=True).now() == 5.0
     assert Pace(ranks_per_core=2.0).now() == 10.0
+
+
+@pytest.mark.parametrize(("work_s", "message_s", "wanted"), [(0.001, 0.004, 0.004), (0.001, 0.0, links.SHORTEST_S)])
+def test_what_ranks_do_ahead_of_a_message_is_not_in_its_time(
+    work_s: float, message_s: float, wanted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def lasting(seconds: float) -> Callable[[], None]:
+        return lambda: clock.__setitem__(0, clock[0] + seconds)
+
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(links, "_work", lambda rank: lasting(work_s))
+    monkeypatch.setattr(links, "_agreed", lambda rank, seconds: seconds)
+    rank = SimpleNamespace(kind="cpu", meet=lambda: None)
+    assert links._seconds(rank, lasting(message_s), 0.05) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_only_ranks_on_a_cpu_work_ahead_of_a_message() -> None:
+    assert links._work(SimpleNamespace(kind="cpu"))().shape == (512, 512)
+    assert links._work(SimpleNamespace(kind="cuda"))() is None

@@ -47,7 +47,7 @@ def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
         (changed(peak_flops=[1]), "cannot be read"),
         (changed(intra={"all_reduce": {"latency_s": 0, "bandwidth": 0}}), "cannot be read"),
         (
-            changed(inter=dict.fromkeys(("all_reduce", "gather", "send"), {"latency_s": 0, "bandwidth": 0})),
+            changed(inter=dict.fromkeys(("all_reduce", "gather", "send", "scatter"), {"latency_s": 0, "bandwidth": 0})),
             "inter.send",
         ),
     ],
