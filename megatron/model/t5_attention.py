@@ -12,7 +12,8 @@ from megatron.mpu.grads import accurate_dtype
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import attention
-from megatron.ops.biased_attention import biased_attention, without_future
+from megatron.ops.biased_attention import biased_attention
+from megatron.ops.by_distance import without_future
 from megatron.ops.positions import relative_buckets
 
 

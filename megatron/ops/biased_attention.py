@@ -1,6 +1,6 @@
 """Attention whose scores are not scaled, with a bias that depends on the distance between query and key alone.
 
-The 2s - 1 numbers of a head are all that autograd sees of the bias; they are spread to [s, s] where they are added.
+On a CPU it is an operator (``torch.library``) that goes block by block, one node to ``--compile``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from megatron.ops.attention import Drop, additive, dropped_attention
+from megatron.ops.by_distance import diagonal_sums, spread, spread_values
 
 BLOCK = 2**20
 """Scores that are worked on at a time on a CPU: few enough to stay in its caches from one step to the next."""
@@ -43,7 +46,10 @@ def biased_attention(
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
     """
     if is_blocked(query) and not dropout and drop is None:
-        return _BlockedAttention.apply(query, key, value, by_distance, None if mask is None else ~mask)
+        tensors = [each for each in (query, key, value, by_distance) if each is not None]
+        has_backward = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        keeps = has_backward and query[..., 0].numel() * key.shape[2] <= KEPT
+        return _forward(query, key, value, by_distance, None if mask is None else ~mask, keeps)[0]
     added = None if mask is None else additive(mask, query.dtype)
     if by_distance is not None:
         bias = spread(by_distance).unsqueeze(0)  # [1, a/t, s, s]
@@ -58,58 +64,6 @@ def is_blocked(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
-def without_future(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return the bias with the lowest number for keys to the right of the query: the causal rule, for nothing.
-
-    Shapes:
-        by_distance, output [a, 2s - 1]
-    """
-    size = by_distance.shape[1]
-    future = torch.arange(size, device=by_distance.device) > size // 2
-    return by_distance.masked_fill(future, torch.finfo(by_distance.dtype).min)
-
-
-def spread(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return the matrix of each head whose entry (i, j) is that of the distance j - i.
-
-    Shapes:
-        by_distance [a, 2s - 1]
-        output      [a, s, s]
-    """
-    return _Spread.apply(by_distance)
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, by_distance: torch.Tensor) -> torch.Tensor:
-        return _spread(by_distance)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _diagonal_sums(grads[0])
-
-
-def _spread(by_distance: torch.Tensor) -> torch.Tensor:
-    size = (by_distance.shape[1] + 1) // 2
-    windows = by_distance.contiguous().unfold(1, size, 1)  # [a, s, s], row k from distance k - (s - 1) on
-    return windows.flip(1)
-
-
-def _diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
-    """Return the sums along the diagonals of [a, s, s] as [a, 2s - 1]: the transpose of ``_spread``.
-
-    Row i of a matrix is put down i places to the left, in rows of 2s, so that columns are distances.
-    """
-    size = matrices.shape[-1]
-    rows = matrices.new_zeros(size, 2 * size)
-    square = rows.as_strided((size, size), (2 * size - 1, 1), size - 1)
-    sums = matrices.new_empty(matrices.shape[0], 2 * size)
-    for matrix, own in zip(matrices, sums, strict=True):
-        square.copy_(matrix)
-        torch.sum(rows, dim=0, out=own)
-    return sums[:, :-1]
-
-
 class _Block(NamedTuple):
     """Whole samples where one fits, else some heads of one: in both cases neighbours among all heads of all samples."""
 
@@ -118,50 +72,128 @@ class _Block(NamedTuple):
     heads: slice
 
 
-class _BlockedAttention(torch.autograd.Function):
-    """Scores become probabilities in place, block by block; beyond ``KEPT`` no [b, a, s, s_k] is ever in memory.
+@torch.library.custom_op("megatron_tds::biased_attention", mutates_args=())
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    by_distance: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    keeps: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the context and, if it ``keeps`` them, the probabilities [b a, s, s_k]; else no numbers.
 
-    torch's own attention, in the same case, makes several tensors of that size and goes over each from end to end.
+    Scores become probabilities in place, block by block; beyond ``KEPT`` no [b, a, s, s_k] is ever in memory. torch's
+    own attention, in the same case, makes several tensors of that size and goes over each from end to end.
     """
+    context = torch.empty_like(query, memory_format=torch.contiguous_format)
+    bias = None if by_distance is None else spread_values(by_distance)  # [a, s, s]
+    blocks, size = _blocks(query, key)
+    kept = query.new_empty(_kept_shape(query, key, keeps))
+    spare = kept if keeps else query.new_empty(size, query.shape[2], key.shape[2])
+    for block in blocks:
+        q, k, v, own = (_flat(x)[block.part] for x in (query, key, value, context))
+        probabilities = kept[block.part] if keeps else spare[: q.shape[0]]  # [n, s, s_k]
+        _set_probabilities(probabilities, q, k, bias, hidden, block)
+        torch.bmm(probabilities, v, out=own)
+    return context, kept
 
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, by_distance: Any, hidden: Any) -> torch.Tensor:
-        context = torch.empty_like(query, memory_format=torch.contiguous_format)
-        bias = None if by_distance is None else _spread(by_distance)  # [a, s, s]
-        blocks, size = _blocks(query, key)
-        is_kept = any(ctx.needs_input_grad) and query[..., 0].numel() * key.shape[2] <= KEPT
-        kept = query.new_empty(query.shape[0] * query.shape[1] if is_kept else size, query.shape[2], key.shape[2])
-        for block in blocks:
-            q, k, v, own = (_flat(x)[block.part] for x in (query, key, value, context))
-            probabilities = kept[block.part] if is_kept else kept[: q.shape[0]]  # [n, s, s_k]
+
+@torch.library.custom_op("megatron_tds::biased_attention_backward", mutates_args=())
+def _backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    by_distance: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    kept: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key, value and bias; no numbers for the last where there is none."""
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    keeps = kept.numel() > 0
+    bias = None if by_distance is None or keeps else spread_values(by_distance)
+    to_bias = None if by_distance is None else query.new_empty(query.shape[1], query.shape[2], key.shape[2])
+    blocks, size = _blocks(query, key)
+    again = query.new_empty(0 if keeps else size, query.shape[2], key.shape[2])
+    scratch = query.new_empty(size, query.shape[2], key.shape[2])
+    for block in blocks:
+        q, k, v, grad, to_q, to_k, to_v = (_flat(x)[block.part] for x in (query, key, value, gradient, *found))
+        probabilities = kept[block.part] if keeps else again[: q.shape[0]]
+        if not keeps:
             _set_probabilities(probabilities, q, k, bias, hidden, block)
-            torch.bmm(probabilities, v, out=own)
-        ctx.save_for_backward(query, key, value, by_distance, hidden, kept if is_kept else None)
-        return context
+        torch.bmm(probabilities.transpose(1, 2), grad, out=to_v)
+        scores = scratch[: q.shape[0]]  # their gradient; first that of the probabilities
+        torch.bmm(grad, v.transpose(1, 2), out=scores)
+        torch.ops.aten._softmax_backward_data.out(scores, probabilities, -1, scores.dtype, grad_input=scores)
+        torch.bmm(scores, k, out=to_q)
+        torch.bmm(scores.transpose(1, 2), q, out=to_k)
+        if to_bias is not None:
+            _add_samples(to_bias[block.heads], scores, is_first=block.samples.start == 0)
+    to_query, to_key, to_value = found
+    return to_query, to_key, to_value, query.new_empty(0) if to_bias is None else diagonal_sums(to_bias).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        query, key, value, by_distance, hidden, kept = ctx.saved_tensors
-        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        bias = None if by_distance is None or kept is not None else _spread(by_distance)
-        to_bias = None if by_distance is None else query.new_empty(query.shape[1], query.shape[2], key.shape[2])
-        blocks, size = _blocks(query, key)
-        again = query.new_empty(0 if kept is not None else size, query.shape[2], key.shape[2])
-        scratch = query.new_empty(size, query.shape[2], key.shape[2])
-        for block in blocks:
-            q, k, v, grad, to_q, to_k, to_v = (_flat(x)[block.part] for x in (query, key, value, grads[0], *found))
-            probabilities = again[: q.shape[0]] if kept is None else kept[block.part]
-            if kept is None:
-                _set_probabilities(probabilities, q, k, bias, hidden, block)
-            torch.bmm(probabilities.transpose(1, 2), grad, out=to_v)
-            scores = scratch[: q.shape[0]]  # their gradient; first that of the probabilities
-            torch.bmm(grad, v.transpose(1, 2), out=scores)
-            torch.ops.aten._softmax_backward_data.out(scores, probabilities, -1, scores.dtype, grad_input=scores)
-            torch.bmm(scores, k, out=to_q)
-            torch.bmm(scores.transpose(1, 2), q, out=to_k)
-            if to_bias is not None:
-                _add_samples(to_bias[block.heads], scores, is_first=block.samples.start == 0)
-        return (*found, None if to_bias is None else _diagonal_sums(to_bias), None)
+
+def _kept_shape(query: torch.Tensor, key: torch.Tensor, keeps: bool) -> tuple[int, int, int]:
+    return (query.shape[0] * query.shape[1] if keeps else 0, query.shape[2], key.shape[2])
+
+
+@_forward.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, by_distance: Tensor | None, hidden: Tensor | None, keeps: bool
+) -> tuple[Tensor, Tensor]:
+    context = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return context, query.new_empty(_kept_shape(query, key, keeps))
+
+
+@_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    by_distance: Tensor | None,
+    hidden: Tensor | None,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    to_query, to_key, to_value = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
+    return to_query, to_key, to_value, query.new_empty(0) if by_distance is None else torch.empty_like(by_distance)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else zeros as many as the probabilities are made
+
+
+def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    to_query, to_key, to_value, to_bias = _backward(grad, *tensors)
+    return to_query, to_key, to_value, None if tensors[3] is None else to_bias, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_remember)
+
+
+def _products(query: torch.Size, key: torch.Size) -> int:
+    """Return the FLOPs of a product of every query with every key."""
+    b, a, s, d = query
+    return 2 * b * a * s * key[2] * d
+
+
+@register_flop_formula(torch.ops.megatron_tds.biased_attention)
+def _flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * _products(query, key)
+
+
+@register_flop_formula(torch.ops.megatron_tds.biased_attention_backward)
+def _flops_of_backward(
+    gradient: torch.Size, query: torch.Size, key: torch.Size, value: Any, bias: Any, hidden: Any, kept: Any, **_: Any
+) -> int:
+    return (4 if kept[0] else 5) * _products(query, key)
 
 
 def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -> None:

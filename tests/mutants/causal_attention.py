@@ -1,4 +1,4 @@
-"""Mistakes in causal attention by blocks and in GELU within compiled layers."""
+"""Mistakes in attention by blocks and in GELU within compiled layers."""
 
 from __future__ import annotations
 
@@ -69,6 +69,8 @@ CAUSAL_ATTENTION = (
     ),
 )
 
+BIASED = "tests/ops/test_biased_attention.py::test_it_equals_the_formula_and_so_do_all_gradients"
+TWICE = f"{BIASED}[no mask-made twice-a head-False]"
 GELU = "megatron/ops/gelu.py"
 _BITS = "tests/ops/test_gelu.py::test_it_has_torchs_bits_compiled_or_not"
 
@@ -93,5 +95,19 @@ COMPILED_GELU = (
         "*ctx.saved_tensors, ctx.approximate)",
         '*ctx.saved_tensors, "none")',
         (f"{_BITS}[tanh]",),
+    ),
+    Mutant(
+        "the compiled gradient of a bias is lost",
+        "megatron/ops/biased_attention.py",
+        "None if tensors[3] is None else to_bias, None, None",
+        "None if tensors[3] is None else 0 * to_bias, None, None",
+        (BIASED,),
+    ),
+    Mutant(
+        "probabilities are taken as kept that were not",
+        "megatron/ops/biased_attention.py",
+        "        if not keeps:\n            _set",
+        "        if keeps:\n            _set",
+        (TWICE,),
     ),
 )

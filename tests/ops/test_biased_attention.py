@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.ops import biased_attention as module
 from megatron.ops.attention import additive, segment_mask
-from megatron.ops.biased_attention import biased_attention, spread, without_future
+from megatron.ops.biased_attention import biased_attention
+from megatron.ops.by_distance import spread, without_future
 from tests.mpu.whole import random
 
 B, A, S, D = 3, 4, 7, 5
@@ -139,3 +141,35 @@ def test_fewer_bits_give_the_same_but_for_rounding(dtype):
     for own, wanted in zip(with_gradients(ours(None, False), dtype), expected, strict=True):
         assert own.dtype == dtype
         assert (own - wanted).norm() <= 4 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["no mask", "segments"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_compiler_sees_one_operator_that_torch_accepts(has_bias, name):
+    query, key, value = (random(i, B, A, S, D).requires_grad_() for i in range(3))
+    bias = random(4, A, 2 * S - 1).requires_grad_() if has_bias else None
+    hidden = None if MASKS[name] is None else ~MASKS[name]
+    torch.library.opcheck(module._forward, (query, key, value, bias, hidden, True))
+    targets = []
+
+    def keep(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    tensors = [query, key, value] if bias is None else [query, key, value, bias]
+    compiled = torch.compile(biased_attention, backend=keep, dynamic=False)
+    outcomes = []
+    for function in (biased_attention, compiled):
+        y = function(query, key, value, bias, mask=MASKS[name])
+        outcomes.append([y.detach(), *torch.autograd.grad(y, tensors, random(5, B, A, S, D))])
+    assert all(torch.equal(one, two) for one, two in zip(*outcomes, strict=True))
+    assert sum("megatron_tds.biased_attention" in each for each in targets) == 1
+    assert not any("bmm" in each for each in targets)
+
+
+@pytest.mark.parametrize("kept", [0, 2**24], ids=["made twice", "kept"])
+def test_its_products_are_counted(kept, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", kept)
+    with FlopCounterMode(display=False) as counter:
+        with_gradients(ours(None, False))
+    assert counter.get_total_flops() == (6 if kept else 7) * 2 * B * A * S * S * D
