@@ -159,7 +159,7 @@ def _(
     to_query, to_key, to_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    return to_query, to_key, to_value, query.new_empty(0) if by_distance is None else torch.empty_like(by_distance)
+    return to_query, to_key, to_value, query.new_empty((0,) if by_distance is None else by_distance.shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -30,22 +30,22 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 @torch.library.custom_op("megatron_tds::gelu", mutates_args=())
 def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return F.gelu(x, approximate=approximate)
+    return F.gelu(x.contiguous(), approximate=approximate)
 
 
 @torch.library.custom_op("megatron_tds::gelu_backward", mutates_args=())
 def _gelu_backward(grad: torch.Tensor, x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+    return torch.ops.aten.gelu_backward(grad.contiguous(), x.contiguous(), approximate=approximate)
 
 
 @_gelu.register_fake
 def _(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @_gelu_backward.register_fake
 def _(grad: torch.Tensor, x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _remember(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:

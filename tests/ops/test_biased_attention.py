@@ -147,7 +147,7 @@ def test_fewer_bits_give_the_same_but_for_rounding(dtype):
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_compiler_sees_one_operator_that_torch_accepts(has_bias, name):
     query, key, value = (random(i, B, A, S, D).requires_grad_() for i in range(3))
-    bias = random(4, A, 2 * S - 1).requires_grad_() if has_bias else None
+    bias = random(4, 2 * S - 1, A).t().requires_grad_() if has_bias else None  # in memory as the layer's
     hidden = None if MASKS[name] is None else ~MASKS[name]
     torch.library.opcheck(module._forward, (query, key, value, bias, hidden, True))
     targets = []
