@@ -60,7 +60,7 @@ def biased_attention(
 
 
 def is_blocked(x: torch.Tensor) -> bool:
-    """Return whether attention of ``x`` goes block by block: on CPUs, where torch's is slow, most of all with a bias."""
+    """Return whether attention of ``x`` goes block by block: on CPUs, where torch is slow, most of all with a bias."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
