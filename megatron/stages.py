@@ -9,9 +9,11 @@ F, B and W are the times of a forward, a backward for the input and one for the 
 | gpipe | 1 | m | the same | the same |
 | zb-h1 | 1 | min(p, m) | m max(T) + (sum(T) - max(T)) / 3 at F = B = W | (p - 1) / (3 m + p - 1) |
 | interleaved | >1 | 2 (p - i - 1) + (c - 1) p + 1 chunks | m max(T) + (sum(T) - max(T)) / c | (p - 1) / (c m + p - 1) |
+| zb-h1 | >1 | i chunks more | m max(T) + (sum(T) - max(T)) / (3 c) at F = B = W | (p - 1) / (3 c m + p - 1) |
 
-The last two are for enough micro-batches. For each that m lacks to p, zb-h1 loses max(T) / 3 more and interleaved
-(c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that. Messages cost nothing here.
+Those below gpipe are for enough micro-batches. For each that m lacks to p, zb-h1 loses max(T) / 3 more and interleaved
+(c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that. Of zb-h1 with chunks the same
+is taken, which is the most that it can lose there. Messages cost nothing here.
 ``tds.schedule.simulate`` runs the actions themselves, with costs of one's own.
 
 Sources: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2; Qi et al.
@@ -27,10 +29,10 @@ from operator import add
 from typing import NamedTuple
 
 ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
-MANY_CHUNKS = ("interleaved",)
+MANY_CHUNKS = ("interleaved", "zb-h1")
 AUTO = "auto"
 """Stands for the schedule that proves fastest in the first steps, among those for the number of chunks."""
-SCHEDULES = (*ONE_CHUNK, *MANY_CHUNKS, AUTO)
+SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS)), AUTO)
 
 
 def by_default(num_chunks: int) -> str:
@@ -65,23 +67,20 @@ def bubble(
     costs = [sum(pieces[stage::p]) for stage in range(p)]
     by_chunk = sum(max(pieces[first : first + p]) for first in range(0, len(pieces), p))
     slowest = (max(costs) + by_chunk) / 2
-    parts = {"zb-h1": 3, "interleaved": num_chunks}.get(schedule, 1)
-    lost = (num_chunks - 1) * (-m % p) * (1 if m < p else 2 / 3)
-    missing = {"zb-h1": max(p - m, 0), "interleaved": lost}.get(schedule, 0)
-    step = m * slowest + (sum(costs) - max(costs) + missing * max(costs)) / parts
+    parts = num_chunks * (3 if schedule == "zb-h1" else 1)
+    missing = (num_chunks - 1) * (-m % p) * (1 if m < p else 2 / 3) / num_chunks
+    if schedule == "zb-h1" and num_chunks == 1:
+        missing = max(p - m, 0) / 3
+    step = m * slowest + (sum(costs) - max(costs)) / parts + missing * max(costs)
     return 1 - m * sum(costs) / (p * step)
 
 
 def in_flight(num_stages: int, num_micro_batches: int, schedule: str, num_chunks: int, stage: int) -> int:
     """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst."""
-    p, m = num_stages, num_micro_batches
-    held = {
-        "1f1b": min(p - stage, m),
-        "gpipe": m,
-        "zb-h1": min(p, m),
-        "interleaved": min(2 * (p - stage - 1) + (num_chunks - 1) * p + 1, num_chunks * m),
-    }
-    return max(held[name] for name in candidates(schedule, num_chunks))
+    p, most = num_stages, num_chunks * num_micro_batches
+    whole = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * p + 1
+    held = {"1f1b": whole, "interleaved": whole, "gpipe": most, "zb-h1": whole + stage}
+    return min(most, max(held[name] for name in candidates(schedule, num_chunks)))
 
 
 class T5Units(NamedTuple):

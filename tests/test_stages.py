@@ -12,7 +12,7 @@ from megatron import stages
 from megatron.stages import t5_units
 from tds.schedule import Costs, schedule_named, simulate, validate
 
-NAMES = [(name, 1) for name in stages.ONE_CHUNK] + [("interleaved", 2), ("interleaved", 3)]
+NAMES = [(name, 1) for name in stages.ONE_CHUNK] + [(name, c) for name in stages.MANY_CHUNKS for c in (2, 3)]
 
 
 def sums(costs, bounds, num_stages):
@@ -79,7 +79,8 @@ def test_as_many_forwards_are_in_flight_as_the_schedule_itself_keeps(name, num_c
 def test_auto_is_reckoned_by_its_worst_and_its_default_follows_the_chunks():
     assert stages.in_flight(4, 8, "auto", 1, 3) == 8
     assert stages.candidates("auto", 1) == stages.ONE_CHUNK
-    assert stages.candidates("auto", 2) == ("interleaved",)
+    assert stages.candidates("auto", 2) == ("interleaved", "zb-h1")
+    assert stages.in_flight(4, 8, "auto", 2, 3) == 8
     assert (stages.by_default(1), stages.by_default(2)) == ("1f1b", "interleaved")
 
 
@@ -89,11 +90,15 @@ def test_the_bubble_of_equal_stages_is_the_one_that_is_simulated(name, num_chunk
         for m in (1, p - 1, p, p + 1, 4 * p):
             actions = [schedule_named(name, num_chunks)(p, m, stage) for stage in range(p)]
             simulated = simulate(actions, Costs.even(p * num_chunks), num_chunks).bubble
+            told = stages.bubble(p, m, name, num_chunks)
+            if name == "zb-h1" and num_chunks > 1 and m % p:  # told as the most that it can be
+                assert simulated <= told + 1e-9 <= stages.bubble(p, m, "interleaved", num_chunks) + 1e-9, (p, m)
+                continue
             apart = 0.01 if num_chunks > 1 and m > p and m % p else 1e-9
-            assert stages.bubble(p, m, name, num_chunks) == pytest.approx(simulated, abs=apart), (p, m)
+            assert told == pytest.approx(simulated, abs=apart), (p, m)
 
 
-@pytest.mark.parametrize(("name", "num_chunks"), NAMES[:-1])
+@pytest.mark.parametrize(("name", "num_chunks"), [(name, c) for name, c in NAMES if c < 3])
 def test_the_bubble_of_unequal_pieces_is_near_the_one_that_is_simulated(name, num_chunks):
     counts = stages.layers_in_chunks(16, 4, num_chunks, 0.0, 2.0)
     costs = [*counts[:-1], counts[-1] + 2.0]
@@ -108,6 +113,7 @@ def test_the_bubble_is_the_share_of_idle_slots():
     assert stages.bubble(4, 12, "gpipe") == pytest.approx(3 / 15)
     assert stages.bubble(4, 12, "interleaved", 2) == pytest.approx(3 / 27)
     assert stages.bubble(4, 12, "zb-h1") == pytest.approx(3 / 39)
+    assert stages.bubble(4, 12, "zb-h1", 2) == pytest.approx(3 / 75)
     assert stages.bubble(2, 8, piece_costs=[1.0, 3.0]) == pytest.approx(1 - 8 * 4 / (2 * 25))
 
 

@@ -93,11 +93,12 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> N
 
 def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int) -> None:
     """End with code 2 unless there is a schedule of that name for so many chunks."""
-    if name not in (*ONE_CHUNK, *MANY_CHUNKS):
-        parser.error(f"--schedule must be one of {', '.join((*ONE_CHUNK, *MANY_CHUNKS))}, got {name}")
-    if name in MANY_CHUNKS and num_chunks == 1:
+    known = dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS))
+    if name not in known:
+        parser.error(f"--schedule must be one of {', '.join(known)}, got {name}")
+    if name not in ONE_CHUNK and num_chunks == 1:
         parser.error(f"--schedule {name} needs several chunks on each stage, got 1. Add --chunks 2")
-    if name in ONE_CHUNK and num_chunks > 1:
+    if name not in MANY_CHUNKS and num_chunks > 1:
         parser.error(f"--schedule {name} takes one chunk on each stage, got --chunks {num_chunks}. Leave --chunks out")
 
 

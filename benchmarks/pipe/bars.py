@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from benchmarks.pipe.case import Case
 from benchmarks.pipe.record import Record, fastest, ratio
 
-NO_MEMORY_BAR = "memory has no bar for interleaved and gpipe: they hold more micro-batches at a time, by design"
+NO_MEMORY_BAR = "memory has no bar for chunks and gpipe: they hold more micro-batches at a time, by design"
 MEMORY = "memory of the first stage"
 SAME_CUT, BEST_OF_STOCK, BEST_OF_TORCH, PREDICTED = 0.98, 1.04, 1.05, 0.05
 
@@ -79,7 +79,7 @@ def _same_cut(case: Case, records: Mapping[str, Record]) -> list[Bar]:
             told = f"{contender.name} to the faster 1F1B of others at this cut ({rival.contender.name})"
             found.append(Bar(told, ratio(case, own, rival), SAME_CUT))
         stock = fastest(case, rivals, "stock")
-        is_lean = contender.schedule in ("1f1b", "zb-h1")
+        is_lean = contender.schedule in ("1f1b", "zb-h1") and contender.chunks == 1
         if is_lean and stock is not None and own.first_stage_bytes and stock.first_stage_bytes:
             told = f"{MEMORY}, {contender.name} to {stock.contender.name}"
             found.append(Bar(told, sum(own.first_stage_bytes) / sum(stock.first_stage_bytes), 1.0, is_limit=True))

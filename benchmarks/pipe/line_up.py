@@ -8,12 +8,13 @@ from dataclasses import replace
 from deepspeed.pipe import LayerSpec
 
 from benchmarks.pipe.case import Bounds, Case, Contender
-from benchmarks.pipe.cuts import all_cuts, best_cuts, cuts_of_deepspeed, distinct, told
+from benchmarks.pipe.cuts import all_cuts, best_cuts, best_ring, cuts_of_deepspeed, distinct, told
 from benchmarks.pipe.model import make_model
 
 ALONE = Contender(name="one process", kind="alone")
 SIDE_BY_SIDE = Contender(name="side by side", kind="side by side")
-SCHEDULES = ("1f1b", "zb-h1")
+ONE_CHUNK = ("1f1b", "zb-h1", "gpipe", "auto")
+MANY_CHUNKS = ("interleaved", "zb-h1")
 CHUNKS = 2
 
 
@@ -56,10 +57,11 @@ def _pipelines(case: Case, layers: str, costs: Sequence[float], num_cuts: int) -
             yield Contender(name=name, kind="dualpipev", layers=layers, partition=folded[bounds])
     for bounds in shared:
         yield Contender(name=f"torch {told(bounds, specs)}", kind="torch", layers=layers, partition=bounds)
-    ring = best_cuts(all_cuts(len(specs), p * CHUNKS), costs, p, m, 1)
     gpipe = best[:1] if case.has_gpipe else []
-    own = {"1f1b": shared, "zb-h1": best, "gpipe": gpipe, "interleaved": ring}
-    yield from _all_of_ours(layers, specs, own, best[0])
+    yield from _all_of_ours(layers, specs, {"1f1b": shared, "zb-h1": best, "gpipe": gpipe}, best[0])
+    for schedule in MANY_CHUNKS:
+        ring = best_ring(costs, p, m, CHUNKS, schedule)
+        yield _ours(layers, ring, told(ring, specs), schedule, CHUNKS)
     if case.tensor == 1:
         yield _ours(layers, "profile", "profile", "auto")
 
@@ -73,9 +75,11 @@ def _t5_pipelines(case: Case, costs: Sequence[float], num_cuts: int) -> Iterator
     cuts = all_cuts(len(specs), p)
     best = distinct(best_cuts(cuts, costs, p, m, len(cuts)), specs)[:num_cuts]
     shared = distinct([*best, cut_by_cost(case)], specs)
-    ring = best_cuts(all_cuts(len(specs), p * CHUNKS), costs, p, m, 1)
-    rings = distinct([*ring, cut_by_cost(case, CHUNKS)], specs)
-    yield from _all_of_ours("t5", specs, {"1f1b": shared, "zb-h1": shared, "interleaved": rings}, best[0])
+    yield from _all_of_ours("t5", specs, {"1f1b": shared, "zb-h1": shared}, best[0])
+    for schedule in MANY_CHUNKS:
+        rings = distinct([best_ring(costs, p, m, CHUNKS, schedule), cut_by_cost(case, CHUNKS)], specs)
+        for bounds in rings:
+            yield _ours("t5", bounds, told(bounds, specs), schedule, CHUNKS)
     yield _ours("t5", "profile", "profile", "auto")
 
 
@@ -89,11 +93,10 @@ def _specs(case: Case, layers: str, costs: Sequence[float]) -> list[LayerSpec]:
 def _all_of_ours(
     layers: str, specs: Sequence[LayerSpec], cuts: Mapping[str, Sequence[Bounds]], best: Bounds
 ) -> Iterator[Contender]:
-    """Yield each of our schedules at its ``cuts``, by name; those that have none there at the ``best``."""
-    for schedule in (*SCHEDULES, "gpipe", "interleaved", "auto"):
+    """Yield each of our schedules of one chunk at its ``cuts``, by name; those that have none there at the ``best``."""
+    for schedule in ONE_CHUNK:
         for bounds in cuts.get(schedule, [best]):
-            chunks = CHUNKS if schedule == "interleaved" else 1
-            yield _ours(layers, bounds, told(bounds, specs), schedule, chunks)
+            yield _ours(layers, bounds, told(bounds, specs), schedule)
 
 
 def _ours(layers: str, partition: Bounds | str, cut: str, schedule: str, chunks: int = 1) -> Contender:

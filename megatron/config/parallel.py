@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron import accelerators
 from megatron.config.option import option
-from megatron.stages import AUTO, MANY_CHUNKS, SCHEDULES, by_default, candidates
+from megatron.stages import AUTO, MANY_CHUNKS, ONE_CHUNK, SCHEDULES, by_default, candidates
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
 SPLITTING = "zb-h1"
@@ -186,8 +186,8 @@ class ParallelConfig:
     def _schedule_problems(self) -> Iterator[str]:
         schedule, chunks = self.schedule, self.pipeline_chunks
         got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"
-        if chunks == 1 and schedule in MANY_CHUNKS:
-            yield f"the schedule interleaved needs several chunks on each stage, {got}. Use --pipeline-chunks 2"
+        if chunks == 1 and schedule not in (*ONE_CHUNK, AUTO):
+            yield f"the schedule {schedule} needs several chunks on each stage, {got}. Use --pipeline-chunks 2"
         if chunks > 1 and schedule not in (*MANY_CHUNKS, AUTO):
             yield (
                 f"several chunks on each stage need the schedule {' or '.join(MANY_CHUNKS)}, {got}. "

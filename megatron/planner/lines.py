@@ -9,7 +9,7 @@ from megatron.config.config import all_options
 from megatron.config.option import RUN_SCRIPTS, Option
 from megatron.config.scan import scan
 from megatron.planner.layout import Layout
-from megatron.stages import MANY_CHUNKS, ONE_CHUNK
+from megatron.stages import by_default
 
 RECIPE = {
     "gpt2": ("--hidden-bias", "--attention-dropout", "0", "--hidden-dropout", "0"),
@@ -76,7 +76,7 @@ def flags(config: Any, layout: Layout) -> list[str]:
 
 def said_schedule(layout: Layout) -> str | None:
     """Return the schedule where it is none that follows from stages and chunks."""
-    return layout.schedule if layout.pipe > 1 and layout.schedule not in (ONE_CHUNK[0], *MANY_CHUNKS) else None
+    return layout.schedule if layout.pipe > 1 and layout.schedule != by_default(layout.chunks) else None
 
 
 def given_flags(config: Any) -> list[str]:

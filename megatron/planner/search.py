@@ -179,7 +179,7 @@ def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> lis
     unfit = {"gpipe"} - {fixed.get("schedule")} | ({SPLITTING} if planner.config.parallel.compile else set())
     known = [(name, 1) for name in ONE_CHUNK if name not in unfit]
     if plain.num_micro_batches >= plain.pipe:
-        known += [(name, chunks) for name in MANY_CHUNKS for chunks in range(2, most + 1)]
+        known += [(name, chunks) for name in MANY_CHUNKS if name not in unfit for chunks in range(2, most + 1)]
     return [
         (name, chunks)
         for name, chunks in known

@@ -5,7 +5,8 @@ from tds.schedule.choose import Choice, choose
 from tds.schedule.costs import Costs
 from tds.schedule.interleaved import interleaved
 from tds.schedule.messages import Kind, Message, received, sent
-from tds.schedule.orders import SCHEDULE_NAMES, forward_only, gpipe, one_forward_one_backward, schedule_named
+from tds.schedule.one_chunk import gpipe, one_forward_one_backward
+from tds.schedule.orders import SCHEDULE_NAMES, forward_only, schedule_named
 from tds.schedule.running import ScheduleError
 from tds.schedule.simulate import Span, Timeline, simulate
 from tds.schedule.sizes import Order

@@ -5,29 +5,44 @@ The previous stage waits for the gradient of its output only, so that half (``Ba
 than the first stage of 1F1B does. On stage 0 it would follow at once, and nobody waits for the first half: there the
 backward stays whole, which costs less.
 
-With even stages each is idle for (p-1)(F+B) - (min(p, m)-1) min(F, B, W), which is (p-1)(F+B-W) for p micro-batches or
-more and a W that is no longer than F and B.
+With several chunks of layers on each stage the same is done to interleaved 1F1B: on stage i the weights' half trails by
+i backwards of a chunk, and no stage holds more than the first of interleaved 1F1B.
 
-Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.
+With even stages each is idle for (p-1)(F+B) - (min(p, m)-1) min(F, B, W), which is (p-1)(F+B-W) for p micro-batches or
+more and a W that is no longer than F and B; with c chunks for (p-1)(F+B-W)/c if p divides m.
+
+Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2; the order with chunks is ours.
 """
 
 from __future__ import annotations
 
-from tds.schedule.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
-from tds.schedule.sizes import check_sizes
+from collections import deque
+from collections.abc import Sequence
+
+from tds.schedule.actions import Action, Backward, BackwardInput, BackwardWeight
+from tds.schedule.interleaved import interleaved
+from tds.schedule.one_chunk import one_forward_one_backward
 
 
-def zero_bubble_h1(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
-    """Return a warm-up of forwards, then forward, backward for the input, and for the weights of ``stage`` before."""
-    check_sizes(num_stages, num_micro_batches, stage)
-    warm_up = min(num_stages - stage - 1, num_micro_batches)
-    actions: list[Action] = [Forward(i) for i in range(warm_up)]
-    for i in range(num_micro_batches):
-        if warm_up + i < num_micro_batches:
-            actions.append(Forward(warm_up + i))
-        actions.append(BackwardInput(i) if stage else Backward(i))
-        if i >= stage > 0:
-            actions.append(BackwardWeight(i - stage))
-    if stage:
-        actions += [BackwardWeight(i) for i in range(max(num_micro_batches - stage, 0), num_micro_batches)]
-    return actions
+def zero_bubble_h1(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> list[Action]:
+    """Return 1F1B, or interleaved 1F1B, of ``stage`` with the weights' half of each backward put off."""
+    if num_chunks == 1:
+        whole = one_forward_one_backward(num_stages, num_micro_batches, stage)
+    else:
+        whole = interleaved(num_stages, num_micro_batches, stage, num_chunks)
+    return _put_off(whole, trail=stage) if stage else whole
+
+
+def _put_off(whole: Sequence[Action], trail: int) -> list[Action]:
+    """Return ``whole`` with each backward split, its second half behind the first halves of ``trail`` later ones."""
+    actions: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in whole:
+        if not isinstance(action, Backward):
+            actions.append(action)
+            continue
+        actions.append(BackwardInput(action.micro_batch, action.chunk))
+        waiting.append(BackwardWeight(action.micro_batch, action.chunk))
+        if len(waiting) > trail:
+            actions.append(waiting.popleft())
+    return [*actions, *waiting]

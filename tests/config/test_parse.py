@@ -194,7 +194,11 @@ def test_a_value_that_cannot_be_used_is_told_with_its_cure(line, parts):
         ("--pipe-parallel-size 2 --pipeline-chunks 3", 2, ["2 x --pipeline-chunks 3 = 6", "1 to 2", "--num-layers 6"]),
         ("--pipe-parallel-size 4 --pipeline-chunks 2", 4, ["Use --pipeline-chunks 1, or --num-layers 8 or more"]),
         ("--pipe-parallel-size 2 --pipeline-schedule interleaved", 2, ["needs several chunks", "--pipeline-chunks 2"]),
-        ("--pipe-parallel-size 2 --pipeline-chunks 2 --pipeline-schedule gpipe", 2, ["need the schedule interleaved"]),
+        (
+            "--pipe-parallel-size 2 --pipeline-chunks 2 --pipeline-schedule gpipe",
+            2,
+            ["need the schedule interleaved or zb-h1"],
+        ),
         ("--pipe-parallel-size 5", 5, ["--num-layers 4 on --pipe-parallel-size 5", "0 to 4", "--num-layers 5"]),
         (
             "--model-parallel-size 3 --hidden-size 48",

@@ -27,6 +27,28 @@ STAGES = (
         (f"{BITS}[--pipeline-schedule zb-h1]",),
     ),
     Mutant(
+        "what one chunk puts off is computed in the place of another's",
+        "tds/stage.py",
+        "            with self.splitter.putting_off(_key(action)) if self.splits else nullcontext():\n",
+        "            place = (action.micro_batch, 0)\n"
+        "            with self.splitter.putting_off(place) if self.splits else nullcontext():\n",
+        (f"{BITS}[--pipeline-schedule zb-h1 --pipeline-chunks 2]",),
+    ),
+    Mutant(
+        "with chunks no gradient of a weight is put off",
+        "tds/schedule/zero_bubble.py",
+        "    return _put_off(whole, trail=stage) if stage else whole\n",
+        "    return _put_off(whole, trail=stage) if stage and num_chunks == 1 else whole\n",
+        ("tests/tds/schedule/test_simulate.py::test_zb_h1_fills_the_bubble_of_chunks_too",),
+    ),
+    Mutant(
+        "the gradients of weights trail by one backward on every stage",
+        "tds/schedule/zero_bubble.py",
+        "trail=stage)",
+        "trail=1)",
+        ("tests/tds/schedule/test_simulate.py::test_zb_h1_fills_the_bubble_of_chunks_too",),
+    ),
+    Mutant(
         "the samples of a micro-batch change places in the gradient that comes back",
         "tds/stage.py",
         "                    torch.autograd.backward(state.edges, arrived)\n",

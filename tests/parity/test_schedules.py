@@ -15,7 +15,8 @@ UNTIED = "--untie-embeddings-and-output-weights"
 RECOMPUTE = "--checkpoint-activations"
 INTERLEAVED = "--pipeline-chunks 2"
 ZERO_BUBBLE = "--pipeline-schedule zb-h1"
-OTHERS = ("--pipeline-schedule gpipe", INTERLEAVED, ZERO_BUBBLE, "--pipeline-schedule auto")
+SPLIT_CHUNKS = f"{ZERO_BUBBLE} {INTERLEAVED}"
+OTHERS = ("--pipeline-schedule gpipe", INTERLEAVED, ZERO_BUBBLE, SPLIT_CHUNKS, "--pipeline-schedule auto")
 GRIDS = [(1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 1)]
 """(tensor, pipe, data) of every grid of 2 and 4 ranks with a pipeline."""
 
@@ -38,6 +39,7 @@ def check_grid(tensor: int, pipe: int, data: int, gas: int, schedule: str, extra
         ((2, 2, 1), 1, INTERLEAVED, UNTIED),
         ((1, 2, 2), 4, ZERO_BUBBLE, RECOMPUTE),
         ((1, 4, 1), 2, ZERO_BUBBLE, UNTIED),
+        ((1, 2, 2), 3, SPLIT_CHUNKS, RECOMPUTE),
     ],
 )
 def test_a_schedule_trains_the_model_of_one_process(
@@ -49,7 +51,7 @@ def test_a_schedule_trains_the_model_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["", UNTIED, RECOMPUTE, f"{UNTIED} {RECOMPUTE} --checkpoint-num-layers 2"])
 @pytest.mark.parametrize("gas", [1, 2, 8])
-@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE])
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE, SPLIT_CHUNKS])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_schedule_with_every_switch(grid: tuple[int, int, int], gas: int, schedule: str, extra: str) -> None:
     """Rows E01, E04, E08, E12, E17 with micro-batches above and below the stages."""

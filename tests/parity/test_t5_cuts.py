@@ -24,7 +24,7 @@ WAYS: list[dict[str, Any]] = [
     {"schedule": name, **switches} for name in ("1f1b", "gpipe", "zb-h1") for switches in SWITCHES
 ]
 random.Random(0).shuffle(WAYS)  # neighbouring cuts meet ways that differ in all
-CHUNKED = [{"schedule": "interleaved", "chunks": 2, **switches} for switches in SWITCHES]
+CHUNKED = [{"schedule": name, "chunks": 2, **switches} for name in ("interleaved", "zb-h1") for switches in SWITCHES]
 
 
 def rotated(stages: int, ways: list[dict[str, Any]], times: int = 1) -> list[Case]:

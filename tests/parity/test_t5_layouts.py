@@ -22,6 +22,7 @@ SCHEDULES = [
     {"schedule": "gpipe"},
     {"schedule": "zb-h1"},
     {"schedule": "interleaved", "chunks": 2},
+    {"schedule": "zb-h1", "chunks": 2},
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tds.auto import TRIALS, Auto, best, first_name
+from tds.auto import NUM_TRIALS, Auto, best, first_name, trials
 from tds.schedule import Costs
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, train
@@ -54,7 +54,7 @@ def _run(rank: int, schedule: str, options: dict[str, Any]) -> list[Any]:
     engine = make_engine(toy, 2)
     engine.optimizer.param_groups[0]["lr"] = 0.1
     names, results = [], []
-    for _ in range(len(TRIALS) + 2):
+    for _ in range(NUM_TRIALS + 2):
         results.append(train(engine, toy)[:2])
         names.append(engine._plan.name)
     return [names, results, [line for line in heard.lines if '"auto"' in line]]
@@ -81,21 +81,21 @@ def _change(rank: int, when: int) -> tuple[list[str], list[str]]:
     toy = Toy("chain", pipeline={"schedule": "auto"})
     engine = make_engine(toy, 2)
     names = []
-    for step in range(len(TRIALS) + 3):
+    for step in range(NUM_TRIALS + 3):
         if step == when:
             engine.set_schedule("gpipe")
-        if step == len(TRIALS) + 1:
+        if step == NUM_TRIALS + 1:
             more = replace(toy, micro_batches=2 * toy.micro_batches)
             engine.set_train_batch_size(2 * engine.train_batch_size())
-        engine.train_batch(iter((more if step > len(TRIALS) else toy).batches()))
+        engine.train_batch(iter((more if step > NUM_TRIALS else toy).batches()))
         names.append(engine._plan.name)
     return names, [line for line in heard.lines if '"auto"' in line]
 
 
-@pytest.mark.parametrize("when", [1, len(TRIALS)])
+@pytest.mark.parametrize("when", [1, NUM_TRIALS])
 def test_a_schedule_that_the_program_sets_stays(when: int) -> None:
     for names, lines in run_ranks(2, _change, when):
-        assert names[:when] == list(TRIALS[: when - 1]) + names[when - 1 : when]
+        assert names[:when] == list(trials(1)[: when - 1]) + names[when - 1 : when]
         assert set(names[when:]) == {"gpipe"} and len(lines) <= (when > 1)
 
 
@@ -111,7 +111,7 @@ def test_the_number_of_micro_batches_decides() -> None:
     auto = Auto(set_to.append, num_stages=2, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
     auto._say = lambda _: None  # type: ignore[method-assign]
     even, whole = Costs.even(2), Costs((1.0,) * 2, (1.98,) * 2, (0.0,) * 2)
-    auto._measured, auto._step = [whole, even], len(TRIALS) - 1
+    auto._measured, auto._step = [whole, even], NUM_TRIALS - 1
     auto.observe(None, 2)
     auto.before_step(2)
     auto.before_step(64)
@@ -122,7 +122,28 @@ def test_the_number_of_micro_batches_decides() -> None:
     assert len(set_to) == 3
 
 
-def test_a_module_with_chunks_leaves_no_choice() -> None:
-    assert first_name(1) == "1f1b" and first_name(2) == "interleaved"
-    (names, _, lines), _ = run_ranks(2, _run, "auto", {"chunks": 2})
-    assert set(names) == {"interleaved"} and "the only schedule for 2 stages of 2 chunks" in lines[0]
+def test_with_chunks_the_choice_is_between_whole_and_split_backwards() -> None:
+    assert (first_name(1), first_name(2)) == ("1f1b", "interleaved")
+    chosen = run_ranks(2, _run, "auto", {"chunks": 2})
+    (names, got, lines), (others, _, _) = chosen
+    assert names == others and names[:3] == ["interleaved", "interleaved", "zb-h1"]
+    assert names[-1] in ("interleaved", "zb-h1")
+    assert "stage 1 chunk 1: " in lines[0] and "gpipe" not in lines[0]
+    for (loss, gradients), (wanted, plain) in zip(
+        got, run_ranks(2, _run, "interleaved", {"chunks": 2})[0][1], strict=True
+    ):
+        assert torch.equal(loss, wanted) and all(torch.equal(gradients[name], plain[name]) for name in plain)
+
+
+def test_with_chunks_the_costs_of_all_pieces_decide() -> None:
+    whole = Costs((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
+    name, reason = best(whole, Costs.even(4), 2, 8, 2)
+    assert name == "zb-h1" and "interleaved 51000.0" in reason and "zb-h1 49000.0" in reason
+    assert best(whole, Costs.even(4, B=1.2, W=1.2), 2, 8, 2)[0] == "interleaved"
+
+
+def test_one_stage_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Auto, "_say", lambda self, reason: told.append(reason))
+    auto = Auto(told.append, num_stages=1, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
+    assert auto.is_settled and told == ["1f1b", "1f1b: with one stage schedules do not differ"]

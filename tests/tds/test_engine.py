@@ -166,7 +166,7 @@ def _mistakes(rank: int) -> dict[str, str]:
     note("plain", ValueError, lambda: make_engine(Toy(pipeline=chunked), 2, module=plain))
     note("chunks", ValueError, lambda: make_engine(Toy(pipeline=chunked), 2))
     note("interleaved", ValueError, lambda: make_engine(Toy(pipeline={"schedule": "interleaved"}), 2))
-    note("whole", ValueError, lambda: make_engine(Toy(options={"chunks": 2}, pipeline={"schedule": "zb-h1"}), 2))
+    note("whole", ValueError, lambda: make_engine(Toy(options={"chunks": 2}, pipeline={"schedule": "gpipe"}), 2))
     note("thin", ValueError, lambda: make_engine(Toy(layers=3, options={"chunks": 2}), 2))
     note("key", ValueError, lambda: make_engine(Toy(pipeline={"shedule": "gpipe", "use_reentrant": False}), 2))
     note("bounds", ValueError, lambda: make_engine(toy, 2, partition_method=[0, 2, 3]))

@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.tds.toys import Toy, check_equal, make_engine, run_toys, train
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
-IN_CHUNKS = {"layers": 7, "options": {"chunks": 2}, "pipeline": {"schedule": "interleaved"}}
+OF_CHUNKS = ("interleaved", "zb-h1")
 
 
 def _compare(toys: list[Toy], ranks: int, num_stages: int, tolerance: float | None, **more: Any) -> None:
@@ -39,20 +39,22 @@ def test_fp32_equals_one_process_to_the_bit(num_stages: int) -> None:
 def test_chunks_equal_one_process_to_the_bit(num_stages: int, chunks: int) -> None:
     """Below, at and above whole rounds of micro-batches."""
     toys = [
-        Toy(kind, micro_batches=m, dtype=torch.float32, **{**IN_CHUNKS, "options": {"chunks": chunks}})
-        for kind, m in itertools.product(("chain", "many"), (1, 2, 3, 7))
+        Toy(kind, 7, micro_batches=m, dtype=torch.float32, options={"chunks": chunks}, pipeline={"schedule": name})
+        for kind, m, name in itertools.product(("chain", "many"), (1, 2, 3, 7), OF_CHUNKS)
     ]
     _compare(toys, num_stages, num_stages, None)
 
 
 def test_chunks_with_replicas_tied_weights_and_recompute_equal_one_process() -> None:
     toys = [
-        Toy(kind, micro_batches=m, loss=loss, **{**IN_CHUNKS, "options": {"chunks": 2, **recompute}})
+        Toy(
+            kind, 7, micro_batches=m, loss=loss, options={"chunks": 2, **recompute},
+            pipeline={"schedule": name, "use_reentrant": False},
+        )
         for kind, loss, m in (("tied", "pair", 3), ("many", "scalar", 5))
         for recompute in ({}, {"activation_checkpoint_interval": 2})
-    ]
-    for toy in toys:
-        toy.pipeline = {**toy.pipeline, "use_reentrant": False}
+        for name in OF_CHUNKS
+    ]  # fmt: skip
     _compare(toys, 4, 2, 1e-12)
 
 

@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from tests.tds.toys import Dense, Sharer, Table, Toy, check_equal, make_engine, run_toys, train
 
 NO_REENTRY = {"use_reentrant": False}
+OF_CHUNKS = ("interleaved", "zb-h1")
 IN_CHUNKS = {"layers": 7, "options": {"chunks": 2}, "pipeline": {"schedule": "interleaved"}}
 
 
@@ -65,7 +66,11 @@ def test_what_one_stage_alone_holds_is_added_up_beside_its_backward() -> None:
 
 
 def test_chunks_equal_one_process() -> None:
-    toys = [Toy("sharing", micro_batches=m, **IN_CHUNKS) for m in (1, 4)]
+    toys = [
+        Toy("sharing", micro_batches=m, **{**IN_CHUNKS, "pipeline": {"schedule": name}})
+        for m in (1, 4)
+        for name in OF_CHUNKS
+    ]
     again = {**IN_CHUNKS, "options": {"chunks": 3, "activation_checkpoint_interval": 2}}
     again["pipeline"] = {"schedule": "interleaved", **NO_REENTRY}
     _compare([*toys, Toy("sharing", micro_batches=3, **again)], 4, 2)

@@ -9,11 +9,12 @@ from dataclasses import replace
 from deepspeed.runtime.utils import partition_balanced
 
 from benchmarks.pipe.case import MOST_KEPT, Case
-from benchmarks.pipe.cuts import all_cuts, best_cuts, cuts_of_deepspeed, predicted_s, stage_seconds, told
+from benchmarks.pipe.cuts import all_cuts, best_cuts, best_ring, cuts_of_deepspeed, predicted_s, stage_seconds, told
 from benchmarks.pipe.line_up import line_up
 from benchmarks.pipe.model import plain_specs
 from benchmarks.pipe.t5_model import cut_by_cost
 from benchmarks.sizes import GPTSizes, T5Sizes
+from tds.schedule import Costs, schedule_named, simulate
 
 SIZES = GPTSizes(num_layers=8, hidden_size=16, num_attention_heads=2, vocab_size=32, seq_length=8)
 CASE = Case(name="toy", sizes=SIZES, bar=0.9)
@@ -53,6 +54,17 @@ def test_pieces_lie_in_a_ring_or_in_a_v() -> None:
     assert round(folded) in (502, 503)  # 1 + 4 against 2 + 3
 
 
+def test_the_best_ring_is_the_fastest_by_simulation() -> None:
+    costs = [1.0] * 7 + [4.0]
+    for schedule in ("interleaved", "zb-h1"):
+        best = best_ring(costs, 2, 6, 2, schedule)
+        order = schedule_named(schedule, 2)
+        actions = [order(2, 6, stage) for stage in range(2)]
+        pieces = {each: tuple(sum(costs[a:b]) / 3 for a, b in itertools.pairwise(each)) for each in all_cuts(8, 4)}
+        steps = {each: simulate(actions, Costs(*[piece] * 3), 2).step_s for each, piece in pieces.items()}
+        assert steps[best] == min(steps.values()) < steps[best_cuts(all_cuts(8, 4), costs, 2, 6, 1)[0]] * 1.001
+
+
 def test_seconds_of_a_stage_are_those_of_its_pieces() -> None:
     assert stage_seconds((0, 1, 2, 3, 4), [1.0, 2.0, 3.0, 4.0], 2) == [4.0, 6.0]
     assert stage_seconds((0, 1, 3), [1.0, 2.0, 3.0, 4.0], 2) == [], "these are costs of other layers"
@@ -70,8 +82,9 @@ def test_a_t5_runs_each_schedule_at_the_default_cut_too() -> None:
         "t5"
     }
     for schedule in ("1f1b", "zb-h1"):
-        cuts = [c.partition for c in contenders if c.schedule == schedule and c.kind == "ours"]
+        cuts = [c.partition for c in contenders if c.schedule == schedule and c.kind == "ours" and c.chunks == 1]
         assert by_cost in cuts and len(cuts) == 2
+    assert {c.schedule for c in contenders if c.chunks == 2} == {"interleaved", "zb-h1"}
     assert {c.schedule for c in contenders if c.kind == "ours"} == {"1f1b", "zb-h1", "gpipe", "interleaved", "auto"}
     assert len({c.name for c in contenders}) == len(contenders)
 

@@ -14,6 +14,7 @@ SMALL = settings(max_examples=60, deadline=None)
 STAGES = st.integers(1, 64)
 MICRO_BATCHES = st.integers(1, 256)
 ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
+MANY_CHUNKS = ("interleaved", "zb-h1")
 BIG = ((64, 256), (63, 255), (64, 3))
 TIMES = st.integers(0, 20)
 
@@ -32,4 +33,4 @@ def small_cases() -> list[tuple[str, int, int, int]]:
     """Return (name, stages, micro-batches, chunks) of every small pipeline: 1-8 stages, 1-16 micro-batches."""
     sizes = [(p, m) for p in range(1, 9) for m in range(1, 17)]
     plain = [(name, p, m, 1) for p, m in sizes for name in ONE_CHUNK]
-    return plain + [("interleaved", p, m, c) for p, m in sizes if p > 1 for c in (2, 3, 4)]
+    return plain + [(name, p, m, c) for name in MANY_CHUNKS for p, m in sizes if p > 1 for c in (2, 3, 4)]

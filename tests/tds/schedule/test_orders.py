@@ -22,11 +22,13 @@ from tds.schedule import (
     interleaved,
     schedule_named,
     validate,
+    zero_bubble_h1,
 )
 from tds.schedule.interleaved import in_rounds
 from tests.tds.schedule.orders import (
     BIG,
     FEW,
+    MANY_CHUNKS,
     MICRO_BATCHES,
     ONE_CHUNK,
     QUICK,
@@ -40,8 +42,9 @@ from tests.tds.schedule.orders import (
 
 def peaks_of(name: str, p: int, m: int, c: int = 1) -> list[int]:
     """Return the most in flight that the table of tds/schedule/orders.py allows on each stage."""
-    if name == "interleaved":
-        return [min(2 * (p - stage - 1) + (c - 1) * p + 1, m * c) for stage in range(p)]
+    if c > 1:
+        more = 1 if name == "zb-h1" else 0
+        return [min(2 * (p - stage - 1) + (c - 1) * p + 1 + more * stage, m * c) for stage in range(p)]
     held = {"1f1b": lambda stage: p - stage, "gpipe": lambda stage: m, "zb-h1": lambda stage: p}[name]
     return [min(held(stage), m) for stage in range(p)]
 
@@ -53,24 +56,29 @@ def test_a_schedule_runs_and_holds_what_its_table_says(name: str, p: int, m: int
     assert validate(stages_of(name, p, m), m, window=p + 1) == peaks_of(name, p, m)
 
 
+@pytest.mark.parametrize("name", MANY_CHUNKS)
 @SMALL
 @given(st.integers(2, 10), st.integers(1, 24), st.integers(2, 4))
 @example(63, 5, 4)
-def test_interleaved_runs_and_holds_no_more_than_megatron(p: int, m: int, c: int) -> None:
-    check_interleaved(p, m, c)
+def test_chunks_run_and_no_stage_holds_more_than_megatrons_first(name: str, p: int, m: int, c: int) -> None:
+    check_chunks(name, p, m, c)
 
 
+@pytest.mark.parametrize("name", MANY_CHUNKS)
 @FEW
 @given(st.integers(2, 64), MICRO_BATCHES, st.integers(2, 3))
 @example(64, 256, 2)
 @example(64, 250, 2)
-def test_large_interleaved_runs_and_holds_no_more_than_megatron(p: int, m: int, c: int) -> None:
-    check_interleaved(p, m, c)
+def test_many_stages_of_chunks_run_and_hold_no_more_than_megatrons_first(name: str, p: int, m: int, c: int) -> None:
+    check_chunks(name, p, m, c)
 
 
-def check_interleaved(p: int, m: int, c: int) -> None:
-    peaks = validate(stages_of("interleaved", p, m, c), m, num_chunks=c, window=p)
-    assert all(peak <= most for peak, most in zip(peaks, peaks_of("interleaved", p, m, c), strict=True))
+def check_chunks(name: str, p: int, m: int, c: int) -> None:
+    peaks, most = validate(stages_of(name, p, m, c), m, num_chunks=c, window=p), peaks_of(name, p, m, c)
+    assert all(peak <= bound for peak, bound in zip(peaks, most, strict=True))
+    assert max(peaks) <= peaks_of("interleaved", p, m, c)[0]
+    if m % p == 0:
+        assert peaks == most
 
 
 @SMALL
@@ -117,6 +125,22 @@ def test_zb_h1_puts_off_weights_by_the_number_of_the_stage() -> None:
     assert not any(isinstance(action, BackwardWeight) for action in first)
 
 
+@SMALL
+@given(st.integers(2, 8), st.integers(1, 20), st.integers(1, 4))
+def test_zb_h1_is_the_plain_order_with_weights_put_off(p: int, m: int, c: int) -> None:
+    plain = stages_of("1f1b" if c == 1 else "interleaved", p, m, c)
+    for stage, (whole, split) in enumerate(zip(plain, stages_of("zb-h1", p, m, c), strict=True)):
+        as_whole = [Backward(a.micro_batch, a.chunk) if isinstance(a, BackwardInput) else a for a in split]
+        assert [a for a in as_whole if not isinstance(a, BackwardWeight)] == whole
+        inputs = [(a.micro_batch, a.chunk) for a in split if isinstance(a, BackwardInput)]
+        weights = [(a.micro_batch, a.chunk) for a in split if isinstance(a, BackwardWeight)]
+        assert inputs == weights and len(weights) == (m * c if stage else 0)
+        trails = [split.index(BackwardWeight(*place)) for place in weights]
+        for number, place in enumerate(weights):
+            later = inputs[number + stage] if number + stage < len(inputs) else inputs[-1]
+            assert trails[number] > split.index(BackwardInput(*later)), place
+
+
 def megatron(p: int, m: int, c: int) -> list[list[Action]]:
     """Return Megatron's orders: a fixed warm-up, then forward and backward in turn. It asks that p divides m."""
     forwards = [Forward(*place) for place in in_rounds(p, m, c)]
@@ -154,19 +178,22 @@ def test_schedules_are_found_by_name_and_number_of_chunks() -> None:
         ValueError, match=r"needs 2 or more chunks .* got 1\. .*tds\.PipelineModule\(\.\.\., chunks=2\)"
     ):
         schedule_named("interleaved")
-    for name in SCHEDULE_NAMES[:3]:
-        with pytest.raises(ValueError, match=r'needs one chunk .* got 3\. .* choose "interleaved"'):
+    assert schedule_named("zb-h1", 3) is schedule_named("ZB-H1", 3) is not schedule_named("zb-h1", 2)
+    assert SCHEDULE_NAMES == ("1f1b", "gpipe", "zb-h1", "interleaved")
+    for name in ("1f1b", "gpipe"):
+        with pytest.raises(ValueError, match=r"needs one chunk .* got 3\. .* choose one of \['interleaved', 'zb-h1'\]"):
             schedule_named(name, 3)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 0), (1, 0, 0), (2, 2, 2), (2, 2, -1)])
 def test_sizes_that_cannot_be_are_refused(sizes: tuple[int, int, int]) -> None:
-    for order in (*map(schedule_named, ONE_CHUNK), schedule_named("interleaved", 2), forward_only):
+    chunked = [schedule_named(name, 2) for name in MANY_CHUNKS]
+    for order in (*map(schedule_named, ONE_CHUNK), *chunked, forward_only):
         with pytest.raises(ValueError, match="a schedule needs num_stages >= 1"):
             order(*sizes)
 
 
 def test_chunks_need_two_stages() -> None:
-    for order in (interleaved, forward_only):
+    for order in (interleaved, zero_bubble_h1, forward_only):
         with pytest.raises(ValueError, match="num_stages >= 2 for more than one chunk, got num_chunks=2, num_stages=1"):
             order(1, 4, 0, 2)

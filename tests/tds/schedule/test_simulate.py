@@ -51,6 +51,22 @@ def test_zb_h1_fills_the_bubble_with_weights(p: int, m: int, f: int, b: int, w: 
         assert timeline.idle_s == ((p - 1) * (f + b - w),) * p
 
 
+@SMALL
+@given(st.integers(2, 8), st.integers(1, 3), st.integers(2, 4), st.integers(1, 20), st.integers(1, 20), TIMES)
+def test_zb_h1_fills_the_bubble_of_chunks_too(p: int, rounds: int, c: int, f: int, b: int, w: int) -> None:
+    assume(w <= min(f, b))
+    timeline = simulate(stages_of("zb-h1", p, rounds * p, c), Costs.even(p * c, f, b, w), c)
+    assert timeline.idle_s == ((p - 1) * (f + b - w),) * p
+
+
+@SMALL
+@given(st.integers(2, 8), M, st.integers(2, 4), st.integers(1, 20), st.integers(1, 20), TIMES)
+def test_putting_weights_off_never_costs_time(p: int, m: int, c: int, f: int, b: int, w: int) -> None:
+    costs = Costs.even(p * c, f, b, w)
+    split, whole = (simulate(stages_of(name, p, m, c), costs, c).step_s for name in ("zb-h1", "interleaved"))
+    assert split <= whole
+
+
 def test_zb_h1_has_a_third_of_the_bubble_when_all_are_equal() -> None:
     costs = Costs.even(8, 1, 1, 1)
     zero, plain = (simulate(stages_of(name, 8, 16), costs) for name in ("zb-h1", "1f1b"))
