@@ -104,6 +104,7 @@ PLANNER = (
         "if is_better and not problems(planner.config, layout):",
         "if is_better:",
         (f"{TOOL}::test_the_pasted_lines_are_taken_by_the_parser_and_make_the_layout",),
+        refuses=True,
     ),
     Mutant(
         "what is offered may be what the training refuses",
@@ -111,6 +112,7 @@ PLANNER = (
         "if fits and not problems(planner.config, layout):",
         "if fits:",
         (f"{TOOL}::test_what_makes_a_layout_fit_is_taken_by_the_parser",),
+        refuses=True,
     ),
     Mutant(
         "weights stay on the host below ZeRO 3",
