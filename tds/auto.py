@@ -102,12 +102,12 @@ class Auto:
         own: list[dict[Any, float]] = [{} for _ in range(self._num_stages)]
         own[self._stage] = medians(durations_of(work))
         costs = costs_of(own, self._num_chunks)
-        rows = [*map(list, (costs.forward, costs.backward_input, costs.backward_weight))]
+        rows = [*map(list, (costs.forward, costs.backward_input, costs.backward_weight, costs.backward))]
         total = torch.tensor(rows, dtype=torch.float32, device=self._device)
         with waiting_together(self._stage, "averaging the times of its actions"):
             dist.all_reduce(total, group=self._group)
-        forward, *halves = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
-        return Costs(tuple(forward), tuple(halves[0]), tuple(halves[1]))
+        forward, *backwards = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
+        return Costs(tuple(forward), tuple(backwards[0]), tuple(backwards[1]), backward=tuple(backwards[2]))
 
     def _say(self, reason: str) -> None:
         self.told = f'"schedule": "auto" runs {reason}'

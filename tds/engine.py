@@ -15,7 +15,9 @@ from tds.announce import announce
 from tds.batches import BatchSource, training_loader
 from tds.bubble import Row
 from tds.call import Call
+from tds.device import is_host
 from tds.exchange import Exchange
+from tds.host_memory import keep_freed
 from tds.loss import LossMeter
 from tds.report import StepReport
 from tds.saving import LayerCheckpoints
@@ -42,6 +44,8 @@ class PipelineEngine(LayerCheckpoints):
     def __init__(self, has_bool_tensors: bool = False, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.enable_backward_allreduce = False
+        if is_host(torch.device(self.device)):
+            keep_freed()
         self.grid = self.module._grid
         self.global_rank = self.grid.get_global_rank()
         self.num_stages = self.grid.pipe_parallel_size

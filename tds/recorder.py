@@ -99,13 +99,18 @@ def medians(durations: Durations) -> dict[tuple[type[Action], int], float]:
 def costs_of(stages: Sequence[Mapping[tuple[type[Action], int], float]], num_chunks: int) -> Costs:
     """Return the costs of the pieces, from the seconds of each kind of action and chunk of each stage.
 
-    A whole backward counts as ``backward_input``, with nothing left for the weights.
+    Where no backward is split a whole one counts as ``backward_input``, with nothing left for the weights.
     """
     pieces = [(stage, chunk) for chunk in range(num_chunks) for stage in stages]
+    to_input = [stage.get((BackwardInput, chunk), stage.get((Backward, chunk), 0.0)) for stage, chunk in pieces]
+    to_weight = [stage.get((BackwardWeight, chunk), 0.0) for stage, chunk in pieces]
+    whole = [
+        stage.get((Backward, chunk), sum(halves))
+        for (stage, chunk), halves in zip(pieces, zip(to_input, to_weight, strict=True), strict=True)
+    ]
     return Costs(
         forward=tuple(stage.get((Forward, chunk), 0.0) for stage, chunk in pieces),
-        backward_input=tuple(
-            stage.get((BackwardInput, chunk), stage.get((Backward, chunk), 0.0)) for stage, chunk in pieces
-        ),
-        backward_weight=tuple(stage.get((BackwardWeight, chunk), 0.0) for stage, chunk in pieces),
+        backward_input=tuple(to_input),
+        backward_weight=tuple(to_weight),
+        backward=tuple(whole),
     )

@@ -28,7 +28,6 @@ class Stage:
 
     Attributes:
         recorder: told of each action in training; None while nobody wants to see them.
-        splits: the actions of the last run put gradients of weights off.
         span: marks of the clock around the actions of the last run.
     """
 
@@ -44,7 +43,7 @@ class Stage:
         self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._last: set[Action] = set()
-        self.splits = False
+        self._put_off: set[tuple[int, int]] = set()
         self._broken_by: str | None = None
         self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
             Forward: self.forward,
@@ -52,6 +51,11 @@ class Stage:
             BackwardInput: self.backward_input,
             BackwardWeight: self.backward_weight,
         }
+
+    @property
+    def splits(self) -> bool:
+        """True if the actions of the last run put gradients of weights off."""
+        return bool(self._put_off)
 
     def run(self, actions: Sequence[Action], call: Call) -> None:
         """Do ``actions`` in order. Collective: the other stages do theirs.
@@ -63,13 +67,12 @@ class Stage:
         self._in_flight.clear()
         self.splitter.clear()
         self._last = last_of_chunks(actions)
-        self.splits = any(isinstance(action, BackwardWeight) for action in actions)
+        self._put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
         call.source.begin(any(self._reads(action) for action in actions))
         with self._breaking():
             self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
             began = self.exchange.clock.mark()
-            with self.splitter.active() if self.splits else nullcontext():
-                self._do(actions, call)
+            self._do(actions, call)
             self.span = (began, self.exchange.clock.mark())
             self.exchange.finish()
 
@@ -121,7 +124,8 @@ class Stage:
             inputs, leaves = self.exchange.take_activations(incoming)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
-        with call.part(FORWARD), _telling(lambda: f"the first layer was given {nesting(inputs)}", incoming is None):
+        told = _telling(lambda: f"the first layer was given {nesting(inputs)}", incoming is None)
+        with call.part(FORWARD), told, self._splitting(action):
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if outgoing is None:
             self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
@@ -163,17 +167,22 @@ class Stage:
         state = self._in_flight.pop(_key(action))
         with call.part(BACKWARD):
             gradients.before_backward()
-            with self.splitter.putting_off(_key(action)) if self.splits else nullcontext():
+            with self._splitting(action), self._putting_off(action):
                 if state.loss is not None:
                     state.loss.backward()
                 elif state.edges:
                     torch.autograd.backward(state.edges, arrived)
-            if self.splits and isinstance(action, Backward):
-                self.splitter.run(_key(action))
             gradients.after_backward()
         if outgoing is not None:
             returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
             self.exchange.send_gradients(outgoing, returned)
+
+    def _splitting(self, action: Action) -> AbstractContextManager[None]:
+        """Let linear layers be ones that can be split if the backward of this micro-batch is; recompute runs them."""
+        return self.splitter.active() if _key(action) in self._put_off else nullcontext()
+
+    def _putting_off(self, action: Action) -> AbstractContextManager[None]:
+        return self.splitter.putting_off(_key(action)) if isinstance(action, BackwardInput) else nullcontext()
 
     def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Let sums over the replicas start as the chunk's last backward makes gradients final."""

@@ -2,7 +2,7 @@
 
 | kind | what it is |
 |---|---|
-| alone, side by side | the layers one after the other in a plain loop; side by side: in each process, not connected |
+| alone, side by side | the layers in a plain loop that keeps freed memory, as our engine does; side by side: in two |
 | stock | DeepSpeed's PipelineModule and engine |
 | dualpipev | DeepSpeed's DualPipeVModule and its engine |
 | torch | ``torch.distributed.pipelining`` with ``Schedule1F1B`` |
@@ -22,6 +22,7 @@ from torch import nn
 
 from benchmarks.pipe.case import Case, Contender
 from benchmarks.pipe.model import Batch, Chain, Model, make_model
+from tds.host_memory import keep_freed
 
 Step = Callable[[list[Batch]], float | None]
 
@@ -66,6 +67,7 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _plain(contender: Contender, model: Model, seat: Seat) -> Built:
+    keep_freed()
     chain = model.whole()
     model.finish(chain)
     optimizer = make_optimizer(chain)

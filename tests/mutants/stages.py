@@ -29,23 +29,36 @@ STAGES = (
     Mutant(
         "what one chunk puts off is computed in the place of another's",
         "tds/stage.py",
-        "            with self.splitter.putting_off(_key(action)) if self.splits else nullcontext():\n",
-        "            place = (action.micro_batch, 0)\n"
-        "            with self.splitter.putting_off(place) if self.splits else nullcontext():\n",
+        "return self.splitter.putting_off(_key(action)) if",
+        "return self.splitter.putting_off((action.micro_batch, 0)) if",
         (f"{BITS}[--pipeline-schedule zb-h1 --pipeline-chunks 2]",),
     ),
     Mutant(
         "with chunks no gradient of a weight is put off",
         "tds/schedule/zero_bubble.py",
-        "    return _put_off(whole, trail=stage) if stage else whole\n",
-        "    return _put_off(whole, trail=stage) if stage and num_chunks == 1 else whole\n",
+        "    if stage == 0:\n",
+        "    if stage == 0 or num_chunks > 1:\n",
         ("tests/tds/schedule/test_simulate.py::test_zb_h1_fills_the_bubble_of_chunks_too",),
+    ),
+    Mutant(
+        "with chunks too few backwards of stage 1 are split when the last round is short",
+        "tds/schedule/zero_bubble.py",
+        "    last_rounds = num_stages + num_micro_batches % num_stages\n",
+        "    last_rounds = num_stages\n",
+        ("tests/tds/schedule/test_simulate.py::test_whole_backwards_of_stage_1_lose_nothing",),
+    ),
+    Mutant(
+        "a layer of a backward that stays whole is built to be split",
+        "tds/stage.py",
+        "return self.splitter.active() if _key(action) in self._put_off else nullcontext()",
+        "return self.splitter.active() if self._put_off else nullcontext()",
+        ("tests/tds/test_split.py::test_what_is_not_put_off_runs_torchs_own_layers",),
     ),
     Mutant(
         "the gradients of weights trail by one backward on every stage",
         "tds/schedule/zero_bubble.py",
-        "trail=stage)",
-        "trail=1)",
+        "trail=stage,",
+        "trail=1,",
         ("tests/tds/schedule/test_simulate.py::test_zb_h1_fills_the_bubble_of_chunks_too",),
     ),
     Mutant(

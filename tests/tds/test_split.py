@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tds.split import Splitter
 from tests.harness import run_ranks
-from tests.tds.toys import Toy, make_engine, train
+from tests.tds.toys import Dense, Toy, make_engine, train
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -134,3 +134,24 @@ def test_the_engine_says_once_what_its_schedule_splits() -> None:
     first, last = run_ranks(2, _told)
     assert first == [], "the first stage's backward is whole"
     assert last == ["zb-h1, stage 1: the gradients of all its weights are put off"]
+
+
+def _calls(rank: int) -> list[int]:
+    """Return how often a step with 6 micro-batches runs a linear layer that can be split, and how many layers it has."""
+    calls: list[int] = []
+    plain = Splitter.linear
+
+    def counted(self: Splitter, *args: Any) -> Any:
+        calls.append(1)
+        return plain(self, *args)
+
+    Splitter.linear = counted  # type: ignore[method-assign]
+    toy = Toy("chain", layers=7, micro_batches=6, pipeline={"schedule": "zb-h1"}, options={"chunks": 2})
+    engine = make_engine(toy, 2)
+    train(engine, toy)
+    return [len(calls), sum(isinstance(layer, Dense) for layer in engine.module.modules())]
+
+
+def test_what_is_not_put_off_runs_torchs_own_layers() -> None:
+    (first, _), (last, layers) = run_ranks(2, _calls)
+    assert (first, last) == (0, 2 * layers), "stage 1 splits the last two micro-batches of six"

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tds.schedule import Backward, Costs, Forward, ScheduleError, Span, Timeline, simulate
+from tds.schedule.zero_bubble import _put_off
 from tests.tds.schedule.orders import QUICK, SMALL, TIMES, small_cases, stages_of
 
 P, M = st.integers(1, 9), st.integers(1, 24)
@@ -65,6 +66,18 @@ def test_putting_weights_off_never_costs_time(p: int, m: int, c: int, f: int, b:
     costs = Costs.even(p * c, f, b, w)
     split, whole = (simulate(stages_of(name, p, m, c), costs, c).step_s for name in ("zb-h1", "interleaved"))
     assert split <= whole
+
+
+@SMALL
+@given(st.integers(2, 7), M, st.integers(2, 4), st.integers(1, 20), st.integers(1, 20), TIMES)
+def test_whole_backwards_of_stage_1_lose_nothing(p: int, m: int, c: int, f: int, b: int, w: int) -> None:
+    """Against the order that splits every backward behind stage 0, on stages that are even."""
+    assume(w <= min(f, b))
+    costs = Costs.even(p * c, f, b, w)
+    every = [
+        _put_off(order, stage, 0) if stage else order for stage, order in enumerate(stages_of("interleaved", p, m, c))
+    ]
+    assert simulate(stages_of("zb-h1", p, m, c), costs, c).step_s <= simulate(every, costs, c).step_s
 
 
 def test_zb_h1_has_a_third_of_the_bubble_when_all_are_equal() -> None:
