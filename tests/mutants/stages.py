@@ -68,4 +68,11 @@ STAGES = (
         "                    torch.autograd.backward(state.edges, [a.flip(0) for a in arrived])\n",
         (f"{CHUNKS}[2-2]",),
     ),
+    Mutant(
+        "a stage on a CPU gives freed memory back to the system",
+        "tds/engine.py",
+        "        if is_host(torch.device(self.device)):\n            keep_freed()\n",
+        "",
+        ("tests/tds/test_host_memory.py::test_an_engine_on_a_cpu_asks_for_it",),
+    ),
 )

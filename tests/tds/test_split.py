@@ -137,7 +137,7 @@ def test_the_engine_says_once_what_its_schedule_splits() -> None:
 
 
 def _calls(rank: int) -> list[int]:
-    """Return how often a step with 6 micro-batches runs a linear layer that can be split, and how many layers it has."""
+    """Return how often a step of 6 micro-batches runs a linear layer that can be split, and the number of layers."""
     calls: list[int] = []
     plain = Splitter.linear
 

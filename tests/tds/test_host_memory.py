@@ -1,0 +1,54 @@
+"""A stage on a CPU keeps the memory that it frees."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from tds import engine
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine
+
+PROGRAM = """
+import resource
+import torch
+from tds.host_memory import keep_freed
+
+print(keep_freed())
+for step in range(25):
+    if step == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [torch.empty(2**20 * 9).fill_(1.0) for _ in range(4)]
+    del kept
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def later_faults(**environment: str) -> tuple[str, int]:
+    """Return (whether memory is kept, pages that the system hands out for tensors of 36 MiB after the first step)."""
+    settings = {**os.environ, "DS_ACCELERATOR": "cpu", **environment}
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=settings)
+    is_kept, faults = result.stdout.split()
+    return is_kept, int(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
+def test_freed_tensors_are_kept_unless_the_user_has_set_the_allocator() -> None:
+    (is_kept, faults), (is_kept_then, faults_then) = later_faults(), later_faults(MALLOC_ARENA_MAX="2")
+    assert (is_kept, is_kept_then) == ("True", "False")
+    assert faults < faults_then / 4
+
+
+def _asked(rank: int) -> int:
+    asked: list[int] = []
+    engine.keep_freed = lambda: bool(asked.append(1))  # type: ignore[assignment]
+    make_engine(Toy("chain"), 1)
+    return len(asked)
+
+
+def test_an_engine_on_a_cpu_asks_for_it() -> None:
+    assert run_ranks(1, _asked) == [1]
