@@ -27,10 +27,11 @@ STAGES = (
         (f"{BITS}[--pipeline-schedule zb-h1]",),
     ),
     Mutant(
-        "what one chunk puts off is computed in the place of another's",
+        "what the first chunk of a stage puts off is never computed",
         "tds/stage.py",
-        "return self.splitter.putting_off(_key(action)) if",
-        "return self.splitter.putting_off((action.micro_batch, 0)) if",
+        "        with call.part(BACKWARD):\n            gradients.before_backward()\n            self.splitter.run(",
+        "        with call.part(BACKWARD):\n            gradients.before_backward()\n"
+        "            action.chunk and self.splitter.run(",
         (f"{BITS}[--pipeline-schedule zb-h1 --pipeline-chunks 2]",),
     ),
     Mutant(
@@ -53,6 +54,7 @@ STAGES = (
         "return self.splitter.active() if _key(action) in self._put_off else nullcontext()",
         "return self.splitter.active() if self._put_off else nullcontext()",
         ("tests/tds/test_split.py::test_what_is_not_put_off_runs_torchs_own_layers",),
+        refuses=True,
     ),
     Mutant(
         "the gradients of weights trail by one backward on every stage",
