@@ -26,7 +26,8 @@ DTYPES = {
 }
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT = 2**30
+_LARGEST_KEPT = (2**30, 2**25)
+"""Bytes of the largest tensor that is kept: what newer releases of glibc take, and what older ones do."""
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
@@ -107,16 +108,21 @@ def keep_freed_memory() -> bool:
 
     As it comes, glibc gives a freed tensor of some megabytes back to the system, which hands out zeroed pages for the
     next one: a training step on a CPU then spends much of its time there. Where another allocator is in charge, or the
-    user has set one of glibc's own variables (``MALLOC_...``), nothing is changed.
+    user has set a variable of glibc's own (``MALLOC_...``, or ``glibc.malloc`` in ``GLIBC_TUNABLES``), nothing is
+    changed.
 
     Source: mallopt(3), ``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD``.
     """
-    if any(variable.startswith("MALLOC_") for variable in os.environ):
+    is_set = any(variable.startswith("MALLOC_") for variable in os.environ)
+    if is_set or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return all([mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT), mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)])
+    for size in _LARGEST_KEPT:  # the map threshold first: setting the other one alone freezes it where it is
+        if mallopt(_M_MMAP_THRESHOLD, size):
+            return bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT[0]))
+    return False
 
 
 @_by_plugin

@@ -12,8 +12,8 @@ F, B and W are the times of a forward, a backward for the input and one for the 
 | zb-h1 | >1 | i chunks more | m max(T) + (sum(T) - max(T)) / (3 c) at F = B = W | (p - 1) / (3 c m + p - 1) |
 
 Those below gpipe are for enough micro-batches. For each that m lacks to p, zb-h1 loses max(T) / 3 more and interleaved
-(c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that. Of zb-h1 with chunks the same
-is taken, which is the most that it can lose there. Messages cost nothing here.
+(c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that, and zb-h1 with chunks about a
+third. Messages cost nothing here.
 ``tds.schedule.simulate`` runs the actions themselves, with costs of one's own.
 
 Sources: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2; Qi et al.
@@ -68,7 +68,8 @@ def bubble(
     by_chunk = sum(max(pieces[first : first + p]) for first in range(0, len(pieces), p))
     slowest = (max(costs) + by_chunk) / 2
     parts = num_chunks * (3 if schedule == "zb-h1" else 1)
-    missing = (num_chunks - 1) * (-m % p) * (1 if m < p else 2 / 3) / num_chunks
+    short = 1.0 if m < p else 1 / 3 if schedule == "zb-h1" else 2 / 3
+    missing = (num_chunks - 1) * (-m % p) * short / num_chunks
     if schedule == "zb-h1" and num_chunks == 1:
         missing = max(p - m, 0) / 3
     step = m * slowest + (sum(costs) - max(costs)) / parts + missing * max(costs)

@@ -10,6 +10,7 @@ interleaved takes the place of 1f1b.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Auto:
         self.is_settled = num_stages == 1
         self._set_schedule(first_name(num_chunks))
         if self.is_settled:
-            self._say(f"{first_name(num_chunks)}: with one stage schedules do not differ")
+            self._say(f"{first_name(num_chunks)}: with one stage there is nothing to choose")
 
     @property
     def measures(self) -> bool:
@@ -120,7 +121,8 @@ def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int, nu
     names = [first_name(num_chunks), *(["gpipe"] if num_chunks == 1 else [])]
     plain = {name: schedule_named(name, num_chunks) for name in names}
     chosen = choose(plain, whole, num_stages, num_micro_batches, num_chunks)
-    halves = choose({SPLIT: schedule_named(SPLIT, num_chunks)}, split, num_stages, num_micro_batches, num_chunks)
+    priced = replace(split, backward=whole.whole_backward)  # of the trial's few micro-batches none may have been whole
+    halves = choose({SPLIT: schedule_named(SPLIT, num_chunks)}, priced, num_stages, num_micro_batches, num_chunks)
     times = {name: timeline.step_s for name, timeline in {**chosen.timelines, **halves.timelines}.items()}
     name = SPLIT if times[SPLIT] < times[chosen.name] * (1 - MARGIN) else chosen.name
     timelines = {**chosen.timelines, **halves.timelines}

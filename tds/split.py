@@ -92,7 +92,7 @@ class Splitter:
         if self._current is None:
             raise RuntimeError(
                 "a layer must not run backward() on its own weights within forward() under a schedule that splits the "
-                'backward: use "pipeline": {"schedule": "1f1b"}'
+                'backward: use "pipeline": {"schedule": "1f1b"}, or "interleaved" with chunks'
             )
         self._current.append(_PutOff(x, grad, weight, bias))
         self.split.update(each for each in (weight, bias) if each is not None)

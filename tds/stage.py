@@ -203,7 +203,8 @@ class Stage:
             call.outputs.append(self.made_output(output))
             return
         given = output, labels
-        with call.part(FORWARD), _telling(lambda: f"the loss function was given {nesting(given)}"):
+        told = _telling(lambda: f"the loss function was given {nesting(given)}")
+        with call.part(FORWARD), told, self._splitting(action):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
         with _telling(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
             share = call.meter.add(loss, action.micro_batch)

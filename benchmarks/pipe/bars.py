@@ -8,9 +8,9 @@
 | our best to two one-process runs side by side | the case's own |
 | a recorded step to ``simulate`` with its costs | off by at most 0.05 |
 | longest stage to the shortest at our best cut, by the layers' times | off by at most the case's own |
-| tensors on the first stage, our 1F1B and ZB-H1 to the stock engine at the same cut | at most 1 |
+| tensors on the first stage, our 1F1B and ZB-H1 of one chunk to the stock engine at the same cut | at most 1 |
 
-Interleaved and GPipe have no bar of memory: they hold more micro-batches at a time, by design.
+Chunks and GPipe have no bar of memory: they hold more micro-batches at a time, by design.
 """
 
 from __future__ import annotations

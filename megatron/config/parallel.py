@@ -180,7 +180,7 @@ class ParallelConfig:
             yield (
                 f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {SPLITTING} "
                 "puts the gradients of weights off, and a compiled layer computes them with that of its input. "
-                "Use --pipeline-schedule 1f1b, or leave --compile out"
+                f"Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or leave --compile out"
             )
 
     def _schedule_problems(self) -> Iterator[str]:

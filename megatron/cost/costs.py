@@ -12,7 +12,7 @@ from megatron.cost.memory import PLAIN, Memory, State, Zero
 from megatron.cost.waiting import Kept as Kept
 from megatron.cost.waiting import Waiting
 from megatron.cost.work import Work
-from megatron.stages import in_flight, pieces_on
+from megatron.stages import candidates, in_flight, pieces_on
 
 Number = TypeVar("Number", int, float)
 
@@ -170,7 +170,8 @@ class Costs(ABC):
         stages = (len(bounds) - 1) // chunks
         state = State.of(dtype, optimizer)
         sizes = (micro_batch_size, tensor, state.width)
-        is_joined = is_compiled or schedule == SPLIT
+        names = candidates(schedule, chunks)
+        is_joined = is_compiled or SPLIT in names
         units, shared = self.unit_kept(*sizes, sequence, is_joined=is_joined), self.shared_kept(*sizes)
         core = max(unit.core for unit in units) if is_selective else 0
         units = [unit.without_core() for unit in units] if is_selective else units
@@ -182,7 +183,8 @@ class Costs(ABC):
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             at_work = core if any(units[n].input for start, stop in pieces for n in range(start, stop)) else 0
-            losses = in_flight(stages, num_micro_batches, schedule, 1, stage)  # the head is in one chunk
+            # The head is in one chunk, so of "auto" those count that may run here, each as with one chunk.
+            losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
             logits = self.loss_bytes(*sizes, forwards=losses) if stage == stages - 1 else 0
             gathered = self.gathered_parameters(pieces, tensor) if zero.stage == 3 else 0
             memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered)

@@ -26,6 +26,8 @@ from megatron.stages import MANY_CHUNKS, ONE_CHUNK, bubble
 MOST_CHUNKS = 8
 MOST_SAMPLES = 64
 """Largest micro-batch that is tried."""
+SPLIT_MARGIN = 0.01
+"""A schedule that splits backwards must be faster by this share; ``"schedule": "auto"`` asks for the same."""
 NEAR = 50
 """Layouts among which the smallest is sought where none fits."""
 
@@ -202,7 +204,9 @@ def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any
 
 
 def _order(found: Estimate) -> tuple[float, int]:
-    return found.step_s, found.most_bytes
+    """Order by step time, then by memory; what a split backward costs more is not in the estimate."""
+    price = SPLIT_MARGIN if found.layout.schedule == SPLITTING else 0.0
+    return found.step_s * (1 + price), found.most_bytes
 
 
 def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:

@@ -7,8 +7,9 @@ backward stays whole, which costs less.
 
 With several chunks of layers on each stage the same is done to interleaved 1F1B: on stage i the weights' half trails by
 i backwards of a chunk, and no stage holds more than the first of interleaved 1F1B. Stage 1 splits the backwards of the
-last round of micro-batches alone (with a short one, of the one before it too): ahead of that the first half would reach
-stage 0 no sooner than it is wanted there, and a backward that is split costs more than a whole one.
+last round of micro-batches alone (with a short one, of the one before it too): ahead of that, with even stages, the
+first half would reach stage 0 no sooner than it is wanted there, and a backward that is split costs more than a whole
+one. Where stages are far from even, interleaved 1F1B may be faster; "auto" tells.
 
 With even stages each is idle for (p-1)(F+B) - (min(p, m)-1) min(F, B, W), which is (p-1)(F+B-W) for p micro-batches or
 more and a W that is no longer than F and B; with c chunks for (p-1)(F+B-W)/c if p divides m.

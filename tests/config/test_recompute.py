@@ -35,6 +35,10 @@ def read(line: str, folder=None, section: object = None, world_size: int = 2) ->
             "--pipe-parallel-size 2 --compile --pipeline-schedule zb-h1",
             ["--compile needs a schedule of whole", "zb-h1"],
         ),
+        (
+            "--pipe-parallel-size 2 --compile --pipeline-schedule auto --pipeline-chunks 2 --num-layers 4",
+            ["--compile needs a schedule of whole", "Use --pipeline-schedule interleaved,"],
+        ),
         ("--pipe-parallel-size 2 --compile --pipeline-schedule auto", ["--compile needs a schedule of whole", "auto"]),
         ("--compile --hidden-dropout 0.1 --layout-independent-dropout", ["--compile", "--layout-independent-dropout"]),
     ],

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron import stages
 from megatron.config import BertConfig, Config, ModelConfig, parse
 from megatron.cost import GPT2Costs, Memory, Zero, of
 from megatron.cost.bert import BertCosts
@@ -184,6 +185,19 @@ def test_products_that_are_put_off_or_compiled_keep_their_inputs_joined(
     )
     in_flight, layers = 2, bounds[1] - 1
     assert split - plain == compiled - plain == in_flight * layers * 2 * (2048 * 768 * 2) * parts // 4
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_auto_keeps_what_the_worst_of_its_schedules_keeps(chunks: int) -> None:
+    how = {"micro_batch_size": 2, "num_micro_batches": 8, "tensor": 4, "dtype": "bf16", "sequence": 4, "chunks": chunks}
+    bounds = SMALL.stage_bounds(2, chunks)
+    auto, *each = (
+        SMALL.memory_per_stage(bounds, **how, schedule=name)  # type: ignore[arg-type]
+        for name in ("auto", *stages.candidates("auto", chunks))
+    )
+    for stage in range(2):
+        assert auto[stage].activations >= max(one[stage].activations for one in each)
+        assert auto[stage].logits == max(one[stage].logits for one in each)
 
 
 def test_attention_that_is_not_fused_keeps_probabilities_that_selective_recompute_leaves_out() -> None:

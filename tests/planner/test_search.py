@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import Config
 from megatron.planner.devices import device
-from megatron.planner.estimate import Planner
+from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout
 from megatron.planner.remedies import changes, overflow, remedies
 from megatron.planner.search import Search, candidates, divisors, least_bytes, lower_bound, search
@@ -27,6 +27,11 @@ SMALL = config(6, 2048, 16)
 TIGHT = replace(H100, memory_bytes=24 * 10**9)
 
 
+def priced(one: Estimate) -> float:
+    """Return the step time by which layouts are ranked: a schedule that splits must be faster by the hundredth part."""
+    return one.step_s * (1.01 if one.layout.schedule == "zb-h1" else 1.0)
+
+
 @pytest.mark.parametrize("world", [8, 12])
 def test_the_search_finds_what_trying_every_candidate_finds(world: int) -> None:
     wanted = Search(world_size=world, global_batch_size=2 * world, number=3)
@@ -38,9 +43,9 @@ def test_the_search_finds_what_trying_every_candidate_finds(world: int) -> None:
         assert one.most_bytes >= least_bytes(planner, layout) * (1 - 1e-9)
         grid = layout.tensor, layout.pipe
         if one.most_bytes <= TIGHT.usable_bytes:
-            best[grid] = min(best.get(grid, 1e9), one.step_s)
+            best[grid] = min(best.get(grid, 1e9), priced(one))
     found = search(planner, wanted)
-    assert [one.step_s for one in found.best] == sorted(best.values())[:3]
+    assert [priced(one) for one in found.best] == sorted(best.values())[:3]
     assert found.num_estimates < found.num_candidates / 3
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tds.auto import NUM_TRIALS, Auto, best, first_name, trials
-from tds.schedule import Costs
+from tds.schedule import Costs, schedule_named, simulate
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, train
 
@@ -142,8 +142,21 @@ def test_with_chunks_the_costs_of_all_pieces_decide() -> None:
     assert best(whole, Costs.even(4, B=1.2, W=1.2), 2, 8, 2)[0] == "interleaved"
 
 
+def test_a_whole_backward_is_reckoned_by_the_trial_that_had_whole_ones() -> None:
+    """With few micro-batches stage 1 splits all; with more it does not, and the halves' sum would be too dear."""
+    whole = Costs((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
+    dear = Costs((1.0,) * 4, (1.05,) * 4, (1.05,) * 4, backward=(2.0, 2.1, 2.0, 2.1))
+    assert best(whole, dear, 2, 32, 2) == best(whole, replace(dear, backward=(2.0,) * 4), 2, 32, 2)
+    assert simulate_all("zb-h1", dear) > simulate_all("zb-h1", replace(dear, backward=(2.0,) * 4))
+
+
+def simulate_all(name: str, costs: Costs) -> float:
+    order = schedule_named(name, 2)
+    return simulate([order(2, 32, stage) for stage in range(2)], costs, 2).step_s
+
+
 def test_one_stage_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(Auto, "_say", lambda self, reason: told.append(reason))
     auto = Auto(told.append, num_stages=1, num_chunks=1, stage=0, group=None, device=torch.device("cpu"))
-    assert auto.is_settled and told == ["1f1b", "1f1b: with one stage schedules do not differ"]
+    assert auto.is_settled and told == ["1f1b", "1f1b: with one stage there is nothing to choose"]

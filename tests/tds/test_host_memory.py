@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tds import engine
+from megatron import device
+from tds import engine, host_memory
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -41,6 +45,29 @@ def test_freed_tensors_are_kept_unless_the_user_has_set_the_allocator() -> None:
     (is_kept, faults), (is_kept_then, faults_then) = later_faults(), later_faults(MALLOC_ARENA_MAX="2")
     assert (is_kept, is_kept_then) == ("True", "False")
     assert faults < faults_then / 4
+
+
+@pytest.mark.parametrize("keep", [host_memory.keep_freed, device.keep_freed_memory])
+@pytest.mark.parametrize(("most", "kept"), [(2**40, 2**30), (2**25, 2**25), (0, None)])
+def test_older_releases_of_glibc_keep_what_they_can(
+    monkeypatch: pytest.MonkeyPatch, keep: Any, most: int, kept: int | None
+) -> None:
+    """They refuse more than 32 MiB; the trim threshold alone would make all larger tensors new pages."""
+    calls: list[tuple[int, int]] = []
+
+    def mallopt(option: int, value: int) -> int:
+        is_taken = option == host_memory.TRIM_THRESHOLD or value <= most
+        calls.extend([(option, value)] * is_taken)
+        return int(is_taken)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    for variable in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(variable)
+    assert keep() == (kept is not None)
+    taken = [] if kept is None else [(host_memory.MMAP_THRESHOLD, kept), (host_memory.TRIM_THRESHOLD, 2**30)]
+    assert calls == taken
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")
+    assert not keep() and calls == taken
 
 
 def _asked(rank: int) -> int:

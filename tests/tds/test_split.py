@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import tds
 from tds.split import Splitter
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, make_engine, train
@@ -134,6 +135,41 @@ def test_the_engine_says_once_what_its_schedule_splits() -> None:
     first, last = run_ranks(2, _told)
     assert first == [], "the first stage's backward is whole"
     assert last == ["zb-h1, stage 1: the gradients of all its weights are put off"]
+
+
+class LossWithWeights(nn.Module):
+    """A product and a mean square, computed again in the backward if asked for."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.inner, self.recomputes = nn.Linear(6, 6, dtype=torch.float64), recomputes
+
+    def forward(self, output: torch.Tensor, labels: Any) -> torch.Tensor:
+        def error(x: torch.Tensor) -> torch.Tensor:
+            return ((self.inner(x).tanh() - labels[0]) ** 2).mean()
+
+        return checkpoint(error, output, use_reentrant=False) if self.recomputes else error(output)
+
+
+def _with_own_loss(rank: int, recomputes: bool, schedule: str) -> Any:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tds").addHandler(handler)
+    toy = Toy("chain", pipeline={"schedule": schedule})
+    module = tds.PipelineModule(toy.specs(), num_stages=2, loss_fn=LossWithWeights(recomputes))
+    engine = make_engine(toy, 2, module=module)
+    loss = engine.train_batch(iter(toy.batches()))
+    return float(loss), [text for text in told if "put off" in text]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_weights_of_a_loss_function_are_put_off_too(recomputes: bool) -> None:
+    (wanted, _), _ = run_ranks(2, _with_own_loss, recomputes, "1f1b")
+    (loss, _), (_, told) = run_ranks(2, _with_own_loss, recomputes, "zb-h1")
+    assert loss == wanted
+    assert told == ["zb-h1, stage 1: the gradients of all its weights are put off"]
 
 
 def _calls(rank: int) -> list[int]:

@@ -62,7 +62,7 @@ def test_zb_h1_fills_the_bubble_of_chunks_too(p: int, rounds: int, c: int, f: in
 
 @SMALL
 @given(st.integers(2, 8), M, st.integers(2, 4), st.integers(1, 20), st.integers(1, 20), TIMES)
-def test_putting_weights_off_never_costs_time(p: int, m: int, c: int, f: int, b: int, w: int) -> None:
+def test_putting_weights_off_costs_no_time_on_even_stages(p: int, m: int, c: int, f: int, b: int, w: int) -> None:
     costs = Costs.even(p * c, f, b, w)
     split, whole = (simulate(stages_of(name, p, m, c), costs, c).step_s for name in ("zb-h1", "interleaved"))
     assert split <= whole
