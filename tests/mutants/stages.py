@@ -77,4 +77,25 @@ STAGES = (
         "",
         ("tests/tds/test_host_memory.py::test_an_engine_on_a_cpu_asks_for_it",),
     ),
+    Mutant(
+        "the weights of a loss function are never put off",
+        "tds/stage.py",
+        "with call.part(FORWARD), told, self._splitting(action):\n            loss = ",
+        "with call.part(FORWARD), told:\n            loss = ",
+        ("tests/tds/test_split.py::test_weights_of_a_loss_function_are_put_off_too[False]",),
+    ),
+    Mutant(
+        "a whole backward is reckoned as both of its dearer halves",
+        "tds/auto.py",
+        "replace(split, backward=whole.whole_backward)",
+        "split",
+        ("tests/tds/test_auto.py::test_a_whole_backward_is_reckoned_by_the_trial_that_had_whole_ones",),
+    ),
+    Mutant(
+        "the trim threshold of old releases of glibc is set alone",
+        "tds/host_memory.py",
+        "[0]))\n    return False\n",
+        "[0]))\n    return bool(set_option(TRIM_THRESHOLD, LARGEST_KEPT[0]))\n",
+        ("tests/tds/test_host_memory.py::test_older_releases_of_glibc_keep_what_they_can",),
+    ),
 )
