@@ -11,6 +11,9 @@ measured first; every contender may cut between the same layers, attention and f
 A T5 has no other engine to be compared with: one process, two of them side by side, and ours, at the cut that a run
 gets by default and at those that look best by the engine's own profile.
 
+On a CPU our engine lets the allocator keep freed memory; so do the processes without an engine. The other engines run
+as they come, or with ``--keep-freed`` likewise.
+
 DIR gets table.txt, turns.jsonl (a line for each turn) and speed.png.
 """
 
@@ -53,6 +56,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=KINDS["gpt2"], help="default: all; T5 has main alone")
     parser.add_argument("--cuts", type=int, default=3, help="how many of its best cuts each engine runs (default: 3)")
     parser.add_argument("--only", nargs="+", help="take contenders alone whose names hold one of these texts")
+    parser.add_argument(
+        "--keep-freed", action="store_true", help="let the allocator keep freed memory for the other engines, too"
+    )
     parser.add_argument("--smoke", action="store_true", help="a model of no use, a few turns: whether it runs at all")
     parser.add_argument("--strict", action="store_true", help="end with code 1 if a bar is not met")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), metavar="DIR", help="default: %(default)s")
@@ -103,7 +109,8 @@ def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Reco
 
     costs = layer_costs(case, args.start_method)
     _write(lines, what="layers", case=case.name, seconds=costs)
-    contenders = [each for each in line_up(case, costs, args.cuts) if _is_wanted(each, args.only)]
+    everyone = (replace(each, keeps_freed=args.keep_freed) for each in line_up(case, costs, args.cuts))
+    contenders = [each for each in everyone if _is_wanted(each, args.only)]
     if not contenders:
         raise ValueError(f"--only must name a contender of case {case.name}, got {args.only}; see {args.out}/table.txt")
     with assembled(case, contenders, args.start_method) as teams:

@@ -50,6 +50,7 @@ class Contender:
         kind: "alone", "side by side", "stock", "dualpipev", "torch" or "ours".
         layers: as in ``model.make_model``.
         partition: bounds, or the name of a method of the engine's.
+        keeps_freed: let the allocator keep freed memory, where the contender does not by itself.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Contender:
     partition: Bounds | str = ()
     schedule: str = "1f1b"
     chunks: int = 1
+    keeps_freed: bool = False
 
     @property
     def num_trials(self) -> int:

@@ -25,6 +25,8 @@ from benchmarks.pipe.model import Batch, Chain, Model, make_model
 from tds.host_memory import keep_freed
 
 Step = Callable[[list[Batch]], float | None]
+KEEP_FREED = ("alone", "side by side", "ours")
+"""Contenders that keep freed memory: our engine does so by itself, and what it is measured by must have it as well."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Built:
 
 def build(contender: Contender, seat: Seat) -> Built:
     """Return the contender on this rank. Collective over its ranks."""
+    if contender.keeps_freed or contender.kind in KEEP_FREED:
+        keep_freed()
     model = make_model(seat.case, contender.layers, seat.tensor_group)
     makers = {"alone": _plain, "side by side": _plain, "stock": _deepspeed, "dualpipev": _deepspeed, "torch": _torch}
     return makers.get(contender.kind, _ours)(contender, model, seat)
@@ -67,7 +71,6 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _plain(contender: Contender, model: Model, seat: Seat) -> Built:
-    keep_freed()
     chain = model.whole()
     model.finish(chain)
     optimizer = make_optimizer(chain)
