@@ -48,7 +48,8 @@ class ModuleError(NumericsError):
 class FiniteOnly:
     """Ends a run whose loss or gradient norm is not finite: the judge of ``optimizer`` until it gets another.
 
-    It does so behind the norm, which all ranks take together: one that left earlier would leave the others waiting.
+    It does so in the update, behind all that ranks do together in a step: one that left earlier would leave the others
+    waiting.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.preprocess import Unit, plan_units, read_unit
@@ -54,6 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, deadline=None)
 @given(CONTENTS, st.booleans(), st.lists(st.integers(4, 60), max_size=4))
+@example(b"one\ntwo\n\nthree\n", False, [4])
+@example(b"one\ntwo\n\nthree\n", False, [6, 9])
 def test_records_do_not_depend_on_where_units_begin(
     folder: Path, content: bytes, has_mark: bool, cuts: list[int]
 ) -> None:

@@ -90,14 +90,6 @@ GUARDED = (
         (f"{GUARD}::test_the_journal_keeps_what_belongs_to_a_checkpoint",),
     ),
     Mutant(
-        "a rank leaves ahead of the norm that the others wait in",
-        "megatron/training/step_result.py",
-        "        self._loss = loss\n",
-        "        self._loss = loss\n        self._allows(0.0)\n",
-        (f"{GUARD}::test_a_loss_that_is_not_finite_ends_all_ranks_before_the_update_and_is_placed[tensor and pipe]",),
-        refuses=True,  # the others wait until their watch ends them
-    ),
-    Mutant(
         "samples are named as if replicas took turns",
         "megatron/training/samples.py",
         "(replica * self.num_micro_batches + micro_batch)",

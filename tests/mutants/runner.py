@@ -7,6 +7,7 @@ none of our own code, and forks for each copy: this file run as a script is that
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -36,6 +37,8 @@ COPIED = (
     "pyproject.toml",
 )
 TIMED_OUT = -1
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
 
 class Outcome(NamedTuple):
@@ -50,13 +53,7 @@ class Runner:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
-        self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "DS_ACCELERATOR": "cpu"},
-        )
+        self._server = _start_server()
 
     def __enter__(self) -> Runner:
         return self
@@ -76,9 +73,15 @@ class Runner:
         log = self.folder / "log"
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {"tree": str(tree), "tests": tests, "log": str(log), "deadline_s": deadline_s}
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        code = int(self._server.stdout.readline())
+        try:
+            self._server.stdin.write(json.dumps(request) + "\n")
+            self._server.stdin.flush()
+            code = int(self._server.stdout.readline())
+        except BaseException:  # its answer, which is yet to come, must not be taken for that to the next request
+            self._server.kill()
+            self._server.wait()
+            self._server = _start_server()
+            raise
         return Outcome(code, log.read_text(errors="replace"))
 
     def _copy_to(self, tree: Path) -> None:
@@ -90,6 +93,16 @@ class Runner:
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, tree / name)
+
+
+def _start_server() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "DS_ACCELERATOR": "cpu"},
+    )
 
 
 def replace_once(path: Path, old: str, new: str) -> None:
@@ -140,6 +153,7 @@ def _become_pytest(request: dict[str, Any]) -> None:
     code = 99
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 9)  # a server that is killed takes its pytest along
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -39,7 +39,7 @@ def check_grid(tensor: int, pipe: int, data: int, gas: int, schedule: str, extra
         ((2, 2, 1), 1, INTERLEAVED, UNTIED),
         ((1, 2, 2), 4, ZERO_BUBBLE, RECOMPUTE),
         ((1, 4, 1), 2, ZERO_BUBBLE, UNTIED),
-        ((1, 2, 2), 5, SPLIT_CHUNKS, RECOMPUTE),
+        ((1, 2, 2), 4, SPLIT_CHUNKS, RECOMPUTE),
     ],
 )
 def test_a_schedule_trains_the_model_of_one_process(
