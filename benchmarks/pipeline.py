@@ -107,9 +107,11 @@ def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Reco
     """Let the contenders of one case take their turns."""
     from benchmarks.pipe.line_up import line_up
 
-    costs = layer_costs(case, args.start_method)
-    _write(lines, what="layers", case=case.name, seconds=costs)
-    everyone = (replace(each, keeps_freed=args.keep_freed) for each in line_up(case, costs, args.cuts))
+    costs, of_others = (layer_costs(case, args.start_method, keeps) for keeps in (True, args.keep_freed))
+    _write(lines, what="layers", case=case.name, seconds=costs, of_others=of_others)
+    everyone = line_up(case, costs, args.cuts, of_others)
+    if args.keep_freed:
+        everyone = [replace(each, keeps_freed=True) for each in everyone]
     contenders = [each for each in everyone if _is_wanted(each, args.only)]
     if not contenders:
         raise ValueError(f"--only must name a contender of case {case.name}, got {args.only}; see {args.out}/table.txt")
@@ -126,9 +128,10 @@ def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Reco
     return records
 
 
-def layer_costs(case: Case, start_method: str) -> list[float]:
+def layer_costs(case: Case, start_method: str, keeps_freed: bool) -> list[float]:
     """Return seconds of each layer, forward and backward, as two processes at once measure them; of T5 our engine."""
-    probe = Contender(name="probe", kind="side by side", layers="tensor" if case.tensor > 1 else "half")
+    layers = "tensor" if case.tensor > 1 else "half"
+    probe = Contender(name="probe", kind="side by side", layers=layers, keeps_freed=keeps_freed)
     if case.sizes.family == "t5":
         probe = Contender(name="probe", kind="ours", layers="t5", partition="profile")
     alone = replace(case, tensor=1, num_stages=2)

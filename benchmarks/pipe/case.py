@@ -50,7 +50,7 @@ class Contender:
         kind: "alone", "side by side", "stock", "dualpipev", "torch" or "ours".
         layers: as in ``model.make_model``.
         partition: bounds, or the name of a method of the engine's.
-        keeps_freed: let the allocator keep freed memory, where the contender does not by itself.
+        keeps_freed: let the allocator keep freed memory; our engine does so by itself.
     """
 
     name: str

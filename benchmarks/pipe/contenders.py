@@ -2,7 +2,7 @@
 
 | kind | what it is |
 |---|---|
-| alone, side by side | the layers in a plain loop that keeps freed memory, as our engine does; side by side: in two |
+| alone, side by side | the layers in a plain loop, that keeps freed memory as our engine does; side by side: in two |
 | stock | DeepSpeed's PipelineModule and engine |
 | dualpipev | DeepSpeed's DualPipeVModule and its engine |
 | torch | ``torch.distributed.pipelining`` with ``Schedule1F1B`` |
@@ -25,8 +25,6 @@ from benchmarks.pipe.model import Batch, Chain, Model, make_model
 from tds.host_memory import keep_freed
 
 Step = Callable[[list[Batch]], float | None]
-KEEP_FREED = ("alone", "side by side", "ours")
-"""Contenders that keep freed memory: our engine does so by itself, and what it is measured by must have it as well."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Built:
 
 def build(contender: Contender, seat: Seat) -> Built:
     """Return the contender on this rank. Collective over its ranks."""
-    if contender.keeps_freed or contender.kind in KEEP_FREED:
+    if contender.keeps_freed:
         keep_freed()
     model = make_model(seat.case, contender.layers, seat.tensor_group)
     makers = {"alone": _plain, "side by side": _plain, "stock": _deepspeed, "dualpipev": _deepspeed, "torch": _torch}

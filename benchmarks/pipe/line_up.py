@@ -11,27 +11,32 @@ from benchmarks.pipe.case import Bounds, Case, Contender
 from benchmarks.pipe.cuts import all_cuts, best_cuts, best_ring, cuts_of_deepspeed, distinct, told
 from benchmarks.pipe.model import make_model
 
-ALONE = Contender(name="one process", kind="alone")
-SIDE_BY_SIDE = Contender(name="side by side", kind="side by side")
+ALONE = Contender(name="one process", kind="alone", keeps_freed=True)
+SIDE_BY_SIDE = Contender(name="side by side", kind="side by side", keeps_freed=True)
+"""What our engine is measured by must keep freed memory as it does."""
 ONE_CHUNK = ("1f1b", "zb-h1", "gpipe", "auto")
 MANY_CHUNKS = ("interleaved", "zb-h1")
 CHUNKS = 2
 
 
-def line_up(case: Case, costs: Sequence[float], num_cuts: int) -> list[Contender]:
+def line_up(
+    case: Case, costs: Sequence[float], num_cuts: int, of_others: Sequence[float] | None = None
+) -> list[Contender]:
     """Return the contenders of ``case``.
 
     Args:
         costs: seconds of each layer of the finest cut, forward and backward.
+        of_others: the same where freed memory is not kept, by which the cuts of other engines are chosen; None: as
+            ``costs``.
         num_cuts: how many of its best-looking cuts each engine runs; DeepSpeed's those that it can make.
     """
     if case.sizes.family == "t5":
         one, two = (replace(each, layers="t5") for each in (ALONE, SIDE_BY_SIDE))
         return [one, two, *_t5_pipelines(case, costs, num_cuts)]
+    theirs = costs if of_others is None else of_others
     if case.tensor > 1:
-        alone = Contender(name=ALONE.name, kind=ALONE.kind, layers="tensor")
-        return [alone, *_pipelines(case, "tensor", costs, num_cuts)]
-    return [ALONE, SIDE_BY_SIDE, *_named_methods(case), *_pipelines(case, "half", costs, num_cuts)]
+        return [replace(ALONE, layers="tensor"), *_pipelines(case, "tensor", costs, theirs, num_cuts)]
+    return [ALONE, SIDE_BY_SIDE, *_named_methods(case), *_pipelines(case, "half", costs, theirs, num_cuts)]
 
 
 def _named_methods(case: Case) -> Iterator[Contender]:
@@ -40,19 +45,22 @@ def _named_methods(case: Case) -> Iterator[Contender]:
         yield Contender(name=f"stock {method}", kind="stock", layers="whole", partition=method)
 
 
-def _pipelines(case: Case, layers: str, costs: Sequence[float], num_cuts: int) -> Iterator[Contender]:
+def _pipelines(
+    case: Case, layers: str, costs: Sequence[float], theirs: Sequence[float], num_cuts: int
+) -> Iterator[Contender]:
     p, m = case.num_stages, case.num_micro_batches
     specs = _specs(case, layers, costs)
     cuts = all_cuts(len(specs), p)
     best = best_cuts(cuts, costs, p, m, num_cuts)
     methods = cuts_of_deepspeed(specs, p)
-    of_stock = best_cuts(methods, costs, p, m, num_cuts)
-    shared = [*best, *(bounds for bounds in of_stock[:1] if bounds not in best)]  # 1F1B is compared at the same cut
+    of_stock = best_cuts(methods, theirs, p, m, num_cuts)
+    of_torch = best_cuts(cuts, theirs, p, m, num_cuts)
+    shared = list(dict.fromkeys([*best, *of_torch, *of_stock[:1]]))  # 1F1B is compared at the same cut
     for bounds in of_stock:
         yield Contender(name=f"stock {told(bounds, specs)}", kind="stock", layers=layers, partition=methods[bounds])
     if m >= 2 * p and case.tensor == 1:
         folded = cuts_of_deepspeed(specs, 2 * p)
-        for bounds in best_cuts(folded, costs, p, m, max(1, num_cuts - 1), is_v=True):
+        for bounds in best_cuts(folded, theirs, p, m, max(1, num_cuts - 1), is_v=True):
             name = f"dualpipev {told(bounds, specs)}"
             yield Contender(name=name, kind="dualpipev", layers=layers, partition=folded[bounds])
     for bounds in shared:

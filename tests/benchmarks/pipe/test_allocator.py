@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.pipe import contenders
 from benchmarks.pipe.case import Case, Contender
+from benchmarks.pipe.cuts import all_cuts, best_cuts
+from benchmarks.pipe.line_up import line_up
 from benchmarks.sizes import GPTSizes
 
 CASE = Case(
@@ -13,11 +15,8 @@ CASE = Case(
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_itself"),
-    [("alone", True), ("side by side", True), ("ours", True), ("stock", False), ("dualpipev", False), ("torch", False)],
-)
-def test_the_yardstick_keeps_what_our_engine_keeps(monkeypatch: pytest.MonkeyPatch, kind: str, by_itself: bool) -> None:
+@pytest.mark.parametrize("kind", ["alone", "side by side", "ours", "stock", "dualpipev", "torch"])
+def test_a_contender_keeps_freed_memory_where_it_says_so(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     asked: list[str] = []
     monkeypatch.setattr(contenders, "keep_freed", lambda: asked.append(kind))
     for maker in ("_plain", "_deepspeed", "_torch", "_ours"):
@@ -25,4 +24,17 @@ def test_the_yardstick_keeps_what_our_engine_keeps(monkeypatch: pytest.MonkeyPat
     for is_asked in (False, True):
         asked.clear()
         contenders.build(Contender(name=kind, kind=kind, keeps_freed=is_asked), contenders.Seat(CASE, 0, 0))
-        assert len(asked) == (by_itself or is_asked)
+        assert len(asked) == is_asked
+
+
+def test_the_yardstick_keeps_what_our_engine_keeps_and_others_are_cut_by_their_own_times() -> None:
+    costs = [1.0, *[4.0] * 4, 1.0, 4.0]
+    heavy = [*costs[:-1], 12.0]
+    found = line_up(CASE, costs, 1, heavy)
+    assert {each.kind for each in found if each.keeps_freed} == {"alone", "side by side"}
+    (best,) = best_cuts(all_cuts(7, 2), costs, 2, 8, 1)
+    (theirs,) = best_cuts(all_cuts(7, 2), heavy, 2, 8, 1)
+    assert best != theirs
+    assert {each.partition for each in found if each.schedule == "zb-h1" and each.chunks == 1} == {best}
+    for name in ("torch", "ours 1f1b"):
+        assert {each.partition for each in found if each.name.startswith(name)} >= {best, theirs}
