@@ -107,7 +107,9 @@ def run_case(case: Case, args: argparse.Namespace, lines: Any) -> dict[str, Reco
     """Let the contenders of one case take their turns."""
     from benchmarks.pipe.line_up import line_up
 
-    costs, of_others = (layer_costs(case, args.start_method, keeps) for keeps in (True, args.keep_freed))
+    costs = of_others = layer_costs(case, args.start_method, keeps_freed=True)
+    if not args.keep_freed and case.sizes.family != "t5":  # which no other engine trains
+        of_others = layer_costs(case, args.start_method, keeps_freed=False)
     _write(lines, what="layers", case=case.name, seconds=costs, of_others=of_others)
     everyone = line_up(case, costs, args.cuts, of_others)
     if args.keep_freed:

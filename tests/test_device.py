@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -96,37 +92,3 @@ def test_no_other_file_calls_the_accelerator():
                 if isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name):
                     found.add(path.relative_to(ROOT).as_posix())
     assert found <= {"megatron/device.py"}
-
-
-def faults_of_later_steps(**environment: str) -> tuple[str, int]:
-    """Return (whether memory is kept, pages that the system hands out for what was used and freed before).
-
-    Tensors of 36 MiB: above 32 glibc by itself never keeps one; below, that depends on what lies behind it in the heap.
-    Many steps: a small object may come to lie within what one step has freed, and the next then takes new pages for a
-    tensor or two.
-    """
-    program = """
-import resource
-import torch
-from megatron import device
-
-print(device.keep_freed_memory())
-for step in range(25):
-    if step == 1:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    kept = [torch.empty(2**20 * 9).fill_(1.0) for _ in range(4)]
-    del kept
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    settings = {**os.environ, **environment}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=settings)
-    is_kept, faults = result.stdout.split()
-    return is_kept, int(faults)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
-def test_freed_memory_is_kept_unless_the_user_has_set_the_allocator():
-    is_kept, faults = faults_of_later_steps()
-    is_kept_then, faults_then = faults_of_later_steps(MALLOC_ARENA_MAX="2")
-    assert (is_kept, is_kept_then) == ("True", "False")
-    assert faults < faults_then / 4
