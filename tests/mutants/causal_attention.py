@@ -5,60 +5,83 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 OPS = "megatron/ops/causal_attention.py"
+BLOCKS = "megatron/ops/causal_blocks.py"
 _TESTS = "tests/ops/test_causal_attention.py"
 REST = f"{_TESTS}::test_it_equals_the_formula_and_so_does_the_gradient[a rest]"
 WHOLE = f"{_TESTS}::test_it_equals_the_formula_and_so_does_the_gradient[whole blocks]"
 LATER = f"{_TESTS}::test_a_later_token_changes_nothing_before_it"
 
 CAUSAL_ATTENTION = (
-    Mutant("a query does not see itself", OPS, 'float("-inf")).triu_(1)', 'float("-inf")).triu_(0)', (REST,)),
-    Mutant("a query sees the next key", OPS, 'float("-inf")).triu_(1)', 'float("-inf")).triu_(2)', (LATER,)),
+    Mutant("a query does not see itself", BLOCKS, 'float("-inf")).triu_(1)', 'float("-inf")).triu_(0)', (REST,)),
+    Mutant("a query sees the next key", BLOCKS, 'float("-inf")).triu_(1)', 'float("-inf")).triu_(2)', (LATER,)),
     Mutant(
         "the mask lies at the first keys",
-        OPS,
-        "scores[:, :, seen - count :] += self.future",
-        "scores[:, :, :count] += self.future",
+        BLOCKS,
+        "self.scores[:, :, own.start :], room.future",
+        "self.scores[:, :, :count], room.future",
         (WHOLE,),
     ),
-    Mutant("scores are not scaled", OPS, "alpha=self.scale, ", "", (REST,)),
-    Mutant("the gradient of the key is not scaled", OPS, "together[:, :, :2] *=", "together[:, :, :1] *=", (REST,)),
-    Mutant("the gradient of the value is scaled", OPS, "together[:, :, :2] *=", "together *=", (REST,)),
+    Mutant("scores are not scaled", BLOCKS, "alpha=self.scale, ", "", (REST,)),
+    Mutant(
+        "the gradient of the key is not scaled",
+        OPS,
+        "room.together[:, :, :2] *=",
+        "room.together[:, :, :1] *=",
+        (REST,),
+    ),
+    Mutant("the gradient of the value is scaled", OPS, "room.together[:, :, :2] *=", "room.together *=", (REST,)),
     Mutant(
         "a block's gradient takes the place of its queries too early",
         OPS,
-        "            _put_product(of_key[:, seen], scores.transpose(1, 2), query[:, own], adds=adds)\n"
-        "            query[:, own] = torch.bmm(scores, key[:, seen])  # in its place: no other block needs it\n",
-        "            query[:, own] = torch.bmm(scores, key[:, seen])\n"
-        "            _put_product(of_key[:, seen], scores.transpose(1, 2), query[:, own], adds=adds)\n",
+        "            block.of_key.add(block.second.transpose(1, 2), block.query)\n"
+        "            torch.bmm(block.second, block.keys, out=block.product)\n"
+        "            block.query.copy_(block.product)  # in its place: no other block needs it\n",
+        "            torch.bmm(block.second, block.keys, out=block.product)\n"
+        "            block.query.copy_(block.product)\n"
+        "            block.of_key.add(block.second.transpose(1, 2), block.query)\n",
         (REST,),
     ),
     Mutant(
         "gradients of earlier blocks are lost",
-        OPS,
-        "        place += torch.bmm(left, right)\n",
-        "        place.copy_(torch.bmm(left, right))\n",
+        BLOCKS,
+        "self._rows += torch.bmm(left, right, out=self._product)",
+        "self._rows.copy_(torch.bmm(left, right, out=self._product))",
         (WHOLE,),
     ),
     Mutant(
         "the first product is added to what memory held",
-        OPS,
-        "    if adds:\n",
-        "    if adds or True:\n",
+        BLOCKS,
+        "        if self._is_first:\n",
+        "        if self._is_first and False:\n",
         (WHOLE,),
     ),
     Mutant(
         "the last heads are left out",
-        OPS,
-        "range(0, self.num_heads, self.at_once)",
-        "range(0, self.num_heads - self.at_once + 1, self.at_once)",
+        BLOCKS,
+        "range(0, num_heads, at_once)",
+        "range(0, num_heads - at_once + 1, at_once)",
         (WHOLE,),
     ),
     Mutant(
         "key and value change places",
-        OPS,
-        "query, key, value = _parts(room.copy",
-        "query, value, key = _parts(room.copy",
+        BLOCKS,
+        "self.query, self.key, self.value = self.together",
+        "self.query, self.value, self.key = self.together",
         (REST,),
+    ),
+    Mutant(
+        "fewer heads than before find the room of more",
+        BLOCKS,
+        "room if count == at_once else kind(packed, count)",
+        "room",
+        (WHOLE,),
+    ),
+    Mutant(
+        "the gradient of the probabilities stands for that of the scores",
+        OPS,
+        "            _softmax_backward(",
+        "            0 and _softmax_backward(",
+        (WHOLE,),
     ),
     Mutant(
         "what is dropped is forgotten",

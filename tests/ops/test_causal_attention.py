@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.ops import causal_attention as module
+from megatron.ops import causal_blocks
 from megatron.ops.attention import attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
 from tests.mpu.whole import random
@@ -24,8 +25,8 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on blocks of 4 queries, whose scores of 3 heads with 11 keys fit."""
-    monkeypatch.setattr(module, "BLOCK", 4)
-    monkeypatch.setattr(module, "CACHED", 3 * 4 * 11)
+    monkeypatch.setattr(causal_blocks, "BLOCK", 4)
+    monkeypatch.setattr(causal_blocks, "CACHED", 3 * 4 * 11)
 
 
 @pytest.fixture

@@ -1,0 +1,128 @@
+"""Heads and blocks of queries for ``causal_attention``: memory that stays in a core's caches, and views of it.
+
+All is made once for the heads that are worked on together, and used again for the next ones: beside products as small
+as a block's, a new view or a new place for a result takes time that is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+BLOCK = 128
+"""Queries of a block. Of the s x s scores (1 + BLOCK/s) / 2 are computed."""
+CACHED = 2**18
+"""Scores that are worked on at a time: few enough to stay in the caches from one step to the next."""
+
+
+class Room:
+    """Memory for some heads that are worked on together, and their blocks, the last first: it sees every key.
+
+    Args:
+        packed: [s, b, a/t, 3, d], what the heads will come from.
+        count: heads, of all samples together.
+    """
+
+    def __init__(self, packed: torch.Tensor, count: int) -> None:
+        self.size, _, _, _, self.width = packed.shape
+        self.scale = self.width**-0.5
+        most = min(BLOCK, self.size)
+        self.together = packed.new_empty(self.size, count, 3, self.width)
+        self.query, self.key, self.value = self.together.permute(2, 1, 0, 3).unbind(0)  # 3 x [count, s, d]
+        self.future = packed.new_full((most, most), float("-inf")).triu_(1)
+        self.scores = packed.new_empty(count * most * self.size)
+        self.products = packed.new_empty(count, most, self.width)
+        self.blocks: Sequence[Block] = [self.block(first) for first in reversed(range(0, self.size, BLOCK))]
+
+    def block(self, first: int) -> Block:
+        """Return the block whose queries begin with ``first``."""
+        return Block(self, slice(first, min(first + BLOCK, self.size)))
+
+
+class Block:
+    """The queries ``own`` of a room's heads and the keys that they see, all views.
+
+    Shapes:
+        query   [n, own, d]
+        keys, values [n, seen, d]
+        scores  [n, own, seen]
+        product [n, own, d], for a result
+    """
+
+    def __init__(self, room: Room, own: slice) -> None:
+        self.own, self.scale = own, room.scale
+        self.query, self.keys, self.values = room.query[:, own], room.key[:, : own.stop], room.value[:, : own.stop]
+        self.scores = self.scores_in(room.scores)
+        count = own.stop - own.start
+        self.product = room.products[:, :count]
+        self._diagonal, self._future = self.scores[:, :, own.start :], room.future[:count, :count]
+        self._keys_across = self.keys.transpose(1, 2)
+
+    def scores_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return memory [n, own, seen]."""
+        heads, count, _ = self.query.shape
+        return memory[: heads * count * self.own.stop].view(heads, count, self.own.stop)
+
+    def make_probabilities(self) -> None:
+        """Put the softmax of the scores in their place."""
+        torch.baddbmm(self.scores, self.query, self._keys_across, beta=0, alpha=self.scale, out=self.scores)
+        self._diagonal += self._future
+        torch.softmax(self.scores, dim=-1, out=self.scores)
+
+
+class RoomOfBackward(Room):
+    """A room with memory for gradients: of the context, ``given`` [s, n, d], and of key and value, [n, s, d]."""
+
+    blocks: Sequence[BlockOfBackward]
+
+    def __init__(self, packed: torch.Tensor, count: int) -> None:
+        shape = packed.shape[0], count, packed.shape[-1]
+        self.given = packed.new_empty(shape)
+        self.of_key, self.of_value = (packed.new_empty(count, shape[0], shape[2]) for _ in range(2))
+        self.second = packed.new_empty(count * min(BLOCK, shape[0]) * shape[0])
+        self.spare = packed.new_empty(math.prod(shape))
+        super().__init__(packed, count)
+
+    def block(self, first: int) -> BlockOfBackward:
+        return BlockOfBackward(self, slice(first, min(first + BLOCK, self.size)))
+
+
+class BlockOfBackward(Block):
+    """A block with the gradient of its context, ``given`` [n, own, d], and ``second``, as large as its scores."""
+
+    def __init__(self, room: RoomOfBackward, own: slice) -> None:
+        super().__init__(room, own)
+        self.given = room.given.transpose(0, 1)[:, own]
+        self.second = self.scores_in(room.second)
+        self.of_key, self.of_value = (_Sum(place, own.stop, room.spare) for place in (room.of_key, room.of_value))
+
+
+class _Sum:
+    """The first ``seen`` rows of ``place`` [n, s, d], to which a block adds; the block that sees all comes first."""
+
+    def __init__(self, place: torch.Tensor, seen: int, spare: torch.Tensor) -> None:
+        self._rows, self._is_first = place[:, :seen], seen == place.shape[1]
+        self._product = spare[: self._rows.numel()].view(self._rows.shape)
+
+    def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add the product of two matrices for each head."""
+        if self._is_first:
+            torch.bmm(left, right, out=self._rows)
+        else:
+            self._rows += torch.bmm(left, right, out=self._product)
+
+
+AnyRoom = TypeVar("AnyRoom", bound=Room)
+
+
+def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, AnyRoom]]:
+    """Yield the heads that are worked on together, and a room for them."""
+    size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
+    at_once = min(max(1, CACHED * torch.get_num_threads() // (min(BLOCK, size) * size)), num_heads)
+    room = kind(packed, at_once)
+    for first in range(0, num_heads, at_once):
+        count = min(at_once, num_heads - first)
+        yield slice(first, first + count), room if count == at_once else kind(packed, count)
