@@ -70,13 +70,6 @@ CAUSAL_ATTENTION = (
         (REST,),
     ),
     Mutant(
-        "fewer heads than before find the room of more",
-        BLOCKS,
-        "room if count == at_once else kind(packed, count)",
-        "room",
-        (WHOLE,),
-    ),
-    Mutant(
         "the gradient of the probabilities stands for that of the scores",
         OPS,
         "            _softmax_backward(",
