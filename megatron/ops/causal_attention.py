@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from megatron.ops.attention import Drop, attention
 from megatron.ops.biased_attention import is_blocked
-from megatron.ops.causal_blocks import Room, RoomOfBackward, rooms
+from megatron.ops.causal_blocks import Room, RoomOfBackward, put_product, rooms
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.out
 
@@ -83,11 +83,10 @@ def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
             torch.bmm(block.given, block.values.transpose(1, 2), out=block.second)  # gradients of the probabilities
             _softmax_backward(block.second, block.scores, -1, packed.dtype, grad_input=block.second)  # of the scores
             block.of_key.add(block.second.transpose(1, 2), block.query)
-            torch.bmm(block.second, block.keys, out=block.product)
+            put_product(block.product, block.second, block.keys, room.scale)
             block.query.copy_(block.product)  # in its place: no other block needs it
         room.key.copy_(room.of_key)
         room.value.copy_(room.of_value)
-        room.together[:, :, :2] *= room.scale
         rows[:, heads] = room.together
     return found
 

@@ -68,7 +68,7 @@ class Block:
 
     def make_probabilities(self) -> None:
         """Put the softmax of the scores in their place."""
-        torch.baddbmm(self.scores, self.query, self._keys_across, beta=0, alpha=self.scale, out=self.scores)
+        put_product(self.scores, self.query, self._keys_across, self.scale)
         self._diagonal += self._future
         torch.softmax(self.scores, dim=-1, out=self.scores)
 
@@ -97,22 +97,28 @@ class BlockOfBackward(Block):
         super().__init__(room, own)
         self.given = room.given.transpose(0, 1)[:, own]
         self.second = self.scores_in(room.second)
-        self.of_key, self.of_value = (_Sum(place, own.stop, room.spare) for place in (room.of_key, room.of_value))
+        self.of_key = _Sum(room.of_key, own.stop, room.spare, self.scale)
+        self.of_value = _Sum(room.of_value, own.stop, room.spare)
 
 
 class _Sum:
     """The first ``seen`` rows of ``place`` [n, s, d], to which a block adds; the block that sees all comes first."""
 
-    def __init__(self, place: torch.Tensor, seen: int, spare: torch.Tensor) -> None:
-        self._rows, self._is_first = place[:, :seen], seen == place.shape[1]
+    def __init__(self, place: torch.Tensor, seen: int, spare: torch.Tensor, scale: float = 1.0) -> None:
+        self._rows, self._is_first, self._scale = place[:, :seen], seen == place.shape[1], scale
         self._product = spare[: self._rows.numel()].view(self._rows.shape)
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add the product of two matrices for each head."""
+        """Add ``scale`` times the product of two matrices for each head."""
         if self._is_first:
-            torch.bmm(left, right, out=self._rows)
+            put_product(self._rows, left, right, self._scale)
         else:
-            self._rows += torch.bmm(left, right, out=self._product)
+            self._rows += put_product(self._product, left, right, self._scale)
+
+
+def put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """Set ``place`` to ``scale`` times the product of two matrices for each head, and return it."""
+    return torch.baddbmm(place, left, right, beta=0, alpha=scale, out=place)
 
 
 AnyRoom = TypeVar("AnyRoom", bound=Room)

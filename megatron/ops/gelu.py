@@ -1,17 +1,25 @@
-"""GELU; in compiled layers on a CPU by torch's own kernel, which the compiler would replace by a slower one.
+"""GELU; in compiled layers on a CPU in a form that is fast there.
 
 | [512, 8, 2048] in fp32, 2 cores | forward | backward |
 |---|---|---|
-| torch's kernel | 6.9 ms | 7.9 ms |
-| the compiler's | 7.3 ms | 13.9 ms |
+| torch's kernel, "none" | 2.0 ms | 2.5 ms |
+| torch's kernel, "tanh" | 6.9 ms | 7.8 ms |
+| the compiler's, "tanh" | 7.3 ms | 13.9 ms |
+| the compiler's, by the logistic function | 3.0 ms | 4.4 ms |
+
+A vector of hyperbolic tangents takes both of them long, one of exponentials does not.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715 * LINEAR
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -23,38 +31,48 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     Source: Hendrycks and Gimpel 2016, "Gaussian error linear units".
     """
     if torch.compiler.is_compiling() and x.device.type == "cpu":
-        opaque: torch.Tensor = _gelu(x, approximate)
-        return opaque
+        return _by_logistic(x) if approximate == "tanh" else _opaque(x)
     return F.gelu(x, approximate=approximate)
 
 
+def _by_logistic(x: torch.Tensor) -> torch.Tensor:
+    """Return "tanh", for (1 + tanh(u)) / 2 is the logistic function of 2 u; in fp32 for 16 bits, as torch's kernel."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.sigmoid(wide * (LINEAR + CUBIC * wide * wide))).to(x.dtype)
+
+
+def _opaque(x: torch.Tensor) -> torch.Tensor:
+    """Return torch's kernel's "none", which the compiler does not look into."""
+    made: torch.Tensor = _gelu(x)
+    return made
+
+
 @torch.library.custom_op("megatron_tds::gelu", mutates_args=())
-def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return F.gelu(x.contiguous(), approximate=approximate)
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x.contiguous())
 
 
 @torch.library.custom_op("megatron_tds::gelu_backward", mutates_args=())
-def _gelu_backward(grad: torch.Tensor, x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(grad.contiguous(), x.contiguous(), approximate=approximate)
+def _gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward(grad.contiguous(), x.contiguous())
 
 
 @_gelu.register_fake
-def _(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @_gelu_backward.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, approximate: str) -> torch.Tensor:
+def _(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _remember(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
-    x, ctx.approximate = inputs
-    ctx.save_for_backward(x)
+def _remember(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return _gelu_backward(grad, *ctx.saved_tensors, ctx.approximate), None
+def _gradient(ctx: Any, grad: torch.Tensor) -> Any:
+    return _gelu_backward(grad, *ctx.saved_tensors)
 
 
 _gelu.register_autograd(_gradient, setup_context=_remember)

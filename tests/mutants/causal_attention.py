@@ -21,22 +21,23 @@ CAUSAL_ATTENTION = (
         "self.scores[:, :, :count], room.future",
         (WHOLE,),
     ),
-    Mutant("scores are not scaled", BLOCKS, "alpha=self.scale, ", "", (REST,)),
+    Mutant("scores are not scaled", BLOCKS, "self._keys_across, self.scale)", "self._keys_across, 1.0)", (REST,)),
+    Mutant("the gradient of the query is not scaled", OPS, "block.keys, room.scale)", "block.keys, 1.0)", (REST,)),
+    Mutant("the gradient of the key is not scaled", BLOCKS, "room.spare, self.scale)", "room.spare)", (REST,)),
     Mutant(
-        "the gradient of the key is not scaled",
-        OPS,
-        "room.together[:, :, :2] *=",
-        "room.together[:, :, :1] *=",
+        "the gradient of the value is scaled",
+        BLOCKS,
+        "_Sum(room.of_value, own.stop, room.spare)",
+        "_Sum(room.of_value, own.stop, room.spare, self.scale)",
         (REST,),
     ),
-    Mutant("the gradient of the value is scaled", OPS, "room.together[:, :, :2] *=", "room.together *=", (REST,)),
     Mutant(
         "a block's gradient takes the place of its queries too early",
         OPS,
         "            block.of_key.add(block.second.transpose(1, 2), block.query)\n"
-        "            torch.bmm(block.second, block.keys, out=block.product)\n"
+        "            put_product(block.product, block.second, block.keys, room.scale)\n"
         "            block.query.copy_(block.product)  # in its place: no other block needs it\n",
-        "            torch.bmm(block.second, block.keys, out=block.product)\n"
+        "            put_product(block.product, block.second, block.keys, room.scale)\n"
         "            block.query.copy_(block.product)\n"
         "            block.of_key.add(block.second.transpose(1, 2), block.query)\n",
         (REST,),
@@ -44,8 +45,8 @@ CAUSAL_ATTENTION = (
     Mutant(
         "gradients of earlier blocks are lost",
         BLOCKS,
-        "self._rows += torch.bmm(left, right, out=self._product)",
-        "self._rows.copy_(torch.bmm(left, right, out=self._product))",
+        "self._rows += put_product(",
+        "self._rows[:] = put_product(",
         (WHOLE,),
     ),
     Mutant(
@@ -88,29 +89,32 @@ CAUSAL_ATTENTION = (
 BIASED = "tests/ops/test_biased_attention.py::test_it_equals_the_formula_and_so_do_all_gradients"
 TWICE = f"{BIASED}[no mask-made twice-a head-False]"
 GELU = "megatron/ops/gelu.py"
-_BITS = "tests/ops/test_gelu.py::test_it_has_torchs_bits_compiled_or_not"
+_COMPILED = "tests/ops/test_gelu.py::test_it_is_torchs_compiled_or_not"
+_SHORT = "tests/ops/test_gelu.py::test_16_bits_are_rounded_once_when_compiled"
 
 COMPILED_GELU = (
     Mutant(
         "a compiled GELU is the exact one",
         GELU,
-        "opaque: torch.Tensor = _gelu(x, approximate)",
-        'opaque: torch.Tensor = _gelu(x, "none")',
-        (f"{_BITS}[tanh]",),
+        'if approximate == "tanh"',
+        "if False",
+        (f"{_COMPILED}[tanh]",),
     ),
     Mutant(
-        "the compiler makes GELU itself",
+        "the compiler makes the exact GELU itself",
         GELU,
         "torch.compiler.is_compiling() and",
         "not torch.compiler.is_compiling() and",
-        (f"{_BITS}[none]",),
+        (f"{_COMPILED}[none]",),
     ),
+    Mutant("a compiled GELU is half as steep", GELU, "LINEAR = 2 *", "LINEAR = 1 *", (f"{_COMPILED}[tanh]",)),
+    Mutant("a compiled GELU of 16 bits rounds each step", GELU, "else x.float()", "else x", (_SHORT,)),
     Mutant(
-        "the gradient of a compiled GELU is that of the exact one",
+        "the compiled gradient of the exact GELU is that of its approximation",
         GELU,
-        "*ctx.saved_tensors, ctx.approximate)",
-        '*ctx.saved_tensors, "none")',
-        (f"{_BITS}[tanh]",),
+        "aten.gelu_backward(grad.contiguous(), x.contiguous())",
+        'aten.gelu_backward(grad.contiguous(), x.contiguous(), approximate="tanh")',
+        (f"{_COMPILED}[none]",),
     ),
     Mutant(
         "the compiled gradient of a bias is lost",

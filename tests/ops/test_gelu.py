@@ -1,4 +1,4 @@
-"""GELU in a compiled graph is torch's kernel, with its bits."""
+"""GELU in a compiled graph on a CPU: the exact one is torch's kernel, the approximation the logistic function."""
 
 from __future__ import annotations
 
@@ -13,30 +13,42 @@ from megatron.ops.gelu import gelu
 from tests.mpu.whole import random
 
 
-def outcome(function: Any, approximate: str) -> list[torch.Tensor]:
-    """Return output and gradient."""
-    x = random(1, 3, 40).float().requires_grad_()
+def outcome(function: Any, approximate: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Return output and gradient, for small numbers and for large ones."""
+    x = (random(1, 3, 40) * torch.tensor([[0.1], [1.0], [20.0]])).to(dtype).requires_grad_()
     y = function(x, approximate=approximate)
-    y.backward(random(2, 3, 40).float())
+    y.backward(random(2, 3, 40).to(dtype))
     assert x.grad is not None
     return [y.detach(), x.grad]
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_it_has_torchs_bits_compiled_or_not(approximate: str) -> None:
-    seen = []
+def compiled(seen: list[str]) -> Any:
+    """Return our GELU in a graph of its own, whose operators go to ``seen``."""
 
     def keep(graph: Any, _: Any) -> Any:
         seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
+    return torch.compile(gelu, backend=keep, dynamic=False)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_it_is_torchs_compiled_or_not(approximate: str) -> None:
+    seen: list[str] = []
     wanted = outcome(F.gelu, approximate)
-    for function in (gelu, torch.compile(gelu, backend=keep, dynamic=False)):
-        for own, torchs in zip(outcome(function, approximate), wanted, strict=True):
-            assert torch.equal(own, torchs)
-    assert len(seen) == 1 and "megatron_tds.gelu" in seen[0]
+    assert all(torch.equal(*pair) for pair in zip(outcome(gelu, approximate), wanted, strict=True))
+    for own, torchs in zip(outcome(compiled(seen), approximate), wanted, strict=True):
+        assert (own - torchs).abs().max() <= 1e-14 * torchs.abs().max()
+    assert any("megatron_tds.gelu" in name for name in seen) == (approximate == "none")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_rounded_once_when_compiled(dtype: torch.dtype) -> None:
+    for own, torchs in zip(outcome(compiled([]), "tanh", dtype), outcome(F.gelu, "tanh", dtype), strict=True):
+        assert own.dtype == dtype
+        assert (own.double() - torchs.double()).abs().max() <= 2 * torch.finfo(dtype).eps * torchs.abs().max()
 
 
 def test_the_operator_is_what_torch_wants_of_one() -> None:
     for x in (random(1, 3, 4), random(1, 3, 4).t(), random(1, 3, 4)[:, ::2]):
-        torch.library.opcheck(module._gelu, (x.requires_grad_(), "tanh"))
+        torch.library.opcheck(module._gelu, (x.requires_grad_(),))
