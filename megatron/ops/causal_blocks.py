@@ -6,7 +6,6 @@ as a block's, a new view or a new place for a result takes time that is seen.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -83,7 +82,8 @@ class RoomOfBackward(Room):
         self.given = packed.new_empty(shape)
         self.of_key, self.of_value = (packed.new_empty(count, shape[0], shape[2]) for _ in range(2))
         self.second = packed.new_empty(count * min(BLOCK, shape[0]) * shape[0])
-        self.spare = packed.new_empty(math.prod(shape))
+        added = (shape[0] - 1) // BLOCK * BLOCK  # rows; the rest are the first block's alone
+        self.spare = packed.new_empty(count * added * shape[2])
         super().__init__(packed, count)
 
     def block(self, first: int) -> BlockOfBackward:
@@ -106,14 +106,13 @@ class _Sum:
 
     def __init__(self, place: torch.Tensor, seen: int, spare: torch.Tensor, scale: float = 1.0) -> None:
         self._rows, self._is_first, self._scale = place[:, :seen], seen == place.shape[1], scale
-        self._product = spare[: self._rows.numel()].view(self._rows.shape)
+        self._product = self._rows if self._is_first else spare[: self._rows.numel()].view(self._rows.shape)
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add ``scale`` times the product of two matrices for each head."""
-        if self._is_first:
-            put_product(self._rows, left, right, self._scale)
-        else:
-            self._rows += put_product(self._product, left, right, self._scale)
+        put_product(self._product, left, right, self._scale)
+        if not self._is_first:
+            self._rows += self._product
 
 
 def put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:

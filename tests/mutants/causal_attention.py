@@ -45,15 +45,15 @@ CAUSAL_ATTENTION = (
     Mutant(
         "gradients of earlier blocks are lost",
         BLOCKS,
-        "self._rows += put_product(",
-        "self._rows[:] = put_product(",
+        "self._rows += self._product",
+        "self._rows.copy_(self._product)",
         (WHOLE,),
     ),
     Mutant(
-        "the first product is added to what memory held",
+        "the first block's product counts twice",
         BLOCKS,
-        "        if self._is_first:\n",
-        "        if self._is_first and False:\n",
+        "        if not self._is_first:\n",
+        "        if True:\n",
         (WHOLE,),
     ),
     Mutant(
