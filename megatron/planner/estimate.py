@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron import cost
 from megatron.cost.costs import Costs
-from megatron.planner.layout import Layout
+from megatron.planner.layout import SPLITTING, Layout
 from megatron.planner.machine import Machine
 from megatron.planner.messages import Messages, total
 from megatron.planner.traffic import Traffic
@@ -153,7 +153,8 @@ class Planner:
 
     def units(self, layout: Layout) -> list[Seconds]:
         """Return the seconds of each unit for a micro-batch, without messages."""
-        key = layout.micro_batch_size, layout.tensor, layout.dtype, layout.sequence_parallel, layout.recompute
+        is_split = layout.schedule == SPLITTING
+        key = layout.micro_batch_size, layout.tensor, layout.dtype, layout.sequence, layout.recompute, is_split
         if key not in self._units:
             self._units[key] = self._clock.units(layout)
         return self._units[key]

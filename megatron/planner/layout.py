@@ -10,6 +10,8 @@ from megatron.cost.waiting import Waiting
 from megatron.stages import bubble, candidates
 
 RECOMPUTE = ("none", "selective", "full")
+SPLITTING = "zb-h1"
+"""The schedule that puts the gradients of weights off."""
 
 
 @dataclass(frozen=True, kw_only=True)

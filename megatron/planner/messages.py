@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from megatron.cost.costs import Costs
 from megatron.cost.memory import BYTES, State
 from megatron.cost.work import Work
-from megatron.planner.layout import Layout
+from megatron.planner.layout import SPLITTING, Layout
 from megatron.planner.machine import Machine
 from megatron.planner.traffic import Group, Traffic
 from megatron.planner.work import Seconds
-
-SPLITTING = "zb-h1"
-"""The schedule that puts the gradients of weights off."""
 
 
 class Messages:
@@ -28,17 +25,21 @@ class Messages:
 
     def sums(self, layout: Layout, units: Sequence[Seconds]) -> list[Traffic]:
         """Return the messages between tensor ranks of each unit for a micro-batch."""
+        return [forward + backward for forward, backward in self.ways(layout, units)]
+
+    def ways(self, layout: Layout, units: Sequence[Seconds]) -> list[tuple[Traffic, Traffic]]:
+        """Return the messages between tensor ranks of each unit's forward and of its backward."""
         group = Group.of(self.machine, layout.tensor, 1, layout.world_size)
         works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         again = 2 if layout.recompute == "full" else 1
         found = []
-        known: dict[int, Traffic] = {}
+        known: dict[int, tuple[Traffic, Traffic]] = {}
         for work, unit in zip(works, units, strict=True):
             if id(work) not in known:
                 is_cut, times = layout.sequence_parallel and bool(work.core), again if work.core else 1
                 kinds = (group.gathered, group.scattered) if is_cut else (group.summed,)
                 forward = sum((one(size).times(times) for size in work.sums for one in kinds), Traffic())
-                known[id(work)] = forward + self._back(group, work, unit, layout, is_cut)
+                known[id(work)] = forward, self._back(group, work, unit, layout, is_cut)
             found.append(known[id(work)])
         return found
 

@@ -13,6 +13,7 @@ import torch
 
 from megatron import device, model
 from megatron.config import Config, parse
+from megatron.mpu.groups import SINGLE, Group
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.planner.lines import RECIPE
 
@@ -50,15 +51,15 @@ def config_of(family: str, dtype: str, shape: Shape) -> Config:
     return config.with_vocab(VOCABULARY)
 
 
-def build(config: Config, place: torch.device) -> torch.nn.Module:
-    """Return the model with random weights."""
-    family, sizes = config.family, config.model
+def build(config: Config, place: torch.device, group: Group = SINGLE) -> torch.nn.Module:
+    """Return the model with random weights, cut over the ranks of ``group``."""
+    family, sizes, cut = config.family, config.model, model.Place(group)
     built: Any = {
-        "gpt2": lambda: model.GPT2Model(model.sizes_from(sizes)),
-        "t5": lambda: model.T5Model(model.t5_sizes_from(sizes, config.own)),
-        "llama": lambda: model.LlamaModel(model.llama_sizes_from(sizes, config.own)),
-        "mpt": lambda: model.MptModel(model.mpt_sizes_from(sizes, config.own)),
-        "bert": lambda: model.BertModel(model.bert_sizes_from(sizes, config.own)),
+        "gpt2": lambda: model.GPT2Model(model.sizes_from(sizes), cut),
+        "t5": lambda: model.T5Model(model.t5_sizes_from(sizes, config.own), cut),
+        "llama": lambda: model.LlamaModel(model.llama_sizes_from(sizes, config.own), cut),
+        "mpt": lambda: model.MptModel(model.mpt_sizes_from(sizes, config.own), cut),
+        "bert": lambda: model.BertModel(model.bert_sizes_from(sizes, config.own), cut),
     }[family]()
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

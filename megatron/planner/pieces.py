@@ -3,6 +3,9 @@
 A model of one layer makes forwards and backwards as a training does. Marks at the ends of its layers, set by hooks of
 modules and of gradients, share the time out among the layers and what lies around them: embedding, norm, head, loss.
 What was timed beside what its operations add up to gives the ``Tempos`` of each kind of unit.
+
+Where there are several ranks, each with a core of its own, models are timed that are cut over all of them, too, in the
+first format: their products are smaller, and at each sum the faster rank waits.
 """
 
 from __future__ import annotations
@@ -15,22 +18,26 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron import cost, device
 from megatron.config.option import FAMILIES
 from megatron.cost.memory import State
+from megatron.mpu.groups import SINGLE, Group
 from megatron.planner import models
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Machine
+from megatron.planner.messages import Messages
 from megatron.planner.models import Shape
 from megatron.planner.probes import Pace
 from megatron.planner.ranks import Rank
-from megatron.planner.tempo import Sample, Tempos, fitted
+from megatron.planner.tempo import CUT, Sample, Tempos, fitted
+from megatron.planner.traffic import Traffic
 from megatron.planner.work import Clock, Parts
 
 HEAD = "head"
 SHAPES = {
-    True: (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 8)),
+    True: (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 4)),
     False: (Shape(1024, 64, 1024, 8), Shape(1024, 64, 4096, 2), Shape(2560, 128, 2048, 4), Shape(4096, 128, 1024, 8)),
 }
 """Whether it is a CPU -> the models that are timed."""
@@ -40,13 +47,18 @@ TOUCHED = 2**29
 
 @dataclass(frozen=True)
 class Timed:
-    """A model of one layer: what it was, and the seconds of a forward and a backward by kind of unit; "head": ends."""
+    """A model of one layer: what it was, and the seconds of a forward and a backward by kind of unit; "head": ends.
+
+    Args:
+        tensor: ranks that it was cut over.
+    """
 
     family: str
     dtype: str
     shape: Shape
     seconds: dict[str, tuple[float, float]]
     update_s: float
+    tensor: int = 1
 
 
 class Marks:
@@ -83,11 +95,15 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: Pace) -> list[Timed]:
     found = []
     if rank.kind == "cpu":
         _touch_memory()
+    shapes = [shape for shape in SHAPES[rank.kind == "cpu"] if shape.hidden <= pace.widest]
     for dtype in dtypes:
         rank.tell(f"layers of every family in {dtype}")
-        for shape in SHAPES[rank.kind == "cpu"]:
-            if shape.hidden <= pace.widest:
-                found += [_timed(rank, family, dtype, shape, pace) for family in FAMILIES]
+        found += [_timed(rank, family, dtype, shape, pace) for shape in shapes for family in FAMILIES]
+    if rank.backend and pace.ranks_per_core == 1:
+        rank.tell(f"layers of every family in {dtypes[0]}, cut over the ranks")
+        everyone = Group(tuple(range(rank.size)), rank.number, dist.group.WORLD)
+        can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
+        found += [_timed(rank, family, dtypes[0], shape, pace, everyone) for shape in can_cut for family in FAMILIES]
     return found
 
 
@@ -97,9 +113,9 @@ def _touch_memory() -> None:
     del pieces
 
 
-def _timed(rank: Rank, family: str, dtype: str, shape: Shape, pace: Pace) -> Timed:
+def _timed(rank: Rank, family: str, dtype: str, shape: Shape, pace: Pace, group: Group = SINGLE) -> Timed:
     config = models.config_of(family, dtype, shape)
-    module = models.build(config, rank.place)
+    module = models.build(config, rank.place, group)
     optimizer = models.optimizer_of(module, dtype)
     inputs = models.micro_batch(config, rank.place)
     marks = Marks(rank.kind, pace.now)
@@ -126,7 +142,7 @@ def _timed(rank: Rank, family: str, dtype: str, shape: Shape, pace: Pace) -> Tim
             optimizer.step()
             marks.set("updated")
     middle = {kind: _median(each) for kind, each in turns.items()}
-    return Timed(family, dtype, shape, middle, marks.between("ended", "updated"))
+    return Timed(family, dtype, shape, middle, marks.between("ended", "updated"), group.size)
 
 
 def _spent(marks: Marks, kind: str) -> tuple[float, float]:
@@ -154,7 +170,7 @@ def with_pieces(machine: Machine, found: Sequence[Timed]) -> Machine:
     samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
     for one in found:
         for kind, pair in _samples(machine, one):
-            samples[one.dtype, f"{one.family} {kind}"].append(pair)
+            samples[one.dtype, f"{one.family} {kind}{CUT * (one.tensor > 1)}"].append(pair)
     tempos: dict[str, dict[str, Tempos]] = defaultdict(dict)
     for (dtype, kind), pairs in samples.items():
         tempos[dtype][kind] = Tempos(fitted([each for each, _ in pairs]), fitted([each for _, each in pairs]))
@@ -165,36 +181,38 @@ def _samples(machine: Machine, one: Timed) -> Iterable[tuple[str, tuple[Sample, 
     """Yield each kind of unit with what its forward and its backward add up to and took."""
     config = models.config_of(one.family, one.dtype, one.shape)
     costs = cost.of(config, is_on_cpu=machine.is_cpu)
-    clock, layout = Clock(costs, machine, one.family), layout_of(config, 1)
+    clock, layout = Clock(costs, machine, one.family), replace(layout_of(config, 1), tensor=one.tensor)
     parts = dict(zip(costs.unit_names, clock.parts(layout), strict=True))
+    units = clock.units(layout)
+    sent = dict(zip(costs.unit_names, Messages(costs, machine).ways(layout, units), strict=True))
     for kind in models.rows_of(one.family):
-        yield kind, _pair(parts.pop(f"{kind} 0"), one.seconds[kind])
+        yield kind, _pair(parts.pop(f"{kind} 0"), one.seconds[kind], sent.pop(f"{kind} 0"))
     head = parts.pop(HEAD)
     # What is left lies around the layers too, and keeps its closed forms.
-    units = dict(zip(costs.unit_names, clock.units(layout), strict=True))
+    closed = dict(zip(costs.unit_names, units, strict=True))
     forward, backward = one.seconds[HEAD]
-    beside = [units[name] for name in parts]
-    yield HEAD, _pair(head, (forward - sum(u.forward for u in beside), backward - sum(u.backward for u in beside)))
+    beside = [closed[name] for name in parts]
+    own = forward - sum(u.forward for u in beside), backward - sum(u.backward for u in beside)
+    yield HEAD, _pair(head, own, tuple(sum(ways, Traffic()) for ways in zip(*sent.values(), strict=True)))
 
 
-def _pair(parts: Parts, seconds: tuple[float, float]) -> tuple[Sample, Sample]:
-    forward, backward = seconds
-    scale = forward + backward
-    return (
-        Sample(parts.forward_parts, max(forward - parts.forward_rest, 0.0), scale),
-        Sample(parts.backward_parts, max(backward - parts.backward_rest, 0.0), scale),
-    )
+def _pair(parts: Parts, seconds: tuple[float, float], sent: Sequence[Traffic]) -> tuple[Sample, Sample]:
+    """Return what the two ways add up to and took, without the messages that were waited for."""
+    rests = parts.forward_rest + sent[0].exposed_s, parts.backward_rest + sent[1].exposed_s
+    forward, backward = (max(own - rest, 0.0) for own, rest in zip(seconds, rests, strict=True))
+    scale = sum(seconds)
+    return Sample(parts.forward_parts, forward, scale), Sample(parts.backward_parts, backward, scale)
 
 
 def _update_bandwidth(found: Sequence[Timed]) -> float:
     """Return the bytes/s of the update of the widest models in the first format; 0 where nothing was timed."""
     if not found:
         return 0.0
-    first, widest = found[0].dtype, max(one.shape for one in found)
+    first, widest = found[0].dtype, max(one.shape for one in found if one.tensor == 1)
     state = State.of(first, "adamw")
     rates = []
     for one in found:
-        if one.dtype == first and one.shape == widest:
+        if one.dtype == first and one.shape == widest and one.tensor == 1:
             costs = cost.of(models.config_of(one.family, first, widest))
             moved = costs.num_parameters * (2 * (state.width + state.optimizer) + 2 * state.gradient)
             rates.append(moved / one.update_s)

@@ -19,8 +19,7 @@ from typing import Any
 from megatron.cost.memory import BYTES, State
 from megatron.planner.checks import problems
 from megatron.planner.estimate import Estimate, Planner
-from megatron.planner.layout import Layout
-from megatron.planner.messages import SPLITTING
+from megatron.planner.layout import SPLITTING, Layout
 from megatron.stages import MANY_CHUNKS, ONE_CHUNK, bubble
 
 MOST_CHUNKS = 8
@@ -204,7 +203,7 @@ def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any
 
 
 def _order(found: Estimate) -> tuple[float, int]:
-    """Order by step time, then by memory; what a split backward costs more is not in the estimate."""
+    """Order by step time, then by memory; what splitting a backward costs is in the estimate on CPUs alone."""
     price = SPLIT_MARGIN if found.layout.schedule == SPLITTING else 0.0
     return found.step_s * (1 + price), found.most_bytes
 

@@ -4,7 +4,8 @@ What the operations of a unit add up to by themselves is less than the unit take
 over more often than what is kept tells, by kernels of their own, and products are no squares. So the seconds of a
 forward, and those of a backward, are ``products * those of its products + passes * one pass over what it keeps +
 scores * one pass over the scores of its attention``, and the three numbers come from whole layers that ``--calibrate``
-has timed. A machine without measurement has ``LAYER`` and ``HEAD``; a pass of the head is one over its logits.
+has timed: whole ones, and such as are cut over all ranks, of which what their messages take is left out. A machine
+without measurement has ``LAYER`` and ``HEAD``; a pass of the head is one over its logits.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Tempos:
 
 Table = Mapping[str, Mapping[str, Tempos]]
 """Format of numbers -> kind of unit ("gpt2 layer", "t5 head") -> its tempos."""
+CUT = ", cut over tensor ranks"
+"""What the kind of a unit ends with whose layers are cut: smaller products, and ranks that wait for the slower one."""
 LAYER = Tempos(Tempo(1.0, 2.0), Tempo(1.0, 3.0))
 """What is kept of a layer is written once in forward and read about once more by the operation that follows; backward
 reads it, and writes a gradient for about as much. Norms, dropout and sums with the residual stream all pass so."""

@@ -7,8 +7,9 @@
 | operations | each has its overhead | twice as many |
 | gradients of weights | | read, and added to the sum of the micro-batches: 10 bytes in 16 bits, 12 in 32 |
 
-How often products and passes count says the machine's ``Tempos``. Recomputation adds a forward to the backward: of the
-layers, or of the cores of attention.
+How often products and passes count says the machine's ``Tempos``, for layers that are cut over tensor ranks their own.
+Recomputation adds a forward to the backward: of the layers, or of the cores of attention. A schedule that splits
+backwards makes them ``SPLIT_PRICE`` longer on a CPU; elsewhere we have not measured that.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from megatron.cost.costs import Costs
 from megatron.cost.memory import BYTES
 from megatron.cost.waiting import Kept
 from megatron.cost.work import Product, Work
-from megatron.planner.layout import Layout
+from megatron.planner.layout import SPLITTING, Layout
 from megatron.planner.machine import Machine
-from megatron.planner.tempo import HEAD, LAYER, Tempo, Tempos
+from megatron.planner.tempo import CUT, HEAD, LAYER, Tempo, Tempos
 
+SPLIT_PRICE = 0.10
+"""What a backward on a CPU takes longer that puts the gradients of weights off (docs/experiments.md, 5a29946)."""
 CORE_BACKWARD = 2.5
 """A fused kernel makes the scores once more: five products in place of two."""
 
@@ -136,10 +139,11 @@ class Clock:
             found.append(known[key])
         return found
 
-    def tempos(self, unit: int, dtype: str) -> Tempos:
+    def tempos(self, unit: int, layout: Layout) -> Tempos:
         """Return how often products and passes of a unit count."""
-        closed = HEAD if unit == len(self._kinds) - 1 else LAYER
-        return self._machine.tempo(dtype, self._kinds[unit], closed)
+        kind, closed = self._kinds[unit], HEAD if unit == len(self._kinds) - 1 else LAYER
+        whole = self._machine.tempo(layout.dtype, kind, closed)
+        return self._machine.tempo(layout.dtype, kind + CUT, whole) if layout.tensor > 1 else whole
 
     def _parts(self, work: Work, kept: Kept, parameters: int, logits: int | None, layout: Layout) -> Parts:
         machine = self._machine
@@ -162,8 +166,10 @@ class Clock:
         )
 
     def _unit(self, number: int, parts: Parts, layout: Layout) -> Seconds:
-        tempos = self.tempos(number, layout.dtype)
+        tempos = self.tempos(number, layout)
         forward, backward = parts.forward(tempos.forward), parts.backward(tempos.backward)
+        if layout.schedule == SPLITTING and self._machine.is_cpu:
+            backward *= 1 + SPLIT_PRICE
         again = 0.0
         if layout.recompute == "full" and parts.is_again:
             again = forward

@@ -15,10 +15,11 @@ from megatron.planner.devices import device
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import Layout, layout_of
 from megatron.planner.machine import Link
+from megatron.planner.messages import Messages
 from megatron.planner.models import Shape
 from megatron.planner.pieces import Marks, Timed, slowest, with_pieces
 from megatron.planner.probes import Rates
-from megatron.planner.tempo import LAYER, Sample, Tempo, Tempos, fitted
+from megatron.planner.tempo import CUT, LAYER, Sample, Tempo, Tempos, fitted
 
 PLAIN = replace(device("h100-80g"), is_cpu=True)
 SHAPES = (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 8))
@@ -31,14 +32,23 @@ def kinds_of(family: str) -> dict[str, Tempos]:
     return dict.fromkeys(layers, SLOW) | {f"{family} head": SLOW_HEAD}
 
 
-def as_timed(family: str, shape: Shape) -> Timed:
-    """Return what a machine whose layers are slow would time."""
-    planner = Planner(models.config_of(family, "bf16", shape), replace(PLAIN, tempos={"bf16": kinds_of(family)}))
-    units = dict(zip(planner.costs.unit_names, planner.units(layout_of(planner.config, 1)), strict=True))
-    own = {kind: units.pop(f"{kind} 0") for kind in models.rows_of(family)}
-    ends = sum(unit.forward for unit in units.values()), sum(unit.backward for unit in units.values())
-    seconds = {kind: (unit.forward, unit.backward) for kind, unit in own.items()} | {"head": ends}
-    return Timed(family, "bf16", shape, seconds, update_s=planner.costs.num_parameters / 1e9)
+CUT_SHAPES = (*SHAPES[:2], Shape(256, 64, 256, 4), SHAPES[3])
+
+
+def as_timed(family: str, shape: Shape, tensor: int = 1) -> Timed:
+    """Return what a machine whose layers are slow would time, of ranks that talk to each other their messages too."""
+    kinds = {kind + CUT * (tensor > 1): own for kind, own in kinds_of(family).items()}
+    planner = Planner(models.config_of(family, "bf16", shape), replace(PLAIN, tempos={"bf16": kinds}))
+    layout = replace(layout_of(planner.config, 1), tensor=tensor)
+    units = planner.units(layout)
+    sent = Messages(planner.costs, planner.machine).ways(layout, units)
+    taken = {
+        name: (unit.forward + there.exposed_s, unit.backward + back.exposed_s)
+        for name, unit, (there, back) in zip(planner.costs.unit_names, units, sent, strict=True)
+    }
+    seconds = {kind: taken.pop(f"{kind} 0") for kind in models.rows_of(family)}
+    seconds["head"] = sum(one for one, _ in taken.values()), sum(one for _, one in taken.values())
+    return Timed(family, "bf16", shape, seconds, planner.costs.num_parameters / 1e9, tensor)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
@@ -51,6 +61,44 @@ def test_what_layers_take_comes_back_as_their_tempos(family: str) -> None:
     state = State.of("bf16", "adamw")
     moved = 2 * (state.width + state.optimizer) + 2 * state.gradient
     assert machine.update_bandwidth == pytest.approx(moved * 1e9)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
+def test_what_cut_layers_take_beside_their_messages_comes_back_as_tempos_of_their_own(family: str) -> None:
+    cut = [as_timed(family, shape, 2) for shape in CUT_SHAPES]
+    machine = with_pieces(PLAIN, [*(replace(one, tensor=1, update_s=1.0) for one in cut), *cut])
+    for kind, wanted in kinds_of(family).items():
+        found = machine.tempos["bf16"][kind + CUT]
+        for one, other in ((found.forward, wanted.forward), (found.backward, wanted.backward)):
+            assert vars(one) == pytest.approx(vars(other), rel=1e-6, abs=1e-9), kind
+        assert machine.tempos["bf16"][kind] != found
+    widest = max(cut, key=lambda one: one.shape)  # the update is that of whole models, which took a second
+    state = State.of("bf16", "adamw")
+    moved = (2 * (state.width + state.optimizer) + 2 * state.gradient) * widest.update_s * 1e9
+    assert machine.update_bandwidth == pytest.approx(moved)
+
+
+def test_layouts_with_tensor_ranks_take_the_tempos_of_cut_layers() -> None:
+    config = models.config_of("gpt2", "bf16", SHAPES[3])
+    kinds = kinds_of("gpt2")
+    plain, whole, cut = (
+        Planner(config, replace(PLAIN, tempos={"bf16": tempos}))
+        for tempos in ({}, kinds, {kind + CUT: own for kind, own in kinds.items()})
+    )
+    one, two = Layout(), Layout(tensor=2)
+    assert cut.units(one) == plain.units(one) != whole.units(one)
+    assert cut.units(two) == whole.units(two) != plain.units(two)
+
+
+def test_splitting_backwards_has_its_price_on_a_cpu() -> None:
+    config = models.config_of("gpt2", "bf16", SHAPES[0])
+    for machine, price in ((PLAIN, 1.1), (replace(PLAIN, is_cpu=False), 1.0)):
+        planner = Planner(config, machine)
+        for again in ("none", "full"):
+            whole, split = (planner.units(Layout(pipe=2, schedule=name, recompute=again)) for name in ("1f1b", "zb-h1"))
+            for one, other in zip(whole, split, strict=True):
+                assert other.forward == one.forward and other.again == one.again
+                assert other.backward - other.again == pytest.approx(price * (one.backward - one.again))
 
 
 def test_a_machine_that_timed_nothing_keeps_its_closed_forms() -> None:
