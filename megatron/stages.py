@@ -84,6 +84,13 @@ def in_flight(num_stages: int, num_micro_batches: int, schedule: str, num_chunks
     return min(most, max(held[name] for name in candidates(schedule, num_chunks)))
 
 
+def share_split(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> float:
+    """Return the share of a stage's backwards that ``zb-h1`` splits; with chunks stage 1 splits its last rounds."""
+    if stage == 1 and num_chunks > 1:
+        return min(1.0, (num_stages + num_micro_batches % num_stages) / num_micro_batches)
+    return 1.0 if stage else 0.0
+
+
 class T5Units(NamedTuple):
     """The number of each unit of a T5 in the list that is cut into stages: a side's embedding, layers and norm; head.
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from megatron import stages
 from megatron.stages import t5_units
 from tds.schedule import Costs, schedule_named, simulate, validate
+from tds.schedule.actions import BackwardInput
+from tds.schedule.zero_bubble import zero_bubble_h1
 
 NAMES = [(name, 1) for name in stages.ONE_CHUNK] + [(name, c) for name in stages.MANY_CHUNKS for c in (2, 3)]
 
@@ -64,6 +66,16 @@ def test_equal_layers_make_equal_chunks_and_a_heavy_head_a_short_last_one():
     assert stages.layers_in_chunks(8, 2, 2, 0.0, 2.77) == [2, 2, 3, 1]
     with pytest.raises(ValueError, match="3 layers .*, got 2 stages x 2 chunks = 4"):
         stages.layers_in_chunks(3, 2, 2, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_as_many_backwards_are_split_as_the_schedule_itself_splits(num_chunks: int) -> None:
+    for p in (2, 3, 4):
+        for m in (1, 2, 3, 4, 5, 8, 13) if num_chunks == 1 else (p, p + 1, 2 * p + 1, 4 * p):
+            for stage in range(p):
+                actions = zero_bubble_h1(p, m, stage, num_chunks)
+                split = sum(isinstance(action, BackwardInput) for action in actions)
+                assert stages.share_split(p, m, stage, num_chunks) == pytest.approx(split / (m * num_chunks))
 
 
 @pytest.mark.parametrize(("name", "num_chunks"), NAMES)

@@ -33,7 +33,7 @@ class Room:
         self.query, self.key, self.value = self.together.permute(2, 1, 0, 3).unbind(0)  # 3 x [count, s, d]
         self.future = packed.new_full((most, most), float("-inf")).triu_(1)
         self.scores = packed.new_empty(count * most * self.size)
-        self.products = packed.new_empty(count, most, self.width)
+        self.products = packed.new_empty(count * most * self.width)
         self.blocks: Sequence[Block] = [self.block(first) for first in reversed(range(0, self.size, BLOCK))]
 
     def block(self, first: int) -> Block:
@@ -56,7 +56,7 @@ class Block:
         self.query, self.keys, self.values = room.query[:, own], room.key[:, : own.stop], room.value[:, : own.stop]
         self.scores = self.scores_in(room.scores)
         count = own.stop - own.start
-        self.product = room.products[:, :count]
+        self.product = room.products[: self.query.numel()].view(self.query.shape)
         self._diagonal, self._future = self.scores[:, :, own.start :], room.future[:count, :count]
         self._keys_across = self.keys.transpose(1, 2)
 
@@ -126,7 +126,8 @@ AnyRoom = TypeVar("AnyRoom", bound=Room)
 def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, AnyRoom]]:
     """Yield the heads that are worked on together, and a room for them."""
     size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
-    at_once = min(max(1, CACHED * torch.get_num_threads() // (min(BLOCK, size) * size)), num_heads)
+    most = max(1, CACHED * torch.get_num_threads() // (min(BLOCK, size) * size))
+    at_once = -(-num_heads // -(-num_heads // most))  # as even as they come, for the rest needs a room of its own
     room = kind(packed, at_once)
     for first in range(0, num_heads, at_once):
         count = min(at_once, num_heads - first)

@@ -2,7 +2,7 @@
 
 A step of m micro-batches on p stages lasts ``m x mean(T) / (1 - bubble)``, T being a stage's time for a micro-batch
 with its sums over tensor ranks and ``bubble`` that of ``megatron.stages``; then messages between stages that nothing
-hides, sums over replicas beyond the last backward, and the update.
+hides, sums over replicas beyond the last backward, and the update. On a CPU split backwards have their price.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from megatron.planner.machine import Machine
 from megatron.planner.messages import Messages, total
 from megatron.planner.traffic import Traffic
 from megatron.planner.work import Clock, Seconds
-from megatron.stages import bubble, pieces_on
+from megatron.stages import bubble, pieces_on, share_split
 
+SPLIT_PRICE = 0.10
+"""What a backward on a CPU takes longer whose weights' gradients are put off (docs/experiments.md, row of 5a29946 and
+after: of a stage with the head); on other devices we have not measured it."""
 TENSOR, PIPELINE, DATA = "tensor", "pipeline", "data"
 
 
@@ -153,8 +156,7 @@ class Planner:
 
     def units(self, layout: Layout) -> list[Seconds]:
         """Return the seconds of each unit for a micro-batch, without messages."""
-        is_split = layout.schedule == SPLITTING
-        key = layout.micro_batch_size, layout.tensor, layout.dtype, layout.sequence, layout.recompute, is_split
+        key = layout.micro_batch_size, layout.tensor, layout.dtype, layout.sequence_parallel, layout.recompute
         if key not in self._units:
             self._units[key] = self._clock.units(layout)
         return self._units[key]
@@ -165,6 +167,8 @@ class Planner:
         sums = self._messages.sums(layout, units)
         seconds = [own.whole + sent.exposed_s for own, sent in zip(units, sums, strict=True)]
         pieces = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        if layout.schedule == SPLITTING and self.machine.is_cpu:
+            pieces = [own + more for own, more in zip(pieces, self._splitting(layout, bounds, units), strict=True)]
         idle = self.machine.idle(bubble(p, m, layout.schedule, layout.chunks, pieces))
         running = m * sum(pieces) / (p * (1 - idle))
         stages = [pieces_on(bounds, p, stage) for stage in range(p)]
@@ -184,6 +188,14 @@ class Planner:
             "update": after,
         }
         return parts, running * idle / sum(parts.values()), {DATA: data, TENSOR: tensor, PIPELINE: across}
+
+    def _splitting(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:
+        """Return what putting the gradients of weights off costs in each piece, for a micro-batch on average."""
+        found = []
+        for piece, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            share = share_split(layout.pipe, layout.num_micro_batches, piece % layout.pipe, layout.chunks)
+            found.append(SPLIT_PRICE * share * sum(unit.backward - unit.again for unit in units[start:stop]))
+        return found
 
 
 def estimate(config: Any, layout: Layout, machine: Machine) -> Estimate:

@@ -5,7 +5,9 @@ modules and of gradients, share the time out among the layers and what lies arou
 What was timed beside what its operations add up to gives the ``Tempos`` of each kind of unit.
 
 Where there are several ranks, each with a core of its own, models are timed that are cut over all of them, too, in the
-first format: their products are smaller, and at each sum the faster rank waits.
+first format: their products are smaller, and at each sum the faster rank waits. How many times as long that takes as
+what the tempos of whole layers say, messages apart, makes the tempos of cut ones: one number, for so few models and
+what is left of them after the messages bear no more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from megatron.planner.messages import Messages
 from megatron.planner.models import Shape
 from megatron.planner.probes import Pace
 from megatron.planner.ranks import Rank
-from megatron.planner.tempo import CUT, Sample, Tempos, fitted
+from megatron.planner.tempo import CUT, Sample, Tempos, fitted, slowdown
 from megatron.planner.traffic import Traffic
 from megatron.planner.work import Clock, Parts
 
@@ -99,10 +101,10 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: Pace) -> list[Timed]:
     for dtype in dtypes:
         rank.tell(f"layers of every family in {dtype}")
         found += [_timed(rank, family, dtype, shape, pace) for shape in shapes for family in FAMILIES]
-    if rank.backend and pace.ranks_per_core == 1:
+    can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
+    if rank.backend and pace.ranks_per_core == 1 and can_cut:
         rank.tell(f"layers of every family in {dtypes[0]}, cut over the ranks")
         everyone = Group(tuple(range(rank.size)), rank.number, dist.group.WORLD)
-        can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
         found += [_timed(rank, family, dtypes[0], shape, pace, everyone) for shape in can_cut for family in FAMILIES]
     return found
 
@@ -167,14 +169,29 @@ def slowest(ranks: Sequence[Sequence[Timed]]) -> list[Timed]:
 
 def with_pieces(machine: Machine, found: Sequence[Timed]) -> Machine:
     """Return ``machine`` with the tempos that make its layers take what was timed, and the pace of its updates."""
-    samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
-    for one in found:
-        for kind, pair in _samples(machine, one):
-            samples[one.dtype, f"{one.family} {kind}{CUT * (one.tensor > 1)}"].append(pair)
+    whole, cut = ([one for one in found if (one.tensor > 1) == is_cut] for is_cut in (False, True))
+    samples = _by_kind(machine, whole)
     tempos: dict[str, dict[str, Tempos]] = defaultdict(dict)
     for (dtype, kind), pairs in samples.items():
         tempos[dtype][kind] = Tempos(fitted([each for each, _ in pairs]), fitted([each for _, each in pairs]))
-    return replace(machine, tempos=dict(tempos), update_bandwidth=_update_bandwidth(found) or machine.update_bandwidth)
+    timed = replace(machine, tempos=tempos, update_bandwidth=_update_bandwidth(whole) or machine.update_bandwidth)
+    slowed: dict[str, dict[str, Tempos]] = {dtype: dict(kinds) for dtype, kinds in tempos.items()}
+    for (dtype, kind), pairs in _by_kind(timed, cut).items():
+        own = tempos[dtype][kind]
+        slowed[dtype][kind + CUT] = Tempos(
+            own.forward.times(slowdown([each for each, _ in pairs], own.forward)),
+            own.backward.times(slowdown([each for _, each in pairs], own.backward)),
+        )
+    return replace(timed, tempos=slowed)
+
+
+def _by_kind(machine: Machine, found: Sequence[Timed]) -> dict[tuple[str, str], list[tuple[Sample, Sample]]]:
+    """Return format and kind of unit -> what forwards and backwards add up to on ``machine`` and took."""
+    samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
+    for one in found:
+        for kind, pair in _samples(machine, one):
+            samples[one.dtype, f"{one.family} {kind}"].append(pair)
+    return samples
 
 
 def _samples(machine: Machine, one: Timed) -> Iterable[tuple[str, tuple[Sample, Sample]]]:
@@ -208,11 +225,11 @@ def _update_bandwidth(found: Sequence[Timed]) -> float:
     """Return the bytes/s of the update of the widest models in the first format; 0 where nothing was timed."""
     if not found:
         return 0.0
-    first, widest = found[0].dtype, max(one.shape for one in found if one.tensor == 1)
+    first, widest = found[0].dtype, max(one.shape for one in found)
     state = State.of(first, "adamw")
     rates = []
     for one in found:
-        if one.dtype == first and one.shape == widest and one.tensor == 1:
+        if one.dtype == first and one.shape == widest:
             costs = cost.of(models.config_of(one.family, first, widest))
             moved = costs.num_parameters * (2 * (state.width + state.optimizer) + 2 * state.gradient)
             rates.append(moved / one.update_s)

@@ -4,12 +4,13 @@ What the operations of a unit add up to by themselves is less than the unit take
 over more often than what is kept tells, by kernels of their own, and products are no squares. So the seconds of a
 forward, and those of a backward, are ``products * those of its products + passes * one pass over what it keeps +
 scores * one pass over the scores of its attention``, and the three numbers come from whole layers that ``--calibrate``
-has timed: whole ones, and such as are cut over all ranks, of which what their messages take is left out. A machine
-without measurement has ``LAYER`` and ``HEAD``; a pass of the head is one over its logits.
+has timed; for layers cut over tensor ranks they are multiplied by what these took longer. A machine without measurement
+has ``LAYER`` and ``HEAD``; a pass of the head is one over its logits.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -23,6 +24,15 @@ class Tempo:
     products: float
     passes: float
     scores: float = 0.0
+
+    def times(self, factor: float) -> Tempo:
+        """Return the factors of what takes so many times as long."""
+        return Tempo(factor * self.products, factor * self.passes, factor * self.scores)
+
+    def of(self, parts: tuple[float, float, float]) -> float:
+        """Return the seconds of these products, pass and pass over scores."""
+        products, passed, scored = parts
+        return self.products * products + self.passes * passed + self.scores * scored
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,13 @@ def fitted(samples: Sequence[Sample]) -> Tempo:
             if error < least:
                 best, least = [dict(zip(chosen, found, strict=True)).get(n, 0.0) for n in range(3)], error
     return Tempo(*best)
+
+
+def slowdown(samples: Sequence[Sample], tempo: Tempo) -> float:
+    """Return how many times as long as ``tempo`` says the samples took: their median, 1 at least."""
+    said = [(one.seconds, tempo.of(one.parts)) for one in samples]
+    ratios = [own / other for own, other in said if other > 0]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
 def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:

@@ -8,8 +8,7 @@
 | gradients of weights | | read, and added to the sum of the micro-batches: 10 bytes in 16 bits, 12 in 32 |
 
 How often products and passes count says the machine's ``Tempos``, for layers that are cut over tensor ranks their own.
-Recomputation adds a forward to the backward: of the layers, or of the cores of attention. A schedule that splits
-backwards makes them ``SPLIT_PRICE`` longer on a CPU; elsewhere we have not measured that.
+Recomputation adds a forward to the backward: of the layers, or of the cores of attention.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from megatron.cost.costs import Costs
 from megatron.cost.memory import BYTES
 from megatron.cost.waiting import Kept
 from megatron.cost.work import Product, Work
-from megatron.planner.layout import SPLITTING, Layout
+from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
 from megatron.planner.tempo import CUT, HEAD, LAYER, Tempo, Tempos
 
-SPLIT_PRICE = 0.10
-"""What a backward on a CPU takes longer that puts the gradients of weights off (docs/experiments.md, 5a29946)."""
 CORE_BACKWARD = 2.5
 """A fused kernel makes the scores once more: five products in place of two."""
 
@@ -80,11 +77,11 @@ class Parts:
 
     def forward(self, tempo: Tempo) -> float:
         """Return the seconds of a forward."""
-        return _counted(tempo, self.forward_parts) + self.forward_rest
+        return tempo.of(self.forward_parts) + self.forward_rest
 
     def backward(self, tempo: Tempo) -> float:
         """Return the seconds of a backward, without what is recomputed."""
-        return _counted(tempo, self.backward_parts) + self.backward_rest
+        return tempo.of(self.backward_parts) + self.backward_rest
 
     @property
     def forward_parts(self) -> tuple[float, float, float]:
@@ -168,13 +165,11 @@ class Clock:
     def _unit(self, number: int, parts: Parts, layout: Layout) -> Seconds:
         tempos = self.tempos(number, layout)
         forward, backward = parts.forward(tempos.forward), parts.backward(tempos.backward)
-        if layout.schedule == SPLITTING and self._machine.is_cpu:
-            backward *= 1 + SPLIT_PRICE
         again = 0.0
         if layout.recompute == "full" and parts.is_again:
             again = forward
         elif layout.recompute == "selective" and parts.is_again:
-            again = _counted(tempos.forward, (parts.core, parts.cores, parts.scored))
+            again = tempos.forward.of((parts.core, parts.cores, parts.scored))
         factor = tempos.backward.products
         return Seconds(forward, backward + again, again, factor * parts.products, factor * parts.columns)
 
@@ -190,8 +185,3 @@ def _kind(unit: str) -> str:
 def _scores(work: Work) -> float:
     """Return the scores of a unit's attentions: of two products each makes one."""
     return sum(one.rows * one.columns * one.number for one in work.core[::2])
-
-
-def _counted(tempo: Tempo, parts: tuple[float, float, float]) -> float:
-    products, passed, scored = parts
-    return tempo.products * products + tempo.passes * passed + tempo.scores * scored

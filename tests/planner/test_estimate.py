@@ -25,6 +25,21 @@ def found(**how: object) -> Estimate:
     return PLANNER.estimate(Layout(**how))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("chunks", "shares"), [(1, (0.0, 1.0, 1.0, 1.0)), (2, (0.0, 0.5, 1.0, 1.0))])
+def test_split_backwards_have_their_price_on_a_cpu(chunks: int, shares: tuple[float, ...]) -> None:
+    """A tenth of what is split: nothing on stage 0, with chunks of stage 1 the last of two rounds."""
+    layout = Layout(pipe=4, num_micro_batches=8, chunks=chunks, schedule="zb-h1", recompute="full")
+    for machine, price in ((H100, 0.0), (replace(H100, is_cpu=True), 0.1)):
+        planner = Planner(CONFIG, machine)
+        units, bounds = planner.units(layout), planner.bounds(layout)
+        seconds = sum(unit.whole for unit in units)
+        for stage, share in enumerate(shares):
+            own = [unit for start, stop in pieces_on(bounds, 4, stage) for unit in units[start:stop]]
+            seconds += price * share * sum(unit.backward - unit.again for unit in own)
+        parts = planner.estimate(layout).parts
+        assert parts["bubble"] > 0 and parts["compute"] + parts["recompute"] == pytest.approx(8 * seconds / 4)
+
+
 def test_one_device_takes_its_products_its_passes_its_kernels_and_its_update() -> None:
     one = replace(H100, product_flops={"bf16": ((1.0, 1e12),)}, overhead_s=0.0, memory_bandwidth=1e30)
     plain = estimate(CONFIG, Layout(micro_batch_size=2, num_micro_batches=3), replace(one, update_bandwidth=1e30))
