@@ -23,7 +23,7 @@ from megatron.planner.ranks import Rank
 
 SIZES = (2**8, 2**14, 2**18, 2**21, 2**24)
 """Bytes of the messages."""
-ROUND_S, ROUNDS = 0.05, 5
+ROUND_S, ROUNDS = 0.05, 3
 SHORTEST_S = 1e-6
 """Of a message, where it cannot be told from the work ahead of it."""
 Sample = tuple[float, float]

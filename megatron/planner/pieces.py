@@ -39,7 +39,7 @@ from megatron.planner.work import Clock, Parts
 
 HEAD = "head"
 SHAPES = {
-    True: (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 4)),
+    True: (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(384, 96, 128, 8)),
     False: (Shape(1024, 64, 1024, 8), Shape(1024, 64, 4096, 2), Shape(2560, 128, 2048, 4), Shape(4096, 128, 1024, 8)),
 }
 """Whether it is a CPU -> the models that are timed."""
