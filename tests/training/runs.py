@@ -120,6 +120,7 @@ def start_script(
         log: file that all ranks append their output to.
     """
     store = log.with_suffix(".store")
+    store.unlink(missing_ok=True)  # of an earlier start, whose ranks no longer answer
     codes, _, _ = fork_ranks(num_ranks, _script, argv, log, store, before, deadline_s=deadline_s, init=False)
     return codes
 
