@@ -141,6 +141,7 @@ class Debugger:
             index=seen.index,
             chunk=seen.chunk,
             factor=1.0 / self.engine.optimizer.loss_scale if is_gradient else 1.0,
+            is_share=seen.is_share,
         )
 
     def _tell_form_of_loss(self, writer: Writer) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,13 @@ class Guard:
         self.norms.add(norm)
         self.history.streak, self.history.good_step = 0, step
         return reason
+
+    def as_agreed(self, result: StepResult) -> StepResult:
+        """Return a refused step with what all ranks found of it, whose own loss may be sound; others as they are."""
+        if not result.is_refused:
+            return result
+        loss, norm = self.seen
+        return replace(result, loss=loss, grad_norm=norm)
 
     @property
     def may_go_back(self) -> bool:

@@ -47,7 +47,8 @@ def train_step(run: Run) -> bool:
     span = StepSamples(run.progress.step + 1, run.progress.samples_consumed, samples, batch.batch_size, replicas)
     before_step(run)
     try:
-        result = run.engine.train_step(run.batches, run.progress.step, span.num_micro_batches)
+        own = run.engine.train_step(run.batches, run.progress.step, span.num_micro_batches)
+        result = run.guard.as_agreed(own)
     except NumericsError as error:
         await_saves(run)  # a failure of it must not hide this one
         raise explained(error, run.engine, run.world.grid, span) from error

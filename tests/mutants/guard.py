@@ -41,6 +41,13 @@ GUARDED = (
         (f"{GUARD}::test_a_bad_step_is_left_out_on_all_ranks[replicas no number]",),
     ),
     Mutant(
+        "a refused step is told by the loss of one rank, which may be sound",
+        "megatron/training/loop.py",
+        "result = run.guard.as_agreed(own)",
+        "result = own",
+        (f"{GUARD}::test_a_bad_step_is_left_out_on_all_ranks[grid no number]",),
+    ),
+    Mutant(
         "a good step does not end a row of bad ones",
         "megatron/training/guard.py",
         "        self.history.streak, self.history.good_step = 0, step\n",

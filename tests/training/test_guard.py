@@ -137,7 +137,7 @@ def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
         ("", 2, math.nan),
         (GRID, 4, 1e3),
         pytest.param("", 2, 1e3, marks=pytest.mark.slow),
-        pytest.param(GRID, 4, math.nan, marks=pytest.mark.slow),
+        (GRID, 4, math.nan),
     ],
     ids=["replicas no number", "grid spike", "replicas spike", "grid no number"],
 )
