@@ -9,7 +9,10 @@ BITS = f"{OWN}::test_numbers_are_those_of_sums_after_the_backward_to_the_bit"
 ORDER = f"{OWN}::test_sums_start_within_the_last_backward_alone_and_in_one_order_everywhere"
 LATE = f"{OWN}::test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied_once"
 BROKEN = f"{OWN}::test_a_backward_that_breaks_off_leaves_nothing_behind"
-ENGINE = "tests/parity/test_overlapped_sums.py::test_one_stage_with_accumulation_in_fp32_has_the_same_bits"
+PARITY = "tests/parity/test_overlapped_sums.py"
+ENGINE = f"{PARITY}::test_one_stage_with_accumulation_in_fp32_has_the_same_bits"
+PUT_OFF = f"{PARITY}::test_stages_that_put_weights_off_have_the_same_bits"
+FOUR = f"{PARITY}::test_other_layouts_and_precisions_have_the_same_bits[(1, 1, 4)---fp32]"
 FILE = "megatron/optim/overlapped_gradients.py"
 
 OVERLAPPED_GRADIENTS = (
@@ -113,5 +116,33 @@ OVERLAPPED_GRADIENTS = (
         "        if not self.starts_early or index is None",
         "        if index is None",
         (f"{SUMS}::test_sums_may_all_start_after_the_backward",),
+    ),
+    Mutant(
+        "a stage that puts weights off starts its sums behind all of them",
+        "tds/stage.py",
+        "reduction.ready if reduction is not None and starts_early else None)",
+        "None)",
+        (PUT_OFF,),
+    ),
+    Mutant(
+        "a weight that is put off counts as summed up ahead of its gradient",
+        "tds/stage.py",
+        "apart_from=self.splitter.waiting(_key(action)))",
+        "apart_from=())",
+        (PUT_OFF,),
+    ),
+    Mutant(
+        "a stage that keeps its backwards whole starts its sums behind them",
+        "tds/stage.py",
+        "        with self._making_final(action, call):\n",
+        "        with nullcontext():\n",
+        (PUT_OFF,),
+    ),
+    Mutant(
+        "sums within the backward are cut into other buckets than those behind it",
+        "megatron/optim/bucket_order.py",
+        "        if not found or size + num_bytes > limit:\n",
+        "        if not found or 2 * (size + num_bytes) > limit:\n",
+        (FOUR,),
     ),
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megatron.optim import backward, bucket_order, overlapped_gradients
 from megatron.training.parity import Trace
-from tds import reduction
+from tds import gradients, reduction, split
 from tests.harness import run_ranks
 from tests.parity import t5_runs
 from tests.parity.layouts import batches, flags, trace_rank
@@ -18,19 +19,42 @@ STEPS = 3
 BYTES = 16000
 
 
+def watch_weights() -> Callable[[], bool]:
+    """Return what tells whether the half of a split backward that is for weights runs, with weights still to come."""
+    waiting: list[Any] = []
+    run, made = split.Splitter.run, split._PutOff.gradients
+
+    def running(splitter: split.Splitter, key: Any, *on_done: Any) -> None:
+        waiting[:] = splitter._put_off[key]
+        run(splitter, key, *on_done)
+
+    def making(put_off: Any) -> Any:
+        waiting.pop()
+        return made(put_off)
+
+    split.Splitter.run, split._PutOff.gradients = running, making  # type: ignore[assignment, method-assign]
+    return lambda: bool(waiting)
+
+
 def watched(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, list[bool]]:
-    """Return the trace, and of each sum of a bucket whether a backward ran as it started."""
+    """Return the trace, and of each sum of a bucket whether a backward, or one of its halves, ran as it started.
+
+    All sums are cut into the same small buckets, whenever they start: where there are more than two replicas, a number
+    rounds as its place in a bucket says.
+    """
     within: list[bool] = []
+    makes_weights = watch_weights()
 
     def noting(fly: Any) -> Any:
         def flying(*args: Any) -> Any:
-            within.append(backward.is_running())
+            within.append(backward.is_running() or makes_weights())
             return fly(*args)
 
         return flying
 
     overlapped_gradients.fly, reduction.fly = noting(overlapped_gradients.fly), noting(reduction.fly)
     bucket_order.BUCKET_BYTES = BYTES
+    gradients.reduce_gradients.__defaults__ = (1.0, BYTES)  # type: ignore[attr-defined]
     reduction.Reduction.__init__.__defaults__ = (BYTES, None, True)  # type: ignore[misc]
     return trace(rank, argv, size, STEPS, 0), within
 
@@ -57,6 +81,10 @@ def test_stages_of_two_chunks_have_the_same_bits() -> None:
     check(1, 2, 2, "--fp32 --pipeline-chunks 2 --zero-stage 1")
 
 
+def test_stages_that_put_weights_off_have_the_same_bits() -> None:
+    check(1, 2, 2, "--fp32 --pipeline-schedule zb-h1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "extra"),
@@ -65,7 +93,7 @@ def test_stages_of_two_chunks_have_the_same_bits() -> None:
         ((2, 1, 2), "--bf16 --checkpoint-activations"),
         ((1, 1, 2), "--bf16 --zero-stage 1 --offload-optimizer"),
         ((1, 1, 2), "--fp64 --untie-embeddings-and-output-weights"),
-        ((1, 2, 2), "--fp32 --pipeline-schedule zb-h1"),
+        ((1, 2, 2), "--fp32 --pipeline-schedule zb-h1 --pipeline-chunks 2"),
         ((1, 2, 2), "--bf16 --pipeline-schedule gpipe"),
     ],
     ids=str,
