@@ -158,8 +158,8 @@ def row_of(one: Difference) -> list[str]:
 
 
 def norm_text(norm: float, not_finite: int) -> str:
-    """Return a norm, and how many numbers are not in it."""
-    return f"{norm:.6g}" + (f", {not_finite} not finite" if not_finite else "")
+    """Return a norm, "-" for that of a sum of which the shares are known, and how many numbers are not in it."""
+    return ("-" if math.isnan(norm) else f"{norm:.6g}") + (f", {not_finite} not finite" if not_finite else "")
 
 
 def number_text(number: float | None) -> str:
@@ -242,7 +242,7 @@ def plain(one: Difference) -> dict[str, Any]:
         "error": one.error if math.isfinite(one.error) else "inf",
         "tolerance": one.tolerance if math.isfinite(one.tolerance) else "inf",
         "differs": one.is_beyond,
-        "norms": [one.one.norm, one.other.norm],
+        "norms": [None if math.isnan(each.norm) else each.norm for each in (one.one, one.other)],
         "not_finite": [one.one.nan + one.one.inf, one.other.nan + one.other.inf],
         "by_tensors": one.by_tensors,
         "copies_differ_in": list(one.copies),

@@ -11,7 +11,7 @@ import torch
 
 from megatron.debug.folder import GRADIENT, WEIGHT, Dump, Record
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
-from megatron.debug.joining import Joined, Key, grouped, paired
+from megatron.debug.joining import Joined, Key, grouped, number_missing, paired, whole_shape
 from megatron.debug.statistics import Statistics
 
 PHASES = {WEIGHT: "weights", INPUT: "forward", OUTPUT: "forward", GRAD_OUTPUT: "backward", GRAD_INPUT: "backward",
@@ -112,8 +112,8 @@ def _floors(pairs: Iterable[tuple[Joined, Joined]]) -> dict[tuple[int, str], tup
     numbers: dict[tuple[int, str], list[float]] = defaultdict(list)
     for pair in pairs:
         for each in pair:
-            norms[each.key.step, each.key.what].append(each.statistics.norm)
-            numbers[each.key.step, each.key.what].append(each.statistics.largest)
+            norms[each.key.step, each.key.what].append(_known(each.statistics.norm))
+            numbers[each.key.step, each.key.what].append(_known(each.statistics.largest))
     return {key: (SMALLEST_SHARE * max(norms[key]), SMALLEST_SHARE * max(numbers[key])) for key in norms}
 
 
@@ -159,12 +159,17 @@ def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, numb
     """Return about how far the tensors are apart, relative to their norm, by what is known of them."""
     if (a.nan, a.inf) != (b.nan, b.inf) or a.count != b.count:
         return math.inf
-    norm = max(a.norm, b.norm, norm_floor)
-    errors = [_share(a.norm - b.norm, norm), _share(a.largest - b.largest, max(a.largest, b.largest, number_floor))]
+    norm, number = max(_known(a.norm), _known(b.norm), norm_floor), max(_known(a.largest), _known(b.largest))
+    errors = [_share(_known(a.norm - b.norm), norm), _share(_known(a.largest - b.largest), max(number, number_floor))]
     rows = [(a.total, b.total), *(zip(a.sketch, b.sketch, strict=True) if a.sketch and b.sketch else ())]
     size = max(_rms([row[0] for row in rows]), _rms([row[1] for row in rows]), norm)
     errors.append(_share(_rms([x - y for x, y in rows]), size))
     return max(errors)
+
+
+def _known(value: float) -> float:
+    """Return the value, 0 where it is not known."""
+    return 0.0 if math.isnan(value) else value
 
 
 def _rms(values: Sequence[float]) -> float:
@@ -191,11 +196,22 @@ def _tensor_error(first: Dump, second: Dump, one: Joined, other: Joined, floor: 
 
 
 def _whole(dump: Dump, parts: Sequence[Record]) -> torch.Tensor | None:
-    """Return the tensor joined of its slices; None where parts are of other samples or of an unknown cut."""
-    if len({part.samples for part in parts}) > 1 or (len(parts) > 1 and parts[0].cut is None):
+    """Return the tensor joined of its slices or shares; None where parts are of other samples or of an unknown cut."""
+    is_sum = any(part.is_share for part in parts)
+    if len({part.samples for part in parts}) > 1 or (len(parts) > 1 and parts[0].cut is None and not is_sum):
         return None
     tensors = [dump.tensor(part) for part in parts]
-    return tensors[0] if parts[0].cut is None else torch.cat(tensors, dim=parts[0].cut.dim)
+    if is_sum:
+        return torch.stack(tensors).sum(0)
+    cut = parts[0].cut
+    if cut is None:
+        return tensors[0]
+    if not number_missing(parts):
+        return torch.cat(tensors, dim=cut.dim)
+    whole = tensors[0].new_zeros(whole_shape(parts[0]))
+    for part, tensor in zip(parts, tensors, strict=True):
+        whole.narrow(cut.dim, part.cut.start if part.cut else 0, tensor.shape[cut.dim]).copy_(tensor)
+    return whole
 
 
 def worst_by_name(differences: Iterable[Difference], step: int, phase: str) -> dict[str, float]:

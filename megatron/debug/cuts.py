@@ -54,7 +54,7 @@ def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool, index: in
     """
     shard, shape = own_shard(module)
     if shard is None or shard.partition_dim != 0 or has_ids:
-        return _rows(module, output, index)
+        return None if getattr(module, "gives_whole", False) else _rows(module, output, index)
     if output.dim() == 0:
         return None
     ways = getattr(module, "num_outputs", 1)
@@ -73,16 +73,19 @@ def input_cut(module: nn.Module, given: torch.Tensor, index: int = 0) -> Cut | N
     return Cut(given.dim() - 1, shard.start, shard.length, shard.global_shape[1])
 
 
-def is_share(module: nn.Module, index: int) -> bool:
-    """Return whether the gradient of input number ``index`` is a summand of this rank, which others add to later."""
-    return index in getattr(module, "shares", ())
+def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
+    """Return whether the gradient of input, or output, number ``index`` is a summand of this rank.
+
+    The gradient is the sum over the tensor group, which is taken later.
+    """
+    return index in getattr(module, "output_shares" if of_output else "shares", ())
 
 
 def _rows(module: nn.Module, x: torch.Tensor, index: int) -> Cut | None:
     """Return the rows of the sequence that ``x`` is, None where the sequence is not cut."""
     place = getattr(module, "place", None)
     cuts = getattr(module, "sequence_parallel", False) or getattr(place, "sequence_parallel", False)
-    if not cuts or index or x.dim() < 2 or getattr(module, "gives_whole", False):
+    if not cuts or index or x.dim() < 2:
         return None
     group: Any = module.group if place is None else place.group
     return Cut(0, group.rank * x.shape[0], x.shape[0], group.size * x.shape[0])

@@ -54,6 +54,7 @@ class Record:
         time_ns: when it was seen, for the order among ranks.
         rank: who saw it.
         chunk: of the stage that the rank is.
+        is_share: a summand of this rank, of what its tensor group sums later.
     """
 
     step: int
@@ -72,6 +73,7 @@ class Record:
     rank: int
     file: str | None = None
     chunk: int = 0
+    is_share: bool = False
 
 
 class Writer:
@@ -118,6 +120,7 @@ class Writer:
         index: int = 0,
         chunk: int = 0,
         factor: float = 1.0,
+        is_share: bool = False,
     ) -> None:
         """Write the statistics of ``factor`` times ``x``, and ``x`` itself where that is asked for."""
         now = time.time_ns()
@@ -127,6 +130,7 @@ class Writer:
         record = Record(
             self._step, name, what, micro_batch, samples, call, index, tuple(x.shape),
             str(x.dtype).removeprefix("torch."), cut, found, factor, now, self.rank, self._keep(x), chunk,
+            is_share,
         )  # fmt: skip
         self._write({"kind": "tensor", "step": self._step, "record": record})
 

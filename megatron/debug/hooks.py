@@ -40,6 +40,7 @@ class Seen:
 
     ``call`` counts the calls of modules of this name on a micro-batch, ``index`` the tensors among what it takes or
     gives, and ``is_boundary`` says that it comes to the model, or to what it returns, which ``name`` has made.
+    ``is_share``: it is this rank's summand of what the tensor group sums later.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Seen:
     cut: Cut | None
     is_boundary: bool = False
     chunk: int = 0
+    is_share: bool = False
 
 
 Sight = Callable[[Seen, torch.Tensor], None]
@@ -143,10 +145,11 @@ class Watch:
 
         def alias(x: torch.Tensor) -> torch.Tensor:
             index = next(numbers)
-            if not x.requires_grad or is_share(module, index):
+            if not x.requires_grad:
                 return x
             view = x.view_as(x)
-            seen = Seen(name, GRAD_INPUT, micro_batch, call, index, input_cut(module, x, index), chunk=chunk)
+            cut, share = input_cut(module, x, index), is_share(module, index)
+            seen = Seen(name, GRAD_INPUT, micro_batch, call, index, cut, chunk=chunk, is_share=share)
             view.register_hook(partial(self._show, seen))
             return view
 
@@ -173,7 +176,8 @@ class Watch:
                 self._last.append((name, tensor))
                 self._see(seen, tensor.detach())
             if tensor.requires_grad:
-                handle = tensor.register_hook(partial(self._show, replace(seen, what=GRAD_OUTPUT)))
+                seen = replace(seen, what=GRAD_OUTPUT, is_share=is_share(module, index, of_output=True))
+                handle = tensor.register_hook(partial(self._show, seen))
                 if tensor.is_leaf:  # it outlives the step
                     self._handles.append(handle)
 

@@ -4,6 +4,8 @@
 |---|---|
 | of a tensor group, with cuts told | slices: statistics add up, each slice once |
 | of a tensor group, no cut told, equal numbers | copies: one of them counts |
+| of a tensor group, with cuts told, gradients | slices; one whose gradient never came is of zeros |
+| of a tensor group, shares of a sum | summands: means and sketches add up, norms do not |
 | of a tensor group, no cut told, other numbers | parts of an unknown cut: statistics add up, sketches do not |
 | replicas, micro-batches | other samples: joined as far as both dumps must be joined to hold the same ones |
 | stages with a tied weight, replicas with a weight | copies |
@@ -11,12 +13,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.debug.folder import Dump, Record, Samples
-from megatron.debug.statistics import Statistics, joined
+from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT
+from megatron.debug.statistics import Statistics, joined, summed, zeros
 
 SAME = 1e-9
 """Relative difference up to which ranks are taken to hold copies."""
@@ -103,7 +107,13 @@ def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
 def _can_add_up(one: Sequence[Record], other: Sequence[Record]) -> bool:
     """Return whether the tensors of larger micro-batches are larger, where micro-batches differ in size."""
     sizes = [{r.samples.stop - r.samples.first for r in each if r.samples is not None} for each in (one, other)]
-    return sizes[0] == sizes[1] or {r.shape for r in one}.isdisjoint(r.shape for r in other)
+    return sizes[0] == sizes[1] or {whole_shape(r) for r in one}.isdisjoint(whole_shape(r) for r in other)
+
+
+def whole_shape(record: Record) -> tuple[int, ...]:
+    """Return the shape of what all ranks of a tensor group hold together, as far as a cut is told."""
+    cut, shape = record.cut, record.shape
+    return shape if cut is None else (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
 
 
 def common_spans(one: Sequence[Record], other: Sequence[Record]) -> list[tuple[int, int]]:
@@ -139,6 +149,8 @@ def join(key: Key, records: Sequence[Record], first: int, stop: int) -> Joined:
 
 def _over_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bool]:
     """Return (records without copies, their statistics joined, whether copies differ) of the same samples."""
+    if any(record.is_share for record in records):
+        return list(records), summed([record.statistics for record in records]), False
     by_place: dict[tuple[int, ...] | None, list[Record]] = defaultdict(list)
     for record in records:
         by_place[record.cut].append(record)
@@ -149,7 +161,16 @@ def _over_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bo
             return list(records), joined(parts), False
         return [records[0]], records[0].statistics, differ
     once = [each[0] for _, each in sorted(by_place.items(), key=lambda item: item[0] or ())]
-    return once, joined([record.statistics for record in once]), differ
+    return once, joined([*(record.statistics for record in once), zeros(number_missing(once))]), differ
+
+
+def number_missing(slices: Sequence[Record]) -> int:
+    """Return how many numbers of a gradient none of its slices holds: no way leads from them to the loss."""
+    cut = slices[0].cut
+    if cut is None or slices[0].what not in (GRAD_INPUT, GRAD_OUTPUT):
+        return 0
+    missing = cut.size - sum(each.cut.length for each in slices if each.cut is not None)
+    return missing * math.prod(whole_shape(slices[0])) // cut.size
 
 
 def _are_copies(records: Sequence[Record]) -> bool:

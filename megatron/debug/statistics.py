@@ -25,7 +25,8 @@ ROWS = 8
 class Statistics:
     """Of the finite numbers of a tensor, in fp64; ``nan`` and ``inf`` count the others. ``largest`` is absolute.
 
-    ``sketch`` is empty where the places of the columns in the whole tensor are not known.
+    ``sketch`` is empty where the places of the columns in the whole tensor are not known; ``norm`` and ``largest`` are
+    NaN where a sum is known by those of its summands alone.
     """
 
     count: int
@@ -51,6 +52,11 @@ class Statistics:
         return replace(self, mean=factor * self.mean, norm=size * self.norm, largest=size * self.largest, sketch=scaled)
 
 
+def zeros(count: int) -> Statistics:
+    """Return the statistics of ``count`` zeros."""
+    return Statistics(count, 0.0, 0.0, 0.0, sketch=(0.0,) * ROWS)
+
+
 def joined(parts: list[Statistics]) -> Statistics:
     """Return the statistics of the tensor of which these are the parts, in any order."""
     count = sum(part.count for part in parts)
@@ -66,6 +72,22 @@ def joined(parts: list[Statistics]) -> Statistics:
     )
 
 
+def summed(parts: list[Statistics]) -> Statistics:
+    """Return what is known of the sum of tensors of one shape: mean and sketch."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = joined(parts)
+    return replace(
+        whole,
+        count=parts[0].count,
+        mean=math.fsum(part.mean for part in parts),
+        norm=math.nan,
+        largest=math.nan,
+        nan=max(part.nan for part in parts),
+        inf=max(part.inf for part in parts),
+    )
+
+
 @torch.no_grad()
 def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
     """Return the statistics of ``x``, whatever its type; ``x`` stays as it is.
@@ -75,7 +97,7 @@ def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
     """
     count = x.numel()
     if count == 0:
-        return Statistics(0, 0.0, 0.0, 0.0, sketch=(0.0,) * ROWS)
+        return zeros(0)
     wide = x.detach().double()
     values = _values(wide, first_column)
     nan = inf = 0

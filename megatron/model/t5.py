@@ -133,6 +133,7 @@ class T5Decoder(T5Side):
     def __init__(self, sizes: T5Sizes, place: Place) -> None:
         layers = [T5DecoderLayer(sizes, place, sizes.enc_layers + i) for i in range(sizes.dec_layers)]
         super().__init__(sizes, place, "decoder", list(layers))
+        self.shares = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
 
     def forward(
         self,

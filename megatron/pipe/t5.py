@@ -101,6 +101,11 @@ class DecoderLayerPipe(T5DecoderLayer):
         self.is_last = layer == sizes.enc_layers + sizes.dec_layers - 1
         self.is_first_here = self.is_last_here = True
 
+    def sums_of_memory(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return (1,) for what it takes and for what it gives, where the gradient of memory is a share; or ()."""
+        whole = (1,) if self.place.sequence_parallel else ()
+        return () if self.is_first_here else whole, () if self.is_last_here else whole
+
     def forward(self, inputs: Tensors) -> torch.Tensor | Tensors:  # type: ignore[override]
         y, memory, *segments = inputs
         enc_segments, dec_segments = segments or (None, None)
@@ -224,6 +229,7 @@ class T5ModelPipe(ModelPipe):
                 unit = units[layer.layer - self.sizes.enc_layers]
                 layer.is_first_here = unit in (units.start, *self.parts)
                 layer.is_last_here = unit + 1 in self.parts
+                layer.shares, layer.output_shares = layer.sums_of_memory()
 
     def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
         return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron.debug.comparison import compare
+from megatron.debug.cuts import Cut
 from megatron.debug.folder import GRADIENT, WEIGHT, Dump, Samples, Writer, read, write_manifest
-from megatron.debug.hooks import GRAD_OUTPUT, OUTPUT
+from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, OUTPUT
 from megatron.debug.joining import grouped
 from tools import compare_dumps
 
@@ -70,6 +71,38 @@ def test_stages_and_chunks_tell_the_order_and_clocks_of_hosts_do_not(ahead_ns: t
     ]
     calls = {key.call: records[0].statistics.mean for key, records in grouped(first).items() if key.name == "shared"}
     assert calls == {0: 11.0, 1: 12.0, 2: 13.0, 3: 14.0}
+
+
+@pytest.mark.parametrize("with_tensors", [False, True], ids=["statistics", "tensors"])
+def test_shares_add_up_and_rows_whose_gradient_never_came_are_zeros(tmp_path: Path, with_tensors: bool) -> None:
+    """The positions of a micro-batch are no samples, however many rows of them a rank holds."""
+    whole = torch.randn(4, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole[2:] = 0.0
+    share, table = torch.randn_like(whole), torch.randn(4, 6)
+    given = {"one": {0: [("summed", whole), ("rows", whole), ("positions", table)]}}
+    given["parts"] = {0: [("summed", share), ("rows", whole[:2])], 1: [("summed", whole - share)]}
+    for name, ranks in given.items():
+        write_manifest(tmp_path / name, FACTS | {"dtype": "fp64"})
+        for rank in (0, 1):
+            writer = Writer(tmp_path / name, rank, with_tensors=with_tensors)
+            writer.begin(1)
+            for module, x in ranks.get(rank, []):
+                cut = Cut(0, 0, 2, 4) if len(x) < 4 else None
+                own = {"cut": cut, "is_share": name == "parts" and module == "summed"}
+                writer.add(x, module, GRAD_INPUT, micro_batch=0, samples=Samples(0, 2), **own)
+            if name == "parts":
+                for half in (0, 1):  # of two micro-batches
+                    rows, samples = table[2 * rank :][:2], Samples(half, half + 1)
+                    cut = Cut(0, 2 * rank, 2, 4)
+                    writer.add(rows, "positions", GRAD_INPUT, cut=cut, micro_batch=half, samples=samples)
+            writer.close()
+    found = compare(read(tmp_path / "one"), read(tmp_path / "parts"))
+    assert found.first is None, compare_dumps.verdict(found)
+    assert {(each.key.name, each.by_tensors) for each in found.differences} == {
+        ("summed", with_tensors), ("rows", with_tensors)
+    }  # fmt: skip
+    norms = {each.key.name: compare_dumps.plain(each)["norms"][1] for each in found.differences}
+    assert norms["summed"] is None and norms["rows"] == pytest.approx(float(whole.norm()))
 
 
 def test_equal_places_of_nan_leave_the_finite_numbers_to_judge(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.debug.comparison import statistics_error
-from megatron.debug.statistics import joined, measure
+from megatron.debug.statistics import joined, measure, summed
 
 WHOLE = torch.randn(6, 4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -23,6 +23,18 @@ def test_parts_in_any_cut_add_up_to_the_whole() -> None:
         assert statistics_error(joined(parts), whole) < 1e-14
     misplaced = [slices[0], measure(WHOLE[..., 7:])]
     assert statistics_error(joined(misplaced), whole) > 0.01
+
+
+def test_of_a_sum_mean_and_sketch_are_known_and_tell_a_share_that_is_off() -> None:
+    share = torch.randn(6, 4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found = summed([measure(share), measure(WHOLE - share)])
+    assert (found.count, math.isnan(found.norm), math.isnan(found.largest)) == (240, True, True)
+    assert found.mean == pytest.approx(WHOLE.mean())
+    for one, other in ((found, measure(WHOLE)), (measure(WHOLE), found), (found, found)):
+        assert statistics_error(one, other) < 1e-14
+    off = summed([measure(share), measure(WHOLE - 1.001 * share)])
+    assert 1e-4 < statistics_error(measure(WHOLE), off) < 1e-2
+    assert 1e-4 < statistics_error(found, off) < 1e-2
 
 
 @pytest.mark.parametrize("size", [1e-1, 1e-3, 1e-6])
