@@ -25,6 +25,8 @@ from benchmarks.data_parts.vocabularies import Kind
 from megatron.data import preprocess
 
 OURS, REFERENCE = "ours", "reference"
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""What ``os.times`` counts in."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,10 @@ class Contender:
 
 @dataclass(frozen=True)
 class Done:
-    """What one turn took, processes that it started included, and a hash of the tokens that it wrote."""
+    """What one turn took, processes that it started included, and a hash of the tokens that it wrote.
+
+    Processor time is counted in clock ticks: ``cpu_s`` is one at least, so that a rate can be taken of it.
+    """
 
     seconds: float
     cpu_s: float
@@ -117,7 +122,7 @@ def job(kind: Kind, contender: Contender, corpus: Path, folder: Path) -> Done:
     else:
         encoder = peer.Encoder(kind.make_encode, eod_id)
         peer.run(corpus, prefix, encoder, contender.num_workers, kind.chunk_size)
-    seconds, cpu_s = time.perf_counter() - started, _cpu_s() - cpu_started
+    seconds, cpu_s = time.perf_counter() - started, max(_cpu_s() - cpu_started, TICK_S)
     with open(prefix.with_suffix(".bin"), "rb") as file:
         return Done(seconds, cpu_s, hashlib.file_digest(file, "sha256").hexdigest())
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,6 +94,17 @@ def test_contenders_of_a_tokenizer_must_write_the_same(tmp_path: Path, monkeypat
     done[REFERENCE] = Done(2.0, 2.0, "y")
     with pytest.raises(RuntimeError, match="the same tokens"):
         preprocessing.measure(kinds, {"bpe": tmp_path / "c"}, [1], 1, tmp_path)
+
+
+def test_a_job_within_a_clock_tick_has_taken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c").write_text('{"text": "ab"}\n')
+    kind = Kind(make_tokenizer=lambda: SimpleNamespace(eod_id=0), make_encode=make_letters)  # type: ignore[arg-type,return-value]
+    turn = partial(preprocessing.job, kind, Contender("bpe", REFERENCE, 1), tmp_path / "c", tmp_path / "out")
+    monkeypatch.setattr(preprocessing, "_cpu_s", lambda: 3.0)
+    assert turn().cpu_s == preprocessing.TICK_S == 1 / os.sysconf("SC_CLK_TCK")
+    counted = iter([3.0, 5.5])
+    monkeypatch.setattr(preprocessing, "_cpu_s", lambda: next(counted))
+    assert turn().cpu_s == 2.5
 
 
 def test_reading_is_held_against_ten_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
