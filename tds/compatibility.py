@@ -34,9 +34,13 @@ def check_versions(installed: str | None = None) -> None:
 
 
 def spare_the_compiler() -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce at start on a CPU (35 s, and needs g++)."""
+    """Keep DeepSpeed from compiling its shared-memory all-reduce at start on a CPU (35 s, and needs g++).
+
+    Where DeepSpeed has not asked yet which of its operations can be compiled, it never does: that runs a compiler and
+    imports setuptools, and all it would learn is about this one.
+    """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False

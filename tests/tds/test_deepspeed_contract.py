@@ -10,7 +10,9 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm.torch import build_shm_op
 from deepspeed.moe.utils import split_params_grads_into_shared_and_expert_params
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -118,7 +120,8 @@ def test_checkpointing_and_errors_have_the_names_we_use() -> None:
     default = inspect.signature(deepspeed.PipelineModule.__init__).parameters["activation_checkpoint_func"].default
     assert default is checkpointing.checkpoint
     assert issubclass(PipelineError, Exception)
-    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+    assert "deepspeed_shm_comm" in ALL_OPS
+    assert "deepspeed.ops.__compatible_ops__.get(builder.NAME, False)" in _source(build_shm_op)
 
 
 def test_every_key_of_the_json_that_deepspeed_fills_in_is_known() -> None:
