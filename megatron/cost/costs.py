@@ -73,6 +73,12 @@ class Costs(ABC):
             is_joined: the inputs of the products are kept whole nevertheless; see ``megatron.mpu.products``.
         """
 
+    def attention_work(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> int:
+        """Return the bytes that a backward through a layer's attention works in, above what the layer has let go."""
+        return 0
+
     @abstractmethod
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         """Return what each unit makes one of ``tensor`` ranks do of ``samples`` samples."""
@@ -173,6 +179,7 @@ class Costs(ABC):
         names = candidates(schedule, chunks)
         is_joined = is_compiled or SPLIT in names
         units, shared = self.unit_kept(*sizes, sequence, is_joined=is_joined), self.shared_kept(*sizes)
+        room = self.attention_work(*sizes, sequence, is_joined=is_joined)
         core = max(unit.core for unit in units) if is_selective else 0
         units = [unit.without_core() for unit in units] if is_selective else units
         hidden = max(unit.input for unit in units)
@@ -182,16 +189,18 @@ class Costs(ABC):
             pieces = pieces_on(bounds, stages, stage)
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
-            at_work = core if any(units[n].input for start, stop in pieces for n in range(start, stop)) else 0
+            has_layers = any(units[n].input for start, stop in pieces for n in range(start, stop))
+            at_work, work = (core, room) if has_layers else (0, 0)
             # The head is in one chunk, so of "auto" those count that may run here, each as with one chunk.
             losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
             logits = self.loss_bytes(*sizes, forwards=losses) if stage == stages - 1 else 0
             gathered = self.gathered_parameters(pieces, tensor) if zero.stage == 3 else 0
+            at_work += max(work - logits, 0)  # the logits are gone when attention goes backward
             memory = state.memory(held, forwards * in_all // chunks + at_work, logits, zero, gathered)
             if checkpoint_activations:
                 read = sum(_held([0] * len(units), shared, [piece]) for piece in pieces)
                 parts = [units[start:stop] for start, stop in pieces]
-                memory = waiting.placed(memory, parts, forwards / chunks, read)
+                memory = waiting.placed(memory, parts, forwards / chunks, read, work)
             flying = Flying(
                 small=sum(small[n] for start, stop in pieces for n in range(start, stop)),
                 message=hidden if stages > 1 else 0,

@@ -29,7 +29,13 @@ def of(config: Any, *, is_on_cpu: bool = False) -> Costs:
 
 
 def _of_gpt2(config: Any, is_on_cpu: bool) -> Costs:
-    return GPT2Costs(config.model, config.batch.seq_length, is_on_cpu=is_on_cpu, **_dropout(config, is_on_cpu))
+    return GPT2Costs(
+        config.model,
+        config.batch.seq_length,
+        is_on_cpu=is_on_cpu,
+        is_blocked=is_on_cpu and not config.model.attention_dropout and not config.data.keeps_documents_apart,
+        **_dropout(config, is_on_cpu),
+    )
 
 
 def _of_llama(config: Any, is_on_cpu: bool) -> Costs:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
-from megatron.cost import parts
+from megatron.cost import parts, scratch
 from megatron.cost.costs import Costs, Kept, Shared
 from megatron.cost.loss import loss_bytes
 from megatron.cost.parts import ELEMENTWISE, Sizes
@@ -32,6 +32,7 @@ class GPT2Costs(Costs):
         has_positions: the embedding has a table of positions.
         is_causal: a token sees those before it alone.
         is_fused: attention is one kernel, which keeps no number for each query and key and skips what is masked.
+        is_blocked: attention in 32 bits and more goes block by block, as on a CPU where no document is kept apart.
         mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
     """
 
@@ -42,6 +43,7 @@ class GPT2Costs(Costs):
     seq_length: int
     is_fused: bool = field(default=True, kw_only=True)
     is_on_cpu: bool = field(default=False, kw_only=True, compare=False)
+    is_blocked: bool = field(default=False, kw_only=True)
     mask_bytes: int = field(default=1, kw_only=True)
 
     @property
@@ -113,6 +115,20 @@ class GPT2Costs(Costs):
         hidden = tokens * h * width
         embedding = Kept(tokens * h * self.mask_bytes // sequence)
         return [embedding, *[layer] * sizes.num_layers, Kept(hidden // sequence), Kept(hidden)]
+
+    def attention_work(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> int:
+        """As ``Costs`` says, with one thread: scratch memory, and gradients of layer, context, query, key and value."""
+        if not self.is_blocked or width < 4:
+            return 0
+        sizes, h = self.sizes, self.sizes.hidden_size
+        heads = samples * sizes.num_attention_heads // tensor
+        rooms = scratch.backward_bytes(heads, self.seq_length, sizes.kv_hidden_size, width)
+        gradients = (h // sequence + 4 * parts.attention_width(sizes) // tensor) * width
+        gone = parts.between_bytes(h * width, h * self.mask_bytes, sequence, is_joined=is_joined)
+        gone += parts.feed_forward_kept(sizes) * width // tensor
+        return max(rooms + samples * self.seq_length * (gradients - gone), 0)
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         sizes, h = self.sizes, self.sizes.hidden_size

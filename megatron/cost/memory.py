@@ -18,10 +18,11 @@ that is not full, and the gradients that a step copies to the CPU. Parts are who
 some replicas hold a row more of a weight; a recomputed run of several layers is gathered together.
 
 Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
-models", section 4, without scores, which a fused kernel makes once more. What else holds a number for each query and
-key, T5's relative biases and the probabilities of its blocked attention on a CPU, is counted with T5's layers. Where
-attention drops on a CPU, or with --layout-independent-dropout, the probabilities count too (5 a s / h of s b h), but
-for T5.
+models", section 4, without scores, which a fused kernel makes once more. The memory in which a GPT-2's attention works
+on a CPU (``megatron.cost.scratch``) counts where it is more than what its layer has let go and the logits. What else
+holds a number for each query and key, T5's relative biases and the probabilities of its blocked attention on a CPU, is
+counted with T5's layers. Where attention drops on a CPU, or with --layout-independent-dropout, the probabilities count
+too (5 a s / h of s b h), but for T5.
 """
 
 from __future__ import annotations

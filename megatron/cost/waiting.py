@@ -33,11 +33,14 @@ class Waiting:
     parts: int = 1
     is_on_host: bool = False
 
-    def placed(self, memory: Memory, pieces: Sequence[Sequence[Kept]], forwards: float, read: int) -> Memory:
+    def placed(
+        self, memory: Memory, pieces: Sequence[Sequence[Kept]], forwards: float, read: int, work: int = 0
+    ) -> Memory:
         """Return ``memory`` with what recompute keeps of so many ``forwards`` through all ``pieces`` of a stage.
 
         Args:
             read: bytes that all layers of the pieces read, of one forward; they count in full and on the device.
+            work: bytes that the backward of a layer that was run again works in.
         """
         inputs = sum(sum([unit.input for unit in piece if unit.input][:: self.every]) for piece in pieces)
         waits = -(-int(forwards * inputs) // self.parts)
@@ -45,7 +48,7 @@ class Waiting:
         run_again = max(
             sum(sorted((unit.full for unit in piece if unit.input), reverse=True)[: self.every]) for piece in pieces
         )
-        again = max(run_again - memory.logits, 0)  # the logits are gone when a layer runs again
+        again = max(run_again + work - memory.logits, 0)  # the logits are gone when a layer runs again
         on_device, on_host = (0, waits) if self.is_on_host else (waits, 0)
         kept = int(forwards * (read + others)) + on_device
         return replace(memory, activations=kept + again, host=memory.host + on_host)

@@ -1,0 +1,70 @@
+"""The memory of blocked attention, against what the operation takes, and where it counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.config import ModelConfig, parse
+from megatron.cost import GPT2Costs, of, scratch
+from megatron.ops import causal_blocks
+
+SMALL = ModelConfig(
+    num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=512, max_position_embeddings=64, hidden_bias=True
+)
+BLOCKED = GPT2Costs(SMALL, 64, mask_bytes=0, is_blocked=True)
+
+
+@pytest.mark.parametrize(("length", "samples", "heads", "size"), [(64, 4, 4, 16), (128, 3, 7, 8), (300, 3, 5, 6)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bytes_are_those_that_the_operation_takes(
+    length: int, samples: int, heads: int, size: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert (scratch.BLOCK, scratch.CACHED) == (causal_blocks.BLOCK, causal_blocks.CACHED)
+    packed = torch.empty(length, samples, heads, 3, size)
+    _, room = next(causal_blocks.rooms(causal_blocks.RoomOfBackward, packed))
+    storages = {each.untyped_storage() for each in vars(room).values() if isinstance(each, torch.Tensor)}
+    taken = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    assert scratch.backward_bytes(samples * heads, length, size, 4, threads) == sum(taken.values())
+
+
+def test_it_counts_by_what_its_layer_has_not_let_go() -> None:
+    room = 4 * (16 * (6 * 64 * 16 + 2 * 64 * 64 + 64 * 16) + 64 * 64)
+    added = room + 4 * 64 * 4 * (5 * 64 - 2 * 64 - 2 * 256)  # gradients; input of the norm, its output, feed-forward
+    assert BLOCKED.attention_work(4, 1, 4) == added > 0
+    assert BLOCKED.attention_work(4, 1, 2) == 0, "16 bits are not blocked"
+    assert replace(BLOCKED, is_blocked=False).attention_work(4, 1, 4) == 0
+    long = GPT2Costs(replace(SMALL, hidden_size=256, kv_hidden_size=32, ff_hidden_size=1024), 256, is_blocked=True)
+    assert long.attention_work(4, 1, 4) == 0, "the feed-forward layer's were more"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stage_holds_it_beside_its_layers_unless_its_logits_were_more(recompute: bool) -> None:
+    bounds = BLOCKED.stage_bounds(2)
+    first, last = (
+        [
+            costs.memory_per_stage(bounds, micro_batch_size=4, num_micro_batches=4, checkpoint_activations=recompute)[n]
+            for costs in (BLOCKED, replace(BLOCKED, is_blocked=False))
+        ]
+        for n in (0, 1)
+    )
+    work, layer = BLOCKED.attention_work(4, 1, 4), BLOCKED.unit_kept(4, 1, 4)[1].full
+    assert first[0].activations - first[1].activations == work
+    above = max(layer + work - last[0].logits, 0) - max(layer - last[0].logits, 0) if recompute else 0
+    assert work < last[0].logits and last[0].activations - last[1].activations == above
+
+
+def test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_kept_apart() -> None:
+    def is_blocked(flags: str, *, is_on_cpu: bool = True) -> bool:
+        config = parse(f"--seq-length 96 --vocab-size 101 {flags}".split(), world_size=1, env={})
+        costs = of(config, is_on_cpu=is_on_cpu)
+        assert isinstance(costs, GPT2Costs)
+        return costs.is_blocked
+
+    assert is_blocked("--attention-dropout 0")
+    assert not is_blocked("--attention-dropout 0", is_on_cpu=False)
+    assert not is_blocked("--attention-dropout 0.1")
+    assert not is_blocked("--attention-dropout 0 --reset-attention-mask")
