@@ -147,6 +147,26 @@ def test_parts_of_the_sequence_of_other_families_agree(
     assert_agree(tmp_path / "one", tmp_path / "parts")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [pretrain_bert, pretrain_t5], ids=lambda s: s.__name__)
+def test_shares_and_rows_without_a_gradient_make_the_whole_tensors(tmp_path: Path, script: ModuleType) -> None:
+    """The layers of T5's decoder, all on the second stage, hand on memory, whose gradient between them is a share."""
+    tensors = "--fp64 --debug-dump-tensors --debug-dump-steps 1 --debug-dump-modules ^(decoder|next) "
+    tensors += "--partition-method type:layer"
+    dumps.run(tmp_path / "one", (1, 2, 1), gas=4, steps=1, extra=tensors, script=script)
+    dumps.run(tmp_path / "parts", (2, 2, 1), gas=4, steps=1, extra=f"{tensors} --sequence-parallel", script=script)
+    found = compare(read(tmp_path / "one"), read(tmp_path / "parts"))
+    assert found.first is None, compare_dumps.verdict(found)
+    exact = {(each.key.name, each.key.what, each.key.index) for each in found.differences if each.by_tensors}
+    if script is pretrain_t5:
+        assert {r.name for r in read(tmp_path / "parts").records if r.is_share} >= {
+            f"decoder.layers.{i}" for i in (0, 1)
+        }
+        assert exact >= {("decoder.layers.0", "grad_output", 1), ("decoder.layers.1", "grad_input", 1)}
+    else:
+        assert ("next_sentence", "grad_input", 0) in exact
+
+
 def test_what_is_asked_for_alone_is_written_and_read_back(tmp_path: Path) -> None:
     chosen = "--fp64 --debug-dump-tensors --debug-dump-steps 2 --debug-dump-modules ^layers.0.(mlp|input)"
     dumps.run(tmp_path / "some", gas=2, extra=chosen)

@@ -16,6 +16,9 @@ AT_ONCE = "tests/debug/test_dumps.py::test_a_line_is_there_as_soon_as_it_is_writ
 CHUNKS = "tests/debug/test_finite.py::test_what_comes_to_a_chunk_is_nobodys_and_the_loss_is_of_the_last_chunk_alone"
 OWN = "tests/debug/test_own_models.py"
 ORDER = "tests/debug/test_order.py"
+SHARES = f"{ORDER}::test_shares_add_up_and_rows_whose_gradient_never_came_are_zeros"
+SUMS = "tests/debug/test_statistics.py::test_of_a_sum_mean_and_sketch_are_known_and_tell_a_share_that_is_off"
+T5 = "tests/debug/test_dumps.py::test_parts_of_the_sequence_of_other_families_agree"
 OPENING = "tests/debug/test_opening.py"
 RUNS = "tests/training/test_debugging.py::test_the_rank_that_holds_the_module_names_it_and_all_end_ahead_of_the_update"
 FAMILIES = "tests/debug/test_dumps.py::test_other_families_agree_in_slices_and_stages"
@@ -135,6 +138,41 @@ DUMPS = (
         "shard.start // ways, shard.length // ways,",
         "shard.start, shard.length // ways,",
         (LLAMA,),
+    ),
+    Mutant(
+        "shares of a sum are taken for parts",
+        "megatron/debug/joining.py",
+        "    if any(record.is_share for record in records):\n",
+        "    if False:\n",
+        (SHARES,),
+    ),
+    Mutant(
+        "rows whose gradient never came are left out of the count",
+        "megatron/debug/joining.py",
+        "    return missing * math.prod(",
+        "    return 0 * math.prod(",
+        (SHARES,),
+    ),
+    Mutant(
+        "fewer positions on a rank are taken for fewer samples",
+        "megatron/debug/joining.py",
+        "(*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])",
+        "shape",
+        (SHARES,),
+    ),
+    Mutant(
+        "the sketch of a sum is that of one share",
+        "megatron/debug/statistics.py",
+        "        inf=max(part.inf for part in parts),\n",
+        "        inf=max(part.inf for part in parts),\n        sketch=parts[0].sketch,\n",
+        (SUMS,),
+    ),
+    Mutant(
+        "the decoder of T5 tells of its memory's gradient as if it were whole",
+        "megatron/model/t5.py",
+        "self.shares = (1,) if place.sequence_parallel else ()",
+        "self.shares = ()",
+        (f"{T5}[pretrain_t5-(2, 1, 1)]",),
     ),
     Mutant(
         "of a pipeline and one process only first tensors are compared",
