@@ -100,6 +100,7 @@ class DecoderLayerPipe(T5DecoderLayer):
         super().__init__(sizes, place, layer)
         self.is_last = layer == sizes.enc_layers + sizes.dec_layers - 1
         self.is_first_here = self.is_last_here = True
+        self.output_shares: tuple[int, ...] = ()
 
     def sums_of_memory(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (1,) for what it takes and for what it gives, where the gradient of memory is a share; or ()."""
