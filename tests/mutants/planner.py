@@ -11,6 +11,7 @@ COST = "tests/cost/test_gpt2.py"
 TOOL = "tests/planner/test_tool.py"
 PIECES = "tests/planner/test_pieces.py"
 CALIBRATE = "tests/planner/test_calibrate.py"
+SCRATCH = "tests/cost/test_scratch.py"
 
 PLANNER = (
     Mutant(
@@ -288,5 +289,47 @@ PLANNER = (
         "if rank.backend and pace.ranks_per_core == 1 and can_cut:",
         "if False:",
         (f"{CALIBRATE}::test_two_ranks_measure_a_machine_and_leave_nothing_behind",),
+    ),
+    Mutant(
+        "attention on a CPU makes no gradients of scores",
+        "megatron/cost/scratch.py",
+        "+ 2 * queries * length +",
+        "+ queries * length +",
+        (f"{SCRATCH}::test_bytes_are_those_that_the_operation_takes",),
+    ),
+    Mutant(
+        "heads worked on together are not spread evenly",
+        "megatron/cost/scratch.py",
+        "return -(-heads // -(-heads // most))",
+        "return min(heads, most)",
+        (f"{SCRATCH}::test_bytes_are_those_that_the_operation_takes",),
+    ),
+    Mutant(
+        "the feed-forward layer still holds all when attention goes backward",
+        "megatron/cost/gpt2.py",
+        "        gone += parts.feed_forward_kept(sizes) * width // tensor\n",
+        "",
+        (f"{SCRATCH}::test_it_counts_by_what_its_layer_has_not_let_go",),
+    ),
+    Mutant(
+        "logits and the work of attention are there at once",
+        "megatron/cost/costs.py",
+        "at_work += max(work - logits, 0)",
+        "at_work += work",
+        (f"{SCRATCH}::test_a_stage_holds_it_beside_its_layers_unless_its_logits_were_more",),
+    ),
+    Mutant(
+        "attention of a layer that runs again works in nothing",
+        "megatron/cost/waiting.py",
+        "max(run_again + work - memory.logits, 0)",
+        "max(run_again - memory.logits, 0)",
+        (f"{SCRATCH}::test_a_stage_holds_it_beside_its_layers_unless_its_logits_were_more",),
+    ),
+    Mutant(
+        "attention within documents is blocked",
+        "megatron/cost/family.py",
+        " and not config.data.keeps_documents_apart,",
+        ",",
+        (f"{SCRATCH}::test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_kept_apart",),
     ),
 )
