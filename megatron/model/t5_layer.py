@@ -84,7 +84,7 @@ class T5DecoderLayer(T5Layer):
 
     def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
         super().__init__(sizes, place, layer, is_causal=True)
-        self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
+        self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # memory's gradient, for the debugger
         self.cross_norm = make_norm(sizes, place)
         self.cross_attention = CrossAttention(sizes, place, layer)
 

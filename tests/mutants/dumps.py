@@ -57,8 +57,8 @@ DUMPS = (
     Mutant(
         "what others add to a gradient is taken for what the module sends back",
         "megatron/debug/hooks.py",
-        "            view = x.view_as(x)\n            seen = Seen(name, GRAD_INPUT",
-        "            view = x\n            seen = Seen(name, GRAD_INPUT",
+        "            view = x.view_as(x)\n            cut, share",
+        "            view = x\n            cut, share",
         (SENT,),
     ),
     Mutant(
