@@ -69,6 +69,7 @@ for name, module in sys.modules.items():
         assert files.setdefault(module.__file__, module) is module, name
 assert not [name for name in sys.modules if name.split(".")[0] == "megatron"]
 assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+assert "setuptools" not in sys.modules  # DeepSpeed imports it when it asks what can be compiled
 """
     )
     assert printed == ""
