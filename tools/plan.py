@@ -114,6 +114,9 @@ def calibrate(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int
     """Measure this machine and write it to a file."""
     from megatron.planner.calibrate import calibrate as measure
 
+    folder = flags.calibrate.absolute().parent
+    if flags.calibrate.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        parser.error(f"--calibrate needs a file in a folder that can be written to, got {flags.calibrate}")
     try:
         machine = measure(flags.ranks or 0, flags.device or "auto", tell=lambda text: say([text], sys.stderr))
         machine.save(flags.calibrate)

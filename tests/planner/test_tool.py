@@ -230,6 +230,18 @@ def test_a_machine_from_a_file_and_other_nodes_are_planned_with(
     assert "GPUS_PER_NODE=4 NNODES=4" in out
 
 
+def test_a_place_that_cannot_be_written_is_refused_ahead_of_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.planner import calibrate
+
+    monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("it measured"))
+    for place in (tmp_path / "none" / "m.json", tmp_path):
+        with pytest.raises(SystemExit, match="2"):
+            plan.main(["--calibrate", str(place)])
+        assert f"a folder that can be written to, got {place}" in capsys.readouterr().err
+
+
 def test_calibrate_writes_what_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
