@@ -11,15 +11,18 @@ All heads share the q x q mask. The formula is that of ``megatron.ops.causal_blo
 
 from __future__ import annotations
 
-BLOCK = 128
-"""``megatron.ops.causal_blocks.BLOCK``."""
 CACHED = 2**18
 """``megatron.ops.causal_blocks.CACHED``."""
 
 
+def queries_of_block(length: int) -> int:
+    """Return the queries of a block, as ``megatron.ops.causal_blocks`` does."""
+    return min(length, 64 if length <= 512 else 128)
+
+
 def heads_at_once(heads: int, length: int, threads: int = 1) -> int:
     """Return how many of ``heads``, of all samples together, are worked on together."""
-    most = max(1, CACHED * threads // (min(BLOCK, length) * length))
+    most = max(1, CACHED * threads // (queries_of_block(length) * length))
     return -(-heads // -(-heads // most))
 
 
@@ -30,6 +33,7 @@ def backward_bytes(heads: int, length: int, size: int, width: int, threads: int 
         heads: of all samples together, on this rank.
         threads: of this rank.
     """
-    queries, added = min(BLOCK, length), (length - 1) // BLOCK * BLOCK
+    queries = queries_of_block(length)
+    added = (length - 1) // queries * queries
     of_head = 6 * length * size + 2 * queries * length + (queries + added) * size
     return width * (heads_at_once(heads, length, threads) * of_head + queries**2)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.linear import linear, plus_bias
 from megatron.mpu.mappings import gather_from_tensor_region, leave_tensor_region
 from megatron.mpu.products import Pair, column_products
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
@@ -76,7 +77,7 @@ class ColumnParallelLinear(nn.Module):
     def products(self, x: torch.Tensor, *pairs: Pair) -> tuple[torch.Tensor, ...]:
         """Return the product of ``x`` with each weight and bias. Collective."""
         if self.has_entered:
-            return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
+            return tuple(linear(x, weight, bias) for weight, bias in pairs)
         return column_products(x, pairs, self.group, self.sequence_parallel)
 
 
@@ -115,9 +116,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         y = leave_tensor_region(F.linear(x, self.weight), self.group, self.sequence_parallel)  # [s, b, output_size]
-        return y if self.bias is None else y + self.bias  # after the sum: else the bias would count t times
+        return y if self.bias is None else plus_bias(y, self.bias)  # after the sum: else the bias would count t times
 
 
 def vocab_range(vocab_size: int, group: Group, divisible_by: int = 1) -> tuple[int, int, int]:

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.mpu.groups import Group
+from megatron.mpu.linear import linear
 from megatron.mpu.mappings import (
     Underway,
     enter_tensor_region,
@@ -56,7 +57,7 @@ def column_products(
     is_swapped = F.linear is not _OWN_LINEAR
     if group.size == 1 or is_swapped or torch.compiler.is_compiling():
         x = enter_tensor_region(x, group, sequence_parallel)
-        return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
+        return tuple(linear(x, weight, bias) for weight, bias in pairs)
     weights, biases = zip(*pairs, strict=True)
     products: tuple[torch.Tensor, ...] = _ColumnProducts.apply(x, group, sequence_parallel, *weights, *biases)
     return products

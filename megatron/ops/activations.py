@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from megatron.ops.gelu import gelu
+from megatron.ops.relu import relu
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": gelu,
     "gelu-tanh": partial(gelu, approximate="tanh"),  # Hugging Face's gelu_new, OpenAI's GPT-2
-    "relu": F.relu,
+    "relu": relu,
     "gated-gelu": partial(gelu, approximate="tanh"),  # of the gate, as in T5 v1.1 and mT5
     "gated-silu": F.silu,
 }

@@ -11,10 +11,16 @@ from typing import TypeVar
 
 import torch
 
-BLOCK = 128
-"""Queries of a block. Of the s x s scores (1 + BLOCK/s) / 2 are computed."""
 CACHED = 2**18
-"""Scores that are worked on at a time: few enough to stay in the caches from one step to the next."""
+"""Scores that a core works on at a time: few enough to stay in its caches from one product to the next."""
+
+
+def queries_of_block(size: int) -> int:
+    """Return the queries q of a block: of s x s scores about (1 + q/s) / 2 are computed.
+
+    Small blocks of long rows leave a core few heads to work on together, and cost more starts than they save products.
+    """
+    return min(size, 64 if size <= 512 else 128)
 
 
 class Room:
@@ -28,17 +34,21 @@ class Room:
     def __init__(self, packed: torch.Tensor, count: int) -> None:
         self.size, _, _, _, self.width = packed.shape
         self.scale = self.width**-0.5
-        most = min(BLOCK, self.size)
-        self.together = packed.new_empty(self.size, count, 3, self.width)
-        self.query, self.key, self.value = self.together.permute(2, 1, 0, 3).unbind(0)  # 3 x [count, s, d]
+        most = queries_of_block(self.size)
+        self.together = packed.new_empty(3, count, self.size, self.width)
+        self.query, self.key, self.value = self.together
         self.future = packed.new_full((most, most), float("-inf")).triu_(1)
         self.scores = packed.new_empty(count * most * self.size)
         self.products = packed.new_empty(count * most * self.width)
-        self.blocks: Sequence[Block] = [self.block(first) for first in reversed(range(0, self.size, BLOCK))]
+        self.blocks: Sequence[Block] = [self.block(first) for first in reversed(range(0, self.size, most))]
 
     def block(self, first: int) -> Block:
         """Return the block whose queries begin with ``first``."""
-        return Block(self, slice(first, min(first + BLOCK, self.size)))
+        return Block(self, self.own(first))
+
+    def own(self, first: int) -> slice:
+        """Return where the queries of that block lie."""
+        return slice(first, min(first + queries_of_block(self.size), self.size))
 
 
 class Block:
@@ -73,21 +83,21 @@ class Block:
 
 
 class RoomOfBackward(Room):
-    """A room with memory for gradients: of the context, ``given`` [s, n, d], and of key and value, [n, s, d]."""
+    """A room with memory for gradients: of the context, ``given``, of key and of value, each [n, s, d]."""
 
     blocks: Sequence[BlockOfBackward]
 
     def __init__(self, packed: torch.Tensor, count: int) -> None:
-        shape = packed.shape[0], count, packed.shape[-1]
-        self.given = packed.new_empty(shape)
-        self.of_key, self.of_value = (packed.new_empty(count, shape[0], shape[2]) for _ in range(2))
-        self.second = packed.new_empty(count * min(BLOCK, shape[0]) * shape[0])
-        added = (shape[0] - 1) // BLOCK * BLOCK  # rows; the rest are the first block's alone
-        self.spare = packed.new_empty(count * added * shape[2])
+        size, width = len(packed), packed.shape[-1]
+        most = queries_of_block(size)
+        self.given, self.of_key, self.of_value = (packed.new_empty(count, size, width) for _ in range(3))
+        self.second = packed.new_empty(count * most * size)
+        added = (size - 1) // most * most  # rows; the rest are the first block's alone
+        self.spare = packed.new_empty(count * added * width)
         super().__init__(packed, count)
 
     def block(self, first: int) -> BlockOfBackward:
-        return BlockOfBackward(self, slice(first, min(first + BLOCK, self.size)))
+        return BlockOfBackward(self, self.own(first))
 
 
 class BlockOfBackward(Block):
@@ -95,7 +105,7 @@ class BlockOfBackward(Block):
 
     def __init__(self, room: RoomOfBackward, own: slice) -> None:
         super().__init__(room, own)
-        self.given = room.given.transpose(0, 1)[:, own]
+        self.given = room.given[:, own]
         self.second = self.scores_in(room.second)
         self.of_key = _Sum(room.of_key, own.stop, room.spare, self.scale)
         self.of_value = _Sum(room.of_value, own.stop, room.spare)
@@ -126,7 +136,7 @@ AnyRoom = TypeVar("AnyRoom", bound=Room)
 def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, AnyRoom]]:
     """Yield the heads that are worked on together, and a room for them."""
     size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
-    most = max(1, CACHED * torch.get_num_threads() // (min(BLOCK, size) * size))
+    most = max(1, CACHED * torch.get_num_threads() // (queries_of_block(size) * size))
     at_once = -(-num_heads // -(-num_heads // most))  # as even as they come, for the rest needs a room of its own
     room = kind(packed, at_once)
     for first in range(0, num_heads, at_once):

@@ -1,4 +1,4 @@
-"""Mistakes in attention by blocks and in GELU within compiled layers."""
+"""Mistakes in attention by blocks, and in activations and biases within compiled layers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,10 @@ CAUSAL_ATTENTION = (
         (REST,),
     ),
     Mutant(
-        "a block's gradient takes the place of its queries too early",
+        "every block's gradient goes to the first queries",
         OPS,
-        "            block.of_key.add(block.second.transpose(1, 2), block.query)\n"
-        "            put_product(block.product, block.second, block.keys, room.scale)\n"
-        "            block.query.copy_(block.product)  # in its place: no other block needs it\n",
-        "            put_product(block.product, block.second, block.keys, room.scale)\n"
-        "            block.query.copy_(block.product)\n"
-        "            block.of_key.add(block.second.transpose(1, 2), block.query)\n",
+        "of_query[:, block.own]",
+        "of_query[:, : block.product.shape[1]]",
         (REST,),
     ),
     Mutant(
@@ -89,10 +85,12 @@ CAUSAL_ATTENTION = (
 BIASED = "tests/ops/test_biased_attention.py::test_it_equals_the_formula_and_so_do_all_gradients"
 TWICE = f"{BIASED}[no mask-made twice-a head-False]"
 GELU = "megatron/ops/gelu.py"
+LINEAR = "megatron/mpu/linear.py"
+_LINEAR = "tests/mpu/test_linear.py"
 _COMPILED = "tests/ops/test_gelu.py::test_it_is_torchs_compiled_or_not"
 _SHORT = "tests/ops/test_gelu.py::test_16_bits_are_rounded_once_when_compiled"
 
-COMPILED_GELU = (
+COMPILED_LAYERS = (
     Mutant(
         "a compiled GELU is the exact one",
         GELU,
@@ -129,5 +127,26 @@ COMPILED_GELU = (
         "        if not keeps:\n            _set",
         "        if keeps:\n            _set",
         (TWICE,),
+    ),
+    Mutant(
+        "the compiled gradient of an added bias counts twice",
+        LINEAR,
+        "return grads[0], _sum_of_rows(grads[0])",
+        "return grads[0], 2 * _sum_of_rows(grads[0])",
+        (f"{_LINEAR}::test_it_is_torchs_product_compiled_or_not",),
+    ),
+    Mutant(
+        "the compiler sums a bias's gradient",
+        LINEAR,
+        "return grads[0], _sum_of_rows(grads[0])",
+        "return grads[0], grads[0].flatten(0, -2).sum(0)",
+        (f"{_LINEAR}::test_a_bias_added_after_a_sum_over_ranks_is_summed_by_torch_too",),
+    ),
+    Mutant(
+        "a compiled ReLU lets the gradient through at 0",
+        "megatron/ops/relu.py",
+        "threshold_backward(grad.contiguous(), y, 0)",
+        "threshold_backward(grad.contiguous(), y, -1)",
+        ("tests/ops/test_relu.py::test_it_is_torchs_compiled_or_not",),
     ),
 )

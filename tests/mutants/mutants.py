@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.bert import BERT
 from tests.mutants.calibrate import CALIBRATION
-from tests.mutants.causal_attention import CAUSAL_ATTENTION, COMPILED_GELU
+from tests.mutants.causal_attention import CAUSAL_ATTENTION, COMPILED_LAYERS
 from tests.mutants.chunked_loss import CHUNKED_LOSS
 from tests.mutants.contract import CONTRACT
 from tests.mutants.convert import CONVERT
@@ -68,7 +68,7 @@ IN_SPEED = (
     *SEQUENCE_PARALLEL,
     *CHUNKED_LOSS,
     *CAUSAL_ATTENTION,
-    *COMPILED_GELU,
+    *COMPILED_LAYERS,
     *OVERLAPPED_GRADIENTS,
     *HOST_READS,
     *UPLOADS,

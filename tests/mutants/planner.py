@@ -298,6 +298,13 @@ PLANNER = (
         (f"{SCRATCH}::test_bytes_are_those_that_the_operation_takes",),
     ),
     Mutant(
+        "attention on a CPU takes blocks of long rows for short ones",
+        "megatron/cost/scratch.py",
+        "64 if length <= 512 else 128",
+        "64 if length < 512 else 128",
+        (f"{SCRATCH}::test_bytes_are_those_that_the_operation_takes",),
+    ),
+    Mutant(
         "heads worked on together are not spread evenly",
         "megatron/cost/scratch.py",
         "return -(-heads // -(-heads // most))",

@@ -26,7 +26,7 @@ SHAPES = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on blocks of 4 queries, whose scores of 3 heads with 11 keys fit: 7 heads with 8 keys are 4 and 3."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(causal_blocks, "BLOCK", 4)
+    monkeypatch.setattr(causal_blocks, "queries_of_block", lambda size: min(size, 4))
     monkeypatch.setattr(causal_blocks, "CACHED", 3 * 4 * 11)
 
 
