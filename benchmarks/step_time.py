@@ -7,7 +7,8 @@
 Every contender runs in a process of its own on the same tokens from the same weights, dropout 0, with all cores: their
 first losses must agree. They take turns of a few steps; the order rotates; medians over rounds are reported, and ratios
 within rounds. MFU counts the causal half of GPT-2's attention (6 L a d s) and all of T5's, over products of two
-2048 x 2048 matrices, which take turns with the contenders. The flags of sizes are those of the chosen model.
+2048 x 2048 matrices, which take turns with the contenders; "whole" counts all of GPT-2's (12 L a d s), as nanoGPT and
+PaLM do. The flags of sizes are those of the chosen model.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     product_s = statistics.median(records[PRODUCT].turns_s) / PRODUCTS_PER_TURN
     peak = 2.0 * PRODUCT_SIDE**3 / product_s
     tokens = work.batch_size * work.sizes.tokens_per_sample
-    flops = cost.of(config_of(work.sizes)).flops_per_step(work.batch_size)
+    costs = cost.of(config_of(work.sizes))
+    flops, whole = costs.flops_per_step(work.batch_size), _flops_of_whole_matrices(costs, work.batch_size)
     contenders = {}
     for name, record in records.items():
         if name == PRODUCT:
@@ -93,6 +95,7 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
             "cpu_s": record.cpu_s,
             "tokens_per_s": tokens / step_s,
             "mfu": flops / step_s / peak,
+            "mfu_whole": whole / step_s / peak,
             "peak_memory_bytes": record.peak_bytes,
             "memory_before_steps_bytes": record.idle_bytes,
             "losses": record.losses,
@@ -129,11 +132,12 @@ def surroundings_of(work: Work) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as lines of text."""
-    lines = [f"{'':16}{'ms/step':>9}{'CPU ms':>9}{'tokens/s':>10}{'MFU':>7}{'peak MiB':>10}{'last loss':>11}"]
+    names = f"{'ms/step':>9}{'CPU ms':>9}{'tokens/s':>10}{'MFU':>7}{'whole':>7}{'peak MiB':>10}{'last loss':>11}"
+    lines = [" " * 16 + names]
     for name, row in result["contenders"].items():
         lines.append(
             f"{name:16}{row['ms_per_step']:9.1f}{row['cpu_ms_per_step']:9.1f}{row['tokens_per_s']:10.0f}{row['mfu']:7.3f}"
-            f"{row['peak_memory_bytes'] / 2**20:10.0f}{row['losses'][-1]:11.5f}"
+            f"{row['mfu_whole']:7.3f}{row['peak_memory_bytes'] / 2**20:10.0f}{row['losses'][-1]:11.5f}"
         )
     for name, row in result["contenders"].items():
         for our, (low, middle, high) in row.get("speed_of_ours", {}).items():
@@ -155,6 +159,13 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _flops_of_whole_matrices(costs: cost.Costs, batch_size: int) -> float:
+    """Return the FLOPs of a step that counts each query with every key, later ones too."""
+    if isinstance(costs, cost.GPT2Costs):
+        return batch_size * costs.seq_length * costs.flops_per_token(causal=False)
+    return costs.flops_per_step(batch_size)
 
 
 def _quartiles(theirs: list[float], ours: list[float]) -> tuple[float, float, float]:

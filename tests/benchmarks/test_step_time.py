@@ -63,6 +63,7 @@ def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
     assert plain["cpu_speed_of_ours"]["ours"][1] == pytest.approx(1.5)
     layers, head, attention = 2 * (12 * 32 * 32 + 13 * 32), 64 * 32 + 2 * 32, 2 * 32 * 16
     assert ours["mfu"] == pytest.approx(32 * 6 * (layers + head + attention) / 0.5 / 1e9)
+    assert ours["mfu_whole"] == pytest.approx(32 * 6 * (layers + head + 2 * attention) / 0.5 / 1e9)
     assert "ours" in step_time.table(result)
 
 
@@ -79,7 +80,9 @@ def test_flops_of_t5_are_those_of_the_note() -> None:
     }
     result = step_time.summarize(records, work)
     assert result["flops_per_step"] == pytest.approx(WORK.batch_size * expected, rel=0.02)
-    assert result["contenders"]["ours"]["tokens_per_s"] == pytest.approx(2 * 2 * (s_e + s_d))
+    ours = result["contenders"]["ours"]
+    assert ours["tokens_per_s"] == pytest.approx(2 * 2 * (s_e + s_d))
+    assert ours["mfu_whole"] == ours["mfu"]
 
 
 def test_unequal_first_losses_end_a_run() -> None:
