@@ -134,11 +134,11 @@ AnyRoom = TypeVar("AnyRoom", bound=Room)
 
 
 def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, AnyRoom]]:
-    """Yield the heads that are worked on together, and a room for them."""
+    """Yield the heads that are worked on together, and the room for them, always the same."""
     size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
     most = max(1, CACHED * torch.get_num_threads() // (queries_of_block(size) * size))
-    at_once = -(-num_heads // -(-num_heads // most))  # as even as they come, for the rest needs a room of its own
+    at_once = -(-num_heads // -(-num_heads // most))  # as even as they come
     room = kind(packed, at_once)
-    for first in range(0, num_heads, at_once):
-        count = min(at_once, num_heads - first)
-        yield slice(first, first + count), room if count == at_once else kind(packed, count)
+    for start in range(0, num_heads, at_once):
+        first = min(start, num_heads - at_once)  # the last ones fill the room with some that are made again
+        yield slice(first, first + at_once), room

@@ -131,16 +131,23 @@ COMPILED_LAYERS = (
     Mutant(
         "the compiled gradient of an added bias counts twice",
         LINEAR,
-        "return grads[0], _sum_of_rows(grads[0])",
-        "return grads[0], 2 * _sum_of_rows(grads[0])",
+        "rows.new_ones(1, len(rows))",
+        "rows.new_full((1, len(rows)), 2.0)",
         (f"{_LINEAR}::test_it_is_torchs_product_compiled_or_not",),
+    ),
+    Mutant(
+        "a bias is added by itself in 16 bits",
+        LINEAR,
+        " and x.dtype in (torch.float32, torch.float64)",
+        "",
+        (f"{_LINEAR}::test_in_16_bits_the_product_rounds_with_the_bias",),
     ),
     Mutant(
         "the compiler sums a bias's gradient",
         LINEAR,
-        "return grads[0], _sum_of_rows(grads[0])",
-        "return grads[0], grads[0].flatten(0, -2).sum(0)",
-        (f"{_LINEAR}::test_a_bias_added_after_a_sum_over_ranks_is_summed_by_torch_too",),
+        "rows.new_ones(1, len(rows)).mm(rows).squeeze(0)",
+        "rows.sum(0)",
+        (f"{_LINEAR}::test_the_gradient_of_a_bias_added_after_a_sum_over_ranks_is_a_product_too",),
     ),
     Mutant(
         "a compiled ReLU lets the gradient through at 0",

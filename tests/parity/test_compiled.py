@@ -61,12 +61,12 @@ def test_bf16_and_sdpa_run_in_a_pipeline_that_recomputes_from_the_host() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved --pipeline-chunks 2"])
 @pytest.mark.parametrize("extra", ["", RATES, f"{RATES} {WAITING}"], ids=["plain", "dropout", "recompute"])
-def test_compiled_layers_in_a_pipeline_give_the_bits_of_one_process(extra: str, schedule: str, tmp_path: Path) -> None:
-    """In fp32, by graphs that run as they are; the sum of a tied weight is rounded elsewhere."""
+def test_compiled_layers_in_a_pipeline_give_what_one_process_gives(extra: str, schedule: str, tmp_path: Path) -> None:
+    """In fp32, by graphs that run as they are; gradients of biases and of a tied weight are rounded elsewhere."""
     micro, gas = batches(1, 4)
     plain = serial(micro, gas, f"--fp32 {extra.replace(WAITING, '')}", steps=STEPS)
     found = compare(plain, compiled(1, 2, f"--fp32 {extra} --pipeline-schedule {schedule}", "aot_eager", tmp_path))
-    assert found.first_loss == 0.0 and found.loss <= 1e-5 and found.norm <= 1e-5, found
+    assert found.first_loss <= 1e-6 and found.loss <= 1e-5 and found.norm <= 1e-5, found
 
 
 @pytest.mark.slow
@@ -90,9 +90,7 @@ def evaluated_rank(rank: int, cache: str, argv: list[str], size: int) -> Trace:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("data", [1, 2])
-def test_compiled_layers_are_evaluated_and_trained_on_by_replicas_to_the_bits_of_plain_ones(
-    data: int, tmp_path: Path
-) -> None:
+def test_compiled_layers_are_evaluated_and_trained_on_by_replicas_as_plain_ones(data: int, tmp_path: Path) -> None:
     """With dropout, which an evaluation leaves out and the steps after it draw again."""
     micro, gas = batches(data, 1)
     found = []
@@ -101,8 +99,9 @@ def test_compiled_layers_are_evaluated_and_trained_on_by_replicas_to_the_bits_of
         argv = flags(1, 1, micro=micro, gas=gas, extra=f"--fp32 {RATES} --checkpoint-activations {zero}")
         found.append(run_ranks(data, evaluated_rank, str(tmp_path), argv, data, deadline_s=300.0))
     for plain, compiled_trace in zip(*found, strict=True):
-        assert plain.losses == compiled_trace.losses
-        assert plain.eval_losses == compiled_trace.eval_losses and len(plain.eval_losses) == STEPS
+        assert compiled_trace.losses == pytest.approx(plain.losses, rel=1e-6)
+        assert compiled_trace.eval_losses == pytest.approx(plain.eval_losses, rel=1e-6)
+        assert len(plain.eval_losses) == STEPS
 
 
 @pytest.mark.slow
