@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,6 +18,20 @@ import torch._dynamo  # noqa: E402 - torch's optimizers import it: once here rat
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it leaves in the background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _settle_in_child() -> None:
+    """Keep a forked rank from copying what the test run holds, and from waiting for its compiler's threads.
+
+    A collection would go over all of it, 2 GB at the end of a long run. Threads do not live on in a child, but the
+    compiler's pool takes them for idle ones.
+    """
+    gc.freeze()
+    if compiling := sys.modules.get("torch._inductor.async_compile"):
+        compiling.AsyncCompile.pool.cache_clear()
+
+
+os.register_at_fork(after_in_child=_settle_in_child)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

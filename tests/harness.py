@@ -8,7 +8,6 @@ its traceback. Children are waited for and ended by their own ids; nothing is le
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import pickle
 import signal
@@ -75,7 +74,6 @@ def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any
         return child
     code = 1
     try:
-        gc.freeze()  # else collections go over all that the test run holds, and each rank gets a copy of it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # no rank outlives the test run that it is of
         os.environ.update(
