@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from megatron.config.flags_by_reason import BY_REASON
+
 _SDPA = "scaled_dot_product_attention takes the fastest kernel that the device has"
 
 ALREADY_SO = {
@@ -30,23 +32,21 @@ ALREADY_SO = {
     "--override-lr-scheduler": "the learning rate follows the step and the flags given now",
     "--override-opt-param-scheduler": "the learning rate follows the step and the flags given now",
     "--override-opt_param-scheduler": "the learning rate follows the step and the flags given now",
+    "--calculate-per-token-loss": "the loss is the mean over all tokens of a step that count",
+    "--check-for-nan-in-loss-and-grad": "a loss or norm that is not finite ends the run; see --stability-guard",
+    "--check-for-spiky-loss": "a loss far above those before it is told in the log; see --stability-guard",
+    "--check-for-large-grads": "a gradient norm far above those before it is told in the log; see --stability-guard",
+    "--no-create-attention-mask-in-dataloader": "masks are made where attention needs them, never by those who read",
+    "--auto-detect-ckpt-format": "--load knows the formats apart",
+    "--ckpt-fully-parallel-save": "every rank writes a part of a checkpoint",
+    "--ckpt-fully-parallel-load": "every rank reads the parts that it needs",
     "--disable-bias-linear": "linear layers have biases only with --hidden-bias",
 }
 """Flag without a value -> why what it asks for always holds."""
 
 _REALM = "REALM and ICT are not part of this project"
 _AUTORESUME = "NVIDIA's internal scheduler; a SIGTERM saves and leaves with code 75, --resume goes on"
-_ZERO = "ZeRO is switched by --zero-stage 0 to 3, or zero_optimization.stage of the JSON; leave it out"
 _SOFTMAX = "scaled_dot_product_attention has no separate mask and softmax; leave it out"
-_DENSE = "the models are dense; leave it out"
-_WHOLE = "attention takes whole sequences; use --sequence-parallel, which cuts the rest, or leave it out"
-_SHARDED = "use --zero-stage 3, without a pipeline"
-_BY_COST = "stages are balanced by cost: see --partition-method"
-_ONE_FORMAT = "checkpoints have one format; leave it out"
-_NO_KERNELS = "there are no hand-written kernels; leave it out"
-_TENSORBOARD = "every number of metrics.jsonl goes to TensorBoard; leave it out"
-_ONE_DECAY = "weight decay is the same in all steps: use --weight-decay"
-_NO_CURRICULUM = "all steps have samples of one length and run all layers; leave it out"
 
 CPM_REFUSED = {
     "--num-unique-layers": "layers do not share weights; leave it out",
@@ -72,8 +72,6 @@ CPM_REFUSED = {
     "--block-data-path": _REALM,
     "--indexer-batch-size": _REALM,
     "--indexer-log-interval": _REALM,
-    "--zero-reduce-scatter": _ZERO,
-    "--zero-contigious-gradients": _ZERO,
     "--synchronize-each-layer": "nothing waits for the device between layers; leave it out",
     "--profile-backward": "use --profile, or --pipeline-trace",
     "--deepscale": "the old name of DeepSpeed; leave it out",
@@ -98,33 +96,11 @@ MEGATRON_REFUSED = {
     "--use-checkpoint-opt_param-scheduler": "the learning rate follows the step and the flags given now",
     "--recompute-method": "inputs are kept every --checkpoint-num-layers layers, Megatron's uniform; leave it out",
     "--distributed-timeout-minutes": "use --step-timeout, in seconds",
-    "--use-distributed-optimizer": _ZERO,
-    "--overlap-param-gather": _ZERO,
-    "--use-torch-fsdp2": _SHARDED,
-    "--use-megatron-fsdp": _SHARDED,
     "--optimizer-cpu-offload": "use --offload-optimizer",
-    "--ddp-bucket-size": "gradients are summed in buckets of 32 MiB; leave it out",
     "--grad-reduce-in-bf16": "gradients of 16-bit weights are summed in fp32; leave it out",
-    "--context-parallel-size": _WHOLE,
-    "--cp-comm-type": _WHOLE,
-    "--ds-sequence-parallel-size": _WHOLE,
-    "--tp-comm-overlap": "messages of tensor ranks run beside the products of weights' gradients anyway; leave it out",
     "--enable-zbh1-pipeline": "use --pipeline-schedule zb-h1",
-    "--standalone-embedding-stage": _BY_COST,
-    "--account-for-embedding-in-pipeline-split": _BY_COST,
-    "--pipeline-model-parallel-layout": _BY_COST,
     "--decoder-first-pipeline-num-layers": "use --partition-method",
     "--decoder-last-pipeline-num-layers": "use --partition-method",
-    **dict.fromkeys(
-        """
-        --num-experts --expert-model-parallel-size --expert-tensor-parallel-size --enable-expert-tensor-parallelism
-        --mlp-type --topk --use-tutel --create-moe-param-group --disable-moe-token-dropping --moe-loss-coeff
-        --moe-expert-parallel-size --moe-expert-capacity-factor --moe-train-capacity-factor --moe-eval-capacity-factor
-        --moe-min-capacity --moe-router-topk --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
-        --moe-grouped-gemm --moe-token-dispatcher-type --moe-layer-freq --moe-ffn-hidden-size
-        """.split(),
-        _DENSE,
-    ),
     "--use-rotary-position-embeddings": "GPT-2 has learned positions; leave it out",
     "--group-query-attention": "there are as many key heads as query heads; leave it out",
     "--rotary-percent": "rotary positions turn the whole head; leave it out",
@@ -140,21 +116,11 @@ MEGATRON_REFUSED = {
     "--transformer-impl": "there is one implementation; leave it out",
     "--use-mcore-models": "there is one implementation; leave it out",
     "--no-masked-softmax-fusion": _SOFTMAX,
-    "--no-bias-gelu-fusion": _NO_KERNELS,
-    "--no-bias-dropout-fusion": _NO_KERNELS,
-    "--no-gradient-accumulation-fusion": _NO_KERNELS,
-    "--no-rope-fusion": _NO_KERNELS,
-    "--no-persist-layer-norm": _NO_KERNELS,
     "--no-async-tensor-model-parallel-allreduce": "the bits are the same beside the weight's gradient; leave it out",
-    "--ckpt-format": _ONE_FORMAT,
-    "--use-dist-ckpt": _ONE_FORMAT,
-    "--dist-ckpt-format": _ONE_FORMAT,
-    "--non-persistent-save-interval": "use --save-interval",
     "--profile-step-start": "use --profile FIRST-LAST, steps counted from 1",
     "--profile-step-end": "use --profile FIRST-LAST, steps counted from 1",
     "--profile-ranks": "--profile writes a trace of every rank; leave it out",
     "--use-pytorch-profiler": "--profile uses torch's profiler anyway; leave it out",
-    "--timing-log-level": 'use "wall_clock_breakdown": true in the JSON',
     "--log-params-norm": "progress lines show the gradient norm; leave it out",
     "--skip-train": "use --eval-only with --load, or --train-iters 0",
     "--exit-on-missing-checkpoint": "a missing checkpoint ends the run with code 3; see --load-if-exists",
@@ -162,37 +128,60 @@ MEGATRON_REFUSED = {
     "--fp8-hybrid": "use --bf16",
     "--no-query-key-layer-scaling": "scores are never scaled by layer; leave it out",
     "--no-pipeline-parallel": "use --pipe-parallel-size 0 or 1",
-    "--dataloader-type": "samples come in one order, which follows from the seed; leave it out",
     "--no-position-embedding": "models without learned positions are LLaMA (examples/llama) and MPT (examples/mpt)",
-    "--manual-gc": "Python's collector is left as it is; leave it out",
-    "--manual-gc-interval": "Python's collector is left as it is; leave it out",
-    "--log-timers-to-tensorboard": _TENSORBOARD,
-    "--log-batch-size-to-tensorboard": _TENSORBOARD,
-    "--log-validation-ppl-to-tensorboard": _TENSORBOARD,
-    "--log-memory-to-tensorboard": _TENSORBOARD,
-    "--log-learning-rate-to-tensorboard": _TENSORBOARD,
-    "--log-loss-scale-to-tensorboard": _TENSORBOARD,
     "--log-optimizer-states-to-tensorboard": "use --log-layer-norms, or --debug-dump",
     "--tensorboard-queue-size": "events are written as they come; leave it out",
     "--cpu-offloading-num-layers": "use --checkpoint-in-cpu with --checkpoint-activations",
     "--embed-layernorm": "the embedding has no norm of its own; leave it out",
-    "--abort-on-unmet-fused-kernel-constraints": _NO_KERNELS,
     "--universal-checkpoint": "checkpoints load in every layout; leave it out",
-    "--curriculum-learning-legacy": _NO_CURRICULUM,
-    "--data-efficiency-curriculum-learning": _NO_CURRICULUM,
-    "--random-ltd": _NO_CURRICULUM,
-    "--kd": "there is no distillation; leave it out",
     "--compression-training": "there is no compression; leave it out",
-    "--weight-decay-incr-style": _ONE_DECAY,
-    "--start-weight-decay": _ONE_DECAY,
-    "--end-weight-decay": _ONE_DECAY,
-    "--decoupled-lr": "all weights have one learning rate: use --lr",
     "--cross-entropy-loss-fusion": "the loss is one function anyway; leave it out, or see --loss-chunk-tokens",
     "--qk-layernorm": "queries and keys have no norms of their own; leave it out",
     "--mock-data": "use --data-path; `bash run_gpt2.sh` makes sample data",
+    "--recompute-modules": "use --recompute-granularity selective, which is attention alone, or full; leave it out",
+    "--no-check-for-nan-in-loss-and-grad": "loss and gradient norm are always looked at; see --stability-guard skip",
+    "--iterations-to-skip": "--stability-guard rollback leaves the data of bad steps out; leave it out",
+    "--skip-train-iteration-range": "--stability-guard rollback leaves the data of bad steps out; leave it out",
+    "--decrease-batch-size-if-needed": "the samples of a step never change by themselves; use --gas",
+    "--train-sync-interval": "how far the host runs ahead of the device is not set; leave it out",
+    "--empty-unused-memory-level": "torch keeps what it has allocated; leave it out",
+    "--deterministic-mode": "use --deterministic",
+    "--check-weight-hash-across-dp-replicas-interval": "use --drift-interval",
+    "--kill-switch-path": "send SIGTERM, which saves and leaves with code 75, or use --exit-interval",
+    "--inference": "use --eval-only, or tools/generate.py",
+    "--add-qkv-bias": "all linear layers have biases, by --hidden-bias, or none; leave it out",
+    "--apply-layernorm-1p": "norms multiply by their weights; leave it out",
+    "--activation-func-clamp-value": "activations are not clamped; leave it out",
+    "--rope-type": "use --rotary-scaling",
+    "--cross-entropy-fusion-impl": "the loss is one function anyway; leave it out, or see --loss-chunk-tokens",
+    "--use-legacy-models": "there is one implementation; leave it out",
+    "--data-parallel-random-init": "replicas start with the same weights; leave it out",
+    "--lr-warmup-init": "the warm-up starts at 0; leave it out",
+    "--lr-wsd-decay-samples": "steps are counted: use --wsd-decay-fraction",
+    "--no-mmap-bin-files": "use --data-impl pread",
+    "--sft": "a file of conversations with masked prompts cannot be read; --finetune trains on every token of a text",
+    "--fim-data": "--fim-rate does it alone; leave it out",
+    "--allow-ambiguous-pad-tokens": "padding is known by its place, not by a token; leave it out",
+    "--full-validation": "use --eval-iters, as many as the validation split has",
+    "--multiple-validation-sets": "give them in turn to --eval-only --test-data-path",
+    "--log-num-zeros-in-grad": "progress lines show the gradient norm; use --log-layer-norms, or --debug-dump",
+    "--log-progress": "metrics.jsonl counts tokens and FLOPs of every step told; leave it out",
+    "--log-energy": "energy is not measured; leave it out",
+    "--logging-level": "use --verbose-deepspeed for DeepSpeed's lines, or leave it out",
+    "--tensorboard-log-interval": "use --log-interval",
+    "--config-logger-dir": "config.json in the run folder has every value; leave it out",
+    "--save-retain-interval": "use --keep-last with --keep-every",
+    "--ckpt-step": "give --load the folder of that checkpoint: RUN/checkpoints/step-00000020",
+    "--pretrained-checkpoint": "use --load with --finetune",
+    "--load-main-params-from-ckpt": "fp32 masters are part of the optimizer's state, which --load reads; leave it out",
+    "--no-initialization": "a checkpoint is read over the initial weights; leave it out",
+    "--use-mp-args-from-checkpoint-args": "give the layout; a checkpoint loads in every layout",
+    "--use-tp-pp-dp-mapping": "the tensor axis runs fastest, then data, then pipe; leave it out",
+    "--distributed-timeout-seconds-after-init": "use --step-timeout",
+    "--disable-bf16-reduced-precision-matmul": "products of bf16 are as torch has them; leave it out",
 }
 
-REFUSED = {**CPM_REFUSED, **MEGATRON_REFUSED}
+REFUSED = {**CPM_REFUSED, **MEGATRON_REFUSED, **BY_REASON}
 
 REFUSED_IN: dict[str, dict[str, str]] = {
     "gpt2": {},
@@ -212,10 +201,12 @@ REFUSED_IN: dict[str, dict[str, str]] = {
     "mpt": {
         "--use-rotary-position-embeddings": "MPT has ALiBi in place of positions; leave it out",
         "--normalization": "MPT has layer norms without biases; leave it out",
+        "--add-qkv-bias": "MPT has no biases; leave it out",
     },
     "bert": {
         "--use-rotary-position-embeddings": "BERT has learned positions; leave it out",
         "--normalization": "BERT has layer norms; leave it out",
+        "--add-qkv-bias": "BERT's linear layers have biases anyway; leave it out",
     },
 }
 """What a script says in place of the reason in REFUSED, by the family that it trains.

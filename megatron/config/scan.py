@@ -11,6 +11,9 @@ from megatron.config.config import all_options
 from megatron.config.flags_table import ALREADY_SO, REFUSED, REFUSED_IN
 from megatron.config.option import Option
 
+ALIKE = 0.8
+"""Share of two names that must be alike for one to be guessed: slips of the hand, no other names of the kind."""
+
 
 @dataclass
 class Scan:
@@ -63,7 +66,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for a name that nobody knows, with the nearest one that is known."""
     names = list(known)
     longer = [other for other in names if other.startswith(name)] if len(name) > 3 else []
-    near = longer[:1] or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    bare = {other.lstrip("-"): other for other in names}  # the dashes are no likeness
+    close = difflib.get_close_matches(name.lower().lstrip("-"), bare, n=1, cutoff=ALIKE)
+    near = longer[:1] or [bare[other] for other in close]
     return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,15 @@ import pytest
 
 from megatron.config import flags_doc, parse
 from megatron.config.config import all_options, defaults_of
-from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED, REFUSED_IN
+from megatron.config.flags_by_reason import GROUPS
+from megatron.config.flags_table import (
+    ALREADY_SO,
+    CPM_FLAGS,
+    CPM_REFUSED,
+    MEGATRON_REFUSED,
+    REFUSED,
+    REFUSED_IN,
+)
 from megatron.config.option import FAMILIES
 from megatron.config.scan import refusals
 from megatron.errors import ConfigError
@@ -113,6 +122,14 @@ NEEDS_IN = {
     },
 }
 """Flags beside which another acts, in all families and in one."""
+ASKED = """
+--calculate-per-token-loss --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad --log-num-zeros-in-grad
+--recompute-modules --no-create-attention-mask-in-dataloader --num-dataset-builder-threads --add-qkv-bias
+--dist-ckpt-strictness --no-mmap-bin-files --sft --moe-router-dtype --use-precision-aware-optimizer --ckpt-step
+--enable-cuda-graph --manual-gc --no-rope-fusion --exit-duration-in-mins --data-args-path --log-straggler
+--hybrid-override-pattern --multi-latent-attention --ds_fused_adam --no-bias-swiglu-fusion --spec
+"""
+"""Flags that stand in people's scripts for Megatron-LM and Megatron-DeepSpeed, of every concern."""
 TIES = (
     "--untie-embeddings-and-output-weights",
     "--tie-embeddings-and-output-weights",
@@ -164,6 +181,23 @@ def test_no_flag_of_cpm_is_forgotten():
     assert len(CPM_FLAGS) == len(set(CPM_FLAGS)) == 112
     for flag in CPM_FLAGS:
         assert flags_doc.classify(flag)[1]
+
+
+def test_no_flag_that_people_use_is_unknown():
+    for flag in ASKED.split():
+        assert flags_doc.classify(flag)[1], flag
+
+
+def test_a_flag_has_one_reason():
+    told = [flag for flags in GROUPS.values() for flag in flags.split()]
+    assert len(told) == len(set(told)) and not set(told) & (set(CPM_REFUSED) | set(MEGATRON_REFUSED))
+
+
+def test_what_to_use_instead_is_there():
+    """Of every flag that a reason names."""
+    reasons = [*REFUSED.values(), *ALREADY_SO.values(), *(why for told in REFUSED_IN.values() for why in told.values())]
+    named = {flag for reason in reasons for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", reason)}
+    assert named - set(OURS) == {"--max-restarts"}  # the launcher's
 
 
 def test_a_flag_has_one_class():

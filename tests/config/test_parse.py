@@ -10,11 +10,18 @@ import sys
 import pytest
 
 from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
+from megatron.config.config import all_options
 from megatron.config.data import DataConfig
+from megatron.config.scan import unknown
 from megatron.config.validate import find_problems
 from megatron.data.split import split_documents
 from megatron.errors import ConfigError, DataError, exit_code
 
+OF_OTHERS = """
+--sft --no-mmap-bin-files --add-qkv-bias --num-dataset-builder-threads --no-create-attention-mask-in-dataloader
+--log-num-zeros-in-grad --img-h --use-vision-head --test-mode
+""".split()
+"""Flags of other programs, like which there is none among ours."""
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 
 
@@ -132,6 +139,13 @@ def test_a_users_flag_may_not_replace_ours():
     assert "must not add a flag that exists, got --lr" in error_of("", extra_args_provider=add)
 
 
+@pytest.mark.parametrize("flag", OF_OTHERS)
+def test_a_name_that_is_no_slip_of_the_hand_gets_no_guess(flag: str):
+    """Half alike, --sft was taken for --split and --no-mmap-bin-files for --vocab-file."""
+    ours = [name for _, option in all_options() for name in option.flags]
+    assert unknown("flag", flag, ours) == f"unknown flag {flag}; --help lists all flags"
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
@@ -139,6 +153,9 @@ def test_a_users_flag_may_not_replace_ours():
         ("--num-lay 4", ["unknown flag --num-lay", "did you mean --num-layers?"]),
         ("--LR 4", ["unknown flag --LR", "did you mean --lr?"]),
         ("--zzz 4", ["unknown flag --zzz", "--help lists all flags"]),
+        ("--seq-lenght 4", ["did you mean --seq-length?"]),
+        ("--tensor-parallel-size 2", ["did you mean --tensor-model-parallel-size?"]),
+        ("--micro-batchsize 4", ["did you mean --micro-batch-size?"]),
         ("--lr=", ["--lr needs a value", "got none"]),
         ("--lr --fp32", ["--lr needs a value", "got none"]),
         ("--lr", ["--lr needs a value", "got none"]),
