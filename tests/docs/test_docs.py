@@ -219,6 +219,33 @@ def test_the_chinese_page_has_the_commands_and_code_of_the_english_one(english: 
     assert levels[0] == levels[1]
 
 
+def tables(text: str) -> list[list[str]]:
+    """Return the rows of data of every table outside of fences."""
+    plain = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    return [table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\|(?:\n|\Z))+", plain, flags=re.M)]
+
+
+@pytest.mark.parametrize("english, chinese", PAIRS)
+def test_the_chinese_page_has_the_fences_and_rows_of_the_english_one(english: str, chinese: str) -> None:
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in (english, chinese)]
+    fences = [re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S) for text in pages]
+    assert fences[1] == fences[0]
+    assert [len(rows) for rows in tables(pages[1])] == [len(rows) for rows in tables(pages[0])]
+
+
+@pytest.mark.parametrize("name, number, columns", [("planner.md", 1, 7), ("scaling.md", 1, 13), ("scaling.md", 2, 9)])
+def test_the_chinese_page_has_the_figures_of_tables_that_programs_make(name: str, number: int, columns: int) -> None:
+    english, chinese = (tables((ROOT / "docs" / folder / name).read_text("utf-8"))[number] for folder in ("", "zh"))
+    assert {row.count("|") - 1 for row in english} == {columns}
+    assert chinese == english
+
+
+@every_page
+def test_a_blank_line_keeps_a_table_and_what_follows_apart(page: Path) -> None:
+    """Without it the line becomes a row."""
+    assert re.findall(r"^\|.*\|\n(?=[^|\n]).*", prose(page), flags=re.M) == []
+
+
 @pytest.mark.parametrize("name", MORE_IN_CHINESE)
 def test_a_chinese_page_with_more_has_the_commands_of_the_english_one(name: str) -> None:
     english, chinese = ([*commands(ROOT / "docs" / folder / name)] for folder in ("", "zh"))
