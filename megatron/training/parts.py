@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.optim import LearningRate
+from megatron.training.compile_time import CompileMeter
 from megatron.training.data import RunData
 from megatron.training.data_order import Saved
 from megatron.training.engines import StepEngine
@@ -62,6 +63,8 @@ class Run:
     guard: Guard = field(init=False)
     journal: Journal | None = None
     suspect: Suspect = field(default_factory=Suspect)
+    compiling: CompileMeter = field(init=False)
 
     def __post_init__(self) -> None:
+        self.compiling = CompileMeter(self.config.parallel.compile)
         self.guard = Guard(self.config.stability)

@@ -7,6 +7,7 @@ import statistics
 import time
 from typing import Any
 
+from megatron.training import compile_time
 from megatron.training.data_order import epochs_text, epochs_values, tokens_values
 from megatron.training.evaluation import perplexity
 from megatron.training.of_ranks import OfRanks, by_stage, gather
@@ -41,11 +42,14 @@ def tell_step(run: Run, result: StepResult, lr: float, span: StepSamples) -> Non
     run.pause_s = 0.0
     epochs = epochs_text(run.data, run.progress.samples_consumed)
     run.screen.line(progress_line(run.progress, total, result, lr, rates, epochs))
+    compiled = compile_time.values(ranks.compiled) if run.compiling.is_on else {}
+    if compiled and (words := compile_time.line(compiled)):
+        run.screen.line(f"step {step} | {words}")
     told = run.suspect.judge(slowest(ranks.own_s, ranks.waited_each_s, run.world.grid.topology))
     if told is not None:
         run.screen.line(f"step {step} | {told}")
     if run.metrics is not None:
-        run.metrics.write("train", step, _values(run, result, lr, rates, ranks))
+        run.metrics.write("train", step, _values(run, result, lr, rates, ranks) | compiled)
 
 
 def _is_told(run: Run, step: int) -> bool:

@@ -90,6 +90,9 @@ _LINEAR = "tests/mpu/test_linear.py"
 _COMPILED = "tests/ops/test_gelu.py::test_it_is_torchs_compiled_or_not"
 _SHORT = "tests/ops/test_gelu.py::test_16_bits_are_rounded_once_when_compiled"
 
+TIME = "megatron/training/compile_time.py"
+_TIME = "tests/training/test_compile_time.py"
+
 COMPILED_LAYERS = (
     Mutant(
         "a compiled GELU is the exact one",
@@ -155,5 +158,33 @@ COMPILED_LAYERS = (
         "threshold_backward(grad.contiguous(), y, 0)",
         "threshold_backward(grad.contiguous(), y, -1)",
         ("tests/ops/test_relu.py::test_it_is_torchs_compiled_or_not",),
+    ),
+    Mutant(
+        "graphs in the cache count as compiled",
+        TIME,
+        "graphs - found, found",
+        "graphs, found",
+        (f"{_TIME}::test_a_second_start_finds_its_graphs",),
+    ),
+    Mutant(
+        "what was compiled once is told in every record",
+        TIME,
+        "        self._told = total\n",
+        "",
+        (f"{_TIME}::test_a_meter_tells_what_came_since_it_was_asked_last",),
+    ),
+    Mutant(
+        "the time of the compiler is not written down",
+        "megatron/training/telling.py",
+        "lr, rates, ranks) | compiled)",
+        "lr, rates, ranks))",
+        (f"{_TIME}::test_a_run_says_and_writes_down_what_was_compiled",),
+    ),
+    Mutant(
+        "ranks wait for the compiler one after another",
+        TIME,
+        "max(each.seconds for each in ranks)",
+        "sum(each.seconds for each in ranks)",
+        (f"{_TIME}::test_graphs_of_all_ranks_count_and_the_longest_wait",),
     ),
 )

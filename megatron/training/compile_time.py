@@ -1,0 +1,71 @@
+"""What ``--compile`` costs: seconds, and graphs that were compiled here or lay in torch's cache.
+
+A graph is compiled when a layer first sees new shapes, so the first step has most of it, and the first evaluation some.
+torch keeps compiled graphs in a folder (``TORCHINDUCTOR_CACHE_DIR``), from which later starts take them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Compiled(NamedTuple):
+    """Seconds in which this process waited for the compiler; graphs ``made``, and ``found`` in the cache."""
+
+    seconds: float = 0.0
+    made: int = 0
+    found: int = 0
+
+
+@dataclass
+class CompileMeter:
+    """Tells what compiling has cost since it was asked last. Nothing is read, or imported, unless ``is_on``."""
+
+    is_on: bool
+    _told: Compiled = field(default=Compiled(), init=False)
+
+    def drain(self) -> Compiled:
+        """Return what was compiled since the last call."""
+        if not self.is_on:
+            return Compiled()
+        total, before = compiled_here(), self._told
+        self._told = total
+        return Compiled(*(now - then for now, then in zip(total, before, strict=True)))
+
+
+def compiled_here() -> Compiled:
+    """Return what torch.compile has cost this process up to now."""
+    from torch._dynamo import utils
+
+    graphs = int(utils.counters["stats"]["unique_graphs"])
+    found = int(utils.counters["aot_autograd"]["autograd_cache_hit"])
+    return Compiled(utils.calculate_time_spent()["total_wall_time"], graphs - found, found)
+
+
+def cache_folder() -> str:
+    """Return where torch keeps compiled graphs."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder: str = cache_dir()
+    return folder
+
+
+def values(ranks: list[Compiled]) -> dict[str, Any]:
+    """Return by name what is written down of an interval: the longest wait of a rank, graphs of all."""
+    return {
+        "compile_s": max(each.seconds for each in ranks),
+        "graphs_compiled": sum(each.made for each in ranks),
+        "graphs_cached": sum(each.found for each in ranks),
+    }
+
+
+def line(told: dict[str, Any]) -> str | None:
+    """Return ``values`` in words, or None where nothing was compiled."""
+    made, found = told["graphs_compiled"], told["graphs_cached"]
+    if not made + found:
+        return None
+    return (
+        f"torch.compile took {told['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
+        f"{made} compiled, {found} found in {cache_folder()}"
+    )
