@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 SITE = "tests/docs/test_site.py"
 MIGRATION = "tests/docs/test_migration.py"
 TROUBLE = "tests/docs/test_troubleshooting.py::test_each_message_is_in_the_source[english]"
+PAGES = "tests/docs/test_docs.py"
+PLANNED = "tests/docs/test_planner.py"
 BUILD = f"{SITE}::test_the_site_builds_without_a_warning_and_fetches_nothing"
 
 DOCS_MISTAKES = (
@@ -93,5 +95,58 @@ DOCS_MISTAKES = (
         '"gradients": (4, 2)',
         '"gradients": (4, 1)',
         ("tests/docs/test_pictures.py::test_the_bytes_of_the_picture_are_those_of_the_table_of_memory",),
+    ),
+    Mutant(
+        "a figure of the planner's output on the page is old",
+        "docs/planner.md",
+        "stage 0 needs 124.47 GB",
+        "stage 0 needs 124.74 GB",
+        (f"{PLANNED}::test_the_page_has_what_the_planner_prints[one layout that does not fit]",),
+    ),
+    Mutant(
+        "an output on the planner's page has no whole command",
+        "docs/planner.md",
+        "    python tools/plan.py --model gpt2 --num-layers 96",
+        "    plan.py --model gpt2 --num-layers 96",
+        (f"{PLANNED}::test_every_output_of_the_page_has_its_command",),
+    ),
+    Mutant(
+        "a page says that sequence parallelism sends no byte more",
+        "docs/zh/parallelism.md",
+        "每步传 57.3 GB",
+        "每步传 46.0 GB",
+        (f"{PLANNED}::test_the_price_of_sequence_parallelism_is_the_planners[zh/parallelism.md]",),
+    ),
+    Mutant(
+        "a published run has another figure on the Chinese page",
+        "docs/zh/planner.md",
+        "| 94.42 | 99.13 |",
+        "| 94.42 | 93.13 |",
+        (f"{PAGES}::test_the_chinese_page_has_the_figures_of_tables_that_programs_make[planner.md-1-7]",),
+    ),
+    Mutant(
+        "a row of the English page is missing on the Chinese one",
+        "docs/zh/scaling.md",
+        "| 更新 | 参数的全部状态读写一遍 | ZeRO，更大的步 |\n",
+        "",
+        (
+            f"{PAGES}::test_the_chinese_page_has_the_fences_and_rows_of_the_english_one[docs/scaling.md-docs/zh/scaling.md]",
+        ),
+    ),
+    Mutant(
+        "an output differs on the Chinese page",
+        "docs/zh/planner.md",
+        "MFU 49.6 to 54.3 % is likelier",
+        "MFU 56.5 % is likelier",
+        (
+            f"{PAGES}::test_the_chinese_page_has_the_fences_and_rows_of_the_english_one[docs/planner.md-docs/zh/planner.md]",
+        ),
+    ),
+    Mutant(
+        "text follows a table without a blank line and becomes a row",
+        "docs/planner.md",
+        "| +1.5 |\n\n**Within",
+        "| +1.5 |\n**Within",
+        (f"{PAGES}::test_a_blank_line_keeps_a_table_and_what_follows_apart[docs/planner.md]",),
     ),
 )
