@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.checkpoint.legacy.find import find
 from megatron.checkpoint.legacy.importing import Wishes, import_checkpoint
 from megatron.checkpoint.whole import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
@@ -45,6 +47,25 @@ def test_a_gpt2_of_megatron_in_any_layout_and_version_is_the_same_model(
     found, identity = imported(folder, tmp_path / "run")
     require_same(found, ours)
     assert identity["num_layers"] == 4 and identity["activation"] == "gelu-tanh" and identity["vocab_size"] == 40
+
+
+def rename_norms(tree: Tensors | Any) -> Any:
+    """Return ``tree`` with the names that Megatron-LM has for norms since 2023."""
+    if not isinstance(tree, dict):
+        return tree
+    return {str(key).replace("layernorm", "norm"): rename_norms(value) for key, value in tree.items()}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_norms_and_their_epsilon_are_known_by_their_later_names(tmp_path: Path, family: str) -> None:
+    ours = weights_of(model_of(family))
+    folder = write_megatron(tmp_path / "theirs", ours, tensor=2, norm_epsilon=1e-6)
+    for path in folder.rglob("model_optim_rng.pt"):
+        content = torch.load(path, weights_only=False)
+        torch.save(content | {"model": rename_norms(content["model"])}, path)
+    _, config, _ = import_checkpoint(folder, tmp_path / "run", Wishes())
+    require_same(read_weights(open_folder(tmp_path / "run")), ours)
+    assert config.model.layernorm_epsilon == 1e-6
 
 
 def test_the_released_files_of_cpm1_are_read(tmp_path: Path) -> None:
@@ -142,9 +163,29 @@ def add_tensor(folder: Path) -> None:
         torch.save(content, path)
 
 
+def distribute(
+    folder: Path, names: tuple[str, ...] = (".metadata", "__0_0.distcp", "common.pt", "metadata.json")
+) -> None:
+    """Leave what Megatron-Core leaves, and nothing of the old files."""
+    inner = folder / "iter_0000100"
+    shutil.rmtree(inner)
+    inner.mkdir()
+    for name in names:
+        (inner / name).write_bytes(b"")
+
+
+def distribute_by_zarr(folder: Path) -> None:
+    distribute(folder, ("common.pt", "metadata.json"))
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
+        (
+            distribute,
+            r"distributed checkpoint of Megatron-Core \(__0_0.distcp\).* --ckpt-convert-format torch .*convert.py",
+        ),
+        (distribute_by_zarr, r"distributed checkpoint of Megatron-Core \(common.pt, metadata.json\)"),
         (cut_short, "cannot be read as a file of torch.save"),
         (take_away, "must hold model_optim_rng.pt or model_rng.pt"),
         (point_elsewhere, "must hold iter_0000200 or 200 or global_step200"),
@@ -158,6 +199,14 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, told: str
     with pytest.raises(CheckpointError, match=told):
         imported(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_ours_is_not_taken_for_one_of_megatron_core(tmp_path: Path) -> None:
+    """Both are written through torch.distributed.checkpoint."""
+    imported(write_megatron(tmp_path / "theirs", weights_of(model_of())), tmp_path / "run")
+    (ours,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    with pytest.raises(CheckpointError, match="holds no checkpoint of Megatron-LM, CPM or DeepSpeed"):
+        find(ours)
 
 
 def test_the_tool_prints_the_flags_of_the_model(

@@ -59,4 +59,25 @@ LEGACY = (
         '    return settings, "3-heads-d"\n',
         (f"{TEST}::test_without_a_version_the_order_must_be_given",),
     ),
+    Mutant(
+        "a distributed checkpoint is taken for a folder without one",
+        "megatron/checkpoint/legacy/find.py",
+        "    if pieces or all(",
+        "    if not pieces and all(",
+        (f"{TEST}::test_what_cannot_be_imported_is_named",),
+    ),
+    Mutant(
+        "a checkpoint with any file of metadata is taken for a distributed one",
+        "megatron/checkpoint/legacy/find.py",
+        'folder.glob("*.distcp")',
+        'folder.glob("*.json")',
+        (f"{TEST}::test_a_checkpoint_of_ours_is_not_taken_for_one_of_megatron_core",),
+    ),
+    Mutant(
+        "the later name of epsilon is passed over",
+        "megatron/checkpoint/legacy/importing.py",
+        'settings.get("norm_epsilon", settings.get("layernorm_epsilon", _EPSILON))',
+        'settings.get("layernorm_epsilon", _EPSILON)',
+        (f"{TEST}::test_norms_and_their_epsilon_are_known_by_their_later_names",),
+    ),
 )

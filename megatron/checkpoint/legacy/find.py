@@ -8,7 +8,8 @@
 | global_step100, by latest | mp_rank_TT_model_states.pt | DeepSpeed |
 | the same | layer_LL-model_TT-model_states.pt | DeepSpeed with a pipeline |
 
-TT counts tensor ranks, PPP stages, LL layers.
+TT counts tensor ranks, PPP stages, LL layers. The distributed checkpoints of Megatron-Core (torch_dist) are known, and
+refused with the way to these files: their tensors can be put together by Megatron-LM alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _DEEPSPEED = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _POINTERS = ("latest_checkpointed_iteration.txt", "latest")
 _NAMES = ("model_optim_rng.pt", "model_rng.pt")
+_CORE = ("common.pt", "metadata.json")
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,12 @@ def find(folder: Path, iteration: str | None = None) -> Files:
     """Return the files of the checkpoint in ``folder``: the one that it points to, or that of ``iteration``.
 
     Raises:
-        CheckpointError: there is none, or a rank's file is missing.
+        CheckpointError: there is none, a rank's file is missing, or it is a distributed one of Megatron-Core.
     """
     if not folder.is_dir():
         raise CheckpointError(f"--input must name a folder with a checkpoint, got {folder}, which is none")
     chosen = _chosen(folder, iteration)
+    _refuse_distributed(chosen)
     layers = _layers(chosen)
     found = {path: _DEEPSPEED.fullmatch(path.name) for path in chosen.iterdir()}
     if any(found.values()):
@@ -81,6 +84,22 @@ def _chosen(folder: Path, iteration: str | None) -> Path:
         if path.is_dir():
             return path
     raise CheckpointError(f"{folder} must hold {' or '.join(path.name for path in named)}, and does not")
+
+
+def _refuse_distributed(folder: Path) -> None:
+    """Refuse what torch's distributed checkpointing or Megatron-Core's wrote; our own folders have none of these names.
+
+    Source: the folders that ``--ckpt-format torch_dist`` and ``zarr`` of Megatron-LM leave.
+    """
+    pieces = sorted(path.name for path in folder.glob("*.distcp"))
+    if pieces or all((folder / name).is_file() for name in _CORE):
+        raise CheckpointError(
+            f"{folder} must hold a file for each rank, got a distributed checkpoint of Megatron-Core "
+            f"({pieces[0] if pieces else ', '.join(_CORE)}), which Megatron-LM alone can read. Have it write the old "
+            "files first: the command that trained it, with --ckpt-convert-format torch --ckpt-convert-save DIR, then "
+            "tools/checkpoint/convert.py --model-type GPT --loader core --saver legacy --load-dir DIR "
+            "--save-dir OTHER, and import OTHER"
+        )
 
 
 def _file_in(folder: Path) -> Path:

@@ -80,7 +80,7 @@ def _config(found: legacy.Found, wishes: Wishes) -> Config:
     values |= {
         "hidden_bias": f"{side}layers.0.mlp.up.bias" in weights,
         "untie_embeddings": "head.weight" in weights,
-        "layernorm_epsilon": settings.get("layernorm_epsilon", _EPSILON),
+        "layernorm_epsilon": settings.get("norm_epsilon", settings.get("layernorm_epsilon", _EPSILON)),
         "activation": wishes.activation or _activation(settings),
         "apply_residual_connection_post_layernorm": bool(settings.get("apply_residual_connection_post_layernorm")),
         "vocab_size": wishes.vocab_size or rows,

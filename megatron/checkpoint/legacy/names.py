@@ -12,6 +12,7 @@
 | ...final_layernorm | final_norm |
 | output_layer, lm_head | head |
 
+Since 2023 Megatron-LM's norms are called input_norm and so on, without "layer".
 A T5 has ``encoder.`` and ``decoder.`` before the layers, here too.
 """
 
@@ -25,7 +26,7 @@ import torch
 
 _PREFIX = re.compile(r"^(module\.|model\.|language_model\.|embedding\.)+")
 _LAYER = re.compile(r"(transformer|encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_FINAL = re.compile(r"(transformer|encoder|decoder)\.final_(?:layer_?norm|norm)\.(weight|bias)")
+_FINAL = re.compile(r"(transformer|encoder|decoder)\.final_(?:layer_)?norm\.(weight|bias)")
 _UNREAD = re.compile(
     r"(.*_extra_state|.*masked_bias|.*attention\.bias|(.*\.)?word_embeddings_for_head\..*|.*pooler\..*)"
 )
@@ -37,7 +38,7 @@ _TOP = {
     "lm_head.weight": "head.weight",
 }
 _PARTS = {
-    "input_layernorm": "input_norm",
+    "input_norm": "input_norm",
     "attention.query_key_value": "attention.query_key_value",
     "self_attention.query_key_value": "attention.query_key_value",
     "attention.dense": "attention.dense",
@@ -45,8 +46,8 @@ _PARTS = {
     "inter_attention.query": "cross_attention.query",
     "inter_attention.key_value": "cross_attention.key_value",
     "inter_attention.dense": "cross_attention.dense",
-    "post_attention_layernorm": "post_attention_norm",
-    "post_inter_attention_layernorm": "post_attention_norm",
+    "post_attention_norm": "post_attention_norm",
+    "post_inter_attention_norm": "post_attention_norm",
     "mlp.dense_h_to_4h": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
 }
@@ -75,7 +76,7 @@ def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
     Args:
         first_layers: of "encoder" and "decoder", the global number of the first layer of this stage.
     """
-    name = _PREFIX.sub("", theirs)
+    name = _PREFIX.sub("", theirs).replace("layernorm.", "norm.")
     if name in _TOP:
         return _TOP[name]
     if match := _FINAL.fullmatch(name):
@@ -84,7 +85,7 @@ def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
     if match is None or match[3] not in _PARTS:
         return None
     side, part = _SIDES[match[1]], _PARTS[match[3]]
-    if side == "decoder" and match[3] == "post_attention_layernorm":
+    if side == "decoder" and match[3] == "post_attention_norm":
         part = "cross_norm"
     return f"{side}.layers.{int(match[2]) + first_layers[side]}.{part}.{match[4]}"
 

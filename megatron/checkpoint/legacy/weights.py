@@ -110,7 +110,7 @@ def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
             if not has_embedding:
                 yield ranks
             has_embedding = True
-        elif "input_layernorm.weight" in kinds:
+        elif kinds & {"input_layernorm.weight", "input_norm.weight"}:
             yield _renamed(ranks, "transformer.layers.0.")  # each file is a stage of one layer
         elif kinds <= {"weight", "bias"} and ranks[0]["weight"].dim() == 1:
             yield _renamed(ranks, "transformer.final_layernorm.")
