@@ -106,7 +106,7 @@ PASSED = {
     "pipeline": Key(OBJECT, about="pipeline engine only (--pipe-parallel-size 2 or more)"),
     "flops_profiler": Key(OBJECT, about="DeepSpeed's profiler, without a pipeline"),
     "comms_logger": Key(OBJECT, about="DeepSpeed's record of its own communication"),
-    "timers": Key(OBJECT, about="DeepSpeed's timers"),
+    "timers": Key(OBJECT, about="DeepSpeed's timers; throughput, for which it waits for the device, only if stated"),
 }
 """Keys that are handed to DeepSpeed's engine as they are."""
 

@@ -296,6 +296,7 @@ def test_the_engine_is_given_sizes_and_its_own_switches_but_no_precision_and_no_
         "tensorboard": {"enabled": False},
         "pipeline": {"activation_checkpoint_interval": 1},
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
         "comms_logger": {"verbose": False},
         "zero_allow_untested_optimizer": True,
     }

@@ -11,6 +11,13 @@ NORM = "tests/optim/test_mixed_precision.py::test_a_norm_that_was_asked_for_ahea
 
 HOST_READS = (
     Mutant(
+        "DeepSpeed times its throughput, for which it waits for the device",
+        "megatron/config/deepspeed.py",
+        """    engine.setdefault("timers", {"throughput": {"enabled": False}})""",
+        "    pass",
+        (ONE_STAGE,),
+    ),
+    Mutant(
         "loss and norm are read one after the other",
         "tds/train_step.py",
         "    (optimizer.raw_norm,) = agreement.read(optimizer.norm_of_sums())\n",

@@ -5,6 +5,7 @@
 | ``item``, ``tolist``, ``bool``, ``int``, ``float``, ``numpy``, ``cpu`` of a tensor | waits until the tensor is there |
 | ``nonzero``, ``masked_select``, index by booleans, ``unique``, ``repeat_interleave`` by a tensor | waits for a size |
 | a tensor made of Python's numbers with ``device=`` | copies from memory that is not pinned, and waits |
+| ``synchronize`` of the device, by torch or by DeepSpeed's accelerator | waits until all is there |
 
 What a rank does with tensors that always lie on the host (texts, samples ahead of their micro-batch) is not counted:
 the caller says from which file on.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,6 +56,18 @@ class _OfSizesByData(TorchDispatchMode):
 
 
 @contextmanager
+def synchronize_is(call: Callable[..., None]) -> Iterator[None]:
+    """Have ``call`` take the place of what waits for all work of a device."""
+    from deepspeed.accelerator import get_accelerator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_accelerator(), "synchronize", lambda *_, **__: call())
+        patch.setattr(torch.cuda, "synchronize", lambda *_, **__: call())
+        patch.setattr(torch.cuda.Event, "synchronize", lambda _: call())
+        yield
+
+
+@contextmanager
 def counted() -> Iterator[list[str]]:
     """Yield a list that gets a line for each wait within."""
     found: list[str] = []
@@ -75,12 +89,15 @@ def counted() -> Iterator[list[str]]:
 
         return make
 
+    def waiting() -> None:
+        found.append(f"synchronize in {place()}")
+
     try:
         for name, call in kept.items():
             setattr(torch.Tensor, name, reading(name, call))
         for name, call in makers.items():
             setattr(torch, name, making(name, call))
-        with _OfSizesByData(found):
+        with _OfSizesByData(found), synchronize_is(waiting):
             yield found
     finally:
         for name, call in kept.items():

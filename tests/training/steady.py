@@ -29,7 +29,7 @@ from megatron.training.parity import stand_in_tokenizer
 from megatron.training.stand_in import random_data
 from tds.agreement import Agreement
 from tests.parity import layouts, t5_runs
-from tests.training.host_reads import place
+from tests.training.host_reads import place, synchronize_is
 
 WARM, STEPS = 2, 3
 FAMILIES = {
@@ -82,7 +82,11 @@ def watched_by_cuda(engine: Any, batches: Any) -> list[int]:
             return plain(agreement, *more)
 
     take(engine, batches, range(WARM))
-    with pytest.MonkeyPatch.context() as patch, sync_debug("error"):
+
+    def refuse() -> None:  # CUDA's watch leaves this call alone
+        raise RuntimeError("the host has waited for all work of the device")
+
+    with pytest.MonkeyPatch.context() as patch, sync_debug("error"), synchronize_is(refuse):
         patch.setattr(Agreement, "read", read)
         take(engine, batches, range(WARM, WARM + STEPS))
     return seen
