@@ -4,7 +4,9 @@ from __future__ import annotations
 
 PEAK_TFLOPS = {
     "H100 PCIE": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H20": 148.0,
     "GH200": 989.0,

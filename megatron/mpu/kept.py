@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron import device, log
+from megatron.mpu.collectives import all_gather_single
 from megatron.mpu.groups import SINGLE, Group
 
 
@@ -158,7 +158,7 @@ class _Kept:
 def _gathered(part: torch.Tensor, shape: torch.Size, group: Group) -> torch.Tensor:
     """Return the tensor of which each rank holds a part. Collective."""
     every = part.new_empty(group.size * part.numel())
-    dist.all_gather_single(every, part, group=group.handle)
+    all_gather_single(every, part, group=group.handle)
     return every[: shape.numel()].view(shape)
 
 

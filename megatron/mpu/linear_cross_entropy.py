@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron.mpu.collectives import all_gather_single
 from megatron.mpu.cross_entropy import known_or_nan
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import vocab_range
@@ -213,7 +213,7 @@ class _Work:
         if group.size == 1:
             return own.unsqueeze(0), None
         every = own.new_empty((group.size * len(own), own.shape[1]))
-        handle = dist.all_gather_single(every, own, group=group.handle, async_op=True)
+        handle = all_gather_single(every, own, group=group.handle, async_op=True)
         return every.view(group.size, *own.shape), handle
 
     def _end(self, begun: _Begun) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.mpu.collectives import all_gather_single, reduce_scatter_single
 from megatron.mpu.groups import Group
 
 
@@ -105,7 +106,7 @@ def start_joining(x: torch.Tensor, group: Group) -> Underway:
     """Start to join the parts of all ranks along the first dimension."""
     x = x.contiguous()
     whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    return Underway(whole, dist.all_gather_single(whole, x, group=group.handle, async_op=True), x)
+    return Underway(whole, all_gather_single(whole, x, group=group.handle, async_op=True), x)
 
 
 def start_summing_parts(x: torch.Tensor, group: Group) -> Underway:
@@ -116,7 +117,7 @@ def start_summing_parts(x: torch.Tensor, group: Group) -> Underway:
     """
     part = _room_for_part(x, group)
     x = x.contiguous()
-    return Underway(part, dist.reduce_scatter_single(part, x, group=group.handle, async_op=True), x)
+    return Underway(part, reduce_scatter_single(part, x, group=group.handle, async_op=True), x)
 
 
 def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -130,13 +131,13 @@ def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 def _join_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
     whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_single(whole, x.contiguous(), group=group.handle)
+    all_gather_single(whole, x.contiguous(), group=group.handle)
     return whole
 
 
 def _sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
     part = _room_for_part(x, group)
-    dist.reduce_scatter_single(part, x.contiguous(), group=group.handle)
+    reduce_scatter_single(part, x.contiguous(), group=group.handle)
     return part
 
 

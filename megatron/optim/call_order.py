@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron import device
 from megatron.errors import ConfigError
+from megatron.mpu.collectives import all_gather_single
 from megatron.mpu.groups import Group
 
 END = -1
@@ -80,7 +80,7 @@ class CallOrder:
         self.check()
         mine = torch.full((1,), number, dtype=torch.int64, device=self._place)
         every = mine.new_empty(self._group.size)
-        dist.all_gather_single(every, mine, group=self._group.handle)
+        all_gather_single(every, mine, group=self._group.handle)
         if not self._looks_later:
             self._seen = every
             self.check()

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from megatron.mpu.collectives import all_gather_single
 from megatron.mpu.groups import Group
 from megatron.optim.cuts import Cut
 
@@ -71,7 +71,7 @@ def gather(bucket: Sequence[Piece], group: Group) -> None:
     every = mine
     if group.size > 1:
         every = mine.new_empty(group.size * len(mine))
-        dist.all_gather_single(every, mine, group=group.handle)
+        all_gather_single(every, mine, group=group.handle)
     for piece, slots in zip(bucket, every.view(group.size, -1).split(rooms, dim=1), strict=True):
         for parts, sent in piece.received(slots):
             parts.copy_(sent)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.mpu.collectives import reduce_scatter_single
 from megatron.mpu.grads import accurate_dtype
 from megatron.mpu.groups import Group
 from megatron.optim.cuts import Cut
@@ -91,7 +92,7 @@ class _Run:
         if is_scattered:
             every = _in_slots(shares, group.size)
             mine = every.new_empty(every.shape[1])
-            work = dist.reduce_scatter_single(mine, every.view(-1), group=group.handle, async_op=True)
+            work = reduce_scatter_single(mine, every.view(-1), group=group.handle, async_op=True)
             return cls(shares, group, mine, work, True)
         flat = _in_one_run(shares)
         return cls(shares, group, flat, dist.all_reduce(flat, group=group.handle, async_op=True), False)

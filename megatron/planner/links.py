@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import device
+from megatron.mpu.collectives import all_gather_single, reduce_scatter_single
 from megatron.planner.machine import Link, Wire
 from megatron.planner.ranks import Rank
 
@@ -74,13 +75,13 @@ def _all_reduce(rank: Rank, size: int) -> Callable[[], object]:
 def _gather(rank: Rank, size: int) -> Callable[[], object]:
     part = torch.zeros(max(1, size // 4 // rank.size), device=rank.place)
     whole = torch.zeros(len(part) * rank.size, device=rank.place)
-    return lambda: dist.all_gather_single(whole, part)
+    return lambda: all_gather_single(whole, part)
 
 
 def _scatter(rank: Rank, size: int) -> Callable[[], object]:
     whole = torch.zeros(rank.size * max(1, size // 4 // rank.size), device=rank.place)
     part = torch.zeros(len(whole) // rank.size, device=rank.place)
-    return lambda: dist.reduce_scatter_single(part, whole)
+    return lambda: reduce_scatter_single(part, whole)
 
 
 def _send(rank: Rank, size: int) -> Callable[[], object]:

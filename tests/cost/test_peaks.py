@@ -12,6 +12,7 @@ from megatron import cost
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
         ("NVIDIA H200", 989),
         ("NVIDIA H20", 148),
         ("NVIDIA A100-SXM4-80GB", 312),

@@ -86,7 +86,7 @@ def test_a_second_start_finds_its_graphs(tmp_path: Path, monkeypatch: pytest.Mon
         utils.counters.clear()
         meter: Any = CompileMeter(is_on=True)
         meter.drain()
-        model = make("gpt2", **dict.fromkeys(RATES, 0.0))
+        model: Any = make("gpt2", **dict.fromkeys(RATES, 0.0))
         compile_layers(model, model.place.streams, torch.device("cpu"))
         bits(model)
         told: Compiled = meter.drain()

@@ -1,0 +1,40 @@
+"""Gathering and scattering by the names of this torch, and by those of torch before 2.13."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.collectives import all_gather_single, reduce_scatter_single
+from tests.harness import run_ranks
+
+NAMES = ("all_gather_single", "reduce_scatter_single")
+
+
+def exchanged(rank: int, is_older: bool) -> tuple[list[float], list[float], list[float]]:
+    """Return what two ranks gather, and the sum's part that each gets, waited for and not."""
+    if is_older:
+        warnings.simplefilter("ignore", FutureWarning)
+        for name in NAMES:
+            delattr(dist, name)
+    part = torch.tensor([1.0, 2.0]) + 10 * rank
+    whole, own, later = torch.empty(4), torch.empty(2), torch.empty(2)
+    all_gather_single(whole, part)
+    reduce_scatter_single(own, whole * (1 + rank), group=None)
+    reduce_scatter_single(later, whole, async_op=True).wait()
+    return whole.tolist(), own.tolist(), later.tolist()
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["this torch", "names of an older torch"])
+def test_parts_become_a_whole_and_sums_parts(is_older: bool) -> None:
+    first, second = run_ranks(2, exchanged, is_older)
+    assert first == ([1.0, 2.0, 11.0, 12.0], [3.0, 6.0], [2.0, 4.0])
+    assert second == ([1.0, 2.0, 11.0, 12.0], [33.0, 36.0], [22.0, 24.0])
+
+
+def test_this_torch_has_the_new_names() -> None:
+    """Else the case of this torch would be the older one."""
+    assert all(hasattr(dist, name) for name in NAMES)
