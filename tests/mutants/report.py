@@ -7,11 +7,33 @@ from tests.mutants.mutant import Mutant
 SEEN = "tests/training/test_seeing.py"
 NORMS = f"{SEEN}::test_norms_of_layers_and_what_was_read_are_the_same_in_every_layout"
 NUMBERS = f"{SEEN}::test_each_number_of_a_record_is_what_the_page_says"
+EVENTS = f"{SEEN}::test_tensorboard_shows_each_number_of_the_file_under_kind_and_name"
 WANDB = f"{SEEN}::test_wandb_gets_each_number_by_the_step_that_it_is_of"
 PROFILE = "tests/training/test_profile.py"
 PAGE = "tests/tools/test_report.py"
 
 OF_REPORTS = (
+    Mutant(
+        "events of TensorBoard are a step late",
+        "megatron/training/metrics.py",
+        "self._events.add_scalar(name, number, step)",
+        "self._events.add_scalar(name, number, step + 1)",
+        (EVENTS,),
+    ),
+    Mutant(
+        "TensorBoard gets the records of training alone",
+        "megatron/training/metrics.py",
+        "        numbers = dict(flat(kind, values))\n",
+        '        numbers = dict(flat(kind, values)) if kind == "train" else {}\n',
+        (EVENTS,),
+    ),
+    Mutant(
+        "TensorBoard gets no numbers of layers and stages",
+        "megatron/training/metrics.py",
+        "if isinstance(value, dict) else",
+        "if isinstance(value, list) else",
+        (EVENTS,),
+    ),
     Mutant(
         "norms of layers count what tensor ranks share on each",
         "megatron/training/layer_norms.py",

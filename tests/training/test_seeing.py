@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config import parse
 from megatron.errors import ConfigError
@@ -121,6 +122,31 @@ def test_names_in_the_table_of_the_page_are_those_that_runs_write(runs: dict[str
         written = {name for folder in runs.values() for record in records(folder, kind) for name in record}
         assert written - {"kind", "step"} == told[kind] - elsewhere[kind], kind
     assert set(told) == set(elsewhere)
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard finds in a run folder: tag -> (step, value) in the order of writing."""
+    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_each_number_of_the_file_under_kind_and_name(runs: dict[str, Path]) -> None:
+    for folder in runs.values():
+        wanted: dict[str, list[tuple[int, float]]] = {}
+        for record in read_metrics(folder / "metrics.jsonl"):
+            for name, value in record.items():
+                inner = value if isinstance(value, dict) else {"": value}
+                for key, number in inner.items():
+                    if name not in ("kind", "step") and isinstance(number, int | float):
+                        tag = "/".join(filter(None, (record["kind"], name, key)))
+                        wanted.setdefault(tag, []).append((record["step"], number))
+        shown = events(folder)
+        assert set(shown) == set(wanted) and {"train/loss", "valid/loss", "train/layer_norms/layers.1"} <= set(shown)
+        for tag, points in wanted.items():
+            assert [step for step, _ in shown[tag]] == [step for step, _ in points], tag
+            numbers = [number for _, number in points]
+            assert [value for _, value in shown[tag]] == pytest.approx(numbers, rel=1e-6, abs=1e-30), tag
 
 
 def test_every_start_leaves_its_line_and_each_stage_its_row(runs: dict[str, Path]) -> None:
