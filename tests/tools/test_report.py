@@ -305,13 +305,23 @@ told.rows = String([...document.querySelectorAll("table.settings tr")].filter((r
 """
 
 
+QUIETLY = (
+    "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --virtual-time-budget=2000 "
+    "--window-size=1400,2400"
+).split()
+
+
 def browse(html: Path, anchor: str = "") -> tuple[dict[str, str], list[str]]:
     """Return what the page has noted of itself in Chromium, and what it said on the console."""
     assert CHROMIUM is not None
-    words = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --enable-logging=stderr --dump-dom "
-    words += f"--window-size=1400,2400 --virtual-time-budget=2000 --user-data-dir={html.parent / 'browser'}"
-    command = [CHROMIUM, *words.split(), f"{html.as_uri()}{anchor}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [
+        CHROMIUM,
+        *QUIETLY,
+        "--enable-logging=stderr",
+        "--dump-dom",
+        f"--user-data-dir={html.parent / 'browser'}",
+    ]
+    done = subprocess.run([*command, f"{html.as_uri()}{anchor}"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     root = next(attributes for tag, attributes in Reader(done.stdout).tags if tag == "html")
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]

@@ -1,0 +1,48 @@
+"""What one sees of the page of ``tools/report.py``: Chromium takes a picture of it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.tools.made_runs import make_run
+from tests.tools.test_report import CHROMIUM, QUIETLY, needs_chromium
+from tools.report_parts.folder import read_run
+from tools.report_parts.page import page
+
+
+def photograph(html: Path, anchor: str = "") -> NDArray[np.uint8]:
+    """Return the pixels [height, width, 3] of the page as Chromium shows it."""
+    assert CHROMIUM is not None
+    picture = html.with_suffix(".png")
+    command = [CHROMIUM, *QUIETLY, f"--screenshot={picture}", f"--user-data-dir={html.parent / 'browser'}"]
+    subprocess.run([*command, f"{html.as_uri()}{anchor}"], check=True, capture_output=True, timeout=60)
+    with Image.open(picture) as opened:
+        return np.asarray(opened.convert("RGB"))
+
+
+def shares_of_colours(pixels: NDArray[np.uint8]) -> list[float]:
+    """Return of each colour the share of all pixels, the most frequent first."""
+    _, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+    return sorted((counts / counts.sum()).tolist(), reverse=True)
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize(("anchor", "light"), [("#light", range(200, 256)), ("#dark", range(80))])
+def test_the_page_is_seen_in_a_picture_of_it(tmp_path: Path, anchor: str, light: range) -> None:
+    """In both themes: the background, and on it text, tables and curves."""
+    run = read_run(make_run(tmp_path / "run"), "run")
+    (tmp_path / "page.html").write_text(page([run], "Runs"))
+    pixels = photograph(tmp_path / "page.html", anchor)
+    assert pixels.shape == (2400, 1400, 3)
+    assert int(np.median(pixels)) in light
+    shares = shares_of_colours(pixels)
+    assert len(shares) > 1000 and sum(shares[2:]) > 0.03  # without the backgrounds of page and cards; undrawn 0.014
+    (tmp_path / "page.html").write_text("<html><body></body></html>")
+    assert shares_of_colours(photograph(tmp_path / "page.html"))[0] == 1.0
