@@ -149,4 +149,11 @@ DOCS_MISTAKES = (
         "| +1.5 |\n**Within",
         (f"{PAGES}::test_a_blank_line_keeps_a_table_and_what_follows_apart[docs/planner.md]",),
     ),
+    Mutant(
+        "a page puts the planner a floor too low",
+        "CONTRIBUTING.md",
+        "| debug\n    F3 pipe | checkpoint | planner",
+        "| debug | planner\n    F3 pipe | checkpoint",
+        ("tests/docs/test_contributing.py::test_the_floors_of_the_page_are_those_that_are_held[CONTRIBUTING.md]",),
+    ),
 )
