@@ -205,4 +205,11 @@ OF_REPORTS = (
         "12.0 * scores",
         ("tests/training/test_flops.py::test_flops_are_those_that_torch_counts[gpt2]",),
     ),
+    Mutant(
+        "the page draws no curves",
+        "tools/report_parts/chart.js",
+        "    pen.stroke();\n    if (drawn === 1)",
+        "    if (drawn === 1)",
+        ("tests/tools/test_report_picture.py",),
+    ),
 )
