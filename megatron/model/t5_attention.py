@@ -11,7 +11,7 @@ from megatron.model.sizes import Place, T5Sizes
 from megatron.mpu.grads import accurate_dtype
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.shard import Shard, empty_weight
-from megatron.ops.attention import attention
+from megatron.ops.attention import attention, lowest
 from megatron.ops.biased_attention import biased_attention
 from megatron.ops.by_distance import without_future
 from megatron.ops.positions import relative_buckets
@@ -93,7 +93,7 @@ class T5SelfAttention(SelfAttention):
             context = self.attend(attention, query, key, value, mask=mask, is_causal=is_causal)
         elif key.shape[2] > query.shape[2]:
             bias = table.for_queries(query.shape[2], key.shape[2])  # [a/t, s, s_k]
-            added = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+            added = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))
             context = self.attend(attention, query, key, value, mask=added, is_causal=False, scale=1.0)
         else:
             bias = table.by_distance(query.shape[2])  # [a/t, 2s - 1]

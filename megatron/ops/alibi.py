@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.ops.attention import document_mask
+from megatron.ops.attention import document_mask, lowest
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> list[float]:
@@ -36,7 +36,7 @@ def alibi_bias(
     wide = dtype if dtype == torch.float64 else torch.float32
     ahead = (key_positions - query_positions.unsqueeze(-1)).unsqueeze(1)  # [b, 1, s, s_k]
     bias = slopes.to(wide).view(-1, 1, 1) * ahead.to(wide)  # [b, a, s, s_k]
-    return bias.to(dtype).masked_fill_(ahead > 0, torch.finfo(dtype).min)
+    return bias.to(dtype).masked_fill_(ahead > 0, lowest(dtype))
 
 
 def within_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
@@ -49,4 +49,4 @@ def within_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Ten
         segment_ids [b, s] integers, the document of each position
         output [b, a, s, s]
     """
-    return bias.masked_fill(~document_mask(segment_ids), torch.finfo(bias.dtype).min)
+    return bias.masked_fill(~document_mask(segment_ids), lowest(bias.dtype))

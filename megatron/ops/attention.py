@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
 """Probabilities [b, a/t, s, s_k] to those with some put to 0, the others scaled up."""
+FOR_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels that a mask may go to: all but cuDNN's, torch's first choice on H100 from 2.11 on. Its gradients of queries
+are no numbers with a mask, s % 128 == 64 and low scores, as those of a query that may look nowhere are."""
 
 
 def attention(
@@ -46,9 +51,25 @@ def attention(
         mask = _causal_mask(query, key) if is_causal else mask
         added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         return dropped_attention(query, key, value, added, drop=drop, scale=scale)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
-    )
+    with _kernels(mask):
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=is_grouped,
+        )
+
+
+def _kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Return within what torch chooses its kernel.
+
+    Source: https://github.com/pytorch/pytorch/issues/196678 has the case of FOR_MASKS.
+    """
+    return nullcontext() if mask is None else sdpa_kernel(FOR_MASKS)
 
 
 def _for_each_query(part: torch.Tensor, heads: int) -> torch.Tensor:
@@ -105,8 +126,16 @@ def segment_mask(query_segments: torch.Tensor, key_segments: torch.Tensor) -> to
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where ``mask`` is True and the lowest finite number elsewhere.
+    """Return 0 where ``mask`` is True and the lowest number elsewhere.
 
     A query that may look nowhere then looks everywhere alike, where -inf would give it NaN.
     """
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest(dtype))
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return what is added to scores where nothing may be seen: half the lowest number of ``dtype``.
+
+    With a low score added, or times log2(e) as in kernels that make powers of 2, it stays finite.
+    """
+    return torch.finfo(dtype).min / 2

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megatron.ops.attention import Drop, additive, dropped_attention
+from megatron.ops.attention import Drop, additive, attention, dropped_attention, lowest
 from megatron.ops.by_distance import diagonal_sums, spread, spread_values
 
 BLOCK = 2**20
@@ -53,10 +52,10 @@ def biased_attention(
     added = None if mask is None else additive(mask, query.dtype)
     if by_distance is not None:
         bias = spread(by_distance).unsqueeze(0)  # [1, a/t, s, s]
-        added = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)  # [b, a/t, s, s]
+        added = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))  # [b, a/t, s, s]
     if drop is not None:
         return dropped_attention(query, key, value, added, drop=drop, scale=1.0)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=dropout, scale=1.0)
+    return attention(query, key, value, mask=added, is_causal=False, dropout=dropout, scale=1.0)
 
 
 def is_blocked(x: torch.Tensor) -> bool:
@@ -251,5 +250,5 @@ def _set_probabilities(
         scores.baddbmm_(query, key.transpose(1, 2))
     if hidden is not None:
         own = hidden if hidden.shape[0] == 1 else hidden[block.samples]
-        scores.unflatten(0, each).masked_fill_(own, torch.finfo(scores.dtype).min)
+        scores.unflatten(0, each).masked_fill_(own, lowest(scores.dtype))
     torch.softmax(scores, dim=-1, out=scores)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron.ops.attention import lowest
+
 
 def without_future(by_distance: torch.Tensor) -> torch.Tensor:
     """Return the bias with the lowest number for keys to the right of the query: the causal rule, for nothing.
@@ -18,7 +20,7 @@ def without_future(by_distance: torch.Tensor) -> torch.Tensor:
     """
     size = by_distance.shape[1]
     future = torch.arange(size, device=by_distance.device) > size // 2
-    return by_distance.masked_fill(future, torch.finfo(by_distance.dtype).min)
+    return by_distance.masked_fill(future, lowest(by_distance.dtype))
 
 
 def spread(by_distance: torch.Tensor) -> torch.Tensor:
@@ -51,13 +53,21 @@ def spread_values(by_distance: torch.Tensor) -> torch.Tensor:
 def diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
     """Return the sums along the diagonals of [a, s, s] as [a, 2s - 1]: the transpose of ``spread_values``.
 
+    On a CPU the heads take turns in memory that stays in its caches; elsewhere turns would be kernels too small.
+    """
+    return sums_of_some(matrices, 1 if matrices.device.type == "cpu" else len(matrices))
+
+
+def sums_of_some(matrices: torch.Tensor, at_once: int) -> torch.Tensor:
+    """Return ``diagonal_sums``, made of so many heads at once; their number is a multiple of it.
+
     Row i of a matrix is put down i places to the left, in rows of 2s, so that columns are distances.
     """
     size = matrices.shape[-1]
-    rows = matrices.new_zeros(size, 2 * size)
-    square = rows.as_strided((size, size), (2 * size - 1, 1), size - 1)
+    rows = matrices.new_zeros(at_once, size, 2 * size)
+    squares = rows.as_strided((at_once, size, size), (2 * size * size, 2 * size - 1, 1), size - 1)
     sums = matrices.new_empty(matrices.shape[0], 2 * size)
-    for matrix, own in zip(matrices, sums, strict=True):
-        square.copy_(matrix)
-        torch.sum(rows, dim=0, out=own)
+    for first in range(0, len(matrices), max(at_once, 1)):
+        squares.copy_(matrices[first : first + at_once])
+        torch.sum(rows, dim=1, out=sums[first : first + at_once])
     return sums[:, :-1]

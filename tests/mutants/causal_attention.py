@@ -187,4 +187,18 @@ COMPILED_LAYERS = (
         "sum(each.seconds for each in ranks)",
         (f"{_TIME}::test_graphs_of_all_ranks_count_and_the_longest_wait",),
     ),
+    Mutant(
+        "a mask goes to cuDNN",
+        "megatron/ops/attention.py",
+        "nullcontext() if mask is None else sdpa_kernel(FOR_MASKS)",
+        "nullcontext()",
+        ("tests/ops/test_attention.py::test_a_mask_never_goes_to_cudnn[a mask]",),
+    ),
+    Mutant(
+        "what hides is the lowest number there is",
+        "megatron/ops/attention.py",
+        "torch.finfo(dtype).min / 2",
+        "torch.finfo(dtype).min",
+        ("tests/ops/test_attention.py::test_what_hides_stays_finite_with_a_score_and_in_powers_of_two[dtype0]",),
+    ),
 )

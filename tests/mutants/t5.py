@@ -50,8 +50,8 @@ T5 = (
     Mutant(
         "the gradient of the bias misses one query",
         "megatron/ops/by_distance.py",
-        "        square.copy_(matrix)\n",
-        "        square[1:].copy_(matrix[1:])\n",
+        "        squares.copy_(matrices[first : first + at_once])\n",
+        "        squares[:, 1:].copy_(matrices[first : first + at_once, 1:])\n",
         ("tests/ops/test_biased_attention.py::test_it_equals_the_formula_and_so_do_all_gradients",),
     ),
     Mutant(

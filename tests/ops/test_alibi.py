@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.ops.alibi import alibi_bias, alibi_slopes, within_documents
-from megatron.ops.attention import attention
+from megatron.ops.attention import attention, lowest
 
 
 def slopes_of_the_paper(num_heads: int) -> list[float]:
@@ -42,7 +42,7 @@ def test_any_number_of_heads_has_the_slopes_of_the_paper_and_of_hugging_face(bia
 def test_a_bias_is_minus_slope_times_distance_and_hides_what_comes_later() -> None:
     slopes = torch.tensor([0.5, 0.125], dtype=torch.float64)
     found = alibi_bias(slopes, torch.tensor([[1, 3]]), torch.arange(4), torch.float64)  # queries 1 and 3
-    low = torch.finfo(torch.float64).min
+    low = lowest(torch.float64)
     first = [[-0.5, 0.0, low, low], [-1.5, -1.0, -0.5, 0.0]]
     second = [[-0.125, 0.0, low, low], [-0.375, -0.25, -0.125, 0.0]]
     assert found.tolist() == [[first, second]]

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron.ops.attention import additive, attention, document_mask, segment_mask
+from megatron.ops import biased_attention as biased
+from megatron.ops.attention import additive, attention, document_mask, lowest, segment_mask
 from tests.mpu.whole import random
 
 B, A, S, D = 2, 3, 6, 4
@@ -97,3 +99,32 @@ def test_an_additive_mask_is_the_same_mask_and_gives_no_nan_where_all_is_hidden(
     if dtype == torch.float64:
         assert (y[1] - formula(CAUSAL)[1]).abs().max() <= 1e-14
         assert (y[0, :, 3] - V[0].mean(dim=1)).abs().max() <= 1e-14
+
+
+@pytest.mark.parametrize("call", ["a mask", "numbers", "a bias by distance", "no mask"])
+def test_a_mask_never_goes_to_cudnn(call, monkeypatch):
+    """Seen by what torch is told as its kernel is called: a CPU has none of these."""
+    seen, plain = [], F.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(biased, "is_blocked", lambda x: False)
+    mask = CAUSAL.expand(B, 1, S, S)
+    if call == "a bias by distance":
+        biased.biased_attention(Q, K, V, random(5, A, 2 * S - 1), mask=mask)
+    else:
+        attention(Q, K, V, mask={"a mask": mask, "numbers": additive(mask, Q.dtype), "no mask": None}[call])
+    assert seen == [(call == "no mask", True)]
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "and behind it all is as it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_hides_stays_finite_with_a_score_and_in_powers_of_two(dtype):
+    assert (torch.full((), -100.0, dtype=dtype) + lowest(dtype)).isfinite()
+    assert (torch.full((), lowest(dtype), dtype=torch.float32) * math.log2(math.e)).isfinite()
+    mask = torch.zeros(B, 1, S, S, dtype=torch.bool)
+    y = attention(10 * Q.to(dtype), -10 * Q.to(dtype), V.to(dtype), mask=mask, drop=lambda p: p)
+    assert y.isfinite().all()
