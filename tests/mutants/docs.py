@@ -163,4 +163,18 @@ DOCS_MISTAKES = (
         "| 3,138 | 3,067 |",
         ("tests/docs/test_measured.py::test_the_steps_beside_others_are_rows_of_the_ledger[zh/tuning.md]",),
     ),
+    Mutant(
+        "the tutorial tells of another number of tokens",
+        "docs/tutorial_corpus.md",
+        "44,215 tokens in 72 documents",
+        "44,251 tokens in 72 documents",
+        ("tests/docs/test_tutorial.py::test_what_the_page_tells_of_the_corpus_is_what_its_tools_print",),
+    ),
+    Mutant(
+        "the tutorial has a step without a command",
+        "docs/tutorial_corpus.md",
+        "    python tools/train_tokenizer.py",
+        "`python tools/train_tokenizer.py",
+        ("tests/docs/test_tutorial.py::test_every_step_has_something_to_run",),
+    ),
 )
