@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tds.boundary import declared_boundary, records_of
+from tds.device import is_host
 from tds.header import HEADER_SIZE, decode_header, encode_header
 from tds.peers import waiting_together
 from tds.places import Place, input_place, output_place
@@ -27,7 +28,11 @@ from tds.wire import Layout, Slice
 
 RECEIVES_AHEAD = {Kind.HEADER: 2, Kind.ACTIVATION: 2, Kind.GRADIENT: 1}
 """How many receives wait for their message while the stage works. Gradients have a whole forward and backward to arrive
-in, so one is enough; on the first stages, where memory is short, a second buffer would count."""
+in, so one is enough; on the first stages, where memory is short, a second buffer would count.
+
+Not on a GPU in the first call of a kind: a receive waits there as a kernel, and a kernel that is loaded at its first
+use, or memory that is got from the driver, may wait for all kernels, while what the neighbour sends hangs on it. There
+tensors are received as they are wanted."""
 Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 
@@ -64,6 +69,8 @@ class Exchange(Transport):
         self.module = module
         self.num_chunks = num_chunks
         self.is_dynamic = is_dynamic
+        self._has_run: set[bool] = set()  # training, evaluation
+        self._posts_ahead = True
         self.window = None  # tds.window says which limit a schedule runs with; it sets it ahead of a call
         self._reset(is_training=False)
 
@@ -85,6 +92,8 @@ class Exchange(Transport):
         """
         self._reset(is_training)
         self.marks_all = marks_all
+        self._posts_ahead = is_host(self.links.device) or is_training in self._has_run
+        self._has_run.add(is_training)
         announced = set()
         for action in actions:
             message = received(action, self.links.stage, self.links.num_stages, self.num_chunks)
@@ -207,7 +216,8 @@ class Exchange(Transport):
 
     def _post(self, kind: Kind, number: int | None = None) -> None:
         """Start receives until ``number`` are on their way, as far as their sizes are known."""
-        number = RECEIVES_AHEAD[kind] if number is None else number
+        if number is None:
+            number = RECEIVES_AHEAD[kind] if self._posts_ahead or kind is Kind.HEADER else 0
         expected, posted = self._expected[kind], self._posted[kind]
         while expected and len(posted) < number:
             buffer = self._new_buffer(kind, expected[0])

@@ -8,9 +8,9 @@
 With the sequence cut the graph keeps this rank's part of the input, not the whole that the products have read.
 
 What comes out is to the bit what the same products give one after another. On GPUs kernels start in the order of their
-calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: set it without a pipeline. Leave it unset
-with one, whose receives are posted ahead and would hold up what comes after them (``tds.channels.warn_of_one_queue``).
-Without it the sums are the same and may start later.
+calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: set it without a pipeline. With one
+receives are posted ahead and would hold up what comes after them: ``megatron.training.world`` asks for many queues. The
+sums are the same then and may start later.
 
 A schedule that puts the gradients of weights off (``tds.split``) does so by swapping ``torch.nn.functional.linear``.
 There is no product then to hide a message behind, and it must see the call: the plain functions run, one after another.

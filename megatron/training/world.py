@@ -17,6 +17,9 @@ from megatron.mpu.initialize import initialize_model_parallel
 from megatron.training.accelerator import backend_of, check_device_fits, settle
 from megatron.training.sameness import compare_ranks
 
+MOST_QUEUES = "32"
+"""Of CUDA_DEVICE_MAX_CONNECTIONS."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -65,6 +68,7 @@ def start(config: Config) -> World:
         PeerError: not all ranks came.
     """
     kind = settle(config)
+    give_queues(kind, has_pipeline=config.parallel.has_pipeline)
     check_device_fits(config, kind)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     place = _bind(kind, local_rank)
@@ -79,6 +83,15 @@ def start(config: Config) -> World:
     compare_ranks(config, grid)
     device.seed(config.run.seed)
     return world
+
+
+def give_queues(kind: str, *, has_pipeline: bool) -> None:
+    """Give the streams of a pipeline on a GPU a queue each, ahead of the device's first use.
+
+    With CUDA's 8 for all of them the work of a stage may lie behind a receive that waits. What the user says holds.
+    """
+    if kind == "cuda" and has_pipeline:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MOST_QUEUES)
 
 
 def stop() -> None:

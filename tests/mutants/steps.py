@@ -35,6 +35,20 @@ STEPS = (
         (PIPELINE,),
     ),
     Mutant(
+        "receives are posted ahead in the first call on a device, too",
+        "tds/exchange.py",
+        "is_host(self.links.device) or is_training in self._has_run",
+        "True",
+        ("tests/tds/test_exchange.py::test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind",),
+    ),
+    Mutant(
+        "an evaluation counts as a step",
+        "tds/exchange.py",
+        "self._has_run.add(is_training)",
+        "self._has_run |= {True, False}",
+        ("tests/tds/test_exchange.py::test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind",),
+    ),
+    Mutant(
         "a receive buffer is used again while its activations are in flight",
         "tds/exchange.py",
         "        return layout.new_buffer(self.links.device)\n",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tds.exchange
 from tds.boundary import Boundary, BoundaryError, set_list
 from tds.exchange import Exchange
 from tds.schedule import Action, Backward, Forward, Kind, Message, forward_only, one_forward_one_backward
@@ -204,6 +205,30 @@ def test_one_header_goes_ahead_of_a_call_and_receives_are_posted_ahead() -> None
     assert waits == 7, "six activations and a header"
     (headers, _, _), _ = run_ranks(2, _watched, True)
     assert headers == 6
+
+
+def _first_and_second_call(rank: int) -> list[list[tuple[Kind, int]]]:
+    """Return what was posted ahead in two calls of training and one of evaluation, on what is taken for a device."""
+    exchange = make_exchange()
+    exchange.__class__ = _Counting
+    inputs = [micro_batch(i) for i in range(6)]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tds.exchange, "is_host", lambda device: False)
+        for is_training in (True, True, False):
+            exchange.headers, exchange.ahead = 0, []
+            schedule = one_forward_one_backward if is_training else forward_only
+            actions = schedule(2, 6, rank)
+            drive(exchange, actions, inputs, is_training=is_training)
+            found.append([(kind, n) for kind, n in exchange.ahead if kind is not Kind.HEADER])
+    return found
+
+
+def test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind() -> None:
+    """There a kernel's first use may wait for the receive, and the receive for what comes after that kernel."""
+    for first, second, evaluated in run_ranks(2, _first_and_second_call):
+        assert all(n == 0 for _, n in first + evaluated)
+        assert len(first) == len(second) == 6 and any(n > 0 for _, n in second)
 
 
 def _frees(rank: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -57,3 +58,16 @@ def test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for() 
         return found
 
     assert run_ranks(2, councils) == [["world cpu", "host cpu"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_pipeline", "said", "found"),
+    [("cuda", True, None, "32"), ("cuda", True, "8", "8"), ("cuda", False, None, None), ("cpu", True, None, None)],
+    ids=["a pipeline on GPUs", "the user says", "no pipeline", "a CPU"],
+)
+def test_the_streams_of_a_pipeline_on_gpus_get_a_queue_each(
+    kind: str, has_pipeline: bool, said: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if said is None else {"CUDA_DEVICE_MAX_CONNECTIONS": said})
+    world.give_queues(kind, has_pipeline=has_pipeline)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == found
