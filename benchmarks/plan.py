@@ -9,7 +9,8 @@ processes of its own. Step time must be within 15 % of the estimate, memory with
 in tensors (see benchmarks/plan_parts/training.py). With --cpu-time both sides count processor time, in one thread: that
 says something of the formulas on a busy machine, for layouts of one rank.
 
-DIR gets table.txt, plan.json and the machines as machine-N.json.
+DIR gets table.txt, plan.json and the machines as machine-N.json. plan.json holds the machines, too: from it alone the
+estimates can be made again (benchmarks/plan_parts/recording.py).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.list:
         print("\n".join(case.name for case in cases))
         return {}
+    from benchmarks.plan_parts.recording import recorded
     from benchmarks.plan_parts.verdict import table
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         _tell(f"{number} of {len(cases)}: {rows[-1]}")
     text = table(rows)
     print(text)
-    result = {"surroundings": surroundings(), "load": os.getloadavg(), "rows": [row.told() for row in rows]}
+    result = {"surroundings": surroundings(), "load": os.getloadavg()}
+    result |= recorded(rows, machines, is_smoke=args.smoke)
     (args.out / "table.txt").write_text(text + "\n")
     (args.out / "plan.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {args.out}/table.txt, plan.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from benchmarks import plan
 from benchmarks.plan_parts import verdict
 from benchmarks.plan_parts.cases import CASES, Case
+from benchmarks.plan_parts.recording import rows_now
 from benchmarks.plan_parts.training import Measured, config_of
 from benchmarks.plan_parts.verdict import Row, row_of, table
 from megatron.planner.layout import layout_of
@@ -95,21 +97,22 @@ def test_options_that_would_do_nothing_are_refused(line: str, capsys: pytest.Cap
 
 
 @pytest.fixture
-def no_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Any]]:
-    """Take the place of trainings and calibration; return the machines that were asked for."""
-    asked: list[dict[int, Any]] = []
+def no_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, str | None]]:
+    """Take the place of trainings and calibration; return the names of the machines that were asked for."""
+    asked: list[dict[int, str | None]] = []
 
     def compare(case: Case, machine: Any, args: argparse.Namespace) -> Row:
-        asked.append({case.ranks: machine})
+        asked.append({case.ranks: machine and machine.name})
         return row(name=case.name, measured_s=None if machine is None else 1.3)
 
     monkeypatch.setattr(plan, "compare", compare)
-    monkeypatch.setattr(plan, "machines_of", lambda numbers, args: {number: f"of {number}" for number in numbers})
+    machines = {ranks: replace(verdict.UNTIMED, name=f"of {ranks}") for ranks in (1, 2)}
+    monkeypatch.setattr(plan, "machines_of", lambda numbers, args: {ranks: machines[ranks] for ranks in numbers})
     return asked
 
 
 def test_each_number_of_ranks_has_its_own_machine_and_a_missed_bar_ends_a_strict_run(
-    no_training: list[dict[int, Any]], tmp_path: Path
+    no_training: list[dict[int, str | None]], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit, match="beyond a bar: mpt 1 rank, bert 1 rank$"):
         plan.main(["--strict", "--out", str(tmp_path), "--only", "mpt", "bert"])
@@ -124,7 +127,7 @@ def test_each_number_of_ranks_has_its_own_machine_and_a_missed_bar_ends_a_strict
     assert "NOT met" in (tmp_path / "table.txt").read_text()
 
 
-def test_memory_alone_calibrates_nothing(no_training: list[dict[int, Any]], tmp_path: Path) -> None:
+def test_memory_alone_calibrates_nothing(no_training: list[dict[int, str | None]], tmp_path: Path) -> None:
     plan.main(["--strict", "--memory-only", "--out", str(tmp_path), "--only", "mpt"])
     assert no_training == [{1: None}]
 
@@ -133,5 +136,7 @@ def test_memory_alone_calibrates_nothing(no_training: list[dict[int, Any]], tmp_
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     result = plan.main(["--smoke", "--steps", "2", "--only", "mpt", "--out", str(tmp_path)])
     (told,) = result["rows"]
+    (again,) = rows_now(json.loads((tmp_path / "plan.json").read_text()))
+    assert again.told() == told
     assert told["measured_s"] > 0 and told["estimated_s"] > 0 and (tmp_path / "machine-1.json").exists()
     assert verdict.MEMORY_BAR == 0.10 and verdict.TIME_BAR == 0.15

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 CALIBRATE = "tests/planner/test_calibrate.py"
 PLAN = "tests/benchmarks/test_plan.py"
+RECORDING = "tests/planner/test_recording.py"
 SCALING = "tests/benchmarks/test_scaling.py"
 COUNTED = f"{CALIBRATE}::test_work_is_counted_by_the_turns_of_a_second"
 SLOWEST = f"{CALIBRATE}::test_a_machine_is_as_fast_as_its_slowest_rank"
@@ -153,5 +154,26 @@ CALIBRATION = (
         "{end}{tail}",
         "{end}",
         (f"{SCALING}::test_a_section_is_replaced_between_its_marks_alone",),
+    ),
+    Mutant(
+        "estimates made again are those of one rank's machine",
+        "benchmarks/plan_parts/recording.py",
+        "machines.get(case.ranks, UNTIMED)",
+        "machines.get(1, UNTIMED)",
+        (f"{RECORDING}::test_a_recording_gives_the_estimates_that_it_was_made_with",),
+    ),
+    Mutant(
+        "bytes made again are those of the first stage",
+        "benchmarks/plan_parts/recording.py",
+        'estimate.memory[told["stage"]].total',
+        "estimate.memory[0].total",
+        (f"{RECORDING}::test_a_recording_gives_the_estimates_that_it_was_made_with",),
+    ),
+    Mutant(
+        "estimates made again are of the sizes for tests",
+        "benchmarks/plan_parts/recording.py",
+        'is_smoke=recording["is_smoke"])\n',
+        "is_smoke=True)\n",
+        (f"{RECORDING}::test_a_faster_machine_and_larger_sizes_give_other_estimates",),
     ),
 )
