@@ -19,7 +19,7 @@ from megatron.errors import ConfigError, DataError, exit_code
 
 OF_OTHERS = """
 --sft --no-mmap-bin-files --add-qkv-bias --num-dataset-builder-threads --no-create-attention-mask-in-dataloader
---log-num-zeros-in-grad --img-h --use-vision-head --test-mode
+--log-num-zeros-in-grad --num-classes --num-channels --img-h --use-vision-head --test-mode
 """.split()
 """Flags of other programs, like which there is none among ours."""
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"

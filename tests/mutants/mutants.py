@@ -15,6 +15,7 @@ from tests.mutants.docs import DOCS_MISTAKES
 from tests.mutants.dropout import DROPOUT
 from tests.mutants.dsfmt import DSFMT
 from tests.mutants.dumps import DUMPS
+from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
 from tests.mutants.generate import GENERATE
 from tests.mutants.gradients import GRADIENTS
@@ -73,7 +74,7 @@ IN_SPEED = (
     *HOST_READS,
     *UPLOADS,
 )
-IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS)
+IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS)
 PARTS = {
     "arithmetic": IN_ARITHMETIC,
     "runs": IN_RUNS,
