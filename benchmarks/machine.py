@@ -17,10 +17,17 @@ def surroundings() -> dict[str, Any]:
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
-        "versions": {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
+        "versions": {name: _version(name) for name in ("torch", "deepspeed", "transformers")},
         "python": platform.python_version(),
         "processor": cpu_name(),
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def cpu_name() -> str:

@@ -82,6 +82,12 @@ class T5Sizes:
 
 
 Sizes = GPTSizes | T5Sizes
+LARGE: dict[str, Sizes] = {
+    "gpt2": GPTSizes(num_layers=24, hidden_size=2048, num_attention_heads=16, vocab_size=50304, seq_length=2048),
+    "t5": T5Sizes(num_layers=24, hidden_size=1344, num_attention_heads=21),
+}
+"""1.3 billion parameters each, for a GPU of 80 GB or more."""
+LARGE_BATCH = {"gpt2": 8, "t5": 32}
 
 
 def _generator(step: int) -> torch.Generator:

@@ -1,6 +1,6 @@
 """How long a start takes: --help, --dry-run, and from the command to the first step of 4 ranks.
 
-    python benchmarks/start_up.py [--runs 3] [--ranks 4]
+    python benchmarks/start_up.py [--runs 3] [--ranks 4] [--strict]
 
 Wall seconds are the shortest of the runs, on an otherwise idle machine; CPU seconds are of all processes together. The
 first step of ``run_gpt2.sh`` is when its line is on the screen, so it counts shell, launcher, imports, groups, model,
@@ -23,7 +23,7 @@ from benchmarks.machine import surroundings
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_STEP = "--train-iters 1 --log-interval 1 --eval-iters 0 --warmup 0"
-LIMITS = {"--help": 0.5, "--dry-run": 2.0, "first step": 12.0}
+LIMITS = {"--help": 0.5, "--dry-run": 2.0, "run_gpt2.sh --dry-run": 2.0, "first step": 12.0}
 """Seconds that are to be kept on 2 idle cores."""
 
 
@@ -60,6 +60,7 @@ def starts(ranks: int, folder: Path) -> dict[str, tuple[list[str], str, int]]:
     return {
         "--help": ([*program, "--help"], "", 0),
         "--dry-run": ([*program, "--dry-run", "--vocab-size", "8192"], "", 0),
+        "run_gpt2.sh --dry-run": (["bash", "run_gpt2.sh", "--dry-run"], "", ranks),
         "first step": (run, "step 1/1", ranks),
     }
 
@@ -77,13 +78,25 @@ def measure(runs: int, ranks: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def over_limit(found: dict[str, dict[str, float]]) -> list[str]:
+    """Return what took longer than its limit."""
+    late = {name: row for name, row in found.items() if row["wall_s"] > row["limit_s"]}
+    return [f"{name}: {row['wall_s']} s, limit {row['limit_s']}" for name, row in late.items()]
+
+
 def main() -> None:
-    """Print one JSON object."""
+    """Print one JSON object, and on the other stream what took too long."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=3, help="of each; the shortest counts")
     parser.add_argument("--ranks", type=int, default=4, help="processes of the run that takes a step")
+    parser.add_argument("--strict", action="store_true", help="end with code 1 if something took longer than its limit")
     given = parser.parse_args()
-    sys.stdout.write(json.dumps({**surroundings(), "ranks": given.ranks, **measure(given.runs, given.ranks)}) + "\n")
+    found = measure(given.runs, given.ranks)
+    sys.stdout.write(json.dumps({**surroundings(), "ranks": given.ranks, **found}) + "\n")
+    late = over_limit(found)
+    sys.stderr.writelines(f"MISSED {line}\n" for line in late)
+    if given.strict and late:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Time our step of GPT-2 or T5 beside Hugging Face's and a plain loop's, in one run.
 
     python benchmarks/step_time.py --json step_time.json
-    python benchmarks/step_time.py --contenders ours-compiled plain-compiled hf
-    python benchmarks/step_time.py --model t5 --json step_time.json
+    python benchmarks/step_time.py --contenders ours plain
+    python benchmarks/step_time.py --model t5 --strict
+    python benchmarks/step_time.py --size 1.3b --json step_time.json        # one GPU
 
 Every contender runs in a process of its own on the same tokens from the same weights, dropout 0, with all cores: their
 first losses must agree. They take turns of a few steps; the order rotates; medians over rounds are reported, and ratios
-within rounds. MFU counts the causal half of GPT-2's attention (6 L a d s) and all of T5's, over products of two
-2048 x 2048 matrices, which take turns with the contenders; "whole" counts all of GPT-2's (12 L a d s), as nanoGPT and
-PaLM do. The flags of sizes are those of the chosen model.
+within rounds. MFU counts the causal half of GPT-2's attention (6 L a d s) and all of T5's, over products of two square
+matrices (2048 x 2048 on a CPU, 8192 x 8192 on a GPU), which take turns with the contenders; "whole" counts all of
+GPT-2's (12 L a d s), as nanoGPT and PaLM do; "sheet" is over the peak of the data sheet, of GPUs that are known. At the
+end stands what was to be reached (benchmarks/step_bars.py). The flags of sizes are those of the chosen model.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.flags import config_of  # noqa: E402
 from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.sizes import GPTSizes, T5Sizes  # noqa: E402
-from benchmarks.turns import PRODUCT, PRODUCT_SIDE, PRODUCTS_PER_TURN, Record, Work, take_turns  # noqa: E402
+from benchmarks.sizes import LARGE, LARGE_BATCH, GPTSizes, Sizes, T5Sizes  # noqa: E402
+from benchmarks.step_bars import Bar, bars  # noqa: E402
+from benchmarks.turns import PRODUCT, Record, Work, products_of, take_turns  # noqa: E402
 from megatron import cost, device  # noqa: E402
 
 MODELS: dict[str, type[GPTSizes] | type[T5Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes)}
@@ -37,6 +40,9 @@ NAMES = {
     "t5": (*OURS, "hf", "hf-eager"),
 }
 EAGER = {family: [name for name in names if not name.endswith("-compiled")] for family, names in NAMES.items()}
+BARRED = {"gpt2": (*OURS, "hf", "plain", "plain-compiled"), "t5": (*OURS, "hf")}
+"""The contenders that what is to be reached speaks of; of the large sizes ours alone find room together."""
+SMALL, LARGE_NAME = "33m", "1.3b"
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
@@ -47,18 +53,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=tuple(MODELS), default="gpt2", help="default: %(default)s")
-    family = parser.parse_known_args([word for word in given if word not in ("-h", "--help")])[0].model
-    for name, default in vars(MODELS[family]()).items():
-        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a step (default: 8)")
+    parser.add_argument(
+        "--size", choices=(SMALL, LARGE_NAME), default=SMALL, help="what the flags below are by default; %(default)s"
+    )
+    early = parser.parse_known_args([word for word in given if word not in ("-h", "--help")])[0]
+    family, is_large = early.model, early.size == LARGE_NAME
+    sizes: Sizes = LARGE[family] if is_large else MODELS[family]()
+    for name, default in vars(sizes).items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help="default: %(default)s")
+    batch_size = LARGE_BATCH[family] if is_large else 8
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences in a step (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each contender (default: 7)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps in a turn (default: 3)")
     parser.add_argument(
-        "--contenders", nargs="+", choices=NAMES[family], default=EAGER[family], help="default: those not compiled"
-    )
+        "--contenders", nargs="+", choices=NAMES[family], default=OURS if is_large else BARRED[family],
+        help="default: %(default)s",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     parser.add_argument("--json", type=Path, help="write the result here too")
+    parser.add_argument("--strict", action="store_true", help="end with code 1 if something was not reached")
     return parser.parse_args(given)
 
 
@@ -77,8 +91,9 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     ``speed_of_ours`` is how many times as fast ours is, round by round: quartiles, once for each of OURS.
     ``cpu_speed_of_ours`` compares processor time in place of the clock.
     """
-    product_s = statistics.median(records[PRODUCT].turns_s) / PRODUCTS_PER_TURN
-    peak = 2.0 * PRODUCT_SIDE**3 / product_s
+    side, number = products_of(work.kind)
+    peak = 2.0 * side**3 * number / statistics.median(records[PRODUCT].turns_s)
+    sheet = None if work.kind == "cpu" else cost.peak_flops(device.name(work.kind))
     tokens = work.batch_size * work.sizes.tokens_per_sample
     costs = cost.of(config_of(work.sizes))
     flops, whole = costs.flops_per_step(work.batch_size), _flops_of_whole_matrices(costs, work.batch_size)
@@ -96,6 +111,8 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
             "tokens_per_s": tokens / step_s,
             "mfu": flops / step_s / peak,
             "mfu_whole": whole / step_s / peak,
+            "mfu_sheet": flops / step_s / sheet if sheet else None,
+            "compile_s": record.compile_s,
             "peak_memory_bytes": record.peak_bytes,
             "memory_before_steps_bytes": record.idle_bytes,
             "losses": record.losses,
@@ -105,7 +122,13 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
                 row.setdefault("speed_of_ours", {})[our] = _quartiles(record.turns_s, records[our].turns_s)
                 row.setdefault("cpu_speed_of_ours", {})[our] = _quartiles(record.cpu_s, records[our].cpu_s)
         contenders[name] = row
-    return {"peak_flops_per_s": peak, "flops_per_step": flops, "contenders": contenders}
+    return {
+        "peak_flops_per_s": peak,
+        "sheet_flops_per_s": sheet,
+        "flops_per_step": flops,
+        "contenders": contenders,
+        "bars": [vars(bar) | {"is_met": bar.is_met} for bar in bars(work.sizes.family, work.kind, contenders)],
+    }
 
 
 def check_first_losses(losses: dict[str, float], tolerance: float) -> None:
@@ -132,12 +155,14 @@ def surroundings_of(work: Work) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as lines of text."""
-    names = f"{'ms/step':>9}{'CPU ms':>9}{'tokens/s':>10}{'MFU':>7}{'whole':>7}{'peak MiB':>10}{'last loss':>11}"
-    lines = [" " * 16 + names]
+    names = f"{'ms/step':>9}{'CPU ms':>9}{'tokens/s':>10}{'MFU':>7}{'whole':>7}{'sheet':>7}{'peak MiB':>10}"
+    lines = [" " * 16 + names + f"{'last loss':>11}{'compile s':>11}"]
     for name, row in result["contenders"].items():
+        sheet = f"{row['mfu_sheet']:7.3f}" if row["mfu_sheet"] is not None else f"{'':7}"
+        compiled = f"{row['compile_s']:11.1f}" if row["compile_s"] else ""
         lines.append(
             f"{name:16}{row['ms_per_step']:9.1f}{row['cpu_ms_per_step']:9.1f}{row['tokens_per_s']:10.0f}{row['mfu']:7.3f}"
-            f"{row['mfu_whole']:7.3f}{row['peak_memory_bytes'] / 2**20:10.0f}{row['losses'][-1]:11.5f}"
+            f"{row['mfu_whole']:7.3f}{sheet}{row['peak_memory_bytes'] / 2**20:10.0f}{row['losses'][-1]:11.5f}{compiled}"
         )
     for name, row in result["contenders"].items():
         for our, (low, middle, high) in row.get("speed_of_ours", {}).items():
@@ -145,6 +170,7 @@ def table(result: dict[str, Any]) -> str:
             spread = f"quartiles {low:.3f}, {high:.3f}"
             lines.append(f"{our} is {middle:.3f} times as fast as {name} ({spread}); by CPU time {by_cpu:.3f}")
     lines.append(f"matrix product {result['peak_flops_per_s'] / 1e9:.0f} GFLOP/s = MFU 1")
+    lines += [str(Bar(**{name: value for name, value in bar.items() if name != "is_met"})) for bar in result["bars"]]
     return "\n".join(lines)
 
 
@@ -152,12 +178,15 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     """Run the contenders, print the table, write the JSON."""
     args = parse_args(argv)
     work = work_of(args)
+    told = surroundings_of(work)  # ahead of the turns: nothing that fails here costs what they have measured
     records = take_turns(args.contenders, work, args.rounds, start_method)
     check_first_losses({name: records[name].first_loss for name in args.contenders}, LOSS_TOLERANCE[work.dtype])
-    result = surroundings_of(work) | summarize(records, work)
+    result = told | summarize(records, work)
     print(table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.strict and not all(bar["is_met"] for bar in result["bars"]):
+        sys.exit(1)
     return result
 
 

@@ -20,8 +20,10 @@ from typing import Any
 from benchmarks.sizes import Sizes
 
 PRODUCT = "matrix product"
-PRODUCT_SIDE = 2048
-PRODUCTS_PER_TURN = 8
+PRODUCTS = {"cpu": (2048, 8)}
+"""Kind of device -> side of the square matrices, and products in a turn."""
+PRODUCTS_ELSEWHERE = (8192, 50)
+"""On a GPU, where smaller ones are over before their starts are: they would make a base that MFU is above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class Record:
 
     Args:
         cpu_s: processor time of each turn, over all threads; with one thread it says something on a busy machine too.
+        compile_s: in which torch.compile was waited for, the turn that warms up included.
     """
 
     turns_s: list[float] = field(default_factory=list)
@@ -50,6 +53,12 @@ class Record:
     first_loss: float = math.nan
     peak_bytes: int = 0
     idle_bytes: int = 0
+    compile_s: float = 0.0
+
+
+def products_of(kind: str) -> tuple[int, int]:
+    """Return the side of the square matrices on this kind of device, and how many products a turn has."""
+    return PRODUCTS.get(kind, PRODUCTS_ELSEWHERE)
 
 
 def take_turns(names: Sequence[str], work: Work, rounds: int, start_method: str = "spawn") -> dict[str, Record]:
@@ -76,7 +85,7 @@ def take_turns(names: Sequence[str], work: Work, rounds: int, start_method: str 
             shift = number % len(order)
             for name in order[shift:] + order[:shift]:
                 pipes[name].send(number * work.steps)
-                seconds, cpu_s, losses, peak = _answer(name, pipes[name])
+                seconds, cpu_s, losses, peak, records[name].compile_s = _answer(name, pipes[name])
                 records[name].losses.append(losses[-1])
                 records[name].peak_bytes = peak
                 if number == 0:
@@ -125,11 +134,19 @@ def _work(name: str, work: Work, pipe: Connection) -> None:
             losses = [float(loss) for loss in turn(first)]
             device.synchronize(work.kind)
             seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-            pipe.send((seconds, cpu_s, losses, device.peak_memory_bytes(work.kind)))
+            pipe.send((seconds, cpu_s, losses, device.peak_memory_bytes(work.kind), _compile_s(name)))
     except EOFError:
         return
     except Exception:
         pipe.send(traceback.format_exc())
+
+
+def _compile_s(name: str) -> float:
+    if not name.endswith("-compiled"):
+        return 0.0
+    from megatron.training.compile_time import compiled_here
+
+    return compiled_here().seconds
 
 
 def _contender(name: str, work: Work) -> Any:
@@ -148,12 +165,12 @@ def _product(work: Work) -> Any:
 
     from megatron import device
 
-    place = device.bind(work.kind, 0)
-    a, b = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, device=place, dtype=device.DTYPES[work.dtype]) for _ in range(2))
+    place, (side, number) = device.bind(work.kind, 0), products_of(work.kind)
+    a, b = (torch.randn(side, side, device=place, dtype=device.DTYPES[work.dtype]) for _ in range(2))
     out = torch.empty_like(a)
 
     def turn(_: int) -> list[float]:
-        for _ in range(PRODUCTS_PER_TURN):
+        for _ in range(number):
             torch.mm(a, b, out=out)
         return [0.0]
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import contenders, step_time, t5_contenders, turns
+from benchmarks import contenders, machine, step_time, t5_contenders, turns
 from benchmarks.sizes import GPTSizes, Sizes, T5Sizes
-from benchmarks.turns import PRODUCT, PRODUCTS_PER_TURN, Record, Work
+from benchmarks.step_bars import bars
+from benchmarks.turns import PRODUCT, PRODUCTS, Record, Work
 from tests.harness import run_ranks
 
 SIZES = GPTSizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
@@ -52,7 +53,7 @@ def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
     records = {
         "ours": Record(turns_s=[1.0, 4.0, 1.0], cpu_s=[2.0] * 3, losses=[1.0], peak_bytes=1),
         "plain": Record(turns_s=[1.5, 4.0, 1.5], cpu_s=[3.0] * 3, losses=[1.0], peak_bytes=1),
-        PRODUCT: Record(turns_s=[PRODUCTS_PER_TURN * 2048.0**3 * 2 / 1e9] * 3),
+        PRODUCT: Record(turns_s=[PRODUCTS["cpu"][1] * 2048.0**3 * 2 / 1e9] * 3),
     }
     result = step_time.summarize(records, WORK)
     ours, plain = result["contenders"]["ours"], result["contenders"]["plain"]
@@ -64,7 +65,8 @@ def test_mfu_and_speed_are_ratios_of_the_measured_turns() -> None:
     layers, head, attention = 2 * (12 * 32 * 32 + 13 * 32), 64 * 32 + 2 * 32, 2 * 32 * 16
     assert ours["mfu"] == pytest.approx(32 * 6 * (layers + head + attention) / 0.5 / 1e9)
     assert ours["mfu_whole"] == pytest.approx(32 * 6 * (layers + head + 2 * attention) / 0.5 / 1e9)
-    assert "ours" in step_time.table(result)
+    told = step_time.table(result)
+    assert "ours" in told and "met    speed of ours over plain: 1.500, at least 1.05" in told
 
 
 def test_flops_of_t5_are_those_of_the_note() -> None:
@@ -94,7 +96,7 @@ def test_unequal_first_losses_end_a_run() -> None:
 
 @pytest.mark.parametrize("model, names", [("gpt2", ["plain"]), ("t5", ["hf"])])
 def test_contenders_take_turns_in_processes_of_their_own(tmp_path, monkeypatch, model: str, names: list[str]) -> None:
-    monkeypatch.setattr(turns, "PRODUCT_SIDE", 64)
+    monkeypatch.setitem(turns.PRODUCTS, "cpu", (64, 2))
     lengths = {"gpt2": "--seq-length 8", "t5": "--enc-seq-length 16"}[model]
     tiny = f"--model {model} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 {lengths}"
     short = "--batch-size 1 --rounds 2 --steps 1 --threads 1 --device cpu"
@@ -104,3 +106,67 @@ def test_contenders_take_turns_in_processes_of_their_own(tmp_path, monkeypatch, 
     for name in names:
         row = result["contenders"][name]
         assert len(row["losses"]) == 3 and row["mfu"] > 0.0
+
+
+def test_what_is_to_be_reached_is_asked_of_those_who_took_part() -> None:
+    ours = {"mfu": 0.73, "mfu_sheet": None, "peak_memory_bytes": 90}
+    compiled = {"mfu": 0.79, "mfu_sheet": None, "peak_memory_bytes": 101}
+    hf = {"speed_of_ours": {"ours": (1.0, 1.25, 2.0), "ours-compiled": (1.0, 1.39, 2.0)}, "peak_memory_bytes": 100}
+    found = {bar.name: bar.is_met for bar in bars("gpt2", "cpu", {"ours": ours, "ours-compiled": compiled, "hf": hf})}
+    assert found == {
+        "MFU of ours": True,
+        "MFU of ours-compiled": False,
+        "speed of ours over hf": True,
+        "speed of ours-compiled over hf": False,
+        "peak memory of ours over hf's": True,
+        "peak memory of ours-compiled over hf's": False,
+    }
+    assert [str(bar) for bar in bars("t5", "cpu", {"ours": ours, "hf": hf})] == [
+        "MISSED speed of ours over hf: 1.250, at least 1.3",
+        "met    peak memory of ours over hf's: 0.900, at most 1",
+    ]
+
+
+@pytest.mark.parametrize(("family", "share"), [("gpt2", 0.5), ("t5", 0.42)])
+def test_on_a_gpu_the_better_of_ours_counts_by_the_data_sheet(family: str, share: float) -> None:
+    def judged(*shares: float | None) -> list[bool]:
+        rows = {name: {"mfu_sheet": share} for name, share in zip(step_time.OURS, shares, strict=False)}
+        return [bar.is_met for bar in bars(family, "cuda", rows)]
+
+    assert judged(share - 0.01, share) == [True]
+    assert judged(share - 0.01) == [False]
+    assert judged(None) == [], "of a GPU that is not known nothing is asked"
+
+
+def test_the_large_sizes_have_1_3_billion_parameters_and_flags_change_them() -> None:
+    from benchmarks.flags import config_of
+    from megatron import cost
+
+    for family in ("gpt2", "t5"):
+        args = step_time.parse_args(["--model", family, "--size", "1.3b", "--device", "cpu"])
+        assert args.contenders == step_time.OURS
+        held = cost.of(config_of(step_time.work_of(args).sizes)).num_parameters
+        assert 1.25e9 < held < 1.35e9, family
+    args = step_time.parse_args("--size 1.3b --num-layers 2 --batch-size 1".split())
+    assert (args.num_layers, args.hidden_size, args.batch_size) == (2, 2048, 1)
+
+
+def test_products_on_a_gpu_are_long_enough_to_hide_their_starts() -> None:
+    assert turns.products_of("cpu") == (2048, 8)
+    side, number = turns.products_of("cuda")
+    assert number * 2 * side**3 / 989e12 > 0.05, "seconds of a turn at best"
+
+
+def test_strict_ends_with_1_where_something_was_missed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(turns.PRODUCTS, "cpu", (64, 2))
+    tiny = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 256 --seq-length 8 --batch-size 1"
+    short = "--rounds 1 --steps 1 --threads 1 --device cpu --contenders ours --strict --json"
+    with pytest.raises(SystemExit) as end:
+        step_time.main([*tiny.split(), *short.split(), str(tmp_path / "out.json")], start_method="fork")
+    assert end.value.code == 1, "so small a model is far from 0.72"
+    assert (tmp_path / "out.json").exists()
+
+
+def test_a_package_that_is_not_there_has_no_version() -> None:
+    assert machine._version("no-such-package") is None
+    assert machine._version("torch")
