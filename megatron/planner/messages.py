@@ -96,18 +96,21 @@ class Messages:
     def _back(self, group: Group, work: Work, unit: Seconds, layout: Layout, is_cut: bool) -> Traffic:
         """Return the messages of a unit's backward; ``is_cut``: what lies between its products is cut over the ranks.
 
-        Sums run beside the column layers' products for weights, but where the schedule puts these off; what is joined
-        once more runs beside their products for the input.
+        Sums run beside the column layers' products for weights; what is joined once more runs beside their products for
+        the input. Where a schedule puts products for weights off, or layers are compiled, one follows the other, and
+        what was joined in forward is kept.
         """
-        beside = unit.columns if layout.overlaps_tensor and not self.machine.is_cpu else 0.0
-        for_weights = 0.0 if layout.schedule == SPLITTING else beside
+        is_plain = layout.schedule == SPLITTING or layout.is_compiled
+        hides = layout.overlaps_tensor and not self.machine.is_cpu and not is_plain
+        beside = unit.columns if hides else 0.0
         if not is_cut:
-            return sum((group.summed(size) for size in work.back), Traffic()).behind(for_weights)
+            return sum((group.summed(size) for size in work.back), Traffic()).behind(beside)
         cut, whole = work.back[: len(work.sums)], work.back[len(work.sums) :]
         once = sum((group.gathered(size) for size in cut), Traffic())
         sums = sum((group.scattered(size) for size in cut), Traffic())
         sums += sum((group.summed(size) for size in whole), Traffic())
-        return once + once.behind(beside) + sums.behind(for_weights)
+        again = Traffic() if is_plain else once.behind(beside)
+        return once + again + sums.behind(beside)
 
 
 def total(sent: Sequence[Traffic], pieces: Sequence[tuple[int, int]]) -> Traffic:

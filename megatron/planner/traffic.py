@@ -3,7 +3,7 @@
 | kind | for each | a rank of n sends |
 |---|---|---|
 | tensor | sum of activations of X bytes over t ranks | 2 (t - 1) / t X |
-| ... with sequence parallelism | in place of a sum of forward an all-gather and a reduce-scatter; of backward two all-gathers (of the output's gradient, and of the input once more) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |
+| ... with sequence parallelism | in place of a sum of forward an all-gather and a reduce-scatter; of backward two all-gathers (of the output's gradient, and of the input once more, which zb-h1 and compiled layers keep) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |
 | pipeline | boundary and micro-batch, each way | s b h numbers; from the seam of a T5 on those of both sides |
 | data | sum of gradients over d replicas, ZeRO 0 and 1 | 2 (d - 1) / d x 4 bytes of a parameter |
 | ... ZeRO 1 and 2 also | weights after the update | (d - 1) / d x a weight |

@@ -22,6 +22,13 @@ PLANNER = (
         (f"{TRAFFIC}::test_tensor_ranks_sum_four_times_a_layer_and_at_both_ends",),
     ),
     Mutant(
+        "compiled layers join their input once more",
+        "megatron/planner/messages.py",
+        "layout.schedule == SPLITTING or layout.is_compiled",
+        "layout.schedule == SPLITTING",
+        (f"{TRAFFIC}::test_what_products_keep_joined_is_not_joined_once_more_and_hides_nothing[compiled]",),
+    ),
+    Mutant(
         "a group across nodes has the links of a node",
         "megatron/planner/traffic.py",
         "if world <= machine.devices_per_node or machine.devices_per_node % (size * stride) == 0:",
@@ -153,8 +160,8 @@ PLANNER = (
     Mutant(
         "sequence parallelism joins no input again",
         "megatron/planner/messages.py",
-        "return once + once.behind(beside) + sums.behind(for_weights)",
-        "return once + sums.behind(for_weights)",
+        "return once + again + sums.behind(beside)",
+        "return once + sums.behind(beside)",
         (f"{TRAFFIC}::test_sequence_parallelism_joins_the_input_once_more_in_backward",),
     ),
     Mutant(

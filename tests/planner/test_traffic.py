@@ -58,6 +58,20 @@ def test_sequence_parallelism_joins_the_input_once_more_in_backward() -> None:
     assert parts.hidden_s == pytest.approx(3 * L * 3 / 4 * 4 * hidden / 1e15)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{"is_compiled": True}, {"pipe": 2, "schedule": "zb-h1", "num_micro_batches": 4}],
+    ids=["compiled", "weights put off"],
+)
+def test_what_products_keep_joined_is_not_joined_once_more_and_hides_nothing(how: dict[str, object]) -> None:
+    """So for layers that compile, or put weights off: sums and parts of sums send the same bytes, one after another."""
+    how = {"tensor": 4, "micro_batch_size": 2, **how}
+    plain, cut = estimate(**how).traffic[TENSOR], estimate(**how, sequence_parallel=True).traffic[TENSOR]
+    small = 3 * 2 * S * 4  # of the loss, which is not cut
+    assert cut.bytes == pytest.approx(plain.bytes, abs=8 * small)
+    assert plain.hidden_s == cut.hidden_s == 0.0
+
+
 def test_a_hidden_state_crosses_each_boundary_there_and_back() -> None:
     hidden = 2 * S * H * 2
     found = estimate(pipe=4, micro_batch_size=2, num_micro_batches=8).traffic[PIPELINE]
