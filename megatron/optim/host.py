@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +28,18 @@ class Offload:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` on the CPU, in one run of memory of its own."""
+        return self._room(tensor).copy_(tensor)
+
+    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a ``copy`` of each that is not there yet: started one behind the other, and waited for once."""
+        made = [each if each.device == HOST else self._room(each).copy_(each, non_blocking=True) for each in tensors]
+        for place in {each.device for each in tensors} - {HOST}:
+            device.finish_copies(place)
+        return made
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
         pins = self.is_pinned and tensor.device != HOST and device.can_pin(tensor.device.type)
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=pins)
-        return made.copy_(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=pins)
 
 
 NOTHING = Offload()

@@ -7,7 +7,7 @@ from ZeRO 2 on, by ``megatron.optim.gradient_parts``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -311,8 +311,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         parts = {self.master_of(p): self._gradients.part(p) for p in self._masters.of}
         if factor != 1.0:
             torch._foreach_mul_(list(parts.values()), factor)
-        for master, part in parts.items():
-            master.grad = part.to(master.device)
+        for master, gradient in zip(parts, self._beside(parts), strict=True):
+            master.grad = gradient
+
+    def _beside(self, parts: Mapping[torch.nn.Parameter, torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Return each part where its master lies."""
+        gradients = list(parts.values())
+        if all(master.device == part.device for master, part in parts.items()):
+            return gradients
+        return self._masters.offload.copies(gradients)
 
 
 def _kind_of_gradients(zero_stage: int, data: Group, overlaps_sums: bool) -> Callable[[Masters], Gradients]:

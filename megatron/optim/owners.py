@@ -129,8 +129,9 @@ def _in_slots(shares: Sequence[Share], replicas: int) -> torch.Tensor:
     for share, places in zip(shares, every.split(rooms, dim=1), strict=True):
         if share.gradient is None:
             continue
-        for replica in range(replicas):
-            shape = share.slot(replica)
-            place = places[replica, : torch.Size(shape).numel()].view(shape)
-            place.copy_(share.of(share.gradient, replica))
+        assert share.cut is not None  # the others are summed whole
+        for first, number, length in share.cut.runs:  # one copy for all parts of a length
+            run = share.gradient.narrow(share.cut.dim, share.cut.bounds[first], number * length)
+            parts = run.unflatten(share.cut.dim, (number, length)).movedim(share.cut.dim, 0)
+            places[first : first + number, : parts[0].numel()].view(parts.shape).copy_(parts)
     return every

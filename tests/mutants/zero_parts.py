@@ -26,8 +26,8 @@ ZERO_PARTS = (
     Mutant(
         "a reduce-scatter sends other numbers to other replicas",
         "megatron/optim/owners.py",
-        "            place.copy_(share.of(share.gradient, replica))\n",
-        "            place.copy_(share.of(share.gradient, replica) * (1 + replica))\n",
+        ".view(parts.shape).copy_(parts)\n",
+        ".view(parts.shape).copy_(parts * (1 + first))\n",
         (f"{PARTS}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce",),
     ),
     Mutant(
@@ -224,5 +224,19 @@ ZERO_PARTS = (
         "                self.scale = max(self.scale / 2.0, self.floor)\n",
         "                self.scale, self.overflows_left = max(self.scale / 2.0, self.floor), self.hysteresis\n",
         ("tests/optim/test_scaler.py::test_every_overflow_is_answered_as_deepspeed_does",),
+    ),
+    Mutant(
+        "gradients are used on the CPU before they are there",
+        "megatron/optim/host.py",
+        "            device.finish_copies(place)\n",
+        "            pass\n",
+        ("tests/optim/test_host.py::test_copies_are_waited_for_once_behind_the_last",),
+    ),
+    Mutant(
+        "a run of equal parts goes to the first replicas",
+        "megatron/optim/owners.py",
+        "places[first : first + number,",
+        "places[:number,",
+        (f"{PARTS}::test_a_reduce_scatter_leaves_the_parts_of_the_all_reduce",),
     ),
 )

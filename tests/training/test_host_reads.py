@@ -88,6 +88,17 @@ def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str
     assert found == data | {"to the host in tds/agreement.py": 1}
 
 
+def test_with_offload_each_gradient_goes_once_and_each_weight_comes_once() -> None:
+    found = in_own_process("sim", "gpt2", "--bf16", "--offload-optimizer")
+    weights = found.pop("to the host in megatron/optim/host.py")
+    assert weights > 10
+    assert found == {
+        "to the device in megatron/device.py": 2,
+        "to the host in tds/agreement.py": 1,
+        "to the device in megatron/optim/masters.py": weights,
+    }
+
+
 def faked(rank: int) -> tuple[list[int], list[Any]]:
     """Return what ``watched_by_cuda`` sees of a CPU, and what it asks of CUDA."""
     mode, asked = [0], []
