@@ -47,8 +47,14 @@ SPEEDS = {
 IN_LESS_MEMORY = {"gpt2": ("hf", "plain"), "t5": ("hf",)}
 
 
-def bars(family: str, kind: str, contenders: Contenders) -> Iterator[Bar]:
-    """Yield what of it was measured: a contender that did not take part is not asked for."""
+def bars(family: str, kind: str, contenders: Contenders, *, is_large: bool = False) -> Iterator[Bar]:
+    """Yield what of it was measured: a contender that did not take part is not asked for.
+
+    Args:
+        is_large: the sizes are the larger ones.
+    """
+    if kind != "cpu" and not is_large:
+        return
     if kind != "cpu":
         shares = [contenders[name]["mfu_sheet"] for name in ("ours", "ours-compiled") if name in contenders]
         known = [share for share in shares if share is not None]

@@ -30,9 +30,9 @@ RECEIVES_AHEAD = {Kind.HEADER: 2, Kind.ACTIVATION: 2, Kind.GRADIENT: 1}
 """How many receives wait for their message while the stage works. Gradients have a whole forward and backward to arrive
 in, so one is enough; on the first stages, where memory is short, a second buffer would count.
 
-Not on a GPU in the first call of a kind: a receive waits there as a kernel, and a kernel that is loaded at its first
-use, or memory that is got from the driver, may wait for all kernels, while what the neighbour sends hangs on it. There
-tensors are received as they are wanted."""
+Not on a GPU in the first call of a kind, nor where shapes may change: a receive waits there as a kernel, and a kernel
+that is loaded at its first use, or memory that is got from the driver, may wait for all kernels, while what the
+neighbour sends hangs on it. There tensors are received as they are wanted."""
 Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 
@@ -92,8 +92,7 @@ class Exchange(Transport):
         """
         self._reset(is_training)
         self.marks_all = marks_all
-        self._posts_ahead = is_host(self.links.device) or is_training in self._has_run
-        self._has_run.add(is_training)
+        self._posts_ahead = is_host(self.links.device) or (is_training in self._has_run and not self.is_dynamic)
         announced = set()
         for action in actions:
             message = received(action, self.links.stage, self.links.num_stages, self.num_chunks)
@@ -104,6 +103,10 @@ class Exchange(Transport):
                 announced.add(self._key(message))
                 self._expected[Kind.HEADER].append(message)
         self._post(Kind.HEADER)
+
+    def finish(self) -> None:
+        super().finish()
+        self._has_run.add(self.is_training)
 
     def send_activations(self, message: Message, output: Any) -> list[torch.Tensor]:
         """Send a stage's output; return its tensors whose gradients will come back, in the order in which they come.

@@ -232,7 +232,8 @@ def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
     engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in keys.PASSED})
     engine.setdefault("steps_per_print", config.run.log_interval)
     engine.setdefault("wall_clock_breakdown", False)
-    engine.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device at each micro-batch
+    off = {"enabled": False}  # it waits for the device at each micro-batch
+    engine["timers"] = {"throughput": off, **engine.get("timers", {})}
     engine.setdefault("zero_allow_untested_optimizer", True)
     engine.update(
         train_batch_size=config.batch.global_batch_size(d),

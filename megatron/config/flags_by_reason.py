@@ -85,9 +85,11 @@ GROUPS = {
         --tp-comm-overlap --tp-comm-overlap-cfg --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend
         --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --disable-tp-comm-bulk-dgrad
         --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag --disable-tp-comm-split-rs""",
+    "--pipeline-schedule zb-h1 puts gradients of weights off": """
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit""",
     "the schedule says when stages send: see --pipeline-schedule": """
         --no-overlap-p2p-communication --overlap-p2p-communication --overlap-p2p-communication-warmup-flush
-        --microbatch-group-size-per-virtual-pipeline-stage --defer-embedding-wgrad-compute --wgrad-deferral-limit
+        --microbatch-group-size-per-virtual-pipeline-stage
         --no-scatter-gather-tensors-in-pipeline --use-ring-exchange-p2p""",
     "messages go as torch.distributed sends them; set NCCL's own variables, or leave it out": """
         --use-nccl-ub --use-sharp --sharp-enabled-group --nccl-communicator-config-path --high-priority-stream-groups

@@ -11,7 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
 """Probabilities [b, a/t, s, s_k] to those with some put to 0, the others scaled up."""
-FOR_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FOR_MASKS = [
+    SDPBackend.OVERRIDEABLE,  # a plug-in's own
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 """Kernels that a mask may go to: all but cuDNN's, torch's first choice on H100 from 2.11 on. Its gradients of queries
 are no numbers with a mask, s % 128 == 64 and low scores, as those of a query that may look nowhere are."""
 
@@ -136,6 +141,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def lowest(dtype: torch.dtype) -> float:
     """Return what is added to scores where nothing may be seen: half the lowest number of ``dtype``.
 
-    With a low score added, or times log2(e) as in kernels that make powers of 2, it stays finite.
+    With a low score added, or times log2(e) as in kernels that make powers of 2, it stays finite. Scores that count
+    must be well above it: in fp16 above -30,000.
     """
     return torch.finfo(dtype).min / 2

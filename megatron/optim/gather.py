@@ -67,7 +67,8 @@ def gather(bucket: Sequence[Piece], group: Group) -> None:
     rooms = [piece.room for piece in bucket]
     mine = bucket[0].parameter.new_empty(sum(rooms))
     for piece, slot in zip(bucket, mine.split(rooms), strict=True):
-        slot[: piece.master.numel()].view(piece.master.shape).copy_(piece.master)
+        place = slot[: piece.master.numel()].view(piece.master.shape)
+        place.copy_(piece.master, non_blocking=True)  # so a device rounds what it is sent
     every = mine
     if group.size > 1:
         every = mine.new_empty(group.size * len(mine))

@@ -97,7 +97,7 @@ class Masters:
                 home.copy_(self.of[parameter])
         pairs = [(p, m) for p, m in self.of.items() if p is not m and p not in self._cuts]
         if pairs:
-            # not blocking, a device rounds what it is sent; else the host would, into memory that is not pinned
+            # not blocking, a device rounds what it is sent; else the host would, to memory that is not pinned
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
         away = self.homes if self._are_away else {}
         cuts = {parameter: cut for parameter, cut in self._cuts.items() if parameter not in away}

@@ -90,7 +90,7 @@ class Messages:
         moved = number * (2 * (state.width + state.optimizer) + 2 * state.gradient)
         if not layout.offload_optimizer:
             return moved / machine.update_bandwidth
-        copies = number * (state.gradient + state.width) / machine.host_bandwidth
+        copies = number * 2 * state.gradient / machine.host_bandwidth  # masters come back as they are, and are rounded
         return moved / machine.host_update_bandwidth + copies
 
     def _back(self, group: Group, work: Work, unit: Seconds, layout: Layout, is_cut: bool) -> Traffic:

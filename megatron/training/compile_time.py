@@ -20,10 +20,13 @@ class Compiled(NamedTuple):
 
 @dataclass
 class CompileMeter:
-    """Tells what compiling has cost since it was asked last. Nothing is read, or imported, unless ``is_on``."""
+    """Tells what compiling has cost since it was made, or asked last. Nothing is imported for it unless ``is_on``."""
 
     is_on: bool
-    _told: Compiled = field(default=Compiled(), init=False)
+    _told: Compiled = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._told = compiled_here() if self.is_on else Compiled()
 
     def drain(self) -> Compiled:
         """Return what was compiled since the last call."""

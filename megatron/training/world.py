@@ -67,8 +67,8 @@ def start(config: Config) -> World:
         ConfigError: the device or backend cannot be used, or ranks differ in code, versions or arguments.
         PeerError: not all ranks came.
     """
+    give_queues(has_pipeline=config.parallel.has_pipeline)
     kind = settle(config)
-    give_queues(kind, has_pipeline=config.parallel.has_pipeline)
     check_device_fits(config, kind)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     place = _bind(kind, local_rank)
@@ -85,12 +85,12 @@ def start(config: Config) -> World:
     return world
 
 
-def give_queues(kind: str, *, has_pipeline: bool) -> None:
-    """Give the streams of a pipeline on a GPU a queue each, ahead of the device's first use.
+def give_queues(*, has_pipeline: bool) -> None:
+    """Give the streams of a pipeline, if it is on GPUs, a queue each; ahead of whatever asks for a device.
 
     With CUDA's 8 for all of them the work of a stage may lie behind a receive that waits. What the user says holds.
     """
-    if kind == "cuda" and has_pipeline:
+    if has_pipeline:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", MOST_QUEUES)
 
 

@@ -201,6 +201,24 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, told: str
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"swiglu": True, "use_rotary_position_embeddings": True}, "name: a gated activation, rotary positions"),
+        ({"squared_relu": True}, "a squared ReLU"),
+        ({"apply_layernorm_1p": True}, r"norms with weights less 1 \(--apply-layernorm-1p\)"),
+        ({"normalization": "RMSNorm"}, "RMSNorm for LayerNorm"),
+    ],
+    ids=["LLaMA", "squared", "less 1", "other norms"],
+)
+def test_settings_that_make_another_model_are_refused(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+    folder = write_megatron(tmp_path / "theirs", weights_of(model_of()), **settings)
+    with pytest.raises(CheckpointError, match=told):
+        imported(folder, tmp_path / "run")
+    plain = write_megatron(tmp_path / "plain", weights_of(model_of()), normalization="LayerNorm", squared_relu=False)
+    imported(plain, tmp_path / "run")
+
+
 def test_a_checkpoint_of_ours_is_not_taken_for_one_of_megatron_core(tmp_path: Path) -> None:
     """Both are written through torch.distributed.checkpoint."""
     imported(write_megatron(tmp_path / "theirs", weights_of(model_of())), tmp_path / "run")

@@ -13,7 +13,7 @@ HOST_READS = (
     Mutant(
         "DeepSpeed times its throughput, for which it waits for the device",
         "megatron/config/deepspeed.py",
-        """    engine.setdefault("timers", {"throughput": {"enabled": False}})""",
+        """    engine["timers"] = {"throughput": off, **engine.get("timers", {})}""",
         "    pass",
         (ONE_STAGE,),
     ),

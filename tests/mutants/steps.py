@@ -37,14 +37,14 @@ STEPS = (
     Mutant(
         "receives are posted ahead in the first call on a device, too",
         "tds/exchange.py",
-        "is_host(self.links.device) or is_training in self._has_run",
+        "is_host(self.links.device) or (is_training in self._has_run and not self.is_dynamic)",
         "True",
         ("tests/tds/test_exchange.py::test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind",),
     ),
     Mutant(
         "an evaluation counts as a step",
         "tds/exchange.py",
-        "self._has_run.add(is_training)",
+        "self._has_run.add(self.is_training)",
         "self._has_run |= {True, False}",
         ("tests/tds/test_exchange.py::test_on_a_device_nothing_is_posted_ahead_in_the_first_call_of_a_kind",),
     ),

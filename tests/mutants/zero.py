@@ -43,8 +43,8 @@ ZERO_1 = (
     Mutant(
         "replicas send the weights of before the update",
         "megatron/optim/gather.py",
-        ".copy_(piece.master)\n",
-        ".copy_(piece.cut.part(piece.parameter, group.rank).clone())\n",
+        "place.copy_(piece.master, non_blocking=True)",
+        "place.copy_(piece.cut.part(piece.parameter, group.rank).clone())",
         (STEPS,),
     ),
     Mutant(

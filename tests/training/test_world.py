@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pretrain_gpt2
+from megatron.config import Config
 from megatron.errors import PeerError
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
@@ -60,14 +61,23 @@ def test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for() 
     assert run_ranks(2, councils) == [["world cpu", "host cpu"]] * 2
 
 
+class Settling(Exception):
+    """Where a start asks for a device."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "has_pipeline", "said", "found"),
-    [("cuda", True, None, "32"), ("cuda", True, "8", "8"), ("cuda", False, None, None), ("cpu", True, None, None)],
-    ids=["a pipeline on GPUs", "the user says", "no pipeline", "a CPU"],
+    ("extra", "said", "found"),
+    [("--pipe-parallel-size 2", None, "32"), ("--pipe-parallel-size 2", "8", "8"), ("", None, None)],
+    ids=["a pipeline", "the user says", "no pipeline"],
 )
-def test_the_streams_of_a_pipeline_on_gpus_get_a_queue_each(
-    kind: str, has_pipeline: bool, said: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+def test_a_pipeline_asks_for_many_queues_ahead_of_its_device(
+    extra: str, said: str | None, found: str | None, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def settle(config: Config) -> str:
+        assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == found
+        raise Settling
+
     monkeypatch.setattr(os, "environ", {} if said is None else {"CUDA_DEVICE_MAX_CONNECTIONS": said})
-    world.give_queues(kind, has_pipeline=has_pipeline)
-    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == found
+    monkeypatch.setattr(world, "settle", settle)
+    with pytest.raises(Settling):
+        world.start(parse_as(pretrain_gpt2, flags(corpus, tmp_path, extra), 2))

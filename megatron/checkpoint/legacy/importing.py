@@ -17,7 +17,13 @@ from megatron.config import Config
 from megatron.errors import CheckpointError
 
 _EPSILON = 1e-5
-_UNKNOWN_HERE = {"swiglu": "a gated activation", "use_rotary_position_embeddings": "rotary positions"}
+_UNKNOWN_HERE = {
+    "swiglu": "a gated activation",
+    "quick_geglu": "a gated activation",
+    "squared_relu": "a squared ReLU",
+    "use_rotary_position_embeddings": "rotary positions",
+    "apply_layernorm_1p": "norms with weights less 1 (--apply-layernorm-1p)",
+}
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,10 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
 def _config(found: legacy.Found, wishes: Wishes) -> Config:
     """Return the configuration of the model whose weights were found: sizes are read off the tensors."""
     strange = [told for key, told in _UNKNOWN_HERE.items() if found.settings.get(key)]
+    norm = found.settings.get("normalization") or "LayerNorm"
+    strange += [f"{norm} for LayerNorm"] * (norm != "LayerNorm")
     if strange:
-        raise CheckpointError(f"our GPT-2 and T5 have no {', '.join(strange)}")
+        raise CheckpointError(f"our GPT-2 and T5 are without what the files' settings name: {', '.join(strange)}")
     weights, settings = found.weights, found.settings
     side = "encoder." if found.is_t5 else ""
     try:
