@@ -34,7 +34,8 @@ class CompileMeter:
             return Compiled()
         total, before = compiled_here(), self._told
         self._told = total
-        return Compiled(total.seconds - before.seconds, total.made - before.made, total.found - before.found)
+        seconds, made, found = total.seconds - before.seconds, total.made - before.made, total.found - before.found
+        return Compiled(max(seconds, 0.0), max(made, 0), max(found, 0))  # less where torch was told to forget
 
 
 def compiled_here() -> Compiled:
