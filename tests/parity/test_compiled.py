@@ -34,8 +34,9 @@ def compiled_rank(rank: int, backend: str, cache: str, argv: list[str], size: in
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     built = compile_layers
     assembly.compile_layers = lambda *args, **how: built(*args, **how, backend=backend)  # type: ignore[assignment]
+    before = counters["stats"]["unique_graphs"]  # of the process that this one is a fork of
     trace = trace_rank(rank, argv, size, STEPS, 0)
-    return trace, counters["stats"]["unique_graphs"]
+    return trace, counters["stats"]["unique_graphs"] - before
 
 
 def compiled(tensor: int, pipe: int, extra: str, backend: str, cache: Path) -> list[Trace]:
