@@ -1,4 +1,8 @@
-"""What a step of ours is to reach beside others in the same run, and whether it did."""
+"""What a step of ours is to reach beside others in the same run, and whether it did.
+
+On a CPU the bars are set for the small sizes, and judged for whatever sizes are given; on a GPU they are for the large
+ones alone.
+"""
 
 from __future__ import annotations
 
