@@ -33,7 +33,7 @@ GROUPS = {
     "the network computes in the format of its weights: use --bf16, --fp16 or --fp32": """
         --fp8-recipe --fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather
         --no-fp8-wgrad --fp4-format --first-last-layers-bf16 --fp32-residual-connection""",
-    "there are no hand-written kernels; leave it out": """
+    "no kernel is written by hand for it; leave it out": """
         --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-gradient-accumulation-fusion
         --no-rope-fusion --no-persist-layer-norm --abort-on-unmet-fused-kernel-constraints --use-te-activation-func
         --no-gradient-reduce-div-fusion""",

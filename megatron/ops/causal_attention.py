@@ -5,8 +5,8 @@ block of their queries is a product with the keys up to its own end, a softmax i
 backward makes the probabilities once more, for reading them from memory would take as long. Nothing of [s, s] is kept,
 and the gradients of query, key and value are written where the layer's product reads them, one beside the other.
 
-It is an operator (``torch.library``), one node to ``--compile``. torch's own kernel, which every other case takes, goes
-over whole rows of the scores in its backward pass.
+It is an operator (``torch.library``), one node to ``--compile``; in layers compiled in fp32 ``causal_kernel`` takes its
+place. torch's own kernel, which every other case takes, goes over whole rows of the scores in its backward pass.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from megatron.ops import causal_kernel
 from megatron.ops.attention import Drop, attention
 from megatron.ops.biased_attention import is_blocked
 from megatron.ops.causal_blocks import Room, RoomOfBackward, put_product, rooms
@@ -37,7 +38,7 @@ def causal_self_attention(packed: torch.Tensor, *, dropout: float = 0.0, drop: D
     probabilities again in backward.
     """
     if is_blocked(packed) and not dropout and drop is None:
-        context: torch.Tensor = _forward(packed)
+        context: torch.Tensor = causal_kernel.forward(packed)[0] if causal_kernel.takes(packed) else _forward(packed)
         return context.permute(1, 2, 0, 3)
     return attention(*heads_of(packed), dropout=dropout, drop=drop)
 
@@ -118,17 +119,11 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 _forward.register_autograd(_gradient, setup_context=_remember)
 
 
-def _products(shape: torch.Size) -> int:
-    """Return the FLOPs of a product of every query with the keys it sees, itself among them."""
-    s, b, a, _, d = shape
-    return b * a * d * s * (s + 1)
-
-
 @register_flop_formula(torch.ops.megatron_tds.causal_self_attention)
 def _flops(packed: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * _products(packed)
+    return 2 * causal_kernel.products(packed)
 
 
 @register_flop_formula(torch.ops.megatron_tds.causal_self_attention_backward)
 def _flops_of_backward(_: torch.Size, packed: torch.Size, *__: Any, **___: Any) -> int:
-    return 5 * _products(packed)
+    return 5 * causal_kernel.products(packed)

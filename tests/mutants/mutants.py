@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.bert import BERT
 from tests.mutants.calibrate import CALIBRATION
 from tests.mutants.causal_attention import CAUSAL_ATTENTION, COMPILED_LAYERS
+from tests.mutants.causal_kernel import CAUSAL_KERNEL
 from tests.mutants.chunked_loss import CHUNKED_LOSS
 from tests.mutants.contract import CONTRACT
 from tests.mutants.convert import CONVERT
@@ -69,6 +70,7 @@ IN_SPEED = (
     *SEQUENCE_PARALLEL,
     *CHUNKED_LOSS,
     *CAUSAL_ATTENTION,
+    *CAUSAL_KERNEL,
     *COMPILED_LAYERS,
     *OVERLAPPED_GRADIENTS,
     *HOST_READS,

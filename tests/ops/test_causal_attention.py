@@ -12,7 +12,7 @@ from megatron.ops import causal_attention as module
 from megatron.ops import causal_blocks
 from megatron.ops.attention import attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
-from tests.mpu.whole import random
+from tests.ops.causal import formula, outcome, packed_of
 
 SHAPES = {
     "one position": (1, 2, 1, 4),
@@ -36,28 +36,6 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def formula(packed: torch.Tensor) -> torch.Tensor:
-    """Return the attention of each query, made by itself."""
-    query, key, value = heads_of(packed)
-    rows = []
-    for i in range(query.shape[2]):
-        scores = (key[:, :, : i + 1] @ query[:, :, i, :, None]).squeeze(-1) / packed.shape[-1] ** 0.5  # [b, a, i + 1]
-        rows.append((scores.softmax(dim=-1).unsqueeze(-2) @ value[:, :, : i + 1]).squeeze(-2))
-    return torch.stack(rows, dim=2)
-
-
-def outcome(function, packed: torch.Tensor) -> list[torch.Tensor]:
-    """Return the output and the gradient."""
-    leaf = packed.detach().clone().requires_grad_()
-    output = function(leaf)
-    output.backward(random(7, *output.shape).to(packed.dtype))
-    return [output.detach(), leaf.grad]
-
-
-def packed_of(s: int, b: int, a: int, d: int) -> torch.Tensor:
-    return random(1, s, b, a, 3, d)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

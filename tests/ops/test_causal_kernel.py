@@ -1,0 +1,179 @@
+"""Causal attention of compiled layers on a CPU, against its formula in fp64, and where it is taken and where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.codecache import CppCodeCache
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.ops import causal_kernel
+from megatron.ops.causal_attention import causal_self_attention, heads_of
+from tests.ops.causal import formula, outcome, packed_of
+
+KERNEL = torch.ops.megatron_tds.causal_kernel
+SHAPES = {
+    "one position": (1, 2, 1, 16),
+    "less than a block, no whole vector": (11, 3, 5, 16),
+    "whole blocks": (128, 1, 3, 32),
+    "a rest": (201, 2, 3, 48),
+}
+BOUND = 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fill what ``empty`` returns with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def by_kernel(packed: torch.Tensor) -> torch.Tensor:
+    """Return the output [b, a, s, d], as ``causal_self_attention`` does."""
+    return KERNEL(packed)[0].permute(1, 2, 0, 3)
+
+
+def operators(packed: torch.Tensor) -> tuple[Any, list[str]]:
+    """Return the attention in a graph of its own, and the names of what the graph calls once it has run."""
+    torch._dynamo.reset()
+    names: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    compiled = torch.compile(causal_self_attention, backend=keep, dynamic=False, fullgraph=True)
+    compiled(packed)
+    return compiled, names
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_equals_the_formula_and_so_does_the_gradient(name: str) -> None:
+    packed = packed_of(*SHAPES[name]).float()
+    for own, wanted in zip(outcome(by_kernel, packed), outcome(formula, packed.double()), strict=True):
+        assert own.dtype == torch.float32
+        assert (own - wanted).norm() <= BOUND * wanted.norm()
+        assert (own - wanted).abs().max() <= 2 * BOUND * wanted.abs().max()
+
+
+def test_compiled_layers_take_it_in_fp32_and_no_others_do() -> None:
+    packed = packed_of(*SHAPES["a rest"]).float()
+    compiled, names = operators(packed)
+    assert any("megatron_tds.causal_kernel" in name for name in names), names
+    assert all(torch.equal(*pair) for pair in zip(outcome(compiled, packed), outcome(by_kernel, packed), strict=True))
+    assert not causal_kernel.takes(packed), "without a compiler"
+    for other in (packed.double(), packed[..., :40].contiguous()):
+        assert not any("causal_kernel" in name for name in operators(other)[1])
+    assert any("megatron_tds.causal_self_attention" in name for name in operators(packed.double())[1])
+
+
+def test_what_is_dropped_or_not_of_a_cpu_goes_elsewhere() -> None:
+    packed = packed_of(8, 1, 2, 16).float()
+    graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: causal_self_attention(x, dropout=0.5), backend=keep)(packed)
+    torch.compile(causal_self_attention, backend=keep)(packed.to("meta"))
+    assert len(graphs) == 2 and not any("causal_kernel" in code for code in graphs)
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    packed = packed_of(*SHAPES["a rest"]).float()
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            found.append(outcome(by_kernel, packed))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_heads_and_samples_know_nothing_of_each_other() -> None:
+    """To the bit, so that ranks which hold some of the heads, or some of the samples, compute what one does."""
+    packed = packed_of(*SHAPES["a rest"]).float()
+    whole = outcome(by_kernel, packed)
+    part = KERNEL(packed[:, 1:, 1:].contiguous())[0]
+    assert torch.equal(part.permute(1, 2, 0, 3), whole[0][1:, 1:])
+
+
+def test_a_later_token_changes_nothing_before_it() -> None:
+    packed = packed_of(*SHAPES["a rest"]).float()
+    for place in (7, 64, 100):
+        other = packed.clone()
+        other[place] += 1.0
+        one, two = by_kernel(packed), by_kernel(other)
+        assert torch.equal(one[:, :, :place], two[:, :, :place])
+        assert (one[:, :, place:] != two[:, :, place:]).any(dim=-1).all()
+
+
+def test_scores_too_large_for_exp_give_numbers_and_nan_gives_nan() -> None:
+    packed = packed_of(70, 1, 2, 16).float()
+    assert all(each.isfinite().all() for each in outcome(by_kernel, packed * 1e3))
+    for part in (0, 1):
+        broken = packed.clone()
+        broken[66, 0, 1, part, 3] = float("nan")
+        output, gradient = outcome(by_kernel, broken)
+        assert output[0, 1, 66].isnan().all() and output[0, 0].isfinite().all() and output[0, 1, :66].isfinite().all()
+        assert gradient[66, 0, 1].isnan().any() and gradient[:, :, 0].isfinite().all()
+
+
+def test_the_input_and_a_number_for_each_query_are_kept() -> None:
+    s, b, a, d = SHAPES["a rest"]
+    kept: list[torch.Size] = []
+    packed = packed_of(s, b, a, d).float().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):  # type: ignore[func-returns-value]
+        by_kernel(packed)
+    assert kept == [packed.shape, torch.Size([b * a, s])]
+
+
+def test_a_compiler_can_work_with_it() -> None:
+    packed = packed_of(*SHAPES["less than a block, no whole vector"]).float()
+    torch.library.opcheck(causal_kernel.forward, (packed.requires_grad_(),))
+    assert by_kernel(packed).permute(2, 0, 1, 3).is_contiguous(), "as the next product reads it"
+
+
+def test_its_products_are_counted_as_those_of_blocks() -> None:
+    packed = packed_of(*SHAPES["a rest"]).float()
+    counts = []
+    for function in (by_kernel, causal_self_attention):
+        with FlopCounterMode(display=False) as counter:
+            outcome(function, packed)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(source: str) -> None:
+        assert "causal_forward" in source
+        raise RuntimeError("no such header")
+
+    monkeypatch.setattr(CppCodeCache, "load", broken)
+    causal_kernel._library.cache_clear()
+    packed = packed_of(*SHAPES["a rest"]).float()
+    said: list[str] = []
+    monkeypatch.setattr(causal_kernel.log, "warn_once", said.append)
+    compiled, names = operators(packed)
+    assert len(said) == 1 and "goes by torch's operators" in said[0] and "could not be built: no such header" in said[0]
+    assert any("megatron_tds.causal_self_attention" in name for name in names)
+    assert torch.equal(compiled(packed), causal_self_attention(packed))
+    monkeypatch.undo()
+    causal_kernel._library.cache_clear()
+    assert causal_kernel.is_built()
+
+
+def test_it_is_torchs_attention_at_a_size_of_use() -> None:
+    packed = packed_of(512, 1, 2, 64).float()
+    query, key, value = heads_of(packed)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert (by_kernel(packed) - wanted).norm() <= 2 * BOUND * wanted.norm()
