@@ -93,14 +93,19 @@ class Marks:
 
 
 def timed(rank: Rank, dtypes: Sequence[str], pace: Pace) -> list[Timed]:
-    """Return what every family's model takes at each size. Collective: ranks begin each together."""
+    """Return what every family's model takes at each size. Collective: ranks begin each together.
+
+    Args:
+        dtypes: formats, first the one that runs take by default; models in the others have one turn each.
+    """
     found = []
     if rank.kind == "cpu":
         _touch_memory()
     shapes = [shape for shape in SHAPES[rank.kind == "cpu"] if shape.hidden <= pace.widest]
     for dtype in dtypes:
         rank.tell(f"layers of every family in {dtype}")
-        found += [_timed(rank, family, dtype, shape, pace) for shape in shapes for family in FAMILIES]
+        own = pace if dtype == dtypes[0] else replace(pace, turns=1)  # half a minute is not enough for three of all
+        found += [_timed(rank, family, dtype, shape, own) for shape in shapes for family in FAMILIES]
     can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
     if rank.backend and pace.ranks_per_core == 1 and can_cut:
         rank.tell(f"layers of every family in {dtypes[0]}, cut over the ranks")

@@ -42,7 +42,7 @@ class Pace:
 
     Args:
         numbers: in the tensors of the stream and the update: more than caches hold.
-        turns: of each model whose layers are timed; models wider than ``widest`` are left out.
+        turns: of each model whose layers are timed in the first format; models wider than ``widest`` are left out.
         by_cpu_time: count this process's processor time, which says something of one thread on a busy machine too.
         ranks_per_core: where it is above 1 ranks take turns, and their processor time counts so many times.
     """

@@ -291,6 +291,13 @@ PLANNER = (
         (f"{ESTIMATE}::test_split_backwards_have_their_price_on_a_cpu",),
     ),
     Mutant(
+        "models in the first format have one turn",
+        "megatron/planner/pieces.py",
+        "own = pace if dtype == dtypes[0] else",
+        "own = pace if dtype != dtypes[0] else",
+        (f"{PIECES}::test_models_in_the_first_format_have_all_turns_and_those_in_others_one",),
+    ),
+    Mutant(
         "ranks time whole layers alone",
         "megatron/planner/pieces.py",
         "if rank.backend and pace.ranks_per_core == 1 and can_cut:",

@@ -206,6 +206,14 @@ def test_on_a_cpu_nothing_hides_messages() -> None:
         assert all((one.hidden_s > 0) == is_hidden for name, one in traffic.items() if name != "pipeline")
 
 
+def test_models_in_the_first_format_have_all_turns_and_those_in_others_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[str, int]] = set()
+    monkeypatch.setattr(pieces, "_touch_memory", lambda: None)
+    monkeypatch.setattr(pieces, "_timed", lambda rank, family, dtype, shape, pace: asked.add((dtype, pace.turns)))
+    pieces.timed(pieces.Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), pieces.Pace(turns=3))
+    assert asked == {("fp32", 3), ("bf16", 1)}
+
+
 def test_wide_models_are_left_out_of_a_short_look(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(pieces, "_touch_memory", lambda: None)
