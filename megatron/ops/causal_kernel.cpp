@@ -10,10 +10,14 @@
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace {
@@ -39,7 +43,7 @@ struct Sizes {
   int64_t scores() const { return kQueries * width(); } // of a block
 };
 
-int64_t numbers_forward(const Sizes& z) { return 2 * z.rows() + z.columns() + z.scores() + kQueries * (z.d + 1); }
+int64_t numbers_forward(const Sizes& z) { return 2 * z.rows() + z.columns() + z.scores() + kQueries * z.d; }
 int64_t numbers_backward(const Sizes& z) { return 3 * z.rows() + 6 * z.columns() + 2 * z.scores(); }
 
 // Hands out parts of a thread's memory.
@@ -69,11 +73,12 @@ float most_of(Vector x) {
   return at::vec::vec_reduce_all<float>([](Vector a, Vector b) { return at::vec::maximum(a, b); }, x);
 }
 
-// Put exp(scale * row - shift) in the place of `seen` scores, 0 behind them, and return what they add up to.
-float exponentials(float* row, int64_t seen, int64_t width, Vector scale, Vector shift) {
+// Put exp(scale * (row - most)) in the place of `seen` scores, 0 behind them, and return what they add up to. The
+// largest is taken off first and exactly: its own exponential is 1, in forward and backward, however large it is.
+float exponentials(float* row, int64_t seen, int64_t width, Vector scale, Vector most) {
   Vector sum(0.f);
   for (int64_t j = 0; j < width; j += kLanes) {
-    Vector made = at::vec::fmadd(Vector::loadu(row + j), scale, shift).exp_u20();
+    Vector made = ((Vector::loadu(row + j) - most) * scale).exp_u20();
     if (j + kLanes > seen) made = Vector::set(Vector(0.f), made, std::max<int64_t>(seen - j, 0));
     made.store(row + j);
     sum = sum + made;
@@ -90,10 +95,10 @@ float largest(const float* row, int64_t seen) {
   return most_of(found);
 }
 
-void forward_of_head(const Sizes& z, const float* packed, float* context, float* sums, Room room) {
+void forward_of_head(const Sizes& z, const float* packed, float* context, float* most, float* share, Room room) {
   const int64_t apart = z.apart(), width = z.width(), d = z.d;
   float *query = room.take(z.rows()), *value = room.take(z.rows()), *keys = room.take(z.columns());
-  float *scores = room.take(z.scores()), *product = room.take(kQueries * d), *shares = room.take(kQueries);
+  float *scores = room.take(z.scores()), *product = room.take(kQueries * d);
   copy(packed, apart, query, z.s, d);
   transpose(packed + d, apart, keys, width, z.s, d);
   copy(packed + 2 * d, apart, value, z.s, d);
@@ -103,18 +108,18 @@ void forward_of_head(const Sizes& z, const float* packed, float* context, float*
     for (int64_t i = 0; i < count; ++i) {
       float* row = scores + i * width;
       const int64_t seen = first + i + 1;
-      const float most = largest(row, seen) * z.scale;
-      const float sum = exponentials(row, seen, whole(end, kTile), Vector(z.scale), Vector(-most));
-      sums[first + i] = most + std::log(sum);
-      shares[i] = 1.f / sum;
+      most[first + i] = largest(row, seen);
+      share[first + i] = 1.f / exponentials(row, seen, whole(end, kTile), Vector(z.scale), Vector(most[first + i]));
     }
     brgemm(count, d, end, width, d, d, false, scores, value, product);
     for (int64_t i = 0; i < count; ++i)
-      at::vec::map([&](Vector x) { return x * Vector(shares[i]); }, context + (first + i) * z.n * d, product + i * d, d);
+      at::vec::map([&](Vector x) { return x * Vector(share[first + i]); }, context + (first + i) * z.n * d,
+                   product + i * d, d);
   }
 }
 
-void backward_of_head(const Sizes& z, const float* grad, const float* packed, const float* sums, float* found, Room room) {
+void backward_of_head(const Sizes& z, const float* grad, const float* packed, const float* most, const float* share,
+                      float* found, Room room) {
   const int64_t apart = z.apart(), width = z.width(), d = z.d;
   float *query = room.take(z.rows()), *key = room.take(z.rows()), *given = room.take(z.rows());
   float *queries = room.take(z.columns()), *keys = room.take(z.columns()), *values = room.take(z.columns());
@@ -135,12 +140,16 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
     for (int64_t i = 0; i < count; ++i) {
       float *row = scores + i * width, *of_row = of_scores + i * width;
       const int64_t seen = first + i + 1, rounded = whole(end, kTile);
-      exponentials(row, seen, rounded, Vector(z.scale), Vector(-sums[first + i]));
+      exponentials(row, seen, rounded, Vector(z.scale), Vector(most[first + i]));
       std::fill(of_row + seen, of_row + rounded, 0.f);
+      const Vector scale(z.scale), part(share[first + i]);
       Vector sum(0.f);
-      for (int64_t j = 0; j < rounded; j += kLanes)
-        sum = at::vec::fmadd(Vector::loadu(row + j), Vector::loadu(of_row + j), sum);
-      const Vector mean(sum_of(sum)), scale(z.scale);
+      for (int64_t j = 0; j < rounded; j += kLanes) {
+        const Vector probability = Vector::loadu(row + j) * part;
+        probability.store(row + j);
+        sum = at::vec::fmadd(probability, Vector::loadu(of_row + j), sum);
+      }
+      const Vector mean(sum_of(sum));
       for (int64_t j = 0; j < rounded; j += kLanes)
         (Vector::loadu(row + j) * (Vector::loadu(of_row + j) - mean) * scale).store(of_row + j);
     }
@@ -153,13 +162,31 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
   transpose(of_value, width, found + 2 * d, apart, d, z.s);
 }
 
-// Calls `work(head, room)` for each head; `memory` has `each` numbers for each thread.
+// Calls `work(head, room)` for each head. Each thread takes a room of its own by order of arrival: its number by OpenMP
+// would be that of another runtime's team where this was built with another one than torch.
 template <typename Work>
-void for_heads(int64_t n, float* memory, int64_t each, const Work& work) {
+void for_heads(int64_t n, float* memory, int64_t rooms, int64_t each, const Work& work) {
+  std::atomic<int64_t> taken{0};
   at::parallel_for(0, n, 1, [&](int64_t first, int64_t last) {
-    for (int64_t head = first; head < last; ++head) work(head, Room{memory + at::get_thread_num() * each});
-    at::native::cpublas::brgemm_release(false);
+    const int64_t own = taken++;
+    if (own >= rooms) throw std::length_error("more threads than torch.get_num_threads() says");
+    for (int64_t head = first; head < last; ++head) work(head, Room{memory + own * each});
   });
+}
+
+// Returns what `run` threw, in words that last until this thread's next call; null where it threw nothing.
+template <typename Run>
+const char* said(const Run& run) {
+  static thread_local std::string words;
+  try {
+    run();
+    return nullptr;
+  } catch (const std::exception& error) {
+    words = error.what();
+  } catch (...) {
+    words = "an unknown error";
+  }
+  return words.c_str();
 }
 
 }  // namespace
@@ -172,20 +199,29 @@ int64_t causal_numbers(int64_t s, int64_t d, bool is_backward) {
   return is_backward ? numbers_backward(z) : numbers_forward(z);
 }
 
-// packed [s, n, 3, d], context [s, n, d], sums [n, s]
-void causal_forward(const float* packed, float* context, float* sums, float* memory, int64_t s, int64_t n, int64_t d) {
+// packed [s, n, 3, d], context [s, n, d]; of each query the largest score and what its exponentials are multiplied by,
+// [2, n, s]; memory for as many threads as there are rooms.
+const char* causal_forward(const float* packed, float* context, float* queries, float* memory, int64_t rooms, int64_t s,
+                           int64_t n, int64_t d) {
   const Sizes z{s, n, d, 1.f / std::sqrt(static_cast<float>(d))};
-  for_heads(n, memory, numbers_forward(z), [&](int64_t head, Room room) {
-    forward_of_head(z, packed + head * 3 * d, context + head * d, sums + head * s, room);
+  return said([&] {
+    for_heads(n, memory, rooms, numbers_forward(z), [&](int64_t head, Room room) {
+      float* most = queries + head * s;
+      forward_of_head(z, packed + head * 3 * d, context + head * d, most, most + n * s, room);
+    });
   });
 }
 
-// grad like context, found like packed
-void causal_backward(const float* grad, const float* packed, const float* sums, float* found, float* memory, int64_t s,
-                     int64_t n, int64_t d) {
+// grad like context, found like packed.
+const char* causal_backward(const float* grad, const float* packed, const float* queries, float* found, float* memory,
+                            int64_t rooms, int64_t s, int64_t n, int64_t d) {
   const Sizes z{s, n, d, 1.f / std::sqrt(static_cast<float>(d))};
-  for_heads(n, memory, numbers_backward(z), [&](int64_t head, Room room) {
-    backward_of_head(z, grad + head * d, packed + head * 3 * d, sums + head * s, found + head * 3 * d, room);
+  return said([&] {
+    for_heads(n, memory, rooms, numbers_backward(z), [&](int64_t head, Room room) {
+      const float* most = queries + head * s;
+      const int64_t own = head * 3 * d;
+      backward_of_head(z, grad + head * d, packed + own, most, most + n * s, found + own, room);
+    });
   });
 }
 

@@ -22,14 +22,11 @@ from torch.utils.flop_counter import register_flop_formula
 from megatron import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-TILE = 16
-"""Numbers of a head are a multiple of it: whole vectors on every kind of core."""
 
 
 def takes(packed: torch.Tensor) -> bool:
-    """Return whether this is for ``packed`` [s, b, a/t, 3, d]: in a compiled layer, on a CPU, in fp32."""
-    is_fit = packed.device.type == "cpu" and packed.dtype == torch.float32 and packed.shape[-1] % TILE == 0
-    return torch.compiler.is_compiling() and is_fit and is_built()
+    """Return whether this is for ``packed`` [s, b, a/t, 3, d], on a CPU: in a compiled layer, in fp32."""
+    return torch.compiler.is_compiling() and packed.dtype == torch.float32 and is_built()
 
 
 @torch.compiler.assume_constant_result
@@ -45,6 +42,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         found: Any = CppCodeCache.load(SOURCE.read_text())
         found.causal_numbers.restype = ctypes.c_int64
+        found.causal_forward.restype = found.causal_backward.restype = ctypes.c_char_p
         return found
     except Exception as error:
         log.warn_once(
@@ -56,42 +54,45 @@ def _library() -> ctypes.CDLL | None:
 
 @torch.library.custom_op("megatron_tds::causal_kernel", mutates_args=())
 def forward(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the context [s, b, a/t, d] and for each query the logarithm of its sum of exponentials [b a/t, s]."""
-    s, b, a, _, d = packed.shape
+    """Return the context [s, b, a/t, d]; and for the backward alone, without a gradient, two numbers of each query.
+
+    They are its largest score, which no factor has yet, and what its exponentials are multiplied by: [2, b a/t, s].
+    """
     packed = packed.contiguous()
-    context, sums = _like_outcome(packed)
-    _call("causal_forward", packed, context, sums, _memory(packed, is_backward=False), sizes=(s, b * a, d))
-    return context, sums
+    context, queries = _like_outcome(packed)
+    _call("causal_forward", packed, context, queries, is_backward=False, packed=packed)
+    return context, queries
 
 
 @torch.library.custom_op("megatron_tds::causal_kernel_backward", mutates_args=())
-def backward(grad: torch.Tensor, packed: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+def backward(grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``packed``, like it in shape; that of the context is [s, b, a/t, d]."""
-    s, b, a, _, d = packed.shape
     packed = packed.contiguous()
     found = torch.empty_like(packed)
-    memory = _memory(packed, is_backward=True)
-    _call("causal_backward", grad.contiguous(), packed, sums, found, memory, sizes=(s, b * a, d))
+    _call("causal_backward", grad.contiguous(), packed, queries, found, is_backward=True, packed=packed)
     return found
 
 
-def _memory(packed: torch.Tensor, *, is_backward: bool) -> torch.Tensor:
-    """Return what the threads work in."""
-    s, d = packed.shape[0], packed.shape[-1]
-    library = _library()
+def _call(name: str, *tensors: torch.Tensor, is_backward: bool, packed: torch.Tensor) -> None:
+    """Call ``name`` of the library with ``tensors``, a room for each thread to work in, and the sizes of ``packed``.
+
+    Raises:
+        RuntimeError: what it ran into.
+    """
+    s, b, a, _, d = packed.shape
+    library, rooms = _library(), torch.get_num_threads()
     assert library is not None
     each = library.causal_numbers(ctypes.c_int64(s), ctypes.c_int64(d), ctypes.c_bool(is_backward))
-    return packed.new_empty(torch.get_num_threads() * each)
-
-
-def _call(name: str, *tensors: torch.Tensor, sizes: tuple[int, ...]) -> None:
-    places = (ctypes.c_void_p(each.data_ptr()) for each in tensors)
-    getattr(_library(), name)(*places, *map(ctypes.c_int64, sizes))
+    memory = packed.new_empty(rooms * each)
+    places = (ctypes.c_void_p(each.data_ptr()) for each in (*tensors, memory))
+    error = getattr(library, name)(*places, *map(ctypes.c_int64, (rooms, s, b * a, d)))
+    if error is not None:
+        raise RuntimeError(f"{name} of {SOURCE.name} on {tuple(packed.shape)}: {error.decode()}")
 
 
 def _like_outcome(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     s, b, a, _, d = packed.shape
-    return packed.new_empty(s, b, a, d), packed.new_empty(b * a, s)
+    return packed.new_empty(s, b, a, d), packed.new_empty(2, b * a, s)
 
 
 @forward.register_fake
@@ -100,7 +101,7 @@ def _(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @backward.register_fake
-def _(grad: torch.Tensor, packed: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+def _(grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(packed, memory_format=torch.contiguous_format)
 
 

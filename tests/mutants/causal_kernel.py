@@ -14,7 +14,8 @@ LESS = f"{_FORMULA}[less than a block, no whole vector]"
 LATER = f"{_TESTS}::test_a_later_token_changes_nothing_before_it"
 TAKEN = f"{_TESTS}::test_compiled_layers_take_it_in_fp32_and_no_others_do"
 THREADS = f"{_TESTS}::test_any_number_of_threads_gives_the_same_bits"
-NUMBERS = f"{_TESTS}::test_scores_too_large_for_exp_give_numbers_and_nan_gives_nan"
+HUGEST = f"{_TESTS}::test_scores_too_large_for_exp_choose_one_key[100000.0]"
+HUGE = f"{_TESTS}::test_scores_too_large_for_exp_choose_one_key[1000.0]"
 
 CAUSAL_KERNEL = (
     Mutant(
@@ -26,17 +27,34 @@ CAUSAL_KERNEL = (
     ),
     Mutant("scores behind the diagonal count", SOURCE, "if (j + kLanes > seen)", "if (j > seen)", (REST,)),
     Mutant(
-        "no score is taken from the largest", SOURCE, "largest(row, seen) * z.scale", "0 * largest(row, 1)", (NUMBERS,)
+        "nothing is taken off the scores",
+        SOURCE,
+        "(Vector::loadu(row + j) - most) * scale",
+        "(Vector::loadu(row + j)) * scale",
+        (HUGE,),
+    ),
+    Mutant(
+        "the largest score is scaled and rounded ahead of the others",
+        SOURCE,
+        "((Vector::loadu(row + j) - most) * scale)",
+        "at::vec::fmadd(Vector::loadu(row + j), scale, (most * scale).neg())",
+        (HUGEST,),
     ),
     Mutant(
         "the largest score is that of the first keys",
         SOURCE,
         "j < seen; j += kLanes)\n    found",
         "j < std::min<int64_t>(seen, kLanes); j += kLanes)\n    found",
-        (NUMBERS,),
+        (HUGE,),
     ),
-    Mutant("the sum of a query is without its largest", SOURCE, "most + std::log(sum)", "std::log(sum)", (REST,)),
-    Mutant("a context is not divided by its sum", SOURCE, "x * Vector(shares[i])", "x", (REST,)),
+    Mutant(
+        "probabilities of the backward do not add up to 1",
+        SOURCE,
+        "Vector::loadu(row + j) * part",
+        "Vector::loadu(row + j)",
+        (REST,),
+    ),
+    Mutant("a context is not divided by its sum", SOURCE, "x * Vector(share[first + i])", "x", (REST,)),
     Mutant(
         "scores behind the rest's end are not zero",
         SOURCE,
@@ -71,17 +89,23 @@ CAUSAL_KERNEL = (
     Mutant(
         "all heads work with the sums of the first",
         SOURCE,
-        "packed + head * 3 * d, sums + head * s, found",
-        "packed + head * 3 * d, sums, found",
+        "const float* most = queries + head * s;\n    ",
+        "const float* most = queries;\n    ",
         (REST,),
     ),
-    Mutant("threads work in one memory", SOURCE, "at::get_thread_num() * each", "0 * each", (THREADS,)),
+    Mutant("threads work in one memory", SOURCE, "memory + own * each", "memory", (THREADS,)),
     Mutant(
-        "layers that are not compiled take it", CHOICE, "torch.compiler.is_compiling() and is_fit", "is_fit", (TAKEN,)
+        "layers that are not compiled take it", CHOICE, "return torch.compiler.is_compiling() and", "return", (TAKEN,)
     ),
-    Mutant("fp64 takes it", CHOICE, " and packed.dtype == torch.float32", "", (TAKEN,)),
-    Mutant("heads of any width take it", CHOICE, " and packed.shape[-1] % TILE == 0", "", (TAKEN,)),
-    Mutant("no layer takes it", CHOICE, "is_fit and is_built()", "not is_fit and is_built()", (TAKEN,)),
+    Mutant("fp64 takes it", CHOICE, "packed.dtype == torch.float32 and ", "", (TAKEN,)),
+    Mutant(
+        "an error of the kernel goes unsaid",
+        CHOICE,
+        "if error is not None",
+        "if error == 0",
+        (f"{_TESTS}::test_more_threads_than_rooms_are_an_error_and_no_overrun",),
+    ),
+    Mutant("no layer takes it", CHOICE, "torch.float32 and is_built()", "torch.float16 and is_built()", (TAKEN,)),
     Mutant(
         "a product of its backward is not counted",
         CHOICE,
