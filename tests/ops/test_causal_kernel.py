@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def operators(packed: torch.Tensor) -> tuple[Any, list[str]]:
     return compiled, names
 
 
+def with_threads(number: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(*args)`` of so many threads of torch's.
+
+    They belong to a thread of Python that ends. Those of this one would be missing in processes that other tests fork,
+    which wait for them for ever.
+    """
+
+    def work() -> Any:
+        torch.set_num_threads(number)
+        return function(*args)
+
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            return executor.submit(work).result()
+        finally:
+            executor.submit(torch.set_num_threads, 1).result()  # MKL has one number for all
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_equals_the_formula_and_so_does_the_gradient(name: str) -> None:
@@ -89,14 +108,7 @@ def test_what_is_dropped_or_not_of_a_cpu_goes_elsewhere() -> None:
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     packed = packed_of(*SHAPES["a rest"]).float()
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            found.append(outcome(by_kernel, packed))
-    finally:
-        torch.set_num_threads(threads)
+    found = [with_threads(number, outcome, by_kernel, packed) for number in (1, 3)]
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
@@ -193,16 +205,9 @@ def test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so(monkeypatch: py
 
 
 def test_more_threads_than_rooms_are_an_error_and_no_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    try:
-        with pytest.raises(
-            RuntimeError, match=r"causal_forward of causal_kernel.cpp on \(8, 2, 6, 3, 4\): more threads than"
-        ):
-            KERNEL(packed_of(8, 2, 6, 4).float())
-    finally:
-        torch.set_num_threads(threads)
+    with pytest.raises(RuntimeError, match=r"causal_forward of causal_kernel.cpp on \(8, 2, 6, 3, 4\): more thr"):
+        with_threads(3, KERNEL, packed_of(8, 2, 6, 4).float())
 
 
 def test_it_is_torchs_attention_at_a_size_of_use() -> None:
