@@ -27,7 +27,8 @@ using at::native::cpublas::brgemm;
 
 constexpr int64_t kLanes = Vector::size();
 constexpr int64_t kQueries = 64;  // of a block
-constexpr int64_t kTile = 16;     // of a transposition; rows of scores begin at multiples of it
+constexpr int64_t kTile = 16;     // rows of scores, and of what lies transposed, begin at multiples of it
+static_assert(kTile % kLanes == 0, "a row of scores must hold whole vectors");
 
 constexpr int64_t whole(int64_t count, int64_t of) { return (count + of - 1) / of * of; }
 

@@ -1,7 +1,7 @@
 """Causal self-attention of compiled layers on a CPU: ``causal_kernel.cpp``, built by the compiler that they need too.
 
-A head stays in its core's cache from the scores to the gradients. What ``causal_attention`` does by torch's operators
-reads and writes each block of scores seven times on the way, and copies each head in and out for all cores to share.
+A head stays in its core's cache from the scores to the gradients. ``causal_attention``, by torch's operators, goes over
+each block of scores with one kernel after another, and copies heads in and out for all cores to share.
 
 | fp32, 2 cores, forward and backward | by blocks | this |
 |---|---|---|
@@ -38,7 +38,7 @@ def is_built() -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    from torch._inductor.codecache import CppCodeCache  # 1 s: not before a layer is compiled
+    from torch._inductor.codecache import CppCodeCache  # looks at the machine for 1 s: not ahead of need
 
     try:
         found: Any = CppCodeCache.load(SOURCE.read_text())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,14 +26,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(causal_blocks, "queries_of_block", lambda size: min(size, 4))
     monkeypatch.setattr(causal_blocks, "CACHED", 3 * 4 * 11)
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Fill what ``empty`` returns with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

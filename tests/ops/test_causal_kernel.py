@@ -26,14 +26,6 @@ SHAPES = {
 BOUND = 4 * torch.finfo(torch.float32).eps
 
 
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Fill what ``empty`` returns with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def by_kernel(packed: torch.Tensor) -> torch.Tensor:
     """Return the output [b, a, s, d], as ``causal_self_attention`` does."""
     return KERNEL(packed)[0].permute(1, 2, 0, 3)
