@@ -85,7 +85,10 @@ class _ColumnProducts(torch.autograd.Function):
         summing = _start_sum(ctx, x, rows, weights) if of_x else None
         whole = x if joining is None else joining.wait()
         inputs = whole.reshape(-1, whole.shape[-1])  # [s b, input_size]
-        made = [each.t().mm(inputs) if needed else None for each, needed in zip(rows, of_weights, strict=True)]
+        made = [
+            _of_weight(weight, each, inputs) if needed else None
+            for weight, each, needed in zip(weights, rows, of_weights, strict=True)
+        ]
         made += [each.sum(0) if needed else None for each, needed in zip(rows, of_biases, strict=True)]
         return None if summing is None else summing.wait(), None, None, *made
 
@@ -93,6 +96,14 @@ class _ColumnProducts(torch.autograd.Function):
 def _needed(needs: Sequence[bool], number: int) -> tuple[bool, Sequence[bool], Sequence[bool]]:
     """Return which gradients autograd asks for: of the input, of ``number`` weights, of as many biases."""
     return needs[0], needs[3 : 3 + number], needs[3 + number :]
+
+
+def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``weight`` as autograd makes it: of one whose rows lie apart by the transposed product.
+
+    The two need not be the same bits (MKL on AMD's processors).
+    """
+    return rows.t().mm(inputs) if weight.is_contiguous() else inputs.t().mm(rows).t()
 
 
 def _start_sum(ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Underway:
