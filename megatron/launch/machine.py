@@ -28,6 +28,8 @@ from megatron.errors import ConfigError
 
 CPU_PROCESSES = 4
 NAMES = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "pp_size", "mp_size")
+PRELOADED = ("torch", "deepspeed", "torch._inductor.codecache", "torch.distributed.checkpoint", "megatron.training.run")
+"""What ranks on a CPU are forked with: each would import it up to its first step."""
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
@@ -209,7 +211,7 @@ def main() -> int:
         lines += [
             "export DS_ACCELERATOR=cpu",
             "export CUDA_VISIBLE_DEVICES=",
-            "LAUNCH_FLAGS='--preload torch,deepspeed,torch._dynamo,torch.distributed.checkpoint,megatron.training.run'",
+            f"LAUNCH_FLAGS='--preload {','.join(PRELOADED)}'",
         ]
         if _nvidia_gpus() and os.environ.get("DS_ACCELERATOR") != "cpu":
             log.warning("this machine has a GPU that cannot be used (CPU build of torch, or CUDA_VISIBLE_DEVICES)")

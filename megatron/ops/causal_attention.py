@@ -5,8 +5,8 @@ block of their queries is a product with the keys up to its own end, a softmax i
 backward makes the probabilities once more, for reading them from memory would take as long. Nothing of [s, s] is kept,
 and the gradients of query, key and value are written where the layer's product reads them, one beside the other.
 
-It is an operator (``torch.library``), one node to ``--compile``; in layers compiled in fp32 ``causal_kernel`` takes its
-place. torch's own kernel, which every other case takes, goes over whole rows of the scores in its backward pass.
+It is an operator (``torch.library``), one node to ``--compile``. In fp32 ``causal_kernel`` takes its place, where it
+can be built. torch's own kernel, which every other case takes, goes over whole rows of the scores in its backward pass.
 """
 
 from __future__ import annotations

@@ -194,6 +194,9 @@ const char* said(const Run& run) {
 
 extern "C" {
 
+// Numbers of a vector: few where the flags that it was built with are not the processor's.
+int64_t causal_lanes() { return kLanes; }
+
 // Numbers of memory that a thread works in.
 int64_t causal_numbers(int64_t s, int64_t d, bool is_backward) {
   const Sizes z{s, 1, d, 1.f};

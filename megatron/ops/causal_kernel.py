@@ -1,4 +1,4 @@
-"""Causal self-attention of compiled layers on a CPU: ``causal_kernel.cpp``, built by the compiler that they need too.
+"""Causal self-attention in fp32 on a CPU: ``causal_kernel.cpp``, built when a run first asks for it, where g++ is.
 
 A head stays in its core's cache from the scores to the gradients. ``causal_attention``, by torch's operators, goes over
 each block of scores with one kernel after another, and copies heads in and out for all cores to share.
@@ -23,32 +23,42 @@ from torch.utils.flop_counter import register_flop_formula
 from megatron import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+VECTORS = {
+    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+}
+"""What torch says of a processor -> flags of the compiler. Of others torch finds them out, by trial: that takes 1 s."""
 
 
 def takes(packed: torch.Tensor) -> bool:
-    """Return whether this is for ``packed`` [s, b, a/t, 3, d], on a CPU: in a compiled layer, in fp32."""
-    return torch.compiler.is_compiling() and packed.dtype == torch.float32 and is_built()
+    """Return whether this is for ``packed`` [s, b, a/t, 3, d], on a CPU: in fp32, where it could be built."""
+    return packed.dtype == torch.float32 and is_built()
 
 
 @torch.compiler.assume_constant_result
 def is_built() -> bool:
-    """Return whether the kernel is there; it is built when first asked for, and found in torch's cache after that."""
+    """Return whether the kernel is there; it is built in 3 s when first asked for, and in torch's cache after that."""
     return _library() is not None
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    from torch._inductor.codecache import CppCodeCache  # looks at the machine for 1 s: not ahead of need
+    from torch._inductor.codecache import CppCodeCache  # not ahead of need: with all that it imports it takes 1 s
 
+    capability = torch.backends.cpu.get_cpu_capability()
     try:
-        found: Any = CppCodeCache.load(SOURCE.read_text())
-        found.causal_numbers.restype = ctypes.c_int64
+        if capability in VECTORS:
+            flags = f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *VECTORS[capability]
+            found: Any = CppCodeCache.load(SOURCE.read_text(), extra_flags=flags, needs_vec_isa=False)
+        else:
+            found = CppCodeCache.load(SOURCE.read_text())
+        found.causal_lanes.restype = found.causal_numbers.restype = ctypes.c_int64
         found.causal_forward.restype = found.causal_backward.restype = ctypes.c_char_p
         return found
     except Exception as error:
-        log.warn_once(
-            f"attention of compiled layers goes by torch's operators, some 5 % of a step longer, for {SOURCE.name} "
-            f"could not be built: {error}"
+        log.info(
+            f"attention goes by torch's operators, some 5 % of a step longer, for {SOURCE.name} could not be built; it "
+            f"needs a C++ compiler (g++, or what CXX names): {str(error)[:3000]}"
         )
         return None
 

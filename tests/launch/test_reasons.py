@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.launch import machine
 from megatron.launch.ending import End, settle
 from megatron.launch.verdict import Exit
 from megatron.training import failure
@@ -86,7 +87,7 @@ def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
     script = tmp_path / "bad.py"
     script.write_text(BAD_LOSSES)
     argv = flags(write_corpus(tmp_path), tmp_path / "run", "--stability-guard skip --stability-patience 2")
-    preload = "torch,deepspeed,torch._dynamo,torch.distributed.checkpoint,megatron.training.run"
+    preload = ",".join(machine.PRELOADED)
     job = Job(tmp_path, [[], []], "--preload", preload, script=script, arguments=argv)
     assert job.wait(60) == 5, job.output
     reason, _, later = job.output.partition("closing\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.launch import machine
 from megatron.training.metrics import read_metrics
 from tests.launch.jobs import Job
 from tests.training.runs import ROOT, TOKENIZER, flags, write_corpus
@@ -52,7 +53,7 @@ def start(place: Path, corpus: Path, nproc: int, at: str, rank: int, act: str, e
     script = place / "dying.py"
     script.write_text(DYING.format(at=at, rank=rank, act=act))
     argv = flags(corpus, place / "run", f"{DROPOUT} --train-iters 8 {extra}")
-    preload = "torch,deepspeed,torch._dynamo,torch.distributed.checkpoint,megatron.training.run"
+    preload = ",".join(machine.PRELOADED)
     return Job(place, [[]] * nproc, "--preload", preload, *launch, script=script, arguments=argv)
 
 

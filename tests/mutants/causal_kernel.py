@@ -1,4 +1,4 @@
-"""Mistakes in the attention of compiled layers on a CPU; each is built anew, for torch caches by the source's text."""
+"""Mistakes in causal attention in fp32 on a CPU; each is built anew, for torch caches by the source's text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ WHOLE = f"{_FORMULA}[whole blocks]"
 LESS = f"{_FORMULA}[less than a block, no whole vector]"
 LATER = f"{_TESTS}::test_a_later_token_changes_nothing_before_it"
 TAKEN = f"{_TESTS}::test_compiled_layers_take_it_in_fp32_and_no_others_do"
+EAGER = f"{_TESTS}::test_layers_that_are_not_compiled_take_it_too"
 THREADS = f"{_TESTS}::test_any_number_of_threads_gives_the_same_bits"
 HUGEST = f"{_TESTS}::test_scores_too_large_for_exp_choose_one_key[100000.0]"
 HUGE = f"{_TESTS}::test_scores_too_large_for_exp_choose_one_key[1000.0]"
@@ -95,9 +96,27 @@ CAUSAL_KERNEL = (
     ),
     Mutant("threads work in one memory", SOURCE, "memory + own * each", "memory", (THREADS,)),
     Mutant(
-        "layers that are not compiled take it", CHOICE, "return torch.compiler.is_compiling() and", "return", (TAKEN,)
+        "layers that are not compiled go without it",
+        CHOICE,
+        "return packed.dtype == torch.float32 and",
+        "return torch.compiler.is_compiling() and packed.dtype == torch.float32 and",
+        (EAGER,),
     ),
-    Mutant("fp64 takes it", CHOICE, "packed.dtype == torch.float32 and ", "", (TAKEN,)),
+    Mutant("fp64 takes it", CHOICE, "packed.dtype == torch.float32 and ", "", (TAKEN, EAGER)),
+    Mutant(
+        "the compiler is not told of the processor's vectors",
+        CHOICE,
+        'f"-DCPU_CAPABILITY_{capability}", *VECTORS[capability]',
+        "",
+        (f"{_TESTS}::test_it_has_the_vectors_of_this_processor",),
+    ),
+    Mutant(
+        "torch tries out vectors of processors that are known",
+        CHOICE,
+        "extra_flags=flags, needs_vec_isa=False",
+        "extra_flags=flags",
+        (f"{_TESTS}::test_torch_tries_out_vectors_of_unknown_processors_only[AVX512-True]",),
+    ),
     Mutant(
         "an error of the kernel goes unsaid",
         CHOICE,
@@ -116,7 +135,7 @@ CAUSAL_KERNEL = (
     Mutant(
         "a kernel that cannot be built goes unsaid",
         CHOICE,
-        "        log.warn_once(",
+        "        log.info(",
         "        str(",
         (f"{_TESTS}::test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so",),
     ),

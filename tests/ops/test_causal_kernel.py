@@ -1,4 +1,4 @@
-"""Causal attention of compiled layers on a CPU, against its formula in fp64, and where it is taken and where not."""
+"""Causal attention in fp32 on a CPU, against its formula in fp64, and where it is taken and where not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch._inductor.codecache import CppCodeCache
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.ops import causal_kernel
+from megatron.ops import causal_attention, causal_kernel
 from megatron.ops.causal_attention import causal_self_attention, heads_of
 from tests.mpu.whole import random
 from tests.ops.causal import formula, outcome, packed_of
@@ -29,6 +29,11 @@ BOUND = 4 * torch.finfo(torch.float32).eps
 def by_kernel(packed: torch.Tensor) -> torch.Tensor:
     """Return the output [b, a, s, d], as ``causal_self_attention`` does."""
     return KERNEL(packed)[0].permute(1, 2, 0, 3)
+
+
+def by_blocks(packed: torch.Tensor) -> torch.Tensor:
+    """Return the same by torch's operators."""
+    return causal_attention._forward(packed).permute(1, 2, 0, 3)
 
 
 def operators(packed: torch.Tensor) -> tuple[Any, list[str]]:
@@ -78,10 +83,17 @@ def test_compiled_layers_take_it_in_fp32_and_no_others_do() -> None:
     compiled, names = operators(packed)
     assert any("megatron_tds.causal_kernel" in name for name in names), names
     assert all(torch.equal(*pair) for pair in zip(outcome(compiled, packed), outcome(by_kernel, packed), strict=True))
-    assert not causal_kernel.takes(packed), "without a compiler"
     _, names = operators(packed.double())
     assert any("megatron_tds.causal_self_attention" in name for name in names)
     assert not any("causal_kernel" in name for name in names)
+
+
+def test_layers_that_are_not_compiled_take_it_too() -> None:
+    packed = packed_of(*SHAPES["a rest"]).float()
+    for given, operator in ((packed, KERNEL), (packed.double(), torch.ops.megatron_tds.causal_self_attention)):
+        with FlopCounterMode(display=False) as counter:
+            causal_self_attention(given)
+        assert list(counter.get_flop_counts()["Global"]) == [operator]
 
 
 def test_what_is_dropped_or_not_of_a_cpu_goes_elsewhere() -> None:
@@ -165,7 +177,7 @@ def test_a_compiler_can_work_with_it() -> None:
 def test_its_products_are_counted_as_those_of_blocks() -> None:
     packed = packed_of(*SHAPES["a rest"]).float()
     counts = []
-    for function in (by_kernel, causal_self_attention):
+    for function in (by_kernel, by_blocks):
         with FlopCounterMode(display=False) as counter:
             outcome(function, packed)
         counts.append(counter.get_total_flops())
@@ -182,18 +194,47 @@ def unbuilt() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unbuilt")
 def test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(source: str) -> None:
+    def broken(source: str, **_: Any) -> None:
         assert "causal_forward" in source
         raise RuntimeError("no such header")
 
     monkeypatch.setattr(CppCodeCache, "load", broken)
     packed = packed_of(*SHAPES["a rest"]).float()
     said: list[str] = []
-    monkeypatch.setattr(causal_kernel.log, "warn_once", said.append)
+    monkeypatch.setattr(causal_kernel.log, "info", said.append)
     compiled, names = operators(packed)
-    assert len(said) == 1 and "goes by torch's operators" in said[0] and "could not be built: no such header" in said[0]
+    assert len(said) == 1 and "goes by torch's operators" in said[0] and "could not be built; " in said[0]
+    assert said[0].endswith("(g++, or what CXX names): no such header")
     assert any("megatron_tds.causal_self_attention" in name for name in names)
-    assert torch.equal(compiled(packed), causal_self_attention(packed))
+    wanted = outcome(by_blocks, packed)
+    for function in (compiled, causal_self_attention):
+        assert all(torch.equal(*pair) for pair in zip(outcome(function, packed), wanted, strict=True))
+
+
+def test_it_has_the_vectors_of_this_processor() -> None:
+    library = causal_kernel._library()
+    assert library is not None
+    lanes = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability())
+    assert lanes is None or library.causal_lanes() == lanes
+
+
+@pytest.mark.usefixtures("unbuilt")
+@pytest.mark.parametrize(("capability", "is_known"), [("AVX512", True), ("AVX2", True), ("DEFAULT", False)])
+def test_torch_tries_out_vectors_of_unknown_processors_only(
+    monkeypatch: pytest.MonkeyPatch, capability: str, is_known: bool
+) -> None:
+    """Its trials are processes of their own and take a second of each rank's start."""
+    given: dict[str, Any] = {}
+
+    def load(source: str, **how: Any) -> Any:
+        given.update(how)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(CppCodeCache, "load", load)
+    assert not causal_kernel.is_built()
+    assert given.get("needs_vec_isa", True) is not is_known
+    assert (f"-DCPU_CAPABILITY_{capability}" in given.get("extra_flags", ())) is is_known
 
 
 def test_more_threads_than_rooms_are_an_error_and_no_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
