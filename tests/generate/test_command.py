@@ -308,7 +308,7 @@ def launched(*words: Any, flags: Sequence[str] = (), given: str | None = None) -
 
 def test_two_ranks_of_the_launcher_answer_lines(run_of: Place) -> None:
     words = ["--load", run_of("gpt2"), "--dtype", "fp64", "--max-new-tokens", NEW, "--pipe-parallel-size", 2]
-    done = launched(*words, flags=["--stdin"], given=f"{PROMPTS[0]}\n{PROMPTS[3]}\n")
+    done = launched(*words, flags=["--stdin", "--preload", "torch,deepspeed"], given=f"{PROMPTS[0]}\n{PROMPTS[3]}\n")
     texts = [answer["text"] for answer in alone(run_of("gpt2"))]
     assert (done.returncode, done.stdout) == (0, f"{texts[0]}\n{texts[3]}\n"), done.stderr
 

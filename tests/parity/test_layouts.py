@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron.training.parity import Difference, Trace, compare
@@ -16,12 +18,24 @@ def check_fp32(found: Difference) -> None:
     assert found.first_norm <= 1e-6
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
+def slow_but(*few: tuple[int, int, int]) -> list[Any]:
+    """Return every layout; all but ``few`` are slow."""
+    return [pytest.param(*layout, marks=() if layout in few else pytest.mark.slow) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipe", "data"), slow_but((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2))
+)
 def test_fp64_equals_one_process(tensor: int, pipe: int, data: int) -> None:
     check_fp64(difference(tensor, pipe, data, 2, "--fp64 --clip-grad 0.5", steps=20))
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
+@pytest.mark.parametrize(("tensor", "pipe", "data"), [(4, 1, 1), (1, 4, 1), (1, 1, 4)])
+def test_four_ranks_of_one_kind_equal_one_process(tensor: int, pipe: int, data: int) -> None:
+    check_fp64(difference(tensor, pipe, data, 2, "--fp64 --clip-grad 0.5"))
+
+
+@pytest.mark.parametrize(("tensor", "pipe", "data"), slow_but((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)))
 def test_fp32_is_at_the_floor(tensor: int, pipe: int, data: int) -> None:
     check_fp32(difference(tensor, pipe, data, 2, "--fp32 --clip-grad 0.5"))
 
@@ -37,7 +51,7 @@ def test_accumulation_of_1_and_4_equals_one_process(gas: int) -> None:
     [
         "--untie-embeddings-and-output-weights",
         pytest.param("--checkpoint-activations", marks=pytest.mark.slow),
-        "--checkpoint-activations --checkpoint-num-layers 2",
+        pytest.param("--checkpoint-activations --checkpoint-num-layers 2", marks=pytest.mark.slow),
         "--num-layers 3",
         "--reset-position-ids --reset-attention-mask --eod-mask-loss",
         "--kv-hidden-size 6 --ff-hidden-size 40 --apply-residual-connection-post-layernorm",
@@ -64,7 +78,7 @@ def test_every_layout_with_every_switch(tensor: int, pipe: int, data: int, gas: 
 
 
 @pytest.mark.parametrize("mask", ["", "--eod-mask-loss"], ids=["", "masked"])
-@pytest.mark.parametrize("pipe", [2, 4])
+@pytest.mark.parametrize("pipe", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_untied_pipeline_is_bitwise_the_same_in_fp32(pipe: int, mask: str) -> None:
     """Row E03: clipping off, the same micro-batches."""
     extra = f"--fp32 --untie-embeddings-and-output-weights {mask}"

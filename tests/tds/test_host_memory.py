@@ -46,7 +46,9 @@ def later_faults(keep: Any, **environment: str) -> tuple[str, int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
-@pytest.mark.parametrize("keep", [host_memory.keep_freed, device.keep_freed_memory])
+@pytest.mark.parametrize(
+    "keep", [host_memory.keep_freed, pytest.param(device.keep_freed_memory, marks=pytest.mark.slow)]
+)
 def test_freed_tensors_are_kept_unless_the_user_has_set_the_allocator(keep: Any) -> None:
     (is_kept, faults), (is_kept_then, faults_then) = later_faults(keep), later_faults(keep, MALLOC_ARENA_MAX="2")
     assert (is_kept, is_kept_then) == ("True", "False")

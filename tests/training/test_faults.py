@@ -42,7 +42,7 @@ def raise_error() -> None:
     raise ArithmeticError("planted on purpose")
 
 
-@pytest.mark.parametrize("rank_hit", [None, 3])
+@pytest.mark.parametrize("rank_hit", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_sigterm_saves_and_leaves_with_75(rank_hit: int | None, corpus: Path, tmp_path: Path) -> None:
     """Rows A09 and A10: on all ranks, or on one alone."""
     log = tmp_path / "log"

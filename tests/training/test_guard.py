@@ -135,8 +135,8 @@ def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
     ("layout", "ranks", "factor"),
     [
         ("", 2, math.nan),
-        (GRID, 4, 1e3),
-        pytest.param("", 2, 1e3, marks=pytest.mark.slow),
+        pytest.param(GRID, 4, 1e3, marks=pytest.mark.slow),
+        ("", 2, 1e3),
         (GRID, 4, math.nan),
     ],
     ids=["replicas no number", "grid spike", "replicas spike", "grid no number"],

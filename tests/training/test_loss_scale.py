@@ -90,7 +90,10 @@ def test_t5_skips_the_steps_of_one_process_with_the_same_scales() -> None:
         assert trace.losses == pytest.approx(alone.losses, abs=5e-3)
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "data"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tensor", "pipe", "data"),
+    [pytest.param(*layout, marks=() if layout in LAYOUTS[::3] else pytest.mark.slow) for layout in LAYOUTS],
+)
 def test_fp16_that_skips_nothing_trains_as_fp32_does(tensor: int, pipe: int, data: int) -> None:
     wide = serial(2, 2, "--fp32", steps=STEPS)
     for trace, seen in scaled(tensor, pipe, data, f"{FP16} --initial-scale-power 8"):
