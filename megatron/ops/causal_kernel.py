@@ -91,7 +91,7 @@ def _call(name: str, *tensors: torch.Tensor, is_backward: bool, packed: torch.Te
         RuntimeError: what it ran into.
     """
     s, b, a, _, d = packed.shape
-    library, rooms = _library(), torch.get_num_threads()
+    library, rooms = _library(), min(torch.get_num_threads(), b * a)
     assert library is not None
     each = library.causal_numbers(ctypes.c_int64(s), ctypes.c_int64(d), ctypes.c_bool(is_backward))
     memory = packed.new_empty(rooms * each)
