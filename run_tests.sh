@@ -30,7 +30,11 @@ start=$SECONDS
 # Two files at a time: most tests are ranks that wait for each other. More would crowd out their deadlines.
 "$PYTHON" -m pytest -n 2 --dist loadfile "$@"      # its closing line stays the last one when all is well
 code=$?
-wait "$mypy" || { cat "$types"; failed+=(mypy); }
+if [ "$code" -eq 2 ]; then
+  kill "$mypy"                                     # by Ctrl-C, which does not reach what runs beside
+else
+  wait "$mypy" || { cat "$types"; failed+=(mypy); }
+fi
 trap 'rm -f "$types"' EXIT
 if [ ${#failed[@]} -ne 0 ]; then
   echo "== failed beside pytest (code $code, $((SECONDS - start)) s): ${failed[*]}" >&2

@@ -139,7 +139,7 @@ def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, rep
     """
     out.mkdir()
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(layout.world_size)]
-    command += ["--preload", "torch,deepspeed,torch._dynamo", __file__]
+    command += ["--preload", "torch,deepspeed,torch._inductor.codecache", __file__]
     command += ["--worker", str(out), model, str(steps), str(replicas), *flags]
     command += ["--model-parallel-size", str(layout.tensor), "--pipe-parallel-size", str(layout.pipe)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

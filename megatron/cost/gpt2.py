@@ -161,10 +161,14 @@ class GPT2Costs(Costs):
         return scores(self.seq_length, self.seq_length, self.sizes.kv_hidden_size, number * half)
 
     def _core_kept(self, samples: int, tensor: int, width: int) -> int:
-        """Return the bytes of probabilities, before and after dropout, and of its mask: 5 a s / h of s b h."""
+        """Return the bytes of probabilities, before and after dropout, and of its mask: 5 a s / h of s b h.
+
+        Fused attention has none. In fp32 on a CPU it keeps two numbers of each query.
+        """
+        queries = samples * self.sizes.num_attention_heads // tensor * self.seq_length
         if self.is_fused:
-            return 0
-        return samples * self.sizes.num_attention_heads // tensor * self.seq_length**2 * (2 * width + 1)
+            return 2 * width * queries if self.is_blocked and width == 4 else 0
+        return queries * self.seq_length * (2 * width + 1)
 
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
         return []

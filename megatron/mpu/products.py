@@ -103,7 +103,8 @@ def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -
 
     The two need not be the same bits (MKL on AMD's processors).
     """
-    return rows.t().mm(inputs) if weight.is_contiguous() else inputs.t().mm(rows).t()
+    is_whole = weight.stride() == (weight.shape[1], 1)
+    return rows.t().mm(inputs) if is_whole else inputs.t().mm(rows).t()
 
 
 def _start_sum(ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Underway:

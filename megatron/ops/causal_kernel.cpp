@@ -16,7 +16,6 @@
 #include <cstring>
 #include <exception>
 #include <limits>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -163,15 +162,14 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
   transpose(of_value, width, found + 2 * d, apart, d, z.s);
 }
 
-// Calls `work(head, room)` for each head. Each thread takes a room of its own by order of arrival: its number by OpenMP
-// would be that of another runtime's team where this was built with another one than torch.
+// Calls `work(head, room)` for each head. A room is one thread's at a time, however many of them come: where this was
+// built with another OpenMP runtime than torch, that has a number of threads of its own.
 template <typename Work>
 void for_heads(int64_t n, float* memory, int64_t rooms, int64_t each, const Work& work) {
-  std::atomic<int64_t> taken{0};
-  at::parallel_for(0, n, 1, [&](int64_t first, int64_t last) {
-    const int64_t own = taken++;
-    if (own >= rooms) throw std::length_error("more threads than torch.get_num_threads() says");
-    for (int64_t head = first; head < last; ++head) work(head, Room{memory + own * each});
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, rooms, 1, [&](int64_t first, int64_t last) {
+    for (int64_t room = first; room < last; ++room)
+      for (int64_t head = next++; head < n; head = next++) work(head, Room{memory + room * each});
   });
 }
 
@@ -194,8 +192,16 @@ const char* said(const Run& run) {
 
 extern "C" {
 
-// Numbers of a vector: few where the flags that it was built with are not the processor's.
-int64_t causal_lanes() { return kLanes; }
+// Bits of the vectors that this was built for; 0 where torch was not told of any, and stands in for them by loops.
+int64_t causal_vectors() {
+#if defined(CPU_CAPABILITY_AVX512)
+  return 512;
+#elif defined(CPU_CAPABILITY_AVX2)
+  return 256;
+#else
+  return 0;
+#endif
+}
 
 // Numbers of memory that a thread works in.
 int64_t causal_numbers(int64_t s, int64_t d, bool is_backward) {
@@ -204,7 +210,7 @@ int64_t causal_numbers(int64_t s, int64_t d, bool is_backward) {
 }
 
 // packed [s, n, 3, d], context [s, n, d]; of each query the largest score and what its exponentials are multiplied by,
-// [2, n, s]; memory for as many threads as there are rooms.
+// [2, n, s]; memory of rooms, at least one, for as many threads.
 const char* causal_forward(const float* packed, float* context, float* queries, float* memory, int64_t rooms, int64_t s,
                            int64_t n, int64_t d) {
   const Sizes z{s, n, d, 1.f / std::sqrt(static_cast<float>(d))};

@@ -23,11 +23,11 @@ from torch.utils.flop_counter import register_flop_formula
 from megatron import log
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-VECTORS = {
-    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma"),
-    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
-}
-"""What torch says of a processor -> flags of the compiler. Of others torch finds them out, by trial: that takes 1 s."""
+VECTORS = {"AVX512": "-march=skylake-avx512", "AVX2": "-march=haswell"}
+"""Processors, by torch's word for them, that this is for -> what each of them has, in place of torch's ``native``.
+
+torch's cache knows a library by its text and flags, and may lie where machines of several kinds see it.
+"""
 
 
 def takes(packed: torch.Tensor) -> bool:
@@ -43,20 +43,20 @@ def is_built() -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    from torch._inductor.codecache import CppCodeCache  # not ahead of need: with all that it imports it takes 1 s
-
     capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in VECTORS:
+        return None
+    flags = f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", VECTORS[capability], "-mtune=native"
     try:
-        if capability in VECTORS:
-            flags = f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *VECTORS[capability]
-            found: Any = CppCodeCache.load(SOURCE.read_text(), extra_flags=flags, needs_vec_isa=False)
-        else:
-            found = CppCodeCache.load(SOURCE.read_text())
-        found.causal_lanes.restype = found.causal_numbers.restype = ctypes.c_int64
+        from torch._inductor.codecache import CppCodeCache  # not ahead of need: with all that it imports it takes 1 s
+
+        found: Any = CppCodeCache.load(SOURCE.read_text(), extra_flags=flags, needs_vec_isa=False)
+        found.causal_vectors.restype = found.causal_numbers.restype = ctypes.c_int64
         found.causal_forward.restype = found.causal_backward.restype = ctypes.c_char_p
         return found
     except Exception as error:
-        log.info(
+        has_none = type(error).__name__ == "InvalidCxxCompiler"
+        (log.info if has_none else log.warn_once)(
             f"attention goes by torch's operators, some 5 % of a step longer, for {SOURCE.name} could not be built; it "
             f"needs a C++ compiler (g++, or what CXX names): {str(error)[:3000]}"
         )
@@ -85,13 +85,13 @@ def backward(grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor) ->
 
 
 def _call(name: str, *tensors: torch.Tensor, is_backward: bool, packed: torch.Tensor) -> None:
-    """Call ``name`` of the library with ``tensors``, a room for each thread to work in, and the sizes of ``packed``.
+    """Call ``name`` of the library with ``tensors``, rooms for threads to work in, and the sizes of ``packed``.
 
     Raises:
         RuntimeError: what it ran into.
     """
     s, b, a, _, d = packed.shape
-    library, rooms = _library(), min(torch.get_num_threads(), b * a)
+    library, rooms = _library(), max(1, min(torch.get_num_threads(), b * a))
     assert library is not None
     each = library.causal_numbers(ctypes.c_int64(s), ctypes.c_int64(d), ctypes.c_bool(is_backward))
     memory = packed.new_empty(rooms * each)

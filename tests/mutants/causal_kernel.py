@@ -14,6 +14,7 @@ LESS = f"{_FORMULA}[less than a block, no whole vector]"
 LATER = f"{_TESTS}::test_a_later_token_changes_nothing_before_it"
 TAKEN = f"{_TESTS}::test_compiled_layers_take_it_in_fp32_and_no_others_do"
 EAGER = f"{_TESTS}::test_layers_that_are_not_compiled_take_it_too"
+BUILT = f"{_TESTS}::test_it_is_built_for_processors_that_it_was_measured_on"
 THREADS = f"{_TESTS}::test_any_number_of_threads_gives_the_same_bits"
 HUGEST = f"{_TESTS}::test_scores_too_large_for_exp_choose_one_key[100000.0]"
 HUGE = f"{_TESTS}::test_scores_too_large_for_exp_choose_one_key[1000.0]"
@@ -94,7 +95,7 @@ CAUSAL_KERNEL = (
         "const float* most = queries;\n    ",
         (REST,),
     ),
-    Mutant("threads work in one memory", SOURCE, "memory + own * each", "memory", (THREADS,)),
+    Mutant("threads work in one memory", SOURCE, "memory + room * each", "memory", (THREADS,)),
     Mutant(
         "layers that are not compiled go without it",
         CHOICE,
@@ -106,23 +107,31 @@ CAUSAL_KERNEL = (
     Mutant(
         "the compiler is not told of the processor's vectors",
         CHOICE,
-        'f"-DCPU_CAPABILITY_{capability}", *VECTORS[capability]',
+        'f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", ',
         "",
         (f"{_TESTS}::test_it_has_the_vectors_of_this_processor",),
     ),
     Mutant(
-        "torch tries out vectors of processors that are known",
+        "torch tries out vectors at each start",
         CHOICE,
         "extra_flags=flags, needs_vec_isa=False",
         "extra_flags=flags",
-        (f"{_TESTS}::test_torch_tries_out_vectors_of_unknown_processors_only[AVX512-True]",),
+        (f"{BUILT}[AVX512]",),
+    ),
+    Mutant("it is built for this very processor", CHOICE, "VECTORS[capability], ", "", (f"{BUILT}[AVX2]",)),
+    Mutant(
+        "it is built for processors that it was never run on",
+        CHOICE,
+        "    if capability not in VECTORS:\n        return None\n",
+        "    VECTORS.setdefault(capability, '')\n",
+        (f"{BUILT}[DEFAULT]",),
     ),
     Mutant(
         "an error of the kernel goes unsaid",
         CHOICE,
         "if error is not None",
         "if error == 0",
-        (f"{_TESTS}::test_more_threads_than_rooms_are_an_error_and_no_overrun",),
+        (f"{_TESTS}::test_an_error_of_the_library_is_raised",),
     ),
     Mutant("no layer takes it", CHOICE, "torch.float32 and is_built()", "torch.float16 and is_built()", (TAKEN,)),
     Mutant(
@@ -135,7 +144,7 @@ CAUSAL_KERNEL = (
     Mutant(
         "a kernel that cannot be built goes unsaid",
         CHOICE,
-        "        log.info(",
+        "        (log.info if has_none else log.warn_once)(",
         "        str(",
         (f"{_TESTS}::test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so",),
     ),

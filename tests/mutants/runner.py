@@ -119,7 +119,7 @@ def serve() -> None:
     import numpy  # noqa: F401
     import orjson  # noqa: F401
     import pytest  # noqa: F401
-    import torch._dynamo
+    import torch._inductor.codecache
 
     torch.set_num_threads(1)
     requests, answers = sys.stdin, os.fdopen(os.dup(1), "w")

@@ -16,6 +16,9 @@ from megatron.ops.causal_attention import causal_self_attention, heads_of
 from tests.mpu.whole import random
 from tests.ops.causal import formula, outcome, packed_of
 
+pytestmark = pytest.mark.skipif(
+    not causal_kernel.is_built(), reason="needs a C++ compiler and a processor that the kernel is for: AVX2 or AVX-512"
+)
 KERNEL = torch.ops.megatron_tds.causal_kernel
 SHAPES = {
     "one position": (1, 2, 1, 16),
@@ -201,7 +204,7 @@ def test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so(monkeypatch: py
     monkeypatch.setattr(CppCodeCache, "load", broken)
     packed = packed_of(*SHAPES["a rest"]).float()
     said: list[str] = []
-    monkeypatch.setattr(causal_kernel.log, "info", said.append)
+    monkeypatch.setattr(causal_kernel.log, "warn_once", said.append)
     compiled, names = operators(packed)
     assert len(said) == 1 and "goes by torch's operators" in said[0] and "could not be built; " in said[0]
     assert said[0].endswith("(g++, or what CXX names): no such header")
@@ -211,36 +214,62 @@ def test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so(monkeypatch: py
         assert all(torch.equal(*pair) for pair in zip(outcome(function, packed), wanted, strict=True))
 
 
+@pytest.mark.usefixtures("unbuilt")
+def test_without_a_compiler_that_is_said_once_and_is_no_warning_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(causal_kernel.log, "info", said.append)
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
+        assert not causal_kernel.is_built() and not causal_kernel.is_built()
+    assert len(said) == 1 and "needs a C++ compiler" in said[0] and "/no/compiler" in said[0]
+
+
 def test_it_has_the_vectors_of_this_processor() -> None:
     library = causal_kernel._library()
     assert library is not None
-    lanes = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability())
-    assert lanes is None or library.causal_lanes() == lanes
+    assert library.causal_vectors() == {"AVX512": 512, "AVX2": 256}[torch.backends.cpu.get_cpu_capability()]
 
 
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize(("capability", "is_known"), [("AVX512", True), ("AVX2", True), ("DEFAULT", False)])
-def test_torch_tries_out_vectors_of_unknown_processors_only(
-    monkeypatch: pytest.MonkeyPatch, capability: str, is_known: bool
-) -> None:
-    """Its trials are processes of their own and take a second of each rank's start."""
-    given: dict[str, Any] = {}
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
+def test_it_is_built_for_processors_that_it_was_measured_on(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
+    """For all of a kind the same, in a cache that several machines may see; and without torch's trials of vectors."""
+    given: list[dict[str, Any]] = []
 
     def load(source: str, **how: Any) -> Any:
-        given.update(how)
+        given.append(how)
         raise RuntimeError("enough")
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(CppCodeCache, "load", load)
     assert not causal_kernel.is_built()
-    assert given.get("needs_vec_isa", True) is not is_known
-    assert (f"-DCPU_CAPABILITY_{capability}" in given.get("extra_flags", ())) is is_known
+    if capability == "DEFAULT":
+        assert given == []
+        return
+    (how,) = given
+    assert how["needs_vec_isa"] is False and f"-DCPU_CAPABILITY_{capability}" in how["extra_flags"]
+    assert any(flag.startswith("-march=") and flag != "-march=native" for flag in how["extra_flags"])
 
 
-def test_more_threads_than_rooms_are_an_error_and_no_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    with pytest.raises(RuntimeError, match=r"causal_forward of causal_kernel.cpp on \(8, 2, 6, 3, 4\): more thr"):
-        with_threads(3, KERNEL, packed_of(8, 2, 6, 4).float())
+def test_fewer_rooms_than_threads_are_shared_by_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packed_of(8, 2, 6, 4).float()
+    wanted = KERNEL(packed)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert all(torch.equal(*pair) for pair in zip(with_threads(3, KERNEL, packed), wanted, strict=True))
+
+
+def test_an_error_of_the_library_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def causal_numbers(self, *_: Any) -> int:
+            return 1
+
+        def causal_forward(self, *_: Any) -> bytes:
+            return b"could not create a primitive"
+
+    monkeypatch.setattr(causal_kernel, "_library", Failing)
+    with pytest.raises(
+        RuntimeError, match=r"causal_forward of causal_kernel.cpp on \(8, 2, 6, 3, 4\): could not create"
+    ):
+        KERNEL(packed_of(8, 2, 6, 4).float())
 
 
 def test_it_is_torchs_attention_at_a_size_of_use() -> None:

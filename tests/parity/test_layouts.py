@@ -117,16 +117,22 @@ def test_micro_batches_may_be_cut_otherwise(mask: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dropout", [pytest.param("", marks=pytest.mark.slow), "--hidden-dropout 0.1 --attention-dropout 0.1"]
+    ("tensor", "pipe", "dropout"),
+    [
+        (1, 1, ""),
+        pytest.param(2, 2, "", marks=pytest.mark.slow),
+        pytest.param(1, 1, "--hidden-dropout 0.1 --attention-dropout 0.1", marks=pytest.mark.slow),
+        (2, 2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
+    ],
 )
-@pytest.mark.parametrize(("tensor", "pipe"), [(1, 1), (2, 2)])
 def test_recompute_changes_no_bit(tensor: int, pipe: int, dropout: str) -> None:
     """Row E08, with the dropout masks drawn again in backward."""
     plain = traces(tensor, pipe, 1, 2, 2, f"--fp32 {dropout}")
-    recomputed = traces(tensor, pipe, 1, 2, 2, f"--fp32 {dropout} --checkpoint-activations")
-    assert [t.losses for t in plain] == [t.losses for t in recomputed]
-    for one, other in zip(plain, recomputed, strict=True):
-        assert_same_gradients(one, other)
+    for how in ("--checkpoint-activations", "--recompute-granularity selective"):
+        recomputed = traces(tensor, pipe, 1, 2, 2, f"--fp32 {dropout} {how}")
+        assert [t.losses for t in plain] == [t.losses for t in recomputed]
+        for one, other in zip(plain, recomputed, strict=True):
+            assert_same_gradients(one, other)
 
 
 def test_dropout_is_on_where_it_is_asked_for() -> None:

@@ -112,7 +112,7 @@ def _end_stopped(place: Path, how: str) -> None:
             return
 
 
-@pytest.mark.parametrize("how", ["sleep", *(pytest.param(how, marks=pytest.mark.slow) for how in ("stop", "hold"))])
+@pytest.mark.parametrize("how", ["stop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleep", "hold"))])
 def test_a_rank_that_is_stuck_in_a_step_without_a_pipeline_is_named_by_all(how: str, tmp_path: Path) -> None:
     """Rows A13 and A19: stopped, asleep in a user's code, in code that holds Python's lock."""
     codes, lines = _stuck(tmp_path, _train, how)
