@@ -11,11 +11,19 @@ import pretrain_gpt2
 import pretrain_t5
 from tests.golden.make_losses import golden_losses, read_golden
 
+GRID = 4, "--model-parallel-size 2 --pipe-parallel-size 2"
+
 
 @pytest.mark.parametrize(
-    ("num_ranks", "layout"), [(1, ""), (4, "--model-parallel-size 2 --pipe-parallel-size 2")], ids=["1", "2x2"]
+    ("script", "num_ranks", "layout"),
+    [
+        (pretrain_gpt2, 1, ""),
+        (pretrain_gpt2, *GRID),
+        (pretrain_t5, 1, ""),
+        pytest.param(pretrain_t5, *GRID, marks=pytest.mark.slow),
+    ],
+    ids=["pretrain_gpt2-1", "pretrain_gpt2-2x2", "pretrain_t5-1", "pretrain_t5-2x2"],
 )
-@pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_t5])
 def test_losses_are_the_golden_ones(script: ModuleType, num_ranks: int, layout: str, tmp_path: Path) -> None:
     losses = golden_losses(script, num_ranks, layout, tmp_path)
     assert losses == pytest.approx(read_golden(script), abs=1e-9, rel=0)

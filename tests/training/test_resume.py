@@ -87,7 +87,7 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
     [
         (pretrain_gpt2, 1, 1, 1),
         (pretrain_gpt2, 2, 2, 4),
-        (pretrain_gpt2, 1, 1, 2),
+        pytest.param(pretrain_gpt2, 1, 1, 2, marks=pytest.mark.slow),
         pytest.param(pretrain_t5, 2, 2, 4, marks=pytest.mark.slow),
         pytest.param(pretrain_llama, 2, 2, 4, marks=pytest.mark.slow),
         pytest.param(pretrain_mpt, 2, 2, 4, marks=pytest.mark.slow),
