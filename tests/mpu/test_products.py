@@ -126,6 +126,17 @@ def test_the_bits_are_those_of_the_same_products_one_after_another():
             assert is_ours, "what is compared must not be the plain functions twice"
 
 
+@pytest.mark.parametrize(
+    "weight", [random(3, 5, H), random(3, 5, 2, H)[:, 1], random(3, 1, 2, H)[:, 1]], ids=["whole", "apart", "a row"]
+)
+def test_the_gradient_of_a_weight_is_the_product_that_autograd_makes(weight: torch.Tensor) -> None:
+    """It lies as that one does. Where MKL gives both products the same bits, nothing else tells them apart."""
+    x, grad, weight = random(1, S, B, H), random(2, S, B, weight.shape[0]), weight.detach().requires_grad_()
+    (wanted,) = torch.autograd.grad(F.linear(x, weight), weight, grad)
+    found = products._of_weight(weight, grad.flatten(0, 1), x.flatten(0, 1))
+    assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+
+
 def test_a_schedule_that_puts_weights_off_sees_every_product(monkeypatch):
     group = Group((0, 1), 0, "stand-in")
     monkeypatch.setattr(mappings.dist, "all_reduce", lambda x, group, **how: Handle([], ""))

@@ -312,6 +312,20 @@ PLANNER = (
         (f"{SCRATCH}::test_bytes_are_those_that_the_operation_takes",),
     ),
     Mutant(
+        "the kernel of attention makes no gradient of the value",
+        "megatron/cost/scratch.py",
+        "6 * row * size",
+        "5 * row * size",
+        (f"{SCRATCH}::test_bytes_in_fp32_are_those_that_the_kernel_takes",),
+    ),
+    Mutant(
+        "attention keeps nothing of its queries",
+        "megatron/cost/gpt2.py",
+        "return 2 * width * queries if",
+        "return 0 * queries if",
+        (f"{SCRATCH}::test_in_fp32_a_layer_keeps_two_numbers_of_each_query_beside_what_others_keep",),
+    ),
+    Mutant(
         "attention on a CPU takes blocks of long rows for short ones",
         "megatron/cost/scratch.py",
         "64 if length <= 512 else 128",

@@ -13,6 +13,7 @@ KEPT = "tests/model/test_sequence_parallel.py::test_a_layer_keeps_a_part_of_all_
 ORDER = "tests/mpu/test_products.py::test_the_sum_starts_ahead_of_the_product_of_the_weight_and_is_awaited_behind_it"
 ORDER_OF_PARTS = "tests/mpu/test_products.py::test_parts_are_joined_again_beside_the_product_of_the_input"
 BITS = "tests/mpu/test_products.py::test_the_bits_are_those_of_the_same_products_one_after_another"
+AUTOGRADS = "tests/mpu/test_products.py::test_the_gradient_of_a_weight_is_the_product_that_autograd_makes"
 PUT_OFF = "tests/mpu/test_products.py::test_a_schedule_that_puts_weights_off_sees_every_product"
 PIPE = "tests/parity/test_sequence_parallel.py"
 FLAGS = "tests/config/test_sequence_parallel.py"
@@ -102,6 +103,20 @@ SEQUENCE_PARALLEL = (
         "        return _sum_parts(grads[0], ctx.group), None\n",
         "        return grads[0].chunk(ctx.group.size)[ctx.group.rank].clone(), None\n",
         (FAMILIES,),
+    ),
+    Mutant(
+        "the gradient of a weight whose rows lie apart is made as that of others",
+        "megatron/mpu/products.py",
+        "is_whole = weight.stride() == (weight.shape[1], 1)",
+        "is_whole = True",
+        (f"{AUTOGRADS}[apart]", f"{AUTOGRADS}[a row]"),
+    ),
+    Mutant(
+        "a single row that lies apart counts as whole",
+        "megatron/mpu/products.py",
+        "weight.stride() == (weight.shape[1], 1)",
+        "weight.is_contiguous()",
+        (f"{AUTOGRADS}[a row]",),
     ),
     Mutant(
         "the graph keeps the joined input",
