@@ -83,7 +83,12 @@ EXIT_CODES: dict[type[BaseException], int] = {
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the job's exit code for ``error``: the table at the top of this file, else 1."""
+    """Return the job's exit code for ``error``: the table at the top of this file, else 1.
+
+    A SystemExit keeps a code of its own, but for 0: that is for a run that has reached its end.
+    """
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF or 1
     for kind, code in EXIT_CODES.items():
         if isinstance(error, kind):
             return code

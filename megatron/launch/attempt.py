@@ -120,14 +120,15 @@ class Attempt:
                 self._exits.append(self._exit_of(one, one.status))
 
     def _exit_of(self, one: ranks.RankProcess, status: int) -> Exit:
-        place, doing = position_of(self.failure_file, one.rank)
+        last = position_of(self.failure_file, one.rank)
         if status < 0 and not self._told:
             show_trace(self.failure_file, one.rank)
         hint = memory.told(self._kills, memory.oom_kills()) if status == -signal.SIGKILL and not self._told else ""
         words = failure_files.words_of(str(self.failure_file), one.rank) if status > 0 else ""
+        at = min(one.ended_at, last.said_at or one.ended_at) - self._began
         return Exit(
-            rank=one.rank, pid=one.pid, status=status, at=one.ended_at - self._began, was_told=self._told,
-            place=place, doing=doing, words=words, hint=hint,
+            rank=one.rank, pid=one.pid, status=status, at=at, was_told=self._told,
+            place=last.place, doing=last.doing, words=words, hint=hint, state=last.state,
         )  # fmt: skip
 
     def _ask_to_stop(self) -> None:
@@ -141,7 +142,7 @@ class Attempt:
 
     def _is_failed(self) -> bool:
         """Whether a rank failed, left too early or too late, or another node says so."""
-        if any(one.status not in (0, RESUMABLE) for one in self._exits):
+        if any(one.has_failed for one in self._exits):
             return True
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + BOARD_S

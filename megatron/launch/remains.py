@@ -8,12 +8,12 @@ from pathlib import Path
 from megatron.training import failure_files, position
 
 
-def position_of(failure_file: Path, rank: int) -> tuple[str, str]:
-    """Return its place and what it was at last; empty if it did not come so far."""
+def position_of(failure_file: Path, rank: int) -> position.Position:
+    """Return its place, what it was at last and whether its run had ended; empty if it did not come so far."""
     try:
         return position.read(Path(position.page_of(str(failure_file), rank)).read_bytes())
     except OSError:
-        return "", ""
+        return position.Position()
 
 
 def show_trace(failure_file: Path, rank: int) -> None:

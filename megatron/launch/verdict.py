@@ -8,7 +8,7 @@ and among equals the first:
 |---|---|---|
 | 0 | 2, 3, 5 or 75 | the same |
 | 1 | by a signal; by any other exception | 4; 1 |
-| 2 | well (0) while others were still running | 4 |
+| 2 | well (0) while others or its own run were not done; 4, and it says itself that the others waited for it | 4 |
 | 3 | 4: it lost a peer or timed out | 4 |
 
 Where all have lost a peer and a rank did not leave with them, so that the launcher had to kill it, that rank is named:
@@ -21,7 +21,10 @@ import signal
 from collections.abc import Collection
 from dataclasses import dataclass
 
-SPECIFIC = (2, 3, 5, 75)
+from megatron.launch.signals import RESUMABLE
+from megatron.training import position
+
+SPECIFIC = (2, 3, 5, RESUMABLE)
 WINDOW_S = 1.0
 
 
@@ -33,7 +36,8 @@ class Exit:
     pid: int
     status: int
     at: float
-    """Seconds since the start of the ranks, which all nodes begin together."""
+    """When it said why it ends, else when it had ended: seconds since the start of the ranks, which all nodes begin
+    together. Who says it first may take longest to end."""
     was_told: bool = False
     """The launcher had already told it to leave because a peer had died."""
     place: str = ""
@@ -44,16 +48,30 @@ class Exit:
     """The error, if it is one that all ranks raised alike; rank 0 prints it unless it is ended before."""
     hint: str = ""
     """What may be behind it; the launcher alone says it."""
+    state: str = ""
+    """Whether its run had ended, and whether it has said that the others wait for it: see position.py."""
 
     @property
     def weight(self) -> int:
         if self.status in SPECIFIC:
             return 0
-        return {0: 2, 4: 3}.get(self.status, 1)
+        return {0: 2, 4: 2 if self.is_late else 3}.get(self.status, 1)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it left otherwise than at the end of its run or on request."""
+        return self.status not in (0, RESUMABLE) or (self.status == 0 and bool(self.state))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it has left since it got no further itself, for which the others waited."""
+        return self.status == 4 and self.state == position.LATE
 
     @property
     def is_consequence(self) -> bool:
         """Whether this end only follows from the launcher's own signal."""
+        if self.is_late:
+            return False
         return self.was_told and self.status in (0, 4, 75, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)
 
     @property
@@ -75,7 +93,10 @@ class Exit:
         if self.status < 0:
             return f"{who} by {_signal_name(-self.status)}{at}"
         if self.status == 0:
-            return f"{who} left early with 0 while others were still running{at}"
+            early = "before its run was done" if self.state else "while others were still running"
+            return f"{who}, which left early with 0 {early}{at}"
+        if self.is_late:
+            return f"{who}, which got no further and left with exit code 4{at}"
         alike = "every rank alike, first by " if self.words else ""
         return f"{alike}{who} with exit code {self.status}{at}"
 
@@ -85,7 +106,7 @@ def culprit(exits: Collection[Exit]) -> Exit | None:
     own = [one for one in exits if not one.is_consequence]
     if not own:
         return None
-    failed = [one.at for one in own if one.status not in (0, 75)]
+    failed = [one.at for one in own if one.has_failed]
     start = min(failed) if failed else min(one.at for one in own)
     stuck = first_stuck(exits)
     if stuck is not None and all(one.status == 4 for one in own):

@@ -66,9 +66,9 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
     _is_guarded = True
     try:
         main()
-    except SystemExit:
-        raise
     except BaseException as error:
+        if not _ends_process(error):
+            raise
         leave(error, who())
 
 
@@ -77,8 +77,13 @@ def tell(error: BaseException, who: str) -> None:
 
     Below ``guard`` alone; what is raised later counts for nothing then. Elsewhere the caller may go on.
     """
-    if _is_guarded and not isinstance(error, SystemExit):
+    if _is_guarded and _ends_process(error):
         _say(error, who)
+
+
+def _ends_process(error: BaseException) -> bool:
+    """Return whether ``error`` is a failure: a SystemExit is one as long as the run has not ended (not after --help)."""
+    return not isinstance(error, SystemExit) or position.own().is_running
 
 
 def leave(error: BaseException, who: str, linger: Callable[[], object] | None = None) -> NoReturn:
@@ -124,6 +129,7 @@ def _say(error: BaseException, who: str) -> int:
     if _code is not None:
         return _code
     _is_saying = True
+    position.note_said()
     if threading.current_thread() is threading.main_thread():
         signal.signal(
             signal.SIGCHLD, signal.SIG_DFL
@@ -150,10 +156,20 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
         at = position.now()
         print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:
-        print_line(f"{who} failed: {out_of_memory(error) or f'{type(error).__name__}: {error}'}")
+        print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(error).__name__}: {error}'}")
         failure_files.note_said()
         if not isinstance(failure, JobError) and failure_files.is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
+
+
+def _left_early(error: BaseException) -> str | None:
+    """Return what to say of a SystemExit in mid-run; None for other errors."""
+    if not isinstance(error, SystemExit):
+        return None
+    return (
+        f"a run ends behind its last step, by an error or by a request to stop, got sys.exit({error.code!r}) at "
+        f"{position.now() or 'the start'}. Raise an error there, or end the run with --exit-interval or a SIGTERM"
+    )
 
 
 def is_same_everywhere(error: BaseException) -> bool:

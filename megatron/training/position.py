@@ -7,6 +7,8 @@ by MEGATRON_FAILURE_FILE and the rank's number; without our launcher it is the p
 |---|---|
 | 1 | the rank's place: "stage 1, tensor 0, data 0" |
 | 2 | what it is at: "step 7, forward of micro-batch 3" |
+| 3 | ``RUNNING`` from the beginning of the run to its end, ``LATE`` where it says of itself that the others wait for it |
+| 4 | when it said why it ends, in seconds of ``time.monotonic()``, which all processes of a machine share |
 """
 
 from __future__ import annotations
@@ -14,10 +16,28 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import time
+from itertools import pairwise
+from typing import NamedTuple
 
 SIZE = 512
-_PLACE_SIZE = 96
+RUNNING, LATE = "running", "late"
+_BOUNDS = (0, 96, 480, 488, SIZE)
 _page: mmap.mmap | bytearray = bytearray(SIZE)
+
+
+class Position(NamedTuple):
+    """The lines of a page; empty where nothing was noted."""
+
+    place: str = ""
+    doing: str = ""
+    state: str = ""
+    said_at: float = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its run has begun and neither ended nor said why it stops."""
+        return bool(self.state)
 
 
 def open_page() -> None:
@@ -45,25 +65,42 @@ def page_of(failure_file: str, rank: int) -> str:
 def name_rank(who: str) -> None:
     """Note the rank's place, as in "rank 3 (stage 1, tensor 0, data 0)"."""
     within = re.search(r"\((.*)\)", who)
-    _write(0, _PLACE_SIZE, within.group(1) if within else who)
+    _write(0, within.group(1) if within else who)
 
 
 def note(text: str) -> None:
     """Note what this rank is at from now on; about a microsecond."""
-    _write(_PLACE_SIZE, SIZE, text)
+    _write(1, text)
+
+
+def note_state(state: str) -> None:
+    """Note ``RUNNING``, ``LATE``, or "" once the run has ended."""
+    _write(2, state)
+
+
+def note_said() -> None:
+    """Note that this rank says now why it ends."""
+    _write(3, repr(time.monotonic()))
 
 
 def now() -> str | None:
-    """Return what this process noted last, or None."""
-    return read(bytes(_page))[1] or None
+    """Return what this process noted last of what it is at, or None."""
+    return own().doing or None
 
 
-def read(page: bytes) -> tuple[str, str]:
-    """Return (place, what it is at) of a page's bytes; empty where nothing was noted."""
-    place, at = (part.split(b"\0", 1)[0].decode(errors="replace") for part in (page[:_PLACE_SIZE], page[_PLACE_SIZE:]))
-    return place, at
+def own() -> Position:
+    """Return what this process has noted."""
+    return read(bytes(_page))
 
 
-def _write(start: int, end: int, text: str) -> None:
+def read(page: bytes) -> Position:
+    """Return what a page's bytes say."""
+    lines = (page[start:end].split(b"\0", 1)[0].decode(errors="replace") for start, end in pairwise(_BOUNDS))
+    place, doing, state, said_at = lines
+    return Position(place, doing, state, float(said_at or 0.0))
+
+
+def _write(line: int, text: str) -> None:
+    start, end = _BOUNDS[line : line + 2]
     length = end - start
     _page[start:end] = text.encode()[: length - 1].ljust(length, b"\0")

@@ -20,7 +20,7 @@ import torch
 
 from megatron import device, log
 from megatron.errors import PeerError
-from megatron.training import failure, watch_record
+from megatron.training import failure, position, watch_record
 from tds import peers, stacks
 from tds.alarm import LINGER_S, PATIENCE_S, Alarms, tell
 from tds.verdict import Report, State, report, told_messages
@@ -185,6 +185,9 @@ class Watch:
         tell("; ".join(told), own)
 
     def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
-        told = found if found.startswith(self._name) else f"{found}. This rank {own.words}"
+        is_named = found.startswith(self._name)
+        if is_named:
+            position.note_state(position.LATE)  # the launcher, too, is to name this rank
+        told = found if is_named else f"{found}. This rank {own.words}"
         limit = f"{self.limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
         failure.leave(PeerError(f"{told}. It may get no further for {limit}"), self._name, linger)

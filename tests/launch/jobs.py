@@ -3,7 +3,7 @@
 Each rank follows its own plan, a list of words: ``sleep:S``, ``exit:CODE``, ``raise``, ``kill`` (SIGKILL to itself),
 ``save`` (on SIGTERM leave with 75), ``leave`` (on SIGTERM say what the failure file holds and leave with 4),
 ``stubborn`` (ignore SIGTERM), ``wait``; ``tell:STEP`` (a durable checkpoint; STEP times the number of this start),
-``at:TEXT`` (note what it is at), ``child`` (start a process of its own), ``segv``; ``then`` (the words behind are for
+``at:TEXT`` (note what it is at), ``run`` and ``done`` (note that its run has begun, has ended), ``quit`` (``os._exit(0)``), ``child`` (start a process of its own), ``segv``; ``then`` (the words behind are for
 the starts after the first, and those before it for the first alone).
 """
 
@@ -74,6 +74,12 @@ for word in plan:
         position.open_page()
         position.name_rank(f"rank {rank} (stage {rank}, tensor 0, data 0)")
         position.note(value)
+    elif action in ("run", "done"):
+        from megatron.training import position
+        position.open_page()
+        position.note_state(position.RUNNING if action == "run" else "")
+    elif action == "quit":
+        os._exit(0)
     elif action == "segv":
         import ctypes
         from megatron.training.failure import trace_crashes

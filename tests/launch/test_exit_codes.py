@@ -40,6 +40,22 @@ def test_a_rank_that_leaves_early_with_0_fails_the_job(tmp_path):
     assert "left early with 0" in job.output
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_that_all_leave_with_0_before_their_run_is_done_fail_the_job(tmp_path, num_ranks):
+    plan = ["at:step 3, forward of micro-batch 1", "run", "sleep:0.1", "quit"]
+    job = Job(tmp_path, [plan, ["run", "sleep:0.3", "quit"]][:num_ranks])
+    pid = job.ranks(num_ranks)[0]["pid"]
+    assert job.wait() == 4
+    told = f"ended by rank 0 (stage 0, tensor 0, data 0; pid {pid}), which left early with 0 before its run was done"
+    assert f"launch: {told}, at step 3, forward of micro-batch 1; the job ends with code 4" in job.output
+
+
+def test_ranks_whose_run_is_done_may_leave_with_0(tmp_path):
+    job = Job(tmp_path, [["run", "done", "sleep:0.2", "quit"], ["run", "done", "exit:0"]])
+    assert job.wait() == 0
+    assert "launch:" not in job.output
+
+
 def test_a_wall_clock_that_is_set_ahead_ends_nothing(tmp_path, monkeypatch):
     now = itertools.count(time.time(), 1000)
     monkeypatch.setattr(time, "time", lambda: next(now))

@@ -20,7 +20,7 @@ RANKS = """\
 import os, sys, time
 from pathlib import Path
 from megatron.errors import NumericsError, PeerError, marked
-from megatron.training import failure, failure_files
+from megatron.training import failure, failure_files, position
 from megatron.training.stop import StopRequests
 
 rank, place = int(os.environ["RANK"]), Path(sys.argv[1])
@@ -28,10 +28,22 @@ StopRequests().listen()
 
 def main():
     plan = sys.argv[2 + rank]
+    position.open_page()
+    position.note_state(position.RUNNING)
     if plan == "peer":
         while not (place / "ready").exists():
             time.sleep(0.005)
         raise PeerError("another rank is gone")
+    if plan == "exits":
+        while rank and not (place / "ready").exists():
+            time.sleep(0.005)
+        try:
+            sys.exit(0)
+        except SystemExit as stop:
+            failure.tell(stop, f"rank {rank}")
+            (place / "ready").touch()
+            time.sleep(0 if rank else 0.15)  # rank 0 has more to close
+            raise
     if plan == "alike":
         with marked(is_of_this_rank=False):
             raise NumericsError("all steps were bad")
@@ -120,6 +132,16 @@ def test_the_launcher_does_not_say_again_what_rank_0_has_said(tmp_path: Path) ->
     job = start(tmp_path, "alike", "alike")
     assert job.wait(20) == 5
     assert job.output.count("all steps were bad") == 1
+
+
+def test_who_called_sys_exit_first_is_named_though_rank_0_takes_longer_to_end(tmp_path: Path) -> None:
+    job = start(tmp_path, "exits", "exits")
+    assert job.wait(20) == 1
+    for rank in (0, 1):
+        told = f"rank {rank} failed: a run ends behind its last step, by an error or by a request to stop, got sys.exit"
+        assert job.output.count(told) == 1
+    assert job.output.count("sys.exit(0)\n") == 1, "one traceback shows the line"
+    assert "launch: ended by rank 0 (pid " in job.output and "the job ends with code 1" in job.output
 
 
 def test_what_is_raised_after_an_error_was_told_does_not_change_the_code() -> None:

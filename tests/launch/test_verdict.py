@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron.launch.verdict import Exit, culprit
+from megatron.training.position import LATE, RUNNING
 
 
-def gone(rank: int, status: int, at: float, was_told: bool = False) -> Exit:
-    return Exit(rank=rank, pid=1000 + rank, status=status, at=at, was_told=was_told)
+def gone(rank: int, status: int, at: float, was_told: bool = False, state: str = "") -> Exit:
+    return Exit(rank=rank, pid=1000 + rank, status=status, at=at, was_told=was_told, state=state)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,9 @@ def gone(rank: int, status: int, at: float, was_told: bool = False) -> Exit:
         ([gone(0, 4, 0.0), gone(1, 3, 5.0)], 0, 4),
         ([gone(0, 2, 0.1), gone(1, 2, 0.0)], 1, 2),
         ([gone(0, 200, 0.0)], 0, 1),
+        ([gone(0, 4, 0.0), gone(1, 4, 0.5, True, LATE)], 1, 4),
+        ([gone(0, 4, 0.0), gone(1, 4, 0.5, True, LATE), gone(2, 3, 0.6)], 2, 3),
+        ([gone(0, 0, 0.0, state=RUNNING), gone(1, 0, 9.0, state=RUNNING)], 0, 4),
     ],
 )
 def test_culprit_and_code(exits, rank, code):

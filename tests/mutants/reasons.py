@@ -10,7 +10,59 @@ STOP = "tests/training/test_stop.py"
 ON_ITS_WAY = f"{REASONS}::test_an_error_on_its_way_out_counts_more_than_a_dead_peer"
 TABLE = f"{REASONS}::test_what_becomes_of_a_job_by_its_table"
 
+CUT_SHORT = "tests/training/test_faults.py::test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line"
+LEFT = "tests/launch/test_exit_codes.py::test_ranks_that_all_leave_with_0_before_their_run_is_done_fail_the_job"
+
 TOLD = (
+    Mutant(
+        "sys.exit(0) in mid-run passes for the end of the run",
+        "megatron/training/failure.py",
+        "    return not isinstance(error, SystemExit) or position.own().is_running\n",
+        "    return not isinstance(error, SystemExit)\n",
+        (CUT_SHORT,),
+    ),
+    Mutant(
+        "sys.exit(0) in mid-run is told and gives 0 all the same",
+        "megatron/errors.py",
+        "error.code & 0xFF or 1\n",
+        "error.code & 0xFF\n",
+        (CUT_SHORT,),
+    ),
+    Mutant(
+        "ranks that all leave with 0 in mid-run have reached the goal",
+        "megatron/launch/verdict.py",
+        " or (self.status == 0 and bool(self.state))\n",
+        "\n",
+        (LEFT,),
+    ),
+    Mutant(
+        "a run that is done counts as one that was cut short",
+        "megatron/launch/verdict.py",
+        "(self.status == 0 and bool(self.state))",
+        "self.status == 0",
+        ("tests/launch/test_exit_codes.py::test_ranks_whose_run_is_done_may_leave_with_0",),
+    ),
+    Mutant(
+        "who takes longest to end is named last",
+        "megatron/launch/attempt.py",
+        "min(one.ended_at, last.said_at or one.ended_at)",
+        "one.ended_at",
+        (f"{REASONS}::test_who_called_sys_exit_first_is_named_though_rank_0_takes_longer_to_end",),
+    ),
+    Mutant(
+        "a rank that the others waited for is one of those that lost a peer",
+        "megatron/launch/verdict.py",
+        "4: 2 if self.is_late else 3",
+        "4: 3",
+        ("tests/launch/test_verdict.py::test_culprit_and_code",),
+    ),
+    Mutant(
+        "a rank that all ranks name does not tell the launcher",
+        "megatron/training/watch.py",
+        "        if is_named:\n",
+        "        if not found:\n",
+        ("tests/training/test_watch.py::test_a_rank_that_the_others_waited_for_says_so_to_the_launcher",),
+    ),
     Mutant(
         "an error is told once all is closed",
         "megatron/training/run.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,10 @@ def send(number: int) -> Callable[[], None]:
 
 def raise_error() -> None:
     raise ArithmeticError("planted on purpose")
+
+
+def leave_well() -> None:
+    sys.exit(0)
 
 
 @pytest.mark.parametrize("rank_hit", [pytest.param(None, marks=pytest.mark.slow), 3])
@@ -94,6 +99,15 @@ def test_exception_is_told_by_the_rank_that_raised_it(corpus: Path, tmp_path: Pa
     text = log.read_text()
     assert text.count("Traceback") == 1
     assert "rank 1 (stage 0, tensor 1, data 0) failed: ArithmeticError: planted on purpose" in text
+
+
+def test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line(corpus: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    codes = start_script(1, flags(corpus, tmp_path / "run", "--log-interval 100"), log, at_step(3, 0, leave_well))
+    text = log.read_text()
+    assert codes == [1]
+    assert re.search(r"rank 0 \(.*\) failed: a run ends behind its last step, .* got sys.exit\(0\) at step 3, ", text)
+    assert ", in leave_well\n    sys.exit(0)" in text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from megatron.training import position, progress_file
@@ -14,7 +15,9 @@ def test_a_page_holds_what_a_killed_rank_noted_last(tmp_path):
     codes, _, _ = fork_ranks(1, note_and_die, str(tmp_path / "failure"), init=False)
     assert codes == [-signal.SIGKILL]
     page = Path(position.page_of(str(tmp_path / "failure"), 0)).read_bytes()
-    assert position.read(page) == ("stage 1, tensor 0, data 2", "step 7, forward of micro-batch 3")
+    found = position.read(page)
+    assert found[:3] == ("stage 1, tensor 0, data 2", "step 7, forward of micro-batch 3", position.RUNNING)
+    assert 0 < found.said_at <= time.monotonic()
 
 
 def note_and_die(rank: int, failure_file: str) -> None:
@@ -23,6 +26,8 @@ def note_and_die(rank: int, failure_file: str) -> None:
     position.name_rank("rank 0 (stage 1, tensor 0, data 2)")
     position.note("something with a longer text than the next")
     position.note("step 7, forward of micro-batch 3")
+    position.note_state(position.RUNNING)
+    position.note_said()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.mappings import all_reduce
-from megatron.training import watch, watch_record
+from megatron.training import position, watch, watch_record
 from tds import peers, stacks
 from tds.alarm import Alarms
 from tests.harness import run_ranks
@@ -73,6 +73,16 @@ def test_a_rank_that_gets_on_is_never_late(what: str, dog: Any) -> None:
             with peers.waiting_together(0, "summing"):
                 pass
     assert dog.look(12.0)
+
+
+@pytest.mark.parametrize(("named", "state"), [("rank 0", position.LATE), ("rank 1", "")])
+def test_a_rank_that_the_others_waited_for_says_so_to_the_launcher(
+    named: str, state: str, dog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(position, "_page", bytearray(position.SIZE))
+    monkeypatch.setattr(watch.failure, "leave", lambda *words: None)
+    dog._leave(f"{named} did not come: it has been saving for 9 s", dog._report(), None)
+    assert position.own().state == state
 
 
 def test_a_process_that_was_itself_stopped_or_starved_is_not_late_for_that(dog: Any) -> None:
