@@ -137,6 +137,7 @@ class Attempt:
             f"launch: {self._signals.first_name}: the ranks finish their step, save and leave; "
             "a second signal ends them at once"
         )
+        failure_files.note_asked(str(self.failure_file), self._signals.first_name)
         for one in self.ranks:
             one.terminate()
 

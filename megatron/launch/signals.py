@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 from types import FrameType
 
 from megatron import log
+from megatron.training.stop import is_same_press
 
 RESUMABLE = 75
 WARNING = signal.SIGUSR1
@@ -18,11 +20,13 @@ class Signals:
     """Collects SIGTERM, SIGINT, SIGHUP and SIGUSR1, and wakes the launcher when one comes or a rank ends.
 
     Until ``begin`` there are no ranks, and a signal ends the launcher at once: with 75 for the warning, since the job
-    has lost nothing and shall run later, and with the signal's own code for the others.
+    has lost nothing and shall run later, and with the signal's own code for the others. A Ctrl-C that arrives twice
+    within ``PRESS_S`` is one.
     """
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self._last_at = 0.0
         self._has_ranks = False
         self._reader, writer = os.pipe()
         for end in (self._reader, writer):
@@ -61,8 +65,10 @@ class Signals:
             os.read(self._reader, 4096)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == WARNING and self.seen:
+        now = time.monotonic()
+        if self.seen and (number == WARNING or is_same_press(number, self.seen[-1], now - self._last_at)):
             return
+        self._last_at = now
         self.seen.append(number)
         if not self._has_ranks:
             log.error(f"launch: {self.first_name} before the ranks were started: nothing to save, code {self.code}")

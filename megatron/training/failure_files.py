@@ -3,6 +3,7 @@
 | file | written by | holds |
 |---|---|---|
 | the failure file | the launcher, ahead of its SIGTERM | who died; a SIGTERM without it is a request to save |
+| ``.asked`` beside it | the launcher, ahead of a SIGTERM that asks to save | the name of the signal that it has received |
 | ``.words-R`` beside it | rank R | an error that all ranks raise alike; rank 0 alone prints it |
 | ``.said`` | who has printed why the job ends | nothing: the launcher need not say it again |
 | ``.traceback`` | the first rank with a defect | nothing: one traceback is enough |
@@ -22,6 +23,18 @@ def told_by_launcher() -> str | None:
     """Return what the launcher has written of a dead peer, or None while all live."""
     place = os.environ.get("MEGATRON_FAILURE_FILE")
     return (_read(place).strip() or None) if place else None
+
+
+def asked_through_launcher() -> str | None:
+    """Return the name of the signal that the launcher has passed on as SIGTERM, or None."""
+    place = os.environ.get("MEGATRON_FAILURE_FILE")
+    return (_read(f"{place}.asked") or None) if place else None
+
+
+def note_asked(failure_file: str, signal_name: str) -> None:
+    """Leave the name of the signal that the launcher passes on as SIGTERM."""
+    with suppress(OSError):  # its disk is full: the ranks say SIGTERM
+        Path(f"{failure_file}.asked").write_text(signal_name)
 
 
 def trace_of(failure_file: str, rank: int) -> str:

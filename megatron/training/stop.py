@@ -13,11 +13,14 @@ from pathlib import Path
 from types import FrameType
 
 from megatron.training.failure import leave_for_dead_peer
-from megatron.training.failure_files import told_by_launcher
+from megatron.training.failure_files import asked_through_launcher, told_by_launcher
 
 WARNING = signal.SIGUSR1
 """What SLURM sends ahead of the time limit with ``--signal=USR1@120``; a first one is as a SIGTERM."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, WARNING)
+PRESS_S = 0.5
+"""Within this time a terminal's signal that comes twice is one: it goes to all processes in the foreground, and a wrapper
+among them, such as ``timeout --foreground`` or torchrun, passes it on once more."""
 LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng")
 """Flags that leave out something of a checkpoint: a run that goes on needs all of it (``state.Taken``)."""
 
@@ -26,14 +29,15 @@ class StopRequests:
     """Collects this rank's reasons to stop; ``loop.agree`` makes all ranks stop after the same step.
 
     The first signal asks for a checkpoint at the next step; the second ends the process at once, or is left to our
-    launcher where there is one. A warning that comes twice is still one warning. A SIGTERM that follows a peer's death
-    means leave without saving.
+    launcher where there is one. A warning that comes twice is still one warning, and so is a Ctrl-C (``PRESS_S``). A
+    SIGTERM that follows a peer's death means leave without saving.
     """
 
     def __init__(self) -> None:
         self.exit_interval = 0
         self.deadline: float | None = None
         self.signal_name: str | None = None
+        self._number, self._at = 0, 0.0
         self._previous: dict[int, object] = {}
 
     def limit(self, exit_interval: int, exit_minutes: float, started: float) -> None:
@@ -67,11 +71,18 @@ class StopRequests:
         if death:
             leave_for_dead_peer(death)
             return
-        if self.signal_name and number == WARNING:
+        now = time.monotonic()
+        if self.signal_name and (number == WARNING or is_same_press(number, self._number, now - self._at)):
             return
         if self.signal_name and "MEGATRON_FAILURE_FILE" not in os.environ:
             os._exit(128 + number)
-        self.signal_name = signal.Signals(number).name
+        self._number, self._at = number, now
+        self.signal_name = asked_through_launcher() or signal.Signals(number).name
+
+
+def is_same_press(number: int, last: int, since_s: float) -> bool:
+    """Return whether a signal is only the echo of the ``last`` one, which came ``since_s`` before it."""
+    return number == last and number in (signal.SIGINT, signal.SIGHUP) and since_s < PRESS_S
 
 
 def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.mappings import all_reduce
+from megatron.training.failure_files import asked_through_launcher
 from megatron.training.parts import Run
 from megatron.training.saver import wants_by_time
 
@@ -27,7 +28,8 @@ def vote(run: Run, has_drift: bool = False) -> Vote:
     reason = run.stop.reason(run.progress.step)
     wishes = [reason is not None, wants_by_time(run), has_drift]
     stops, by_time, drifted = _any(run, wishes)
-    return Vote((reason or ANOTHER) if stops else None, by_time, drifted)
+    asked = asked_through_launcher() if stops and reason is None else None  # its signal is on the way here, too
+    return Vote((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)
 
 
 def is_signalled(run: Run) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ from tests.training.runs import flags, write_corpus
 RANKS = """\
 import os, sys, time
 from pathlib import Path
-from megatron.errors import NumericsError, PeerError, marked
+from megatron.errors import NumericsError, PeerError, StopRequest, marked
 from megatron.training import failure, failure_files, position
 from megatron.training.stop import StopRequests
 
 rank, place = int(os.environ["RANK"]), Path(sys.argv[1])
-StopRequests().listen()
+stop = StopRequests()
+stop.listen()
 
 def main():
     plan = sys.argv[2 + rank]
@@ -44,6 +46,11 @@ def main():
             (place / "ready").touch()
             time.sleep(0 if rank else 0.15)  # rank 0 has more to close
             raise
+    if plan == "asked":
+        (place / f"listens-{rank}").touch()
+        while stop.reason(1) is None:
+            time.sleep(0.005)
+        raise StopRequest(stop.reason(1))
     if plan == "alike":
         with marked(is_of_this_rank=False):
             raise NumericsError("all steps were bad")
@@ -142,6 +149,15 @@ def test_who_called_sys_exit_first_is_named_though_rank_0_takes_longer_to_end(tm
         assert job.output.count(told) == 1
     assert job.output.count("sys.exit(0)\n") == 1, "one traceback shows the line"
     assert "launch: ended by rank 0 (pid " in job.output and "the job ends with code 1" in job.output
+
+
+def test_ranks_say_the_signal_that_the_launcher_got_and_not_the_one_that_it_sends(tmp_path: Path) -> None:
+    job = start(tmp_path, "asked", "asked")
+    while len([*tmp_path.glob("listens-*")]) < 2:
+        time.sleep(0.005)
+    job.signal(signal.SIGINT)
+    assert job.wait(20) == 75
+    assert "received SIGINT\n" in job.output and "SIGTERM" not in job.output
 
 
 def test_what_is_raised_after_an_error_was_told_does_not_change_the_code() -> None:

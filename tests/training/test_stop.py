@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.training import failure, loop, run
+from megatron.training import stop as stopping
 from megatron.training.state import EVERYTHING, Taken
 from megatron.training.stop import LOSING, StopRequests, how_to_go_on
 from tests.harness import fork_ranks
@@ -19,6 +21,7 @@ from tests.training.runs import flags, start_script
 RUN = Path("runs/gpt2-1")
 SCRIPT = {"MEGATRON_VARIABLES": "--save=CHECKPOINT_PATH"}
 JOB = {"SLURM_JOB_ID": "77"}
+LATER = 0
 
 
 @pytest.mark.parametrize(
@@ -62,10 +65,16 @@ def test_the_flags_that_are_advised_against_are_all_that_leave_something_out():
         ([signal.SIGUSR1], 0, "received SIGUSR1"),
         ([signal.SIGUSR1, signal.SIGUSR1], 0, "received SIGUSR1"),
         ([signal.SIGUSR1, signal.SIGTERM], 143, None),
-        ([signal.SIGINT, signal.SIGINT], 130, None),
+        ([signal.SIGTERM, signal.SIGTERM], 143, None),
+        ([signal.SIGTERM, signal.SIGINT], 130, None),
+        ([signal.SIGINT, signal.SIGTERM], 143, None),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], 0, "received SIGINT"),
+        ([signal.SIGINT, LATER, signal.SIGINT], 130, None),
     ],
 )
-def test_a_first_signal_is_a_request_and_a_second_ends_the_process(numbers, code, reason):
+def test_a_first_signal_is_a_request_and_a_second_ends_the_process(numbers, code, reason, monkeypatch):
+    """A Ctrl-C that arrives more than once is one."""
+    monkeypatch.setattr(stopping, "PRESS_S", 0.05 if LATER in numbers else 60.0)
     codes, results, _ = fork_ranks(1, hear, numbers, init=False)
     assert (codes, results[0]) == ([code], reason)
 
@@ -74,8 +83,25 @@ def hear(rank: int, numbers: list[int]) -> str | None:
     stop = StopRequests()
     stop.listen()
     for number in numbers:
-        signal.raise_signal(number)
+        if number == LATER:
+            time.sleep(0.1)
+        else:
+            signal.raise_signal(number)
     return stop.reason(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "last", "since_s", "is_one"),
+    [
+        (signal.SIGINT, signal.SIGINT, 0.45, True),
+        (signal.SIGINT, signal.SIGINT, 0.55, False),
+        (signal.SIGHUP, signal.SIGHUP, 0.1, True),
+        (signal.SIGTERM, signal.SIGTERM, 0.1, False),
+        (signal.SIGTERM, signal.SIGINT, 0.1, False),
+    ],
+)
+def test_what_a_terminal_sends_twice_within_half_a_second_is_one_press(number, last, since_s, is_one):
+    assert stopping.is_same_press(number, last, since_s) == is_one
 
 
 @pytest.mark.parametrize(
