@@ -7,6 +7,7 @@ Everything that must survive a kill at any moment is written through these few f
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
@@ -161,6 +162,14 @@ def remove_file(path: Path) -> None:
 def free_bytes(folder: Path) -> int:
     """Return how many bytes may still be written on the file system of ``folder``."""
     return shutil.disk_usage(folder).free
+
+
+def told_too_large() -> str:
+    """Return in words which limit a file has passed that the system calls too large (EFBIG), and how to lift it."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return "larger than this file system lets a file be. Write to another one"
+    return f"larger than `ulimit -f` lets a file be here, {limit:,} bytes. Raise that limit (ulimit -f unlimited)"
 
 
 def rename(source: Path, target: Path) -> None:

@@ -32,7 +32,7 @@ from megatron.checkpoint.manifest import FileFacts, Manifest
 from megatron.checkpoint.visibility import Patience
 from megatron.errors import CheckpointError
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _MANIFEST_BYTES_PER_TENSOR = 400  # generous; for the check of the free space only
 
 
@@ -107,11 +107,13 @@ class ShardWriter(StorageWriter):
             metadata.storage_meta = StorageMeta(checkpoint_id=target)
 
     def abandon(self, why: str) -> str:
-        """Remove the temporary folder; return the space that was needed and is free, where that is ``why``."""
+        """Remove the temporary folder; return what was needed and is free or allowed, where that is ``why``."""
         if self._temporary is None:
             return ""
         with suppress(OSError):
             files.remove_tree(self._temporary)
+        if f"[Errno {errno.EFBIG}]" in why:
+            return f" (a file of it is {files.told_too_large()})"
         if not any(f"[Errno {number}]" in why for number in _NO_ROOM):
             return ""
         with suppress(OSError):

@@ -37,7 +37,7 @@ def note_failure(run: Run, step: int, error: CheckpointError) -> None:
     run.saves.note_failure(error, step)
     if run.world.rank == 0:
         kept = f"the last one is {run.saved}" if run.saved else "there is none yet"
-        log.error(f"step {step}: NOT SAVED: {error}. Older checkpoints are untouched ({kept})")
+        log.error(f"step {step}: NOT SAVED: {str(error).rstrip('.')}. Older checkpoints are untouched ({kept})")
     if run.metrics is not None:
         run.metrics.write("save", step, {"failed": 1})
 

@@ -141,7 +141,7 @@ def _newest_of(run: Run, up_to_step: int) -> Checkpoint:
         if run.origin is not None and step_of(run.origin) <= up_to_step:
             return open_checkpoint(run.origin, run.world.grid.host)
         raise CheckpointError(
-            f"no checkpoint of this run up to step {up_to_step} in {root} to go back to: {error}. "
+            f"no checkpoint of this run up to step {up_to_step} in {root} to go back to: {str(error).rstrip('.')}. "
             "--save-interval N or --save-interval-minutes M saves more often"
         ) from error
 

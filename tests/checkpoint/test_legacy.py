@@ -151,6 +151,13 @@ def point_elsewhere(folder: Path) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("200")
 
 
+def take_positions(folder: Path) -> None:
+    for path in folder.rglob("model_optim_rng.pt"):
+        content = torch.load(path, weights_only=False)
+        del content["model"]["language_model"]["embedding"]["position_embeddings"]
+        torch.save(content, path)
+
+
 def take_rank(folder: Path) -> None:
     (folder / "iter_0000100" / "mp_rank_00").rename(folder / "gone")
 
@@ -190,6 +197,7 @@ def distribute_by_zarr(folder: Path) -> None:
         (take_away, "must hold model_optim_rng.pt or model_rng.pt"),
         (point_elsewhere, "must hold iter_0000200 or 200 or global_step200"),
         (take_rank, "lacks files of stage or layer / tensor rank 0/0"),
+        (take_positions, r"must hold learned positions .* a model with rotary or relative positions is no GPT-2"),
         (add_tensor, "of no GPT-2 or T5 of ours: language_model.transformer.layers.1.router.weight"),
     ],
 )
@@ -208,14 +216,18 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, told: str
         ({"squared_relu": True}, "a squared ReLU"),
         ({"apply_layernorm_1p": True}, r"norms with weights less 1 \(--apply-layernorm-1p\)"),
         ({"normalization": "RMSNorm"}, "RMSNorm for LayerNorm"),
+        ({"position_embedding_type": "rope"}, "the files' settings name: rotary positions$"),
+        ({"position_embedding_type": "rope", "use_rotary_position_embeddings": True}, "name: rotary positions$"),
+        ({"position_embedding_type": "relative"}, "name: positions of type relative"),
     ],
-    ids=["LLaMA", "squared", "less 1", "other norms"],
+    ids=["LLaMA", "squared", "less 1", "other norms", "rope", "rope of both", "relative"],
 )
 def test_settings_that_make_another_model_are_refused(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
     folder = write_megatron(tmp_path / "theirs", weights_of(model_of()), **settings)
     with pytest.raises(CheckpointError, match=told):
         imported(folder, tmp_path / "run")
-    plain = write_megatron(tmp_path / "plain", weights_of(model_of()), normalization="LayerNorm", squared_relu=False)
+    usual = {"normalization": "LayerNorm", "squared_relu": False, "position_embedding_type": "learned_absolute"}
+    plain = write_megatron(tmp_path / "plain", weights_of(model_of()), **usual)
     imported(plain, tmp_path / "run")
 
 

@@ -149,7 +149,7 @@ def test_a_disk_that_fills_at_any_operation_leaves_the_old_pair_or_the_new_one(
     assert outcomes == sorted(outcomes, reverse=True) and set(outcomes) == {True, False}
 
 
-def test_a_limit_on_the_size_of_files_is_told_as_a_full_disk(corpus: Corpus) -> None:
+def test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk(corpus: Corpus) -> None:
     content = lines(*GOOD) * 3
     corpus.run(content)
     size = corpus.prefix.with_suffix(".bin").stat().st_size
@@ -160,7 +160,9 @@ def test_a_limit_on_the_size_of_files_is_told_as_a_full_disk(corpus: Corpus) -> 
         try:
             corpus.run(unit_bytes=UNIT_BYTES)
         except DataError as error:
-            os._exit(2 if "there is no room" in str(error) and "File too large" in str(error) else 3)
+            limit = f"larger than `ulimit -f` lets a file be here, {size - 1:,} bytes. Raise that limit"
+            is_told = limit in str(error) and "File too large" in str(error) and " are free" not in str(error)
+            os._exit(2 if is_told else 3)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     assert not corpus.prefix.with_suffix(".bin").exists()

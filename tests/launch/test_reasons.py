@@ -41,8 +41,8 @@ def main():
             time.sleep(0.005)
         try:
             sys.exit(0)
-        except SystemExit as stop:
-            failure.tell(stop, f"rank {rank}")
+        except SystemExit as error:
+            failure.tell(error, f"rank {rank}")
             (place / "ready").touch()
             time.sleep(0 if rank else 0.15)  # rank 0 has more to close
             raise

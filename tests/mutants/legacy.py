@@ -9,6 +9,14 @@ MEGATRON = f"{TEST}::test_a_gpt2_of_megatron_in_any_layout_and_version_is_the_sa
 
 LEGACY = (
     Mutant(
+        "a model with rotary positions is only said to lack a tensor",
+        "megatron/checkpoint/legacy/importing.py",
+        "positions != _LEARNED and",
+        "positions == _LEARNED and",
+        (f"{TEST}::test_settings_that_make_another_model_are_refused",),
+        refuses=True,
+    ),
+    Mutant(
         "rows of version 0 are taken for those of version 2",
         "megatron/checkpoint/legacy/merge.py",
         "blocks = rows.reshape(parts, heads, d, *rest).transpose(0, 1)",

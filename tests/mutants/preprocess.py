@@ -14,6 +14,13 @@ KILLED = f"{RESUMED}::test_a_kill_before_any_operation_leaves_the_old_or_the_new
 
 PREPROCESS = (
     Mutant(
+        "a limit on the size of files is told as a full disk",
+        "megatron/data/preprocess/space.py",
+        "    if error.errno == errno.EFBIG:\n",
+        "    if error.errno == errno.EROFS:\n",
+        ("tests/data/test_preprocess_faults.py::test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk",),
+    ),
+    Mutant(
         "parts are joined in the order in which they were finished",
         f"{PLACE}/tally.py",
         "for number in sorted(self._finished)]",

@@ -16,6 +16,20 @@ METRICS = "tests/training/test_metrics_files.py"
 
 SAVES = (
     Mutant(
+        "a limit on the size of a file is told as a full disk",
+        "megatron/checkpoint/shard_writer.py",
+        '        if f"[Errno {errno.EFBIG}]" in why:\n',
+        "        if not why:\n",
+        ("tests/checkpoint/test_disk.py::test_a_file_that_the_system_cuts_short_is_an_error_and_no_stump_stays",),
+    ),
+    Mutant(
+        "the cause of a failed save ends with two full stops",
+        "megatron/training/save_news.py",
+        "{str(error).rstrip('.')}. Older",
+        "{error}. Older",
+        (f"{SAVER}::test_a_save_that_fails_in_mid_run_is_told_and_the_run_goes_on",),
+    ),
+    Mutant(
         "the default interval saves where another was named",
         "megatron/config/checkpoint.py",
         "return DEFAULT_MINUTES if self.is_default_interval else 0.0",

@@ -56,7 +56,7 @@ class Stand:
             return Staged(step, 0.25, 1000, 0.0)
         if self.fails:
             self.attempts.append(step)
-            raise CheckpointError("the disk is full")
+            raise CheckpointError("the disk is full. Free some space, or move --save.")
         self.written.append(step)
         path = self.folder / f"step-{step:08d}"
         path.mkdir(parents=True)
@@ -151,7 +151,8 @@ def test_a_save_that_fails_in_mid_run_is_told_and_the_run_goes_on(tmp_path: Path
     run.step()
     run.fails = True
     run.step()
-    assert len(run.errors) == 1 and "step 2: NOT SAVED: the disk is full" in run.errors[0] and "00001" in run.errors[0]
+    (told,) = run.errors
+    assert "step 2: NOT SAVED: the disk is full. Free some space, or move --save. Older" in told and "00001" in told
     assert run.records[-1] == (2, {"failed": 1}) and run.told == [1]
     with pytest.raises(CheckpointError, match="disk is full"):
         save(run)  # type: ignore[arg-type]

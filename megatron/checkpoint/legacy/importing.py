@@ -17,11 +17,14 @@ from megatron.config import Config
 from megatron.errors import CheckpointError
 
 _EPSILON = 1e-5
+_ROTARY = "rotary positions"
+_LEARNED = "learned_absolute"
+_POSITIONS = "embedding.position.weight"
 _UNKNOWN_HERE = {
     "swiglu": "a gated activation",
     "quick_geglu": "a gated activation",
     "squared_relu": "a squared ReLU",
-    "use_rotary_position_embeddings": "rotary positions",
+    "use_rotary_position_embeddings": _ROTARY,
     "apply_layernorm_1p": "norms with weights less 1 (--apply-layernorm-1p)",
 }
 
@@ -67,8 +70,16 @@ def _config(found: legacy.Found, wishes: Wishes) -> Config:
     strange = [told for key, told in _UNKNOWN_HERE.items() if found.settings.get(key)]
     norm = found.settings.get("normalization") or "LayerNorm"
     strange += [f"{norm} for LayerNorm"] * (norm != "LayerNorm")
+    positions = found.settings.get("position_embedding_type") or _LEARNED
+    if positions != _LEARNED and _ROTARY not in strange:
+        strange.append(_ROTARY if positions == "rope" else f"positions of type {positions}")
     if strange:
         raise CheckpointError(f"our GPT-2 and T5 are without what the files' settings name: {', '.join(strange)}")
+    if _POSITIONS not in found.weights:
+        raise CheckpointError(
+            f"the checkpoint must hold learned positions ({_POSITIONS}), and does not: a model with rotary or relative "
+            "positions is no GPT-2 or T5 of ours"
+        )
     weights, settings = found.weights, found.settings
     side = "encoder." if found.is_t5 else ""
     try:
@@ -81,7 +92,7 @@ def _config(found: legacy.Found, wishes: Wishes) -> Config:
             "num_attention_heads": heads,
             "kv_hidden_size": qkv // (3 * heads),
             "ff_hidden_size": weights[f"{side}layers.0.mlp.up.weight"].shape[0],
-            "max_position_embeddings": weights["embedding.position.weight"].shape[0],
+            "max_position_embeddings": weights[_POSITIONS].shape[0],
         }
     except KeyError as error:
         raise CheckpointError(f"the checkpoint must hold {error}, and does not") from error

@@ -135,7 +135,7 @@ def _explained(parts: Parts, tally: Tally) -> Iterator[None]:
             raise UnitError(f"{error}; {kept}") from None
         if isinstance(error, OSError) and error.errno in space.FULL:
             text = space.in_words(error, parts.folder, tally.counts, tally.total_bytes, parts.dtype.itemsize)
-            raise DataError(f"{text}. Make room; {kept}") from error
+            raise DataError(f"{text}; {kept}") from error
         if isinstance(error, DataError):
             raise DataError(f"{str(error).rstrip('.')}. {kept[0].upper()}{kept[1:]}") from error.__cause__
         raise

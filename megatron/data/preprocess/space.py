@@ -46,18 +46,20 @@ def output_bytes(counts: Counts, itemsize: int) -> int:
 
 
 def in_words(error: OSError, folder: Path, counts: Counts, total_bytes: int, itemsize: int) -> str:
-    """Return what a full disk means for the job: what is free, and about how much more is needed.
+    """Return what a full disk means for the job: what is free, about how much more is needed, and what to do.
 
     Args:
         counts: what was encoded before the disk was full.
         total_bytes: of the whole input.
     """
+    if error.errno == errno.EFBIG:
+        return f"a file of the output in {folder} is {files.told_too_large()} ({error})"
     text = f"there is no room for the output in {folder} ({error}): {_megabytes(files.free_bytes(folder))} are free"
     if counts.num_tokens and total_bytes >= counts.num_bytes:
         whole = output_bytes(counts, itemsize) * total_bytes / counts.num_bytes
         done = (itemsize * counts.num_tokens) + _LEN_BYTES_PER_DOCUMENT * counts.num_documents
         text += f", about {_megabytes(2 * whole - done)} are needed beyond the finished parts"
-    return text
+    return f"{text}. Make room"
 
 
 def _check(folder: Path, needed: int, what: str) -> None:
