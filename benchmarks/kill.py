@@ -87,8 +87,13 @@ def main(argv: Sequence[str] | None = None) -> Tally:
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS), help="default: all, in turn")
     parser.add_argument("--steps", type=int, default=12, help="of each run; default: 12")
     parser.add_argument("--json", type=Path, help="write the summary and all runs there")
-    parser.add_argument("--folder", help="for the runs; default: below the temporary folder")
+    parser.add_argument("--folder", type=Path, help="for the runs, made where it is not; default: below the temporary folder")
     args = parser.parse_args(argv)
+    if args.folder is not None:
+        try:
+            args.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--folder must be a folder that can be made, got {args.folder}: {error}")
     preload()
     place = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
     tally = _kill_all(args, place)

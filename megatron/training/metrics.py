@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import orjson
 
 from megatron import files, log
+from megatron.errors import ConfigError, marked
 from megatron.training.wandb_run import WandbRun
 
 
@@ -52,7 +54,26 @@ class MetricsWriter:
         """Record ``values`` of ``step``; ``kind`` is train, valid, test or save.
 
         A value may be a dictionary of numbers.
+
+        Raises:
+            ConfigError: the run folder, or TensorBoard's, was deleted or moved; on this rank alone.
         """
+        with marked(is_of_this_rank=True):
+            self._require_folder()
+            self._write(kind, step, values)
+
+    def _require_folder(self) -> None:
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise ConfigError(
+                f"the run folder must stay where it is while the run goes on, got {self.path.parent} deleted or moved, "
+                "or its metrics.jsonl. Bring it back and go on with --load, or start again"
+            )
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         self._file.write(orjson.dumps({"kind": kind, "step": step, **values}) + b"\n")
         self._file.flush()
         if self._events is None:
@@ -60,8 +81,15 @@ class MetricsWriter:
 
             self._events = SummaryWriter(str(self._tensorboard_folder), purge_step=self._purge_step)
         numbers = dict(flat(kind, values))
-        for name, number in numbers.items():
-            self._events.add_scalar(name, number, step)
+        try:
+            for name, number in numbers.items():
+                self._events.add_scalar(name, number, step)
+        except FileNotFoundError as error:
+            folder = self._tensorboard_folder
+            raise ConfigError(
+                f"TensorBoard's folder must stay where it is while the run goes on, got {folder} deleted or moved "
+                f"({error})"
+            ) from error
         if self._wandb is not None:
             self._wandb.write(kind, step, numbers)
 

@@ -11,6 +11,14 @@ AT_EACH = (
 
 KILLED_RUNS = (
     Mutant(
+        "the benchmark of kills wants a folder that is there",
+        "benchmarks/kill.py",
+        "            args.folder.mkdir(parents=True, exist_ok=True)\n",
+        "            args.folder.resolve()\n",
+        ("tests/training/test_kills.py::test_the_benchmark_names_a_folder_that_cannot_be_made",),
+        refuses=True,
+    ),
+    Mutant(
         "a forked rank frees the numbers of its launcher's sockets",
         "megatron/launch/ranks.py",
         "            os.dup2(null, number, inheritable=False)",

@@ -16,6 +16,14 @@ METRICS = "tests/training/test_metrics_files.py"
 
 SAVES = (
     Mutant(
+        "metrics go to a folder that nobody can find",
+        "megatron/training/metrics.py",
+        "            self._require_folder()\n",
+        "",
+        (f"{METRICS}::test_a_run_folder_that_is_lost_in_mid_run_is_named",),
+        refuses=True,
+    ),
+    Mutant(
         "a limit on the size of a file is told as a full disk",
         "megatron/checkpoint/shard_writer.py",
         '        if f"[Errno {errno.EFBIG}]" in why:\n',

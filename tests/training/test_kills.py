@@ -142,10 +142,19 @@ def test_a_run_goes_on_from_what_is_left_amidst_a_save(operation: str, step: int
 
 
 def test_the_benchmark_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tally = kill.main(["--kills", "1", "--layout", "one", "--steps", "4", "--json", str(tmp_path / "kills.json")])
-    assert tally.kills >= 1 and not tally.failed
+    folder = tmp_path / "new" / "folder"
+    few = ["--kills", "1", "--layout", "one", "--steps", "4", "--folder", str(folder)]
+    tally = kill.main([*few, "--json", str(tmp_path / "kills.json")])
+    assert tally.kills >= 1 and not tally.failed and not [*folder.iterdir()]
     assert '"bricked": 0' in (tmp_path / "kills.json").read_text()
     assert "as undisturbed" in capfd.readouterr().out
+
+
+def test_the_benchmark_names_a_folder_that_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        kill.main(["--folder", str(tmp_path / "file")])
+    assert f"--folder must be a folder that can be made, got {tmp_path / 'file'}" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron.errors import ConfigError
 from megatron.training.metrics import MetricsWriter, read_metrics
 
 
@@ -29,6 +32,28 @@ def test_a_line_that_a_kill_cut_off_spoils_no_other(resumed_step: int | None, tm
     write(tmp_path, range(first, 6), resumed_step)
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
     assert path.read_bytes().count(b"\n") == 5
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("elsewhere"))])
+def test_a_run_folder_that_is_lost_in_mid_run_is_named(lose: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = write(folder, range(1, 3))
+    lose(folder)
+    with pytest.raises(ConfigError, match=f"the run folder must stay .* got {folder} deleted or moved") as caught:
+        writer.write("train", 3, {"loss": 0.0})
+    assert caught.value.is_of_this_rank
+
+
+def test_tensorboards_folder_that_is_lost_in_mid_run_is_named(tmp_path: Path) -> None:
+    writer = write(tmp_path, range(1, 3))
+    writer._events.add_scalar = refuse
+    with pytest.raises(ConfigError, match=f"TensorBoard's folder must stay .* got {tmp_path / 'tensorboard'} deleted"):
+        writer.write("train", 3, {"loss": 0.0})
+
+
+def refuse(*scalar: object) -> None:
+    raise FileNotFoundError(2, "No such file or directory")
 
 
 def test_going_back_drops_what_comes_again(tmp_path: Path) -> None:
