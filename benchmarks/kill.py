@@ -87,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> Tally:
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS), help="default: all, in turn")
     parser.add_argument("--steps", type=int, default=12, help="of each run; default: 12")
     parser.add_argument("--json", type=Path, help="write the summary and all runs there")
-    parser.add_argument("--folder", type=Path, help="for the runs, made where it is not; default: below the temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="for the runs; made if need be; default: below the temporary folder"
+    )
     args = parser.parse_args(argv)
     if args.folder is not None:
         try:

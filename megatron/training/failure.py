@@ -82,7 +82,7 @@ def tell(error: BaseException, who: str) -> None:
 
 
 def _ends_process(error: BaseException) -> bool:
-    """Return whether ``error`` is a failure: a SystemExit is one as long as the run has not ended (not after --help)."""
+    """Return whether ``error`` is a failure: a SystemExit is one in mid-run, and not behind --help or the run."""
     return not isinstance(error, SystemExit) or position.own().is_running
 
 

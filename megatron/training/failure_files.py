@@ -3,7 +3,7 @@
 | file | written by | holds |
 |---|---|---|
 | the failure file | the launcher, ahead of its SIGTERM | who died; a SIGTERM without it is a request to save |
-| ``.asked`` beside it | the launcher, ahead of a SIGTERM that asks to save | the name of the signal that it has received |
+| ``.asked`` beside it | the launcher, ahead of a SIGTERM that asks to save | the signal that it has itself received |
 | ``.words-R`` beside it | rank R | an error that all ranks raise alike; rank 0 alone prints it |
 | ``.said`` | who has printed why the job ends | nothing: the launcher need not say it again |
 | ``.traceback`` | the first rank with a defect | nothing: one traceback is enough |

@@ -7,7 +7,7 @@ by MEGATRON_FAILURE_FILE and the rank's number; without our launcher it is the p
 |---|---|
 | 1 | the rank's place: "stage 1, tensor 0, data 0" |
 | 2 | what it is at: "step 7, forward of micro-batch 3" |
-| 3 | ``RUNNING`` from the beginning of the run to its end, ``LATE`` where it says of itself that the others wait for it |
+| 3 | ``RUNNING`` from the beginning of the run to its end, ``LATE`` once it has said that the others wait for it |
 | 4 | when it said why it ends, in seconds of ``time.monotonic()``, which all processes of a machine share |
 """
 

@@ -19,8 +19,8 @@ WARNING = signal.SIGUSR1
 """What SLURM sends ahead of the time limit with ``--signal=USR1@120``; a first one is as a SIGTERM."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, WARNING)
 PRESS_S = 0.5
-"""Within this time a terminal's signal that comes twice is one: it goes to all processes in the foreground, and a wrapper
-among them, such as ``timeout --foreground`` or torchrun, passes it on once more."""
+"""Within this time a terminal's signal that comes twice is one: it goes to all processes in the foreground, and a
+wrapper among them, such as ``timeout --foreground`` or torchrun, passes it on once more."""
 LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng")
 """Flags that leave out something of a checkpoint: a run that goes on needs all of it (``state.Taken``)."""
 

@@ -3,8 +3,9 @@
 Each rank follows its own plan, a list of words: ``sleep:S``, ``exit:CODE``, ``raise``, ``kill`` (SIGKILL to itself),
 ``save`` (on SIGTERM leave with 75), ``leave`` (on SIGTERM say what the failure file holds and leave with 4),
 ``stubborn`` (ignore SIGTERM), ``wait``; ``tell:STEP`` (a durable checkpoint; STEP times the number of this start),
-``at:TEXT`` (note what it is at), ``run`` and ``done`` (note that its run has begun, has ended), ``quit`` (``os._exit(0)``), ``child`` (start a process of its own), ``segv``; ``then`` (the words behind are for
-the starts after the first, and those before it for the first alone).
+``at:TEXT`` (note what it is at), ``run`` and ``done`` (note that its run has begun, has ended), ``quit``
+(``os._exit(0)``), ``child`` (start a process of its own), ``segv``; ``then`` (the words behind are for the starts after
+the first, and those before it for the first alone).
 """
 
 from __future__ import annotations

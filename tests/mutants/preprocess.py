@@ -18,7 +18,9 @@ PREPROCESS = (
         "megatron/data/preprocess/space.py",
         "    if error.errno == errno.EFBIG:\n",
         "    if error.errno == errno.EROFS:\n",
-        ("tests/data/test_preprocess_faults.py::test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk",),
+        (
+            "tests/data/test_preprocess_faults.py::test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk",
+        ),
     ),
     Mutant(
         "parts are joined in the order in which they were finished",
