@@ -43,6 +43,13 @@ TOLD = (
         ("tests/launch/test_exit_codes.py::test_ranks_whose_run_is_done_may_leave_with_0",),
     ),
     Mutant(
+        "a run never ends for the launcher",
+        "megatron/training/entry.py",
+        '        position.note_state("")\n',
+        "",
+        ("tests/training/test_faults.py::test_a_run_that_is_done_may_be_left_with_0",),
+    ),
+    Mutant(
         "who takes longest to end is named last",
         "megatron/launch/attempt.py",
         "min(one.ended_at, last.said_at or one.ended_at)",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data import TokenFile
-from megatron.training import loop
+from megatron.training import loop, position
 from tests.training.runs import flags, start_script
 
 PIPELINE = "--model-parallel-size 2 --pipe-parallel-size 2"
@@ -99,6 +99,14 @@ def test_exception_is_told_by_the_rank_that_raised_it(corpus: Path, tmp_path: Pa
     text = log.read_text()
     assert text.count("Traceback") == 1
     assert "rank 1 (stage 0, tensor 1, data 0) failed: ArithmeticError: planted on purpose" in text
+
+
+def test_a_run_that_is_done_may_be_left_with_0(corpus: Path, tmp_path: Path) -> None:
+    def tell_state(rank: int) -> None:
+        sys.exit = lambda code: os._exit(9 if position.own().is_running else code)  # type: ignore[assignment,arg-type]
+
+    argv = flags(corpus, tmp_path / "run", "--train-iters 1 --eval-iters 0")
+    assert start_script(1, argv, tmp_path / "log", tell_state) == [0]
 
 
 def test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line(corpus: Path, tmp_path: Path) -> None:
