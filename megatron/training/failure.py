@@ -167,7 +167,7 @@ def _left_early(error: BaseException) -> str | None:
     if not isinstance(error, SystemExit):
         return None
     return (
-        f"a run ends behind its last step, by an error or by a request to stop, got sys.exit({error.code!r}) at "
+        f"a run ends after its last step, by an error or by a request to stop, got sys.exit({error.code!r}) at "
         f"{position.now() or 'the start'}. Raise an error there, or end the run with --exit-interval or a SIGTERM"
     )
 

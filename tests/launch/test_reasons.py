@@ -145,7 +145,7 @@ def test_who_called_sys_exit_first_is_named_though_rank_0_takes_longer_to_end(tm
     job = start(tmp_path, "exits", "exits")
     assert job.wait(20) == 1
     for rank in (0, 1):
-        told = f"rank {rank} failed: a run ends behind its last step, by an error or by a request to stop, got sys.exit"
+        told = f"rank {rank} failed: a run ends after its last step, by an error or by a request to stop, got sys.exit"
         assert job.output.count(told) == 1
     assert job.output.count("sys.exit(0)\n") == 1, "one traceback shows the line"
     assert "launch: ended by rank 0 (pid " in job.output and "the job ends with code 1" in job.output

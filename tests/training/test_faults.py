@@ -114,7 +114,7 @@ def test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line(corpus:
     codes = start_script(1, flags(corpus, tmp_path / "run", "--log-interval 100"), log, at_step(3, 0, leave_well))
     text = log.read_text()
     assert codes == [1]
-    assert re.search(r"rank 0 \(.*\) failed: a run ends behind its last step, .* got sys.exit\(0\) at step 3, ", text)
+    assert re.search(r"rank 0 \(.*\) failed: a run ends after its last step, .* got sys.exit\(0\) at step 3, ", text)
     assert ", in leave_well\n    sys.exit(0)" in text
 
 
