@@ -39,6 +39,7 @@ def test_a_run_folder_that_is_lost_in_mid_run_is_named(lose: Callable[[Path], ob
     folder = tmp_path / "run"
     folder.mkdir()
     writer = write(folder, range(1, 3))
+    writer._events.close()  # its thread would complain by itself
     lose(folder)
     with pytest.raises(ConfigError, match=f"the run folder must stay .* got {folder} deleted or moved") as caught:
         writer.write("train", 3, {"loss": 0.0})
