@@ -1,7 +1,7 @@
 """Make one HTML page of training runs: curves over each other, what differs, stages, timelines. It fetches nothing.
 
     python tools/report.py runs/gpt2-20261122-150000 runs/gpt2-20261122-151500
-    python tools/report.py runs -o all.html            # every run in a folder
+    python tools/report.py runs -o runs/all.html            # every run in a folder
 
 Runs may be under way, cut off, or without a record yet. Open the page in a browser; docs/seeing.md says what it shows.
 """

@@ -1,8 +1,9 @@
 """Find or make the Python environment of the run scripts and print the path of its Python (tools/setup.sh calls this).
 
 The Python that runs this file is used as it is when it has every package of pyproject.toml. Else ``.venv`` in the
-repository is made and filled with pip; a stamp in it, keyed by pyproject.toml, makes the next start quick. A set-up
-that was interrupted is begun anew, and of two scripts that start at once one waits for the other.
+repository is used, made or filled with pip; a stamp in it, keyed by pyproject.toml, makes the next start quick. One
+that another checkout has filled (``.venv`` may be a link) is used when its packages fit, and not installed into. A
+set-up that was interrupted is begun anew, and of two scripts that start at once one waits for the other.
 """
 
 from __future__ import annotations
@@ -11,31 +12,51 @@ import argparse
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "pyproject.toml"
 VENV = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
+PRESENT = "Requirement already satisfied"
+"""How a line of pip begins that tells nothing new; a set-up has up to a hundred of them."""
 
 
 class SetUpError(Exception):
     """The environment cannot be made; the text says what to do."""
 
 
+class Answer(NamedTuple):
+    """What a Python lacks, and the checkout that is installed in it as editable, if there is one."""
+
+    lacking: list[str]
+    checkout: str
+
+
 def main() -> int:
     """Print the path of a Python that has every package."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("purpose", choices=("run", "test"), help="test: with the optional packages of that name too")
-    purpose = parser.parse_args().purpose
+    parser.add_argument(
+        "purpose", choices=("run", "test", "ask"),
+        help="test: with the optional packages of that name too; ask: print which requirements this Python lacks",
+    )  # fmt: skip
+    parser.add_argument("requirements", nargs="*", help="of ask")
+    flags = parser.parse_args()
+    if flags.purpose == "ask":
+        lacks = [one for one in flags.requirements if not is_met(one, any_torch=False)]
+        print(json.dumps(Answer(lacks, installed_checkout())))
+        return 0
     try:
-        print(find_or_make("" if purpose == "run" else purpose))
+        print(find_or_make("" if flags.purpose == "run" else flags.purpose))
     except SetUpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -49,12 +70,62 @@ def find_or_make(extra: str) -> str:
         warn_of_another_torch(wanted)
         return sys.executable
     python = VENV / "bin" / "python"
-    with locked(PROJECT):
+    home = VENV.resolve().parent  # of the environment that a link points to, which other checkouts may lock too
+    home.mkdir(parents=True, exist_ok=True)
+    with locked(home):
         if not is_stamped(python, extra):
-            say(f"this Python ({sys.executable}) lacks {', '.join(lacking(wanted)[:4])} ...: setting up {VENV} once")
-            make(python, wanted, extra)
-            say("set-up done")
+            found = ask(python, wanted)
+            if begun().exists():
+                found = found._replace(lacking=wanted)
+            is_anothers = is_of_another(found.checkout)
+            if found.lacking:
+                if is_anothers:
+                    raise SetUpError(_refusal(found))
+                who, what = f"this Python ({sys.executable})", lacking(wanted)
+                if starts(python):
+                    who, what = str(VENV), found.lacking
+                say(f"{who} lacks {', '.join(what[:4])}{' ...' if what[4:] else ''}: setting up {VENV} once")
+                make(python, found.lacking, extra)
+                say("set-up done")
+            elif is_anothers:
+                say(f"using {VENV} as it is: {found.checkout} has set it up, and its packages fit")
+            else:
+                stamp(extra).write_text(fingerprint())
     return str(python)
+
+
+def ask(python: Path, wanted: list[str]) -> Answer:
+    """Return what the Python at this path lacks: all, where there is none that answers."""
+    if python.is_file():
+        command = [str(python), str(Path(__file__).resolve()), "ask", *wanted]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        with suppress(ValueError, TypeError):
+            return Answer(*json.loads(done.stdout))
+    return Answer(wanted, "")
+
+
+def is_of_another(checkout: str) -> bool:
+    """Whether this is a checkout beside this one, and still there."""
+    return bool(checkout) and Path(checkout) != ROOT.resolve() and (Path(checkout) / PROJECT.name).is_file()
+
+
+def _refusal(found: Answer) -> str:
+    where = f"{VENV} (a link to {VENV.resolve()})" if VENV.is_symlink() else str(VENV)
+    return (
+        f"{where} must have the packages of {PROJECT}, lacks {', '.join(found.lacking[:4])}, and belongs to "
+        f"{found.checkout}, so nothing is installed into it. Remove {VENV} or set MEGATRON_VENV to another folder to "
+        "have one made, or activate it to use it as it is."
+    )
+
+
+def installed_checkout() -> str:
+    """Return the folder that pip has installed this project from, as editable, into this Python; "" if none."""
+    name = tomllib.loads(PROJECT.read_text())["project"].get("name", "")
+    try:
+        text = importlib.metadata.distribution(name).read_text("direct_url.json")
+        return unquote(urlsplit(json.loads(text)["url"]).path) if text else ""
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError):
+        return ""
 
 
 def requirements(extra: str) -> list[str]:
@@ -68,11 +139,12 @@ def lacking(wanted: list[str]) -> list[str]:
     return [one for one in wanted if not is_met(one)]
 
 
-def is_met(requirement: str) -> bool:
-    """Whether this Python has the package in an allowed version (for torch: in any)."""
+def is_met(requirement: str, *, any_torch: bool = True) -> bool:
+    """Whether this Python has the package in an allowed version (for torch: in any, unless that is False)."""
     name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
     version = installed(name)
-    return version is not None and (name == "torch" or is_allowed(version, requirement[len(name) :]))
+    is_free = any_torch and name == "torch"
+    return version is not None and (is_free or is_allowed(version, requirement[len(name) :]))
 
 
 def installed(name: str) -> str | None:
@@ -110,19 +182,27 @@ def warn_of_another_torch(wanted: list[str]) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on ``path`` alone; the system drops it when the process ends, however it ends."""
-    with open(path) as file:
+    """Hold the lock on the folder ``path`` alone; the system drops it when the process ends, however it ends."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another start is setting up; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(folder)
 
 
 def stamp(extra: str) -> Path:
     """Return the file that says for which pyproject.toml the environment was filled."""
     return VENV / f".set-up-{extra or 'run'}"
+
+
+def begun() -> Path:
+    """Return the file that is there while the environment is filled."""
+    return VENV / ".set-up-begun"
 
 
 def is_stamped(python: Path, extra: str) -> bool:
@@ -141,26 +221,33 @@ def starts(python: Path) -> bool:
     return python.is_file() and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
-def make(python: Path, wanted: list[str], extra: str) -> None:
+def make(python: Path, missing: list[str], extra: str) -> None:
     """Make the environment, or fill up the one that is there."""
-    begun = VENV / ".set-up-begun"
-    if begun.exists() or not starts(python):
-        if begun.exists():
+    if begun().exists() or not starts(python):
+        if begun().exists():
             say("the last set-up was interrupted; beginning anew")
         run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
-    begun.touch()
+    begun().touch()
     pip = [str(python), "-m", "pip", "install"]
-    torch = next(one for one in wanted if one.startswith("torch=="))
-    run(f"installing {torch}", [*pip, torch])  # first and alone: the exact build that this machine offers
-    run("installing the other packages", [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)])
+    for torch in [one for one in missing if one.startswith("torch==")]:
+        run(f"installing {torch}", [*pip, torch])  # first and alone: the exact build that this machine offers
+    rest = [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)]
+    run("installing the other packages", rest, without=PRESENT)
     stamp(extra).write_text(fingerprint())
-    begun.unlink()
+    begun().unlink()
 
 
-def run(what: str, command: list[str]) -> None:
-    """Run one step of the set-up, its output on the error stream."""
+def run(what: str, command: list[str], without: str | None = None) -> None:
+    """Run one step of the set-up, its output on the error stream but for lines that begin with ``without``."""
     say(what)
-    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    if without is None:
+        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode  # with pip's bars on a terminal
+    else:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+            for line in process.stdout or ():
+                if not line.startswith(without):
+                    print(line, end="", file=sys.stderr, flush=True)
+        code = process.returncode
     if code:
         raise SetUpError(
             f"{what} failed with code {code} (see above): {' '.join(command)}. Check the network and the free disk "

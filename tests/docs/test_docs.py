@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -300,3 +301,17 @@ def test_the_defaults_in_the_table_are_those_of_each_script(page: str) -> None:
     assert len(gpt2) == len(t5) == 10
     assert {name: told_gpt2[name] for name in gpt2} == gpt2
     assert {name: told_t5[name] for name in t5} == t5
+
+
+def test_what_the_pages_let_a_user_write_is_no_change_to_the_repository(tmp_path: Path) -> None:
+    """git does not list it: else what belongs to a user stands beside what he changed in the code."""
+    option = re.compile(r"(?:--output-prefix|--output|--out|--save|-o|CHECKPOINT_PATH)(?: +|=)([\w./-]+)")
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if line[:4] == "    "]
+    written = sorted({name for line in lines for name in option.findall(line)})
+    assert {"data/corpus", "runs/mine", "my-model"} <= set(written)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_bytes((ROOT / ".gitignore").read_bytes())
+    named = [name if Path(name).suffix else f"{name}/file" for name in written]
+    asked = [*named, "report.html", "megatron/data/windows.py", "tests/data/test_split.py"]
+    done = subprocess.run(["git", "-C", tmp_path, "check-ignore", *asked], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == asked[:-2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 import time
@@ -13,12 +14,17 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "tools" / "set_up.py"
 
 
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """The module with a project of its own, no package present, and pip replaced by a list of what it was asked."""
+def load():
     spec = importlib.util.spec_from_file_location("set_up", SOURCE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """The module with a project of its own, no package present, and pip replaced by a list of what it was asked."""
+    module = load()
     project = tmp_path / "pyproject.toml"
     project.write_text(
         '[project]\ndependencies = ["torch==9.9.0", "no-such-package>=1"]\n'
@@ -28,17 +34,32 @@ def tool(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "PROJECT", project)
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(module, "run", lambda what, command: _pretend(module, command))
+    monkeypatch.setattr(module, "run", lambda what, command, without=None: _pretend(module, command))
     return module
 
 
 def _pretend(module, command: list[str]) -> None:
     module.asked.append(command[1:])
     if "venv" in command:
-        (module.VENV / "bin").mkdir(parents=True, exist_ok=True)
-        python = module.VENV / "bin" / "python"
-        python.write_text("#!/bin/sh\nexit 0\n")
-        python.chmod(0o755)
+        stand_in(module.VENV)
+
+
+def stand_in(venv: Path, lacking: list[str] | None = None, checkout: str = "") -> Path:
+    """Make an environment whose Python starts and answers what it lacks (None: it does not answer)."""
+    answer = "" if lacking is None else json.dumps([lacking, checkout])
+    python = venv / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    python.chmod(0o755)
+    return python
+
+
+def checkout_beside(tool) -> Path:
+    """Make a folder that looks like another checkout."""
+    folder = tool.ROOT.parent / f"{tool.ROOT.name}-beside"
+    folder.mkdir()
+    (folder / "pyproject.toml").touch()
+    return folder
 
 
 def test_torch_is_installed_first_and_alone(tool):
@@ -66,7 +87,7 @@ def test_a_changed_pyproject_or_another_extra_installs_again_without_a_new_envir
 
 
 def test_an_interrupted_set_up_begins_anew(tool, monkeypatch):
-    def interrupted(what, command):
+    def interrupted(what, command, without=None):
         _pretend(tool, command)
         if "pip" in command:
             raise KeyboardInterrupt
@@ -81,15 +102,91 @@ def test_an_interrupted_set_up_begins_anew(tool, monkeypatch):
 
 
 def test_a_second_set_up_waits_for_the_first(tool):
-    holder = "import fcntl,sys,time; f=open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)"
+    """Also one of another checkout, with the same environment behind a link."""
+    shared = checkout_beside(tool)
+    (shared / ".venv").mkdir()
+    tool.VENV.symlink_to(shared / ".venv")
+    holder = "import fcntl,os,sys,time; f=os.open(sys.argv[1], 0); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)"
     holder += "; time.sleep(0.4)"
-    first = subprocess.Popen([sys.executable, "-c", holder, str(tool.PROJECT)], stdout=subprocess.PIPE)
+    first = subprocess.Popen([sys.executable, "-c", holder, str(shared)], stdout=subprocess.PIPE)
     first.stdout.readline()
     start = time.monotonic()
     tool.find_or_make("")
     assert time.monotonic() - start > 0.2
     first.wait()
     first.stdout.close()
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_environment_of_another_checkout_whose_packages_fit_is_used_as_it_is(tool, capsys, is_link):
+    other = checkout_beside(tool)
+    if is_link:
+        tool.VENV.symlink_to(other / ".venv")
+    python = stand_in(tool.VENV.resolve(), [], str(other))
+    before = sorted(python.parents[1].rglob("*"))
+    assert [tool.find_or_make(""), tool.find_or_make("test")] == [str(tool.VENV / "bin" / "python")] * 2
+    assert not tool.asked and sorted(python.parents[1].rglob("*")) == before
+    told = capsys.readouterr().err
+    assert f"using {tool.VENV} as it is: {other} has set it up" in told and "lacks" not in told
+
+
+def test_an_environment_of_another_checkout_that_does_not_fit_is_told_whose_it_is(tool):
+    other = checkout_beside(tool)
+    tool.VENV.symlink_to(other / ".venv")
+    stand_in(other / ".venv", ["torch==9.9.0"], str(other))
+    with pytest.raises(tool.SetUpError, match=r"a link to .*lacks torch==9\.9\.0, and belongs to") as raised:
+        tool.find_or_make("")
+    assert str(other) in str(raised.value) and not tool.asked
+    (other / ".venv" / ".set-up-begun").touch()
+    with pytest.raises(tool.SetUpError, match="belongs to"):
+        tool.find_or_make("")
+    (other / "pyproject.toml").unlink()  # a checkout that is gone, or was this one before it was moved
+    tool.find_or_make("")
+    assert [command[1] for command in tool.asked] == ["venv", "pip", "pip"]
+
+
+def test_an_environment_that_is_complete_without_a_stamp_is_asked_once_and_used(tool, capsys):
+    stand_in(tool.VENV, [], str(tool.ROOT))
+    tool.find_or_make("")
+    stand_in(tool.VENV)
+    tool.find_or_make("")
+    assert not tool.asked and not capsys.readouterr().err
+
+
+def test_what_is_lacking_is_said_of_the_python_that_lacks_it(tool, monkeypatch, capsys):
+    monkeypatch.setattr(tool, "installed", lambda name: "9.9.0" if name == "torch" else None)
+    stand_in(tool.VENV, ["torch==9.9.0"])
+    tool.find_or_make("")
+    assert f"{tool.VENV} lacks torch==9.9.0: setting up" in capsys.readouterr().err
+    assert [command[-1] for command in tool.asked] == ["torch==9.9.0", str(tool.ROOT)]
+    tool.VENV.rename(tool.ROOT / "away")
+    tool.find_or_make("")
+    assert f"this Python ({sys.executable}) lacks no-such-package>=1: setting up" in capsys.readouterr().err
+
+
+def test_torch_that_is_there_is_not_asked_for_again(tool):
+    stand_in(tool.VENV, ["no-such-package>=1"])
+    tool.find_or_make("")
+    assert [command[-2:] for command in tool.asked] == [["-e", str(tool.ROOT)]]
+
+
+def test_a_python_answers_what_it_lacks_and_whose_project_it_has():
+    """The true answer, of this Python, in place of the stand-ins above."""
+    command = [sys.executable, str(SOURCE), "ask", "pytest>=1", "pytest>=9999", "torch==0.0.1", "no-such-package"]
+    lacking, checkout = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert lacking == ["pytest>=9999", "torch==0.0.1", "no-such-package"]
+    assert not checkout or Path(checkout).is_absolute()
+
+
+def test_pips_lines_about_what_is_there_already_are_left_out(capfd):
+    tool = load()
+    said = "print('Requirement already satisfied: a in b'); print('Collecting c')"
+    tool.run("installing", [sys.executable, "-c", said], without=tool.PRESENT)
+    assert capfd.readouterr() == ("", "set-up: installing\nCollecting c\n")
+    failing = f"{said}; import sys; sys.stderr.write('ERROR: no room\\n'); sys.exit(3)"
+    with pytest.raises(tool.SetUpError, match="failed with code 3"):
+        tool.run("installing", [sys.executable, "-c", failing], without=tool.PRESENT)
+    assert "ERROR: no room" in capfd.readouterr().err
 
 
 def test_a_python_with_all_packages_is_used_and_another_torch_only_warned_about(tool, monkeypatch, capsys):

@@ -35,6 +35,7 @@ COPIED = (
     "run_gpt2.sh",
     "run_t5.sh",
     "pyproject.toml",
+    ".gitignore",
 )
 TIMED_OUT = -1
 PR_SET_PDEATHSIG = 1

@@ -10,6 +10,7 @@ FACTS = "tests/tools/test_inspect_facts.py"
 MERGE = "tests/tools/test_merge_data.py"
 COUNT = "tests/tools/test_count_tokens.py"
 BENCHMARK = "tests/benchmarks/test_data.py"
+SET_UP = "tests/launch/test_set_up.py"
 
 TOOLS = (
     Mutant(
@@ -109,5 +110,47 @@ TOOLS = (
         "if done.tokens != expected:",
         "if not done.tokens:",
         (f"{BENCHMARK}::test_contenders_of_a_tokenizer_must_write_the_same",),
+    ),
+    Mutant(
+        "a complete environment of another checkout is installed over",
+        "tools/set_up.py",
+        "            found = ask(python, wanted)\n",
+        "            found = ask(python, wanted)._replace(lacking=wanted, checkout='')\n",
+        (f"{SET_UP}::test_an_environment_of_another_checkout_whose_packages_fit_is_used_as_it_is",),
+    ),
+    Mutant(
+        "packages are installed into the environment of another checkout",
+        "tools/set_up.py",
+        "                if is_anothers:\n",
+        "                if is_anothers and not wanted:\n",
+        (f"{SET_UP}::test_an_environment_of_another_checkout_that_does_not_fit_is_told_whose_it_is",),
+    ),
+    Mutant(
+        "what .venv lacks is said of the Python that was started",
+        "tools/set_up.py",
+        "                    who, what = str(VENV), found.lacking\n",
+        "                    who, what = who, found.lacking\n",
+        (f"{SET_UP}::test_what_is_lacking_is_said_of_the_python_that_lacks_it",),
+    ),
+    Mutant(
+        "pip tells what is there already",
+        "tools/set_up.py",
+        "                if not line.startswith(without):\n",
+        "                if line:\n",
+        (f"{SET_UP}::test_pips_lines_about_what_is_there_already_are_left_out",),
+    ),
+    Mutant(
+        "two checkouts fill the environment that both link to at once",
+        "tools/set_up.py",
+        "home = VENV.resolve().parent",
+        "home = VENV.parent",
+        (f"{SET_UP}::test_a_second_set_up_waits_for_the_first",),
+    ),
+    Mutant(
+        "git lists the user's data",
+        ".gitignore",
+        "/data/\n",
+        "/data/sample/\n",
+        ("tests/docs/test_docs.py::test_what_the_pages_let_a_user_write_is_no_change_to_the_repository",),
     ),
 )
