@@ -129,7 +129,8 @@ def keep_freed_memory() -> bool:
 def name(kind: str) -> str:
     """Return what the device calls itself."""
     if kind == "cpu":
-        return f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
     named = getattr(torch.get_device_module(kind), "get_device_name", None)
     return named() if named is not None else kind
 

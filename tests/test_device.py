@@ -92,3 +92,9 @@ def test_no_other_file_calls_the_accelerator():
                 if isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name):
                     found.add(path.relative_to(ROOT).as_posix())
     assert found <= {"megatron/device.py"}
+
+
+@pytest.mark.parametrize(("threads", "told"), [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
+def test_a_cpu_is_named_with_its_threads(monkeypatch, threads, told):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert device.name("cpu") == told

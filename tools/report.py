@@ -1,14 +1,17 @@
 """Make one HTML page of training runs: curves over each other, what differs, stages, timelines. It fetches nothing.
 
     python tools/report.py runs/gpt2-20261122-150000 runs/gpt2-20261122-151500
-    python tools/report.py runs -o runs/all.html            # every run in a folder
+    python tools/report.py runs                        # every run in a folder
+    python tools/report.py runs -o runs/all.html
 
-Runs may be under way, cut off, or without a record yet. Open the page in a browser; docs/seeing.md says what it shows.
+The page is report.html in the folder that is named, of several in the one that holds them all; -o says otherwise. Runs
+may be under way, cut off, or without a record yet. Open it in a browser; docs/seeing.md says what it shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,8 @@ sys.path.insert(0, str(ROOT))
 from tools.report_parts.folder import RunFolder, names_of, read_run, run_folders  # noqa: E402
 from tools.report_parts.page import POINTS, page  # noqa: E402
 
+NAME = "report.html"
+
 
 def main() -> int:
     """Write the page that the command line asks for; return the exit code."""
@@ -28,12 +33,19 @@ def main() -> int:
         runs = [read_or_tell(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
         title = flags.title or (runs[0].name if len(runs) == 1 else "Training runs")
         text = page_of_whole(runs, title, flags.points)
-        flags.out.write_text(text, encoding="utf-8", errors="replace")
+        out = flags.out or place_of(flags.runs)
+        out.write_text(text, encoding="utf-8", errors="replace")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        hint = ". Name another file with -o" if isinstance(error, OSError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 2
-    print(f"{flags.out}: {len(runs)} run{'' if len(runs) == 1 else 's'}, {len(text) / 1e6:.1f} MB")
+    print(f"{out}: {len(runs)} run{'' if len(runs) == 1 else 's'}, {len(text) / 1e6:.1f} MB")
     return 0
+
+
+def place_of(paths: Sequence[Path]) -> Path:
+    """Return where the page of these folders goes: into the one, or the folder that holds them all."""
+    return (paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))) / NAME
 
 
 def read_or_tell(path: Path, name: str) -> RunFolder:
@@ -68,7 +80,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a folder of run folders")
-    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the page (default report.html)")
+    parser.add_argument("-o", "--out", type=Path, help=f"the page (default: {NAME} in the folder of RUN)")
     parser.add_argument("--title", help="its title (default: the run's name, or Training runs)")
     parser.add_argument(
         "--points", type=positive, default=POINTS, metavar="N",

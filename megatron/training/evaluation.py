@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from megatron.training.parts import Run
 from megatron.training.phases import EVALUATING
 from megatron.training.stop import how_to_go_on
 from megatron.training.vote import is_signalled
+
+SPLITS = {"valid": "validation", "test": "test"}
+"""What a person reads of each."""
 
 
 def evaluate(run: Run, kind: str) -> float | None:
@@ -59,13 +63,19 @@ def _mean_loss(run: Run, kind: str, corpus: str | None) -> float | None:
 def _tell(run: Run, kind: str, loss: float, losses: Mapping[str, float]) -> None:
     values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
     if run.screen is not None:
-        name = {"valid": "validation", "test": "test"}[kind]
         each = f" | {numbers_text(losses, '.4f')}" if losses else ""
         run.screen.line(
-            f"step {run.progress.step} | {name} loss {loss:.4f} | perplexity {values['perplexity']:.2f}{each}"
+            f"step {run.progress.step} | {SPLITS[kind]} loss {loss:.4f} | perplexity {values['perplexity']:.2f}{each}"
         )
+    run.evaluated[kind] = loss
     if run.metrics is not None:
-        run.metrics.write(kind, run.progress.step, values | ({"losses": dict(losses)} if losses else {}))
+        notes = [of_evaluation(run)] if run.config.checkpoint.eval_only else []
+        run.metrics.write(kind, run.progress.step, values | ({"losses": dict(losses)} if losses else {}), *notes)
+
+
+def of_evaluation(run: Run) -> dict[str, Any]:
+    """Return what was evaluated, for a record that does not stand beside the settings of its own run."""
+    return {"time": time.time(), "checkpoint": str(run.loaded), "config": run.config.to_dict()}
 
 
 def weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:

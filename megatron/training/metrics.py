@@ -16,21 +16,31 @@ from megatron import files, log
 from megatron.errors import ConfigError, marked
 from megatron.training.wandb_run import WandbRun
 
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+"""Of --eval-only, which adds nothing to the records of the run that it evaluates."""
+
 
 class MetricsWriter:
     """Appends records to ``folder/metrics.jsonl`` and TensorBoard; draws the loss curve at the end.
 
     Args:
-        tensorboard: folder of the event files.
+        tensorboard: folder of the event files; None: there are none.
         resumed_step: the run goes on after this step: records beyond it are of an attempt that was cut off, and come
             again. None keeps all that is there. A line that a kill has cut off goes in both cases.
         wandb: gets every record, too.
+        name: of the file, METRICS or EVALUATIONS.
     """
 
     def __init__(
-        self, folder: Path, tensorboard: Path, resumed_step: int | None = None, wandb: WandbRun | None = None
+        self,
+        folder: Path,
+        tensorboard: Path | None,
+        resumed_step: int | None = None,
+        wandb: WandbRun | None = None,
+        name: str = METRICS,
     ) -> None:
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / name
         self.picture = folder / "loss.png"
         self._tensorboard_folder, self._wandb = tensorboard, wandb
         self._events: Any = None
@@ -50,17 +60,27 @@ class MetricsWriter:
         self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
         self._purge_step = None if last_step is None else last_step + 1
 
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def write(self, kind: str, step: int, values: dict[str, Any], notes: Mapping[str, Any] | None = None) -> None:
         """Record ``values`` of ``step``; ``kind`` is train, valid, test or save.
 
         A value may be a dictionary of numbers.
 
+        Args:
+            notes: go into the file alone.
+
         Raises:
             ConfigError: the run folder, or TensorBoard's, was deleted or moved; on this rank alone.
         """
+        numbers = dict(flat(kind, values))
         with marked(is_of_this_rank=True):
             self._require_folder()
-            self._write(kind, step, values)
+            record = {"kind": kind, "step": step, **values, **(notes or {})}
+            self._file.write(orjson.dumps(record, default=str) + b"\n")
+            self._file.flush()
+            if self._tensorboard_folder is not None:
+                self._add_events(self._tensorboard_folder, step, numbers)
+        if self._wandb is not None:
+            self._wandb.write(kind, step, numbers)
 
     def _require_folder(self) -> None:
         try:
@@ -70,28 +90,22 @@ class MetricsWriter:
         if not is_there:
             raise ConfigError(
                 f"the run folder must stay where it is while the run goes on, got {self.path.parent} deleted or moved, "
-                "or its metrics.jsonl. Bring it back and go on with --load, or start again"
+                f"or its {self.path.name}. Bring it back and go on with --load, or start again"
             )
 
-    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        self._file.write(orjson.dumps({"kind": kind, "step": step, **values}) + b"\n")
-        self._file.flush()
+    def _add_events(self, folder: Path, step: int, numbers: Mapping[str, float]) -> None:
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self._tensorboard_folder), purge_step=self._purge_step)
-        numbers = dict(flat(kind, values))
+            self._events = SummaryWriter(str(folder), purge_step=self._purge_step)
         try:
             for name, number in numbers.items():
                 self._events.add_scalar(name, number, step)
         except FileNotFoundError as error:
-            folder = self._tensorboard_folder
             raise ConfigError(
                 f"TensorBoard's folder must stay where it is while the run goes on, got {folder} deleted or moved "
                 f"({error})"
             ) from error
-        if self._wandb is not None:
-            self._wandb.write(kind, step, numbers)
 
     def close(self, *, draws: bool = True) -> None:
         """Close the files and draw the picture. What fails here is said and counts for nothing: every record is there.

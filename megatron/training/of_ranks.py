@@ -12,6 +12,7 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
 from megatron.training.compile_time import Compiled
 from megatron.training.parts import Run
+from megatron.training.world import World
 
 MIB = 2**20
 
@@ -52,3 +53,10 @@ def by_stage(values: Sequence[float], topology: Topology, join: Callable[[Sequen
     """Return "stage 0" and so on with what ``join`` makes of the numbers of its ranks."""
     ranks = topology.groups("data", "tensor")
     return {f"stage {stage}": join([values[rank] for rank in each]) for stage, each in enumerate(ranks)}
+
+
+def most_of_each_stage(number: float, world: World) -> dict[str, float]:
+    """Return by stage the greatest of the bytes that each rank gives. Collective."""
+    told = torch.zeros(world.grid.topology.world_size, dtype=torch.float32, device=world.device)
+    told[world.rank] = number / MIB
+    return by_stage([MIB * each for each in all_reduce(told, world.grid.world).tolist()], world.grid.topology, max)

@@ -33,7 +33,8 @@ class Run:
     and ``journal`` are on rank 0 only.
 
     ``tokenizer`` is the identity of the run's, where it names one. ``loaded`` is the checkpoint that the run started
-    from, ``origin`` the same where everything was taken from it.
+    from, ``origin`` the same where everything was taken from it. ``evaluated`` has the last loss of each split.
+    ``bytes_before`` is the memory that was held before the model was made.
     """
 
     config: Config
@@ -43,12 +44,14 @@ class Run:
     learning_rate: LearningRate
     folder: Path
     stop: StopRequests
+    bytes_before: int = 0
     progress: Progress = field(default_factory=Progress)
     loaded: Path | None = None
     origin: Path | None = None
     saved: Path | None = None
     saved_step: int = -1
     last_loss: float | None = None
+    evaluated: dict[str, float] = field(default_factory=dict)
     screen: Screen | None = None
     metrics: MetricsWriter | None = None
     rates: Rates | None = None

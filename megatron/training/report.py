@@ -14,7 +14,6 @@ from megatron import cost, device
 from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.mpu.grads import counts_here
-from megatron.mpu.groups import Grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import shard_of
 from megatron.optim import MixedPrecisionOptimizer
@@ -46,6 +45,8 @@ class Rates:
         self.flops_per_sample = cost.of(config).flops_per_sample if is_known(config, counted) else of_own_model
         self.peak_flops = peak_flops
         self._since, self._steps, self._samples = time.perf_counter(), 0, 0
+        self._first: float | None = None
+        self._later_s, self._later_samples = 0.0, 0
 
     def count_step(self, samples: int) -> None:
         """Take note of one finished step over so many samples."""
@@ -62,14 +63,23 @@ class Rates:
         now = time.perf_counter()
         seconds = max(now - self._since - pause_s, 1e-9)
         steps, samples, self._steps, self._samples, self._since = self._steps, self._samples, 0, 0, now
+        tokens_per_s = self.tokens_per_sample * samples / seconds
+        if self._first is None:
+            self._first = tokens_per_s
+        else:
+            self._later_s, self._later_samples = self._later_s + seconds, self._later_samples + samples
         flops = self.flops_per_sample * samples / seconds
         return {
             "step_s": seconds / max(steps, 1),
-            "tokens_per_s": self.tokens_per_sample * samples / seconds,
+            "tokens_per_s": tokens_per_s,
             "flops_per_s": flops,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
             "data_wait": waited_s / seconds,
         }
+
+    def mean_tokens_per_s(self) -> float | None:
+        """Return the speed behind the first record, which holds what is slow once; the first's where it is the last."""
+        return self.tokens_per_sample * self._later_samples / self._later_s if self._later_s else self._first
 
 
 def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
@@ -166,20 +176,6 @@ def progress_line(
         f"{rates['tokens_per_s']:,.0f} tokens/s | {human_count(rates['flops_per_s'])}FLOP/s{mfu}{bubble} | "
         f"data wait {100 * rates['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {left}"
     )
-
-
-def end_rows(
-    folder: Path, progress: Progress, seconds: float, loss: float | None, checkpoint: Path | None, grid: Grid
-) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the summary at the end."""
-    yield "steps", f"{progress.step} ({progress.skipped} skipped), {progress.samples_consumed:,} samples"
-    if loss is not None:
-        yield "last training loss", f"{loss:.4f}"
-    yield "time", f"{human_time(seconds)} on {grid.topology.world_size} ranks"
-    yield "metrics", f"{folder / 'metrics.jsonl'}, {folder / 'tensorboard'}"
-    if loss is not None:
-        yield "picture", str(folder / "loss.png")
-    yield "checkpoint", str(checkpoint) if checkpoint else "none"
 
 
 def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:

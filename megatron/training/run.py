@@ -37,7 +37,8 @@ from megatron.training.engines import ForwardStep
 from megatron.training.forecast import bubble_of_run
 from megatron.training.layer_norms import LayerNorms
 from megatron.training.loop import evaluate, train
-from megatron.training.metrics import MetricsWriter
+from megatron.training.metrics import EVALUATIONS, METRICS, MetricsWriter
+from megatron.training.of_ranks import most_of_each_stage
 from megatron.training.parts import Run
 from megatron.training.phases import LOADING, OPENING_DATA, Phases
 from megatron.training.rank_zero import by_rank_0
@@ -46,6 +47,7 @@ from megatron.training.run_folder import Place
 from megatron.training.run_source import saved_in
 from megatron.training.screen import Screen
 from megatron.training.stop import StopRequests
+from megatron.training.telling import end_rows
 from megatron.training.vocabulary import with_tokenizer
 from megatron.training.wandb_run import WandbRun, open_wandb
 from megatron.training.world import World
@@ -94,13 +96,14 @@ def run(
         arguments.set_current(config, tokenizer, streams)
         with phases.over(OPENING_DATA):
             data = open_data(datasets_provider, config, here)
+        before = device.peak_memory_bytes(here.kind)
         engine = build_engine(config, here, streams, model_provider, forward_step)
         phases.follow(engine)
         seed_replicas(config.run.seed, here)
         place = run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder behind
         config = with_format(config, place)
         rate, identity = make_learning_rate(config), getattr(tokenizer, "identity", None)
-        this = Run(config, here, engine, data, rate, place.folder, stop, tokenizer=identity, phases=phases)
+        this = Run(config, here, engine, data, rate, place.folder, stop, before, tokenizer=identity, phases=phases)
         with run_lock.held(place.folder, here):
             _go_on(this, place)
 
@@ -168,9 +171,8 @@ def _work(this: Run, start: float) -> None:
     told = _draw_pipeline(this)
     if this.screen is not None:
         seconds = time.monotonic() - start
-        saved = this.saved or this.loaded
-        rows = [*report.end_rows(this.folder, this.progress, seconds, this.last_loss, saved, this.world.grid)]
         this.screen.close()
+        rows = end_rows(this, seconds)
         this.screen.table("Done", rows if told is None else [*rows, ("pipeline", told)])
 
 
@@ -215,20 +217,26 @@ def _open_reports(this: Run, place: Place) -> None:
     config, here = this.config, this.world
     peak = report.peak_of_all_ranks(here)
     counted, bounds = report.count_parameters(this.engine.module, here), report.bounds_of(config, this.engine.module)
+    before = most_of_each_stage(this.bytes_before, here)
     if config.seeing.log_layer_norms:
         this.layer_norms = LayerNorms(this.engine.module, this.engine.optimizer, here)
     wandb = _open_wandb(this)
     if here.rank != 0:
         return
-    run_folder.describe(this.folder, config, here, this.progress.step)
-    stage_table.write(this.folder, stage_table.stage_facts(config, here.grid.topology, bounds, counted))
+    is_own = not config.checkpoint.eval_only  # an evaluation leaves what its folder says of a run as it is
+    if is_own:
+        run_folder.describe(this.folder, config, here, this.progress.step)
+        facts = stage_table.stage_facts(config, here.grid.topology, bounds, counted, before)
+        stage_table.write(this.folder, facts)
     for note in config.notes:
         log.info(note)
     this.screen = Screen(config.run.progress, config.batch.train_iters)
-    tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else this.folder / "tensorboard"
-    goes_on = place.begins_again or is_same_run(this, place)
+    own_events = this.folder / "tensorboard" if is_own else None
+    tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else own_events
+    goes_on = is_own and (place.begins_again or is_same_run(this, place))
     resumed_step = this.progress.step if goes_on else None  # steps after it have been recorded, and come again
-    this.metrics = MetricsWriter(this.folder, tensorboard, resumed_step, wandb)
+    name = METRICS if is_own else EVALUATIONS
+    this.metrics = MetricsWriter(this.folder, tensorboard, resumed_step, wandb, name)
     this.rates = report.Rates(config, peak, counted)
     this.predicted_bubble = bubble_of_run(config, bounds, counted)
     sizes, left = config.batch.sizes(here.grid.data.size), config.batch.train_iters - this.progress.step

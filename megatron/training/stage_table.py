@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ NAME = "stages.json"
 
 
 def stage_facts(
-    config: Config, topology: Topology, bounds: Sequence[int], counted: Sequence[int]
+    config: Config, topology: Topology, bounds: Sequence[int], counted: Sequence[int], before: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Return of each stage its layers, the parameters on a rank, and the memory that was estimated for one, in bytes.
+
+    That estimate is of the model and its training alone; beside it stands what a rank held before.
 
     Args:
         bounds: of the pieces, as ``megatron.training.plan.plan_rows`` takes them.
         counted: parameters of the whole model, then of one rank of each stage.
+        before: by "stage 0" and so on, the most bytes that a rank of it held before the model was made.
     """
     known, stages = is_known(config, counted), topology.pipe
     memory = stage_memory(config, topology, bounds, config.precision.dtype or "") if known else None
@@ -33,6 +36,7 @@ def stage_facts(
             "layers": place_text(config, bounds, stages, stage) if known else layers_text(bounds, stages, stage),
             "parameters": counted[1 + stage],
             "estimated_bytes": memory[stage].total if memory is not None else None,
+            "before_bytes": before[f"stage {stage}"],
         }
         for stage in range(stages)
     ]

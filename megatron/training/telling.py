@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.training import compile_time
 from megatron.training.data_order import epochs_text, epochs_values, tokens_values
-from megatron.training.evaluation import perplexity
+from megatron.training.evaluation import SPLITS, perplexity
+from megatron.training.metrics import EVALUATIONS, METRICS
 from megatron.training.of_ranks import OfRanks, by_stage, gather
 from megatron.training.parts import Run
 from megatron.training.report import progress_line
 from megatron.training.samples import StepSamples
+from megatron.training.screen import human_time
 from megatron.training.step_result import StepResult
 from megatron.training.straggler import slowest
 
@@ -25,7 +28,10 @@ def before_step(run: Run) -> None:
 
 
 def tell_step(run: Run, result: StepResult, lr: float, span: StepSamples) -> None:
-    """Say and write down the numbers of this log interval. Collective: all ranks measure bubble, work and waits."""
+    """Say and write down the numbers of this log interval, and of the first step and the last.
+
+    Collective: all ranks measure bubble, work and waits.
+    """
     step, total = run.progress.step, run.config.batch.train_iters
     if run.screen is not None and run.rates is not None:
         run.rates.count_step(span.count)
@@ -53,7 +59,7 @@ def tell_step(run: Run, result: StepResult, lr: float, span: StepSamples) -> Non
 
 
 def _is_told(run: Run, step: int) -> bool:
-    return step % run.config.run.log_interval == 0 or step == run.config.batch.train_iters
+    return step % run.config.run.log_interval == 0 or step in (1, run.config.batch.train_iters)
 
 
 def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any], ranks: OfRanks) -> dict[str, Any]:
@@ -79,3 +85,25 @@ def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any], rank
         "memory_bytes": by_stage(ranks.memory_bytes, topology, max),
         "time": time.time(),
     }
+
+
+def end_rows(run: Run, seconds: float) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the summary at the end."""
+    progress, folder = run.progress, run.folder
+    yield "steps", f"{progress.step} ({progress.skipped} skipped), {progress.samples_consumed:,} samples"
+    if run.last_loss is not None:
+        yield "last training loss", f"{run.last_loss:.4f}"
+    for kind, name in SPLITS.items():
+        if kind in run.evaluated:
+            yield f"{name} loss", f"{run.evaluated[kind]:.4f}"
+    if run.rates is not None and (speed := run.rates.mean_tokens_per_s()) is not None:
+        yield "tokens/s", f"{speed:,.0f} on the mean"
+    size = run.world.grid.topology.world_size
+    yield "time", f"{human_time(seconds)} on {size} rank{'' if size == 1 else 's'}"
+    if run.config.checkpoint.eval_only:
+        yield "evaluations", str(folder / EVALUATIONS)
+    else:
+        yield "metrics", f"{folder / METRICS}, {folder / 'tensorboard'}"
+    if run.last_loss is not None:
+        yield "picture", str(folder / "loss.png")
+    yield "checkpoint", str(run.saved or run.loaded or "none")

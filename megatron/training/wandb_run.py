@@ -60,10 +60,12 @@ class WandbRun:
 def open_wandb(config: Config, folder: Path) -> WandbRun | None:
     """Return the run at Weights & Biases, the one of before where this folder has had one; None without the flag.
 
+    An evaluation is a run of its own there, and leaves the folder's as it is.
+
     Raises:
         ConfigError: wandb cannot be imported or started.
     """
-    seeing = config.seeing
+    seeing, is_evaluation = config.seeing, config.checkpoint.eval_only
     if not seeing.wandb_project:
         return None
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{0.75 * PATIENCE_S:g}")  # of the end of the process, too
@@ -75,7 +77,7 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
             entity=seeing.wandb_entity,
             name=seeing.wandb_exp_name or folder.name,
             dir=_made(Path(seeing.wandb_save_dir) if seeing.wandb_save_dir else folder),
-            id=_id_in(folder),
+            id=None if is_evaluation else _id_in(folder),
             resume="allow",
             config=config.to_dict(),
         )
@@ -87,7 +89,8 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
             f"--wandb-project {seeing.wandb_project} must be one that wandb can write to, got {type(error).__name__}: "
             f"{error}. Run wandb login, set WANDB_MODE=offline to write to a folder, or leave the flag out"
         ) from error
-    _note_id(folder, run.id)
+    if not is_evaluation:
+        _note_id(folder, run.id)
     return WandbRun(run)
 
 

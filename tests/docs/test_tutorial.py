@@ -89,7 +89,7 @@ def test_the_tutorial_trains_evaluates_and_writes_text(folder: Folder) -> None:
     records = read_metrics(folder.place / "runs" / "my-text" / "metrics.jsonl")
     assert max(record["step"] for record in records) == FEWER
     evaluated = folder.run(line_of(6, "--eval-only"))
-    first, second = (re.findall(r"test loss.*", printed) for printed in (trained, evaluated))
+    first, second = (re.findall(r"\| (test loss .*)", printed) for printed in (trained, evaluated))
     assert len(first) == len(second) == 1 and first == second
     (loss,) = [record["loss"] for record in records if record["kind"] == "test"]
     assert abs(loss - math.log(2048)) < 1  # the page: it starts at ln 2048

@@ -133,4 +133,11 @@ DEVICE = (
         "                redirected, kernel = kernel, lambda x, *a: (x, redirected([y.clone() for y in x], *a)[1])\n",
         (f"{SIMULATED}::test_gpt2_trains_on_two_tensor_ranks_to_the_numbers_of_the_cpu",),
     ),
+    Mutant(
+        "a CPU has 1 threads",
+        "megatron/device.py",
+        "{threads} thread{'' if threads == 1 else 's'}",
+        "{threads} threads",
+        ("tests/test_device.py::test_a_cpu_is_named_with_its_threads",),
+    ),
 )

@@ -267,6 +267,42 @@ def test_the_pipeline_and_the_slowest_operators_are_on_the_page(tmp_path: Path) 
     assert "The trace cannot be drawn" in " ".join(read(folder).words)
 
 
+@pytest.mark.parametrize(("named", "place"), [(["all"], "all"), (["all/a"], "all/a"), (["all/a", "all/b"], "all")])
+def test_the_page_lies_in_the_folder_that_it_reports_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: list[str], place: str
+) -> None:
+    make_run(tmp_path / "all" / "a"), make_run(tmp_path / "all" / "b")
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, *named) == 0
+    assert [str(page.parent.relative_to(tmp_path)) for page in tmp_path.rglob("report.html")] == [place]
+    assert f"{place}/report.html: " in capsys.readouterr().out
+
+
+def test_evaluations_stand_beside_the_run_and_do_not_change_what_is_said_of_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    values = {"loss": 3.75, "perplexity": 42.52, "losses": {"a": 3.5}}
+    notes = {"checkpoint": "c/<40>", "config": {"batch": {"train_iters": 5}}}
+    found = {"kind": "test", "step": 40, **values, **notes}
+    (folder / "evaluations.jsonl").write_text(json.dumps(found) + "\n[1]\n")
+    run = read_run(folder, "run")
+    cells = dict(zip(HEAD[1:], facts(run), strict=True))
+    assert (cells["state"], cells["test"], run.setting("batch", "train_iters")) == ("finished", "3.2500", 60)
+    words = " ".join(read(folder).words)
+    assert "Evaluations" in words and "c/<40>" in words and "3.7500" in words and "a 3.5000" in words
+    for name in ("metrics.jsonl", "config.json"):
+        (folder / name).unlink()
+    alone = read_run(folder, "run")
+    assert (state(alone), facts(alone)[6], alone.setting("batch", "train_iters")) == ("evaluated", "3.7500", 5)
+
+
+def test_the_memory_of_a_process_before_its_model_is_told_beside_the_estimate(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    path = folder / "stages.json"
+    path.write_text(json.dumps([{**stage, "before_bytes": 300 << 20} for stage in json.loads(path.read_text())]))
+    words = " ".join(read(folder).words)
+    assert "before the model" in words and "300.00 MiB" in words and "(Python, torch, libraries)" in words
+
+
 def test_what_is_no_run_ends_with_2_and_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

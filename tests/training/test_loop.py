@@ -20,6 +20,7 @@ from megatron.training.assembly import make_learning_rate
 from megatron.training.state import Progress
 from megatron.training.step_result import StepResult
 from megatron.training.stop import StopRequests
+from megatron.training.telling import end_rows
 from megatron.training.timed_batches import TimedBatches
 from megatron.training.vote import Vote, vote
 from megatron.training.world import World
@@ -138,15 +139,40 @@ def test_report_then_evaluate_then_save_then_stop(make: Any) -> None:
     with pytest.raises(StopRequest, match="stopped after step 4 of 9: --exit-interval 4.*--load"):
         loop.train(this)
     assert calls == [
-        *("train 0", "train 1", "bubble", "line step 2/9", "evaluate", "evaluate", "line step 2"),
+        *("train 0", "bubble", "line step 1/9"),
+        *("train 1", "bubble", "line step 2/9", "evaluate", "evaluate", "line step 2"),
         *("train 2", "train 3", "bubble", "line step 4/9", "evaluate", "evaluate", "line step 4", "save 4"),
         "line step 4",
     ]
     assert this.saved_step == 4
 
 
+def test_the_first_step_and_the_last_are_told_whatever_the_interval(make: Any) -> None:
+    this, calls = make("--train-iters 7 --log-interval 3 --eval-iters 0")
+    this.metrics = SimpleNamespace(write=lambda kind, step, values: calls.append(f"{kind} record {step}"))
+    loop.train(this)
+    assert [call for call in calls if "/7" in call] == [f"line step {step}/7" for step in (1, 3, 6, 7)]
+    assert [call for call in calls if "train record" in call] == [f"train record {step}" for step in (1, 3, 6, 7)]
+    other, calls = make("--train-iters 6 --log-interval 3 --eval-iters 0")
+    other.progress = Progress(step=4, updates=4, samples_consumed=24)
+    calls.clear()
+    loop.train(other)
+    assert [call for call in calls if "/6" in call] == ["line step 6/6"]
+
+
+def test_the_end_table_has_the_losses_of_all_splits_and_the_speed(make: Any) -> None:
+    this, _ = make("--train-iters 2 --log-interval 1 --eval-interval 1 --eval-iters 1")
+    this.rates.mean_tokens_per_s = lambda: 1234.4
+    loop.train(this)
+    loop.evaluate(this, "test")
+    rows = dict(end_rows(this, 5.0))
+    assert (rows["last training loss"], rows["validation loss"], rows["test loss"]) == ("1.5000", "2.0000", "2.0000")
+    assert (rows["tokens/s"], rows["time"]) == ("1,234 on the mean", "0:05 on 1 rank")
+    assert "evaluations" not in rows and rows["metrics"].startswith(str(this.folder / "metrics.jsonl"))
+
+
 def test_the_bubble_is_measured_on_every_rank_and_written_where_there_is_one(make: Any) -> None:
-    this, calls = make("--train-iters 4 --log-interval 2 --eval-iters 0")
+    this, calls = make("--train-iters 2 --log-interval 2 --eval-iters 0")
     lines: list[str] = []
     written: list[dict[str, Any]] = []
     this.screen.line = lines.append

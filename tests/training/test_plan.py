@@ -188,6 +188,19 @@ def test_rates_count_the_samples_that_steps_of_any_size_have_read(monkeypatch: p
     assert told["flops_per_s"] == 6 * 1000 * told["tokens_per_s"] == told["mfu"] * 1e9
 
 
+def test_the_mean_speed_leaves_out_the_first_record_where_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 10.0, 12.0, 16.0])
+    monkeypatch.setattr("megatron.training.report.time.perf_counter", lambda: next(times))
+    config = config_of("", 1, "gpt2")
+    rates = Rates(config, None, [1000])
+    means = [rates.mean_tokens_per_s()]
+    for samples in (10, 6, 6):
+        rates.count_step(samples)
+        rates.drain()
+        means.append(rates.mean_tokens_per_s())
+    assert means == [None, *(each * config.tokens_per_sample for each in (1.0, 3.0, 2.0))]
+
+
 def test_a_dry_run_tells_of_too_few_sentinels() -> None:
     line = f"--tokenizer-path {TOKENIZER} --enc-seq-length 2048 --vocab-extra-ids 5 --dry-run"
     with pytest.raises(DataError, match=r"114 for --enc-seq-length 2048.*gives 5\. Raise --vocab-extra-ids to 114"):

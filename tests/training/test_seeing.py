@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 import threading
 import time
@@ -26,6 +27,8 @@ from megatron.training.saves import Saves
 from megatron.training.wandb_run import open_wandb
 from tests.harness import run_ranks
 from tests.training.runs import ROOT, flags, train_ranks
+from tools.report_parts.facts import state
+from tools.report_parts.folder import read_run
 
 SHORT = "--train-iters 2 --fp64 --log-layer-norms --hidden-dropout 0 --attention-dropout 0"
 LAYOUTS = {"pipe 2 x tensor 2": (4, "--pipe-parallel-size 2 --model-parallel-size 2")}
@@ -337,3 +340,78 @@ def test_a_run_sends_what_its_file_holds_from_rank_0_alone(
     ]
     assert sent[0]["train/memory_bytes/stage 1"] == written[0]["memory_bytes"]["stage 1"]
     assert json.loads((tmp_path / "run" / "wandb.json").read_text()) == {"id": "abc"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_evaluation_leaves_what_its_folder_says_of_the_run(
+    runs: dict[str, Path], corpus: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(runs["one process"], folder)
+    before = contents(folder)
+    evaluating = f"{SHORT.replace('--log-layer-norms', '')} --train-iters 9 --eval-only --load {folder}"
+    for _ in range(2):
+        assert train_ranks(1, flags(corpus, folder, evaluating))[0] == [0]
+    after = contents(folder)
+    assert {name: after[name] for name in before} == before
+    assert set(after) - set(before) == {"evaluations.jsonl"}
+    found = read_metrics(folder / "evaluations.jsonl")
+    (tested,) = records(folder, "test")
+    assert [(each["kind"], each["step"], each["loss"]) for each in found] == [("test", 2, tested["loss"])] * 2
+    assert found[0]["checkpoint"].endswith("step-00000002") and found[0]["config"]["batch"]["train_iters"] == 9
+    assert state(read_run(folder, "mine")) == "finished"
+
+
+def test_an_evaluation_of_a_checkpoint_alone_makes_a_folder_with_its_result(
+    runs: dict[str, Path], corpus: Path, tmp_path: Path
+) -> None:
+    checkpoint, folder = tmp_path / "step-00000001", tmp_path / "evaluated"
+    shutil.copytree(runs["one process"] / "checkpoints" / checkpoint.name, checkpoint)
+    evaluating = f"{SHORT.replace('--log-layer-norms', '')} --eval-only --load {checkpoint}"
+    assert train_ranks(1, flags(corpus, folder, f"{evaluating} --tensorboard-dir {tmp_path / 'events'}"))[0] == [0]
+    assert set(contents(folder)) == {"evaluations.jsonl"}
+    run = read_run(folder, "evaluated")
+    assert (state(run), run.setting("model", "hidden_size"), run.notes) == ("evaluated", 32, [])
+    assert any((tmp_path / "events").iterdir())
+
+
+def test_an_evaluation_keeps_the_results_of_later_steps(
+    runs: dict[str, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that the launcher has started again."""
+    folder = tmp_path / "evaluated"
+    folder.mkdir()
+    (folder / "evaluations.jsonl").write_text('{"kind":"test","step":99,"loss":1.0}\n')
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    evaluating = f"{SHORT.replace('--log-layer-norms', '')} --eval-only --load".split()
+    command = [*flags(corpus, folder), *evaluating, str(runs["one process"])]
+    assert train_ranks(1, command)[0] == [0]
+    assert [each["step"] for each in read_metrics(folder / "evaluations.jsonl")] == [99, 2]
+
+
+def test_what_a_rank_held_before_the_model_stands_beside_what_is_estimated(runs: dict[str, Path]) -> None:
+    for name, stages in (("one process", 1), ("pipe 2 x tensor 2", 2)):
+        facts = json.loads((runs[name] / "stages.json").read_text())
+        held = records(runs[name])[-1]["memory_bytes"]
+        assert len(facts) == stages
+        assert all(10 << 20 < each["before_bytes"] <= held[f"stage {each['stage']}"] for each in facts)
+
+
+def test_an_evaluation_is_a_run_of_its_own_at_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / wandb_run.NAME).write_text('{"id": "of training"}')
+    asked: list[Any] = []
+
+    def init(**how: Any) -> Any:
+        asked.append(how["id"])
+        return SimpleNamespace(id="new", define_metric=lambda *_, **__: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    open_wandb(config_with("--wandb-project p --eval-only --load x"), tmp_path)
+    assert asked == [None] and json.loads((tmp_path / wandb_run.NAME).read_text()) == {"id": "of training"}
+    open_wandb(config_with("--wandb-project p"), tmp_path)
+    assert asked == [None, "of training"]

@@ -26,7 +26,8 @@ def facts(run: RunFolder) -> list[str]:
     last = train[-1] if train else {}
     memory = [v for v in map(number, _dictionary(last.get("memory_bytes")).values()) if v is not None]
     valid = [loss for record in run.of_kind("valid") if (loss := number(record.get("loss"))) is not None]
-    test = [loss for record in run.of_kind("test") if (loss := number(record.get("loss"))) is not None]
+    tested = run.of_kind("test") or run.evaluations
+    test = [loss for record in tested if (loss := number(record.get("loss"))) is not None]
     return [
         state(run),
         _model(run),
@@ -56,7 +57,7 @@ def state(run: RunFolder) -> str:
     """Say how far the run came."""
     train, total = run.of_kind("train"), number(run.setting("batch", "train_iters"))
     if not train:
-        return "evaluated" if run.of_kind("test") else "no record"
+        return "evaluated" if run.of_kind("test") or run.evaluations else "no record"
     step = train[-1]["step"]
     if number(train[-1].get("loss")) is None:
         return f"loss not finite at step {step:,}"

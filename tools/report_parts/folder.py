@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.journal import read_journal
-from megatron.training.metrics import read_metrics
+from megatron.training.metrics import EVALUATIONS, METRICS, read_metrics
 
-SIGNS = ("metrics.jsonl", "config.json")
+SIGNS = (METRICS, "config.json", EVALUATIONS)
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class RunFolder:
     path: Path
     name: str
     records: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     stages: list[dict[str, Any]] = field(default_factory=list)
@@ -62,14 +63,16 @@ def run_folders(paths: list[Path]) -> list[Path]:
 def read_run(path: Path, name: str) -> RunFolder:
     """Return what can be read of the run in ``path``."""
     notes: list[str] = []
-    records = [each for each in read_metrics(path / "metrics.jsonl") if _is_record(each)]
-    if not records:
+    records = [each for each in read_metrics(path / METRICS) if _is_record(each)]
+    evaluations = [each for each in read_metrics(path / EVALUATIONS) if _is_record(each)]
+    if not records and not evaluations:
         notes.append("there is no record yet: the run ended, or has not come, before its first --log-interval")
     return RunFolder(
         path,
         name,
         records=records,
-        config=_object(path / "config.json", dict, notes),
+        evaluations=evaluations,
+        config=_object(path / "config.json", dict, notes) or _settings(evaluations),
         versions=_object(path / "versions.json", dict, notes),
         stages=_object(path / "stages.json", list, notes),
         starts=[line for line in _lines(path / "starts.jsonl") if _has_step(line)],
@@ -114,6 +117,12 @@ def _object(path: Path, kind: type, notes: list[str]) -> Any:
         notes.append(f"{path.name} holds something else than a run writes there")
         return kind()
     return value
+
+
+def _settings(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return those of the last evaluation, in a folder that has no run of its own."""
+    config = evaluations[-1].get("config") if evaluations else None
+    return config if isinstance(config, dict) else {}
 
 
 def _lines(path: Path) -> list[Any]:

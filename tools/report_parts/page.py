@@ -15,7 +15,7 @@ from tools.report_parts.facts import summary
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, html, joined, section, tag
 from tools.report_parts.pipeline import timeline
-from tools.report_parts.stages import operator_table, stage_table
+from tools.report_parts.stages import evaluation_table, operator_table, stage_table
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ("scale.js", "chart.js", "report.js")
@@ -53,6 +53,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[Html]:
     return [
         section("Settings", differences(runs), id_="settings"),
         *_of_each(runs, "Stages", "stages", stage_table),
+        *_of_each(runs, "Evaluations", "evaluations", evaluation_table),
         *_of_each(runs, "Pipeline", "pipeline", timeline),
         *_of_each(runs, "Operators that take longest", "operators", operator_table),
         *_of_each(runs, "Commands and versions", "commands", _commands),

@@ -1,4 +1,4 @@
-"""The stages of a run: what they hold, and what they did in a step; and its slowest operators."""
+"""The stages of a run: what they hold, and what they did in a step; its slowest operators; its evaluations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from tools.report_parts.columns import number
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, table, tag
 
-HEAD = ("stage", "layers", "parameters on a rank", "memory", "estimated", "work in a step", "idle", "")
+HEAD = ("stage", "layers", "parameters on a rank", "memory", "before the model", "estimated", "work in a step", "idle",
+        "")  # fmt: skip
+ABOUT = (
+    "Memory is the most that a rank has held: on a GPU of torch's allocator, on a CPU the resident size of the whole "
+    "process. So it holds what was there before the model (Python, torch, libraries), which the estimate of the model "
+    "and its training leaves out."
+)
 MOST_OPERATORS = 20
 
 
@@ -24,7 +30,26 @@ def stage_table(run: RunFolder) -> Html | None:
     names = list(dict.fromkeys([*rows, *memory, *work]))
     if not names:
         return None
-    return table(HEAD, [_row(name, rows.get(name, {}), memory.get(name), work.get(name), step_s) for name in names])
+    found = [_row(name, rows.get(name, {}), memory.get(name), work.get(name), step_s) for name in names]
+    return tag("div", tag("p", ABOUT), table(HEAD, found))
+
+
+def evaluation_table(run: RunFolder) -> Html | None:
+    """Return what --eval-only has found in this folder; None where it has not been used."""
+    rows = []
+    for each in run.evaluations:
+        loss, perplexity = (number(each.get(name)) for name in ("loss", "perplexity"))
+        losses = each.get("losses")
+        rows.append([
+            str(each["step"]),
+            each.get("checkpoint", ""),
+            f"{loss:.4f}" if loss is not None else "",
+            f"{perplexity:.2f}" if perplexity is not None else "",
+            ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if number(value) is not None)
+            if isinstance(losses, dict)
+            else "",
+        ])  # fmt: skip
+    return table(("step", "checkpoint", "test loss", "perplexity", "by corpus"), rows) if rows else None
 
 
 def operator_table(run: RunFolder) -> Html | None:
@@ -49,12 +74,14 @@ def operator_table(run: RunFolder) -> Html | None:
 
 def _row(name: str, row: Mapping[str, Any], memory: float | None, work_s: float | None, step_s: float | None) -> list:
     parameters, estimated = number(row.get("parameters")), number(row.get("estimated_bytes"))
+    before = number(row.get("before_bytes"))
     idle = max(1 - work_s / step_s, 0.0) if work_s is not None and step_s else None
     return [
         name,
         row.get("layers", ""),
         human_count(parameters) if parameters is not None else "",
         human_bytes(memory) if memory is not None else "",
+        human_bytes(before) if before is not None else "",
         human_bytes(estimated) if estimated is not None else "",
         f"{1e3 * work_s:,.1f} ms" if work_s is not None else "",
         f"{100 * idle:.1f} %" if idle is not None else "",
