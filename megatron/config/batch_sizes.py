@@ -56,6 +56,12 @@ def resolve_batch(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any],
         return {"gas" if micro else "batch_size": total // product}
     samples, most = total // d, soft.get("batch_size", BatchConfig().batch_size)
     size = max(size for size in range(1, min(most, samples) + 1) if samples % size == 0)
+    usual = (most, soft.get("gas", BatchConfig().gas))
+    if (size, samples // size) != usual:
+        found.notes.append(
+            f"a global batch of {total} on {d} replica{'' if d == 1 else 's'} is --batch-size {size} x --gas "
+            f"{samples // size}, in place of {usual[0]} x {usual[1]}; give one of the two to choose"
+        )
     return {"batch_size": size, "gas": samples // size}
 
 

@@ -58,6 +58,7 @@ class Option:
     families: tuple[str, ...] = ()  # those in which it acts; () for all
     elsewhere: str = ""  # what a run of another family is told to do
     elsewhere_in: Mapping[str, str] = dataclasses.field(default_factory=dict)  # family -> the same, of that one
+    alone: str | None = None  # the value where none follows the flag
     join: Callable[[Sequence[str]], str] | None = None  # takes all words to the next flag; makes one text of them
 
     @property

@@ -17,6 +17,10 @@ STEP_TIMEOUT_S = 60
 """A rank that gets no further for so long in a step ends the job; the first step has longer, for its first kernels."""
 
 
+TRACE_IN_RUN = "<run folder>/trace"
+"""Of --pipeline-trace alone, until the run folder is known."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the tensor and pipe axes, how the pipeline runs, and the device that carries them."""
@@ -51,8 +55,10 @@ class ParallelConfig:
     )
     pipeline_trace: str | None = option(
         None,
-        "folder for a trace of the pipeline's first steps, for Perfetto; the run folder gets its picture, schedule.png",
+        "folder for a trace of the pipeline's first steps, for Perfetto, without a value the folder trace in the run "
+        "folder; the run folder gets its picture, schedule.png",
         shown_default="none",
+        alone=TRACE_IN_RUN,
     )
     check_data_agreement: bool = option(
         False,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from megatron.config.config import all_options
@@ -49,7 +50,7 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
             found.problems.append(f"{flag} is refused: {refused[flag]}")
         elif flag.startswith("-"):
             _values_after(words)
-            found.problems.append(unknown("flag", flag, [*known, *extras, *ALREADY_SO, *refused]))
+            found.problems.append(unknown("flag", flag, [*known, *extras, *ALREADY_SO], known))
         else:
             found.problems.append(f"every value must follow a flag that takes one, got {word!r} on its own. Remove it")
     return found
@@ -62,13 +63,19 @@ def refusals(family: str) -> dict[str, str]:
     return REFUSED | advice | REFUSED_IN.get(family, {})
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for a name that nobody knows, with the nearest one that is known."""
+def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})) -> str:
+    """Return the message for a name that nobody knows, with the nearest one that is accepted.
+
+    Args:
+        options: by flag; where no name is near, the first whose help has the words of ``name``.
+    """
     names = list(known)
     longer = [other for other in names if other.startswith(name)] if len(name) > 3 else []
     bare = {other.lstrip("-"): other for other in names}  # the dashes are no likeness
     close = difflib.get_close_matches(name.lower().lstrip("-"), bare, n=1, cutoff=ALIKE)
-    near = longer[:1] or [bare[other] for other in close]
+    words = name.lower().lstrip("-").replace("_", "-").replace("-", " ")
+    told = [flag for flag, option in options.items() if " " in words and words in option.help]
+    near = longer[:1] or [bare[other] for other in close] or told[:1]
     return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags")
 
 
@@ -88,6 +95,8 @@ def _take(found: Scan, option: Option, flag: str, text: str | None, words: list[
         text = words.pop(0) if option.join is None else option.join(_values_after(words))
     elif text and option.join is not None:
         text = option.join([text])
+    if text is None and option.alone is not None:
+        text = option.alone
     if takes_value and not text:
         found.problems.append(f"{flag} needs a value: {option.rule()}; got none. Write {flag} VALUE")
         return

@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _launch(options: Options) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(options.nproc_per_node)))
+    if crowded := machine.crowding(options.nproc_per_node):
+        log.warning(crowded)
     from megatron.launch.signals import Signals
 
     signals = Signals()

@@ -83,6 +83,18 @@ def threads_per_rank(num_ranks: int) -> int:
     return max(1, num_cores() // num_ranks)
 
 
+def crowding(num_ranks: int) -> str | None:
+    """Return a warning where ranks of this machine share cores more than the run scripts' own on two cores do."""
+    cores = num_cores()
+    if num_ranks <= max(CPU_PROCESSES, 2 * cores):
+        return None
+    return (
+        f"{num_ranks} ranks on {cores} core{'' if cores == 1 else 's'} take turns: steps are slow, and limits of time may "
+        f"pass. Start at most {max(CPU_PROCESSES, 2 * cores)} here (--nproc-per-node; in the run scripts "
+        "GPUS_PER_NODE, or a smaller pp_size x mp_size)"
+    )
+
+
 def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
     """Return a value for each of ``NAMES``: the user's, else SLURM's, else what suits the machine.
 

@@ -5,7 +5,7 @@ that changes nothing here is refused. Layers and width must be said; what else i
 
 | | gpt2 | t5 | llama | mpt | bert |
 |---|---|---|---|---|---|
-| --num-attention-heads | heads of 128 numbers, or of 64 | | | | |
+| --num-attention-heads | as GPT-3 and GPT-2 have them | heads of 64 numbers up to a width of 1024, else of 128 | | | |
 | --seq-length | 2048 | 512 to the encoder | 2048 | 2048 | 512 |
 | --vocab-size | 50304 | 32128 | 32000 | 50368 | 30592 |
 """
@@ -31,6 +31,10 @@ from megatron.stages import AUTO
 
 LENGTHS = {"gpt2": 2048, "t5": 512, "llama": 2048, "mpt": 2048, "bert": 512}
 VOCABULARIES = {"gpt2": 50304, "t5": 32128, "llama": 32000, "mpt": 50368, "bert": 30592}
+HEADS = {"gpt2": {1280: 20, 1536: 16, 1600: 25, 2560: 32}}
+"""Family -> width -> heads of published sizes that the rule of widths does not give."""
+SMALL = 1024
+"""Published models up to this width have heads of 64 numbers, wider ones mostly of 128."""
 TOKENS = 4 * 2**20
 """Of a step, about, where --global-batch-size is not given."""
 LAYOUT = {
@@ -176,9 +180,10 @@ def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[l
 
     hidden = int(given.get("hidden_size") or 0)
     if hidden and "num_attention_heads" not in given:
-        size = 128 if hidden % 128 == 0 else 64
-        if hidden % size == 0:
-            assume("--num-attention-heads", hidden // size)
+        size = 128 if hidden % 128 == 0 and hidden > SMALL else 64
+        heads = HEADS.get(family, {}).get(hidden, hidden // size if hidden % size == 0 else 0)
+        if heads:
+            assume("--num-attention-heads", heads)
     length, field = ("--enc-seq-length", "enc_seq_length") if family == "t5" else ("--seq-length", "seq_length")
     if field not in given:
         assume(length, LENGTHS[family])

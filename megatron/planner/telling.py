@@ -14,6 +14,7 @@ from megatron.planner.options import Question
 from megatron.planner.remedies import PARTS, Overflow, Remedy
 from megatron.planner.search import Found
 
+NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which it does not set: else they are those of the sample run"
 SHOWN_REMEDIES = 4
 MOST_ROWS = 8
 """Stages that a table shows; of more, the first two, the fullest and the last."""
@@ -97,7 +98,7 @@ def fitting(question: Question, over: Overflow | None, found: Sequence[Remedy]) 
 
 def pasted(found: Estimate, question: Question) -> Iterator[str]:
     """Yield the lines to paste into a shell."""
-    yield "to paste:"
+    yield f"to paste ({NOT_SET}):"
     yield from (f"  {line}" for line in lines(question.config, found.layout, question.machine.devices_per_node))
 
 

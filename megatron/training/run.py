@@ -16,6 +16,7 @@ from megatron.checkpoint import BackgroundSaver
 from megatron.checkpoint.folders import last_sequence, newest_first
 from megatron.config import Config, resolve_dtype
 from megatron.config.effects import format_problems
+from megatron.config.parallel import TRACE_IN_RUN
 from megatron.config.validate import raise_all
 from megatron.errors import StopRequest
 from megatron.training import (
@@ -96,16 +97,24 @@ def run(
         arguments.set_current(config, tokenizer, streams)
         with phases.over(OPENING_DATA):
             data = open_data(datasets_provider, config, here)
+        traced = run_folder.choose(config, name, here) if config.parallel.pipeline_trace == TRACE_IN_RUN else None
+        if traced is not None:  # the engine is made with the folder of its trace
+            config = with_trace(config, traced)
         before = device.peak_memory_bytes(here.kind)
         engine = build_engine(config, here, streams, model_provider, forward_step)
         phases.follow(engine)
         seed_replicas(config.run.seed, here)
-        place = run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder behind
+        place = traced or run_folder.choose(config, name, here)  # after what can fail, which leaves no empty folder
         config = with_format(config, place)
         rate, identity = make_learning_rate(config), getattr(tokenizer, "identity", None)
         this = Run(config, here, engine, data, rate, place.folder, stop, before, tokenizer=identity, phases=phases)
         with run_lock.held(place.folder, here):
             _go_on(this, place)
+
+
+def with_trace(config: Config, place: Place) -> Config:
+    """Return ``config`` with the trace of its pipeline in the run folder."""
+    return replace(config, parallel=replace(config.parallel, pipeline_trace=str(place.folder / "trace")))
 
 
 def with_format(config: Config, place: Place) -> Config:

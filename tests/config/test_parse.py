@@ -12,7 +12,8 @@ import pytest
 from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
 from megatron.config.config import all_options
 from megatron.config.data import DataConfig
-from megatron.config.scan import unknown
+from megatron.config.parallel import TRACE_IN_RUN
+from megatron.config.scan import refusals, scan, unknown
 from megatron.config.validate import find_problems
 from megatron.data.split import split_documents
 from megatron.errors import ConfigError, DataError, exit_code
@@ -142,8 +143,36 @@ def test_a_users_flag_may_not_replace_ours():
 @pytest.mark.parametrize("flag", OF_OTHERS)
 def test_a_name_that_is_no_slip_of_the_hand_gets_no_guess(flag: str):
     """Half alike, --sft was taken for --split and --no-mmap-bin-files for --vocab-file."""
-    ours = [name for _, option in all_options() for name in option.flags]
-    assert unknown("flag", flag, ours) == f"unknown flag {flag}; --help lists all flags"
+    ours = {name: option for _, option in all_options() for name in option.flags}
+    assert unknown("flag", flag, ours, ours) == f"unknown flag {flag}; --help lists all flags"
+
+
+@pytest.mark.parametrize("flag", [*(f"{flag[:-1]}{flag[-2]}" for flag in refusals("gpt2")), "--learning-rate"])
+def test_only_what_is_accepted_is_suggested(flag: str):
+    """--learning-rate was taken for --actor-learning-rate, which is refused."""
+    (problem,) = scan([flag]).problems
+    suggested = problem.partition("did you mean ")[2].rstrip("?")
+    assert "unknown flag" not in problem or suggested not in refusals("gpt2")
+    assert flag != "--learning-rate" or suggested == "--lr"
+
+
+def test_a_global_batch_that_changes_the_recipes_sizes_is_said():
+    env = {"MEGATRON_DEFAULTS": "--batch-size 8 --gas 4"}
+    config = parse("--global-batch-size 30 --dry-run".split(), world_size=1, env=env)
+    assert (config.batch.batch_size, config.batch.gas) == (6, 5)
+    told = "a global batch of 30 on 1 replica is --batch-size 6 x --gas 5, in place of 8 x 4"
+    assert [note for note in config.notes if told in note]
+    for same in ("--global-batch-size 32", "--global-batch-size 30 --batch-size 6 --gas 5", "--batch-size 6 --gas 5"):
+        kept = parse([*same.split(), "--dry-run"], world_size=1, env=env)
+        assert not [note for note in kept.notes if "in place of" in note]
+
+
+def test_a_trace_of_the_pipeline_without_a_folder_is_for_the_run_folder():
+    words = "--pipe-parallel-size 2 --dry-run".split()
+    for line in ([*words, "--pipeline-trace"], ["--pipeline-trace", *words]):
+        assert parse(line, world_size=2, env={}).parallel.pipeline_trace == TRACE_IN_RUN
+    assert parse([*words, "--pipeline-trace", "x"], world_size=2, env={}).parallel.pipeline_trace == "x"
+    assert "--pipeline-trace needs a value" in error_of("--pipeline-trace=")
 
 
 @pytest.mark.parametrize(

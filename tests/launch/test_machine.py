@@ -7,6 +7,8 @@ import itertools
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.launch import __main__ as launcher
+from megatron.launch import machine
 from megatron.launch.machine import count_gpus, first_host, from_slurm, resolve
 
 
@@ -104,3 +106,22 @@ def test_several_slurm_tasks_on_a_node_are_refused():
 def test_first_host_of_a_nodelist(nodelist, host, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(("cores", "ranks", "is_told"), [(2, 4, False), (2, 5, True), (1, 4, False), (8, 16, False)])
+def test_more_ranks_than_the_cores_can_serve_are_told(monkeypatch, cores, ranks, is_told):
+    monkeypatch.setattr(machine, "num_cores", lambda: cores)
+    assert (machine.crowding(ranks) is not None) is is_told
+
+
+def test_the_launcher_warns_once_of_more_ranks_than_cores(monkeypatch, capsys):
+    monkeypatch.setattr(machine, "num_cores", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def start() -> None:
+        raise ConfigError("no rank is started in this test")
+
+    monkeypatch.setattr("megatron.launch.signals.Signals", start)
+    assert launcher.main(["--nproc-per-node", "16", __file__]) == 2
+    told = capsys.readouterr().err
+    assert told.count("warning: 16 ranks on 2 cores take turns") == 1 and "Start at most 4 here" in told

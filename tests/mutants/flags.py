@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 PARSE = "tests/config/test_parse.py"
 TABLE = "tests/config/test_flags_table.py"
+PIPELINES = "tests/training/test_pipelines.py"
 
 FLAGS = (
     Mutant(
@@ -50,5 +51,26 @@ FLAGS = (
         "--no-pin-cpu-grads --no-pin-cpu-params",
         "--no-pin-cpu-grads --no-pin-cpu-params --tp-comm-overlap",
         (f"{TABLE}::test_a_flag_has_one_reason",),
+    ),
+    Mutant(
+        "a flag that is refused is suggested",
+        "megatron/config/scan.py",
+        "[*known, *extras, *ALREADY_SO], known)",
+        "[*known, *extras, *ALREADY_SO, *refused], known)",
+        (f"{PARSE}::test_only_what_is_accepted_is_suggested",),
+    ),
+    Mutant(
+        "sizes that a global batch changes are not said",
+        "megatron/config/batch_sizes.py",
+        "    if (size, samples // size) != usual:\n",
+        "    if size * (samples // size) != samples:\n",
+        (f"{PARSE}::test_a_global_batch_that_changes_the_recipes_sizes_is_said",),
+    ),
+    Mutant(
+        "a trace that nobody named a folder for lies beside the run",
+        "megatron/training/run.py",
+        'pipeline_trace=str(place.folder / "trace")',
+        'pipeline_trace=str(place.folder.with_name("trace"))',
+        (f"{PIPELINES}::test_a_run_with_a_trace_leaves_its_picture_and_writes_the_bubble_of_each_interval",),
     ),
 )

@@ -128,4 +128,11 @@ LAUNCH = (
         "== 1 or len({code",
         ("tests/training/test_sameness.py::test_a_rank_that_runs_something_else_ends_all_with_2_and_a_table",),
     ),
+    Mutant(
+        "the launcher starts any number of ranks on two cores without a word",
+        "megatron/launch/__main__.py",
+        "    if crowded := machine.crowding(options.nproc_per_node):\n",
+        "    if crowded := machine.crowding(1):\n",
+        ("tests/launch/test_machine.py::test_the_launcher_warns_once_of_more_ranks_than_cores",),
+    ),
 )

@@ -367,4 +367,18 @@ PLANNER = (
         ",",
         (f"{SCRATCH}::test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_kept_apart",),
     ),
+    Mutant(
+        "heads of small models hold 128 numbers",
+        "megatron/planner/options.py",
+        "SMALL = 1024\n",
+        "SMALL = 0\n",
+        (f"{TOOL}::test_heads_that_are_not_said_are_those_of_published_models",),
+    ),
+    Mutant(
+        "what to paste does not say what it leaves out",
+        "megatron/planner/telling.py",
+        'f"to paste ({NOT_SET}):"',
+        '"to paste:"',
+        (f"{TOOL}::test_what_the_pasted_lines_do_not_set_is_named",),
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from megatron.config import parse
 from megatron.config.option import RUN_SCRIPTS
 from megatron.planner.devices import device
 from megatron.planner.layout import layout_of
+from megatron.planner.options import with_defaults
 from tools import plan
 
 ROOT = Path(__file__).parents[2]
@@ -126,12 +128,33 @@ def test_what_is_given_of_a_layout_is_kept_and_the_rest_is_sought(capsys: pytest
 def test_all_that_is_assumed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     out = run("--model t5 --num-layers 8 --hidden-size 1024 --top 1", capsys)[1]
     assert (
-        "assumed: --num-attention-heads 8 --enc-seq-length 512 --vocab-size 32128 --bf16 --global-batch-size 8192 "
+        "assumed: --num-attention-heads 16 --enc-seq-length 512 --vocab-size 32128 --bf16 --global-batch-size 8192 "
         "--attention-dropout 0 --hidden-dropout 0 --dec-seq-length 114 --optimizer adamw --gpu h100-80g --gpus 8\n"
     ) in out
     out = run(f"{TINY} --hidden-size 1024 --gpu v100-32g --top 1 --compile", capsys)[1]
     assert "--fp16 --global-batch-size 2048" in out and "bash run_gpt2.sh --fp16" in out
     assert "--compile: what it saves" in out and "is likelier" in out
+
+
+@pytest.mark.parametrize(
+    ("family", "hidden", "heads"),
+    [("gpt2", 768, 12), ("gpt2", 1024, 16), ("gpt2", 1280, 20), ("gpt2", 1536, 16), ("gpt2", 1600, 25),
+     ("gpt2", 2560, 32), ("gpt2", 12288, 96), ("t5", 512, 8), ("bert", 1024, 16), ("llama", 4096, 32),
+     ("mpt", 7168, 56)],
+)  # fmt: skip
+def test_heads_that_are_not_said_are_those_of_published_models(family: str, hidden: int, heads: int) -> None:
+    """GPT-3's table 2.1, GPT-2, and the first releases of the other families."""
+    machine = plan.question(*plan.make_parser("").parse_known_args(CASES["gpt2"].split())).machine
+    words, assumed = with_defaults(family, ["--num-layers", "2", "--hidden-size", str(hidden)], machine)
+    assert f"--num-attention-heads {heads}" in assumed and " ".join(words).count("--num-attention-heads") == 1
+
+
+def test_what_the_pasted_lines_do_not_set_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    (told,) = [line for line in run(CASES["gpt2"], capsys)[1].splitlines() if line.startswith("to paste")]
+    for name in ("--lr", "TRAIN_ITERS", "DATA_PATH", "TOKENIZER"):
+        assert name in told
+    (lines,) = json.loads(run(CASES["gpt2"] + " --json --top 1", capsys)[1])["layouts"]
+    assert not re.search(r"--lr|TRAIN_ITERS|DATA_PATH|TOKENIZER", " ".join(lines["lines"]))
 
 
 def test_the_reader_may_leave_early() -> None:
@@ -162,7 +185,7 @@ def test_the_ranking_tells_time_memory_messages_and_lines(capsys: pytest.Capture
         assert word in out
     for part in ("weights", "gradients", "optimizer", "activations", "logits", "buffers"):
         assert part in out
-    assert "assumed: --num-attention-heads 8 --seq-length 2048 --vocab-size 50304" in out
+    assert "assumed: --num-attention-heads 16 --seq-length 2048 --vocab-size 50304" in out
 
 
 def test_a_layout_that_does_not_fit_ends_with_code_1_and_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:

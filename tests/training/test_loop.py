@@ -166,7 +166,8 @@ def test_the_end_table_has_the_losses_of_all_splits_and_the_speed(make: Any) -> 
     loop.train(this)
     loop.evaluate(this, "test")
     rows = dict(end_rows(this, 5.0))
-    assert (rows["last training loss"], rows["validation loss"], rows["test loss"]) == ("1.5000", "2.0000", "2.0000")
+    names = ("last training loss", "validation loss", "test loss")
+    assert [rows.get(name) for name in names] == ["1.5000", "2.0000", "2.0000"]
     assert (rows["tokens/s"], rows["time"]) == ("1,234 on the mean", "0:05 on 1 rank")
     assert "evaluations" not in rows and rows["metrics"].startswith(str(this.folder / "metrics.jsonl"))
 

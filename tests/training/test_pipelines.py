@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -26,9 +27,9 @@ INTERLEAVED = "--pipe-parallel-size 2 --pipeline-chunks 2"
 
 @pytest.fixture(scope="module")
 def traced(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with chunks and a trace."""
+    """Return the folder of a run with chunks and a trace, which nobody named a folder for."""
     folder = tmp_path_factory.mktemp("traced")
-    argv = flags(corpus, folder / "run", f"{SHORT} {INTERLEAVED} --pipeline-trace {folder / 'trace'}")
+    argv = flags(corpus, folder / "run", f"{SHORT} {INTERLEAVED} --pipeline-trace")
     assert train_ranks(2, argv)[0] == [0, 0]
     return folder
 
@@ -36,7 +37,9 @@ def traced(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_a_trace_leaves_its_picture_and_writes_the_bubble_of_each_interval(traced: Path) -> None:
     records = [one for one in read_metrics(traced / "run" / "metrics.jsonl") if one["kind"] == "train"]
     assert len(records) == STEPS and all(0 < record["bubble"] < 1 for record in records)
-    assert len(list((traced / "trace").glob("trace-rank*.json"))) == 2
+    assert len(list((traced / "run" / "trace").glob("trace-rank*.json"))) == 2
+    config = json.loads((traced / "run" / "config.json").read_text())
+    assert config["parallel"]["pipeline_trace"] == str(traced / "run" / "trace")
     assert (traced / "run" / timeline.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
