@@ -17,6 +17,7 @@ from megatron.config.config import SECTIONS, Config, all_options, defaults_of
 from megatron.config.option import RUN_SCRIPTS, Option, options_of, require_family
 from megatron.config.scan import Scan, scan
 from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
+from megatron.errors import marked
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -70,7 +71,7 @@ def parse(
     extra = _extra_values(extra_parser, found)
     json = _read_json(found, soft)
     values = deepspeed.resolve(found, json, world_size, soft)
-    _add_local_rank(values, env, found)
+    own = _add_local_rank(values, env)
     config = Config.of_values(
         values,
         family=family,
@@ -80,10 +81,11 @@ def parse(
         repeated=tuple(found.repeated),
     )
     config = replace(config, precision=replace(config.precision, excluded=deepspeed.excluded(json)))
-    problems = found.problems + _plugin_problems(env) + find_problems(config, world_size)
+    problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
-    raise_all(outside.with_variables(problems, env))
+    with marked(is_of_this_rank=bool(own)):
+        raise_all(outside.with_variables(problems, env))
     return _with_notes(config, found.notes, world_size)
 
 
@@ -157,15 +159,15 @@ def _read_json(found: Scan, soft: Mapping[str, Any]) -> dict[str, Any]:
     return json
 
 
-def _add_local_rank(values: dict[str, Any], env: Mapping[str, str], found: Scan) -> None:
+def _add_local_rank(values: dict[str, Any], env: Mapping[str, str]) -> list[str]:
+    """Take the device index of the environment; return what is wrong with it, which other ranks do not see."""
     given, launched = values.get("local_rank"), env.get("LOCAL_RANK", "")
-    if not launched.isdigit():
-        return
-    if given is not None and given != int(launched):
-        found.problems.append(
-            f"--local_rank must agree with LOCAL_RANK, got {given} and {launched}. Leave the flag out"
-        )
+    if not launched.isdecimal():
+        return []
     values["local_rank"] = int(launched)
+    if given in (None, int(launched)):
+        return []
+    return [f"--local_rank must agree with LOCAL_RANK, got {given} and {launched}. Leave the flag out"]
 
 
 def _with_notes(config: Config, said: list[str], world_size: int) -> Config:

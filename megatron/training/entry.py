@@ -16,11 +16,11 @@ from typing import Any
 
 from megatron import training
 from megatron.config import parse
-from megatron.config.validate import raise_all
+from megatron.errors import JobError
 from megatron.training import position
 from megatron.training.failure import guard, trace_crashes
 from megatron.training.plan import dry_run
-from megatron.training.started_by import adopt
+from megatron.training.started_by import adopt, has_world, name_of, raise_own
 from megatron.training.stop import StopRequests
 
 
@@ -49,27 +49,31 @@ def pretrain(
     """
     unsettled = adopt(os.environ)  # ahead of all that asks for RANK
     started = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this machine
-    names = {"who": f"rank {os.environ.get('RANK', '0')}"}
+    names = {"who": name_of(os.environ)}
 
     run_name = name or Path(sys.argv[0]).stem.removeprefix("pretrain_")
     stop = StopRequests()
 
     def main() -> None:
-        if not os.environ.get("WORLD_SIZE", "1").isdigit():
-            raise_all(unsettled)
+        if not has_world(os.environ):
+            raise_own(unsettled)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         defaults = dict(args_defaults or {})
-        config = parse(
-            sys.argv[1:],
-            world_size=world_size,
-            extra_args_provider=extra_args_provider,
-            defaults=defaults,
-            family=family,
-        )
+        try:
+            config = parse(
+                sys.argv[1:],
+                world_size=world_size,
+                extra_args_provider=extra_args_provider,
+                defaults=defaults,
+                family=family,
+            )
+        except JobError:
+            raise_own(unsettled)
+            raise
         if config.run.dry_run:
             dry_run(config, world_size)
             return
-        raise_all(unsettled)
+        raise_own(unsettled)
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         position.note_state(position.RUNNING)
         training.settle(config)  # before DeepSpeed is imported

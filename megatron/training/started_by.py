@@ -14,11 +14,17 @@ The first of them that says anything counts. None of the last four names the hos
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
+from megatron.config.validate import raise_all
+from megatron.errors import marked
+
 DEFAULT_PORT = "29500"
+MOST_PORT = 65535
+_TASKS_OF_NODES = "SLURM_STEP_TASKS_PER_NODE"  # such as 4(x2)
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -43,7 +49,7 @@ STARTERS = (
     ),
     Starter(
         "srun",
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", _TASKS_OF_NODES),
         "export MASTER_ADDR=HOST ahead of srun",
     ),
     Starter(
@@ -86,10 +92,10 @@ def _number_problems(env: Mapping[str, str], variables: tuple[str, ...], who: st
     rank, size, *local = variables
     missing = [name for name in (rank, size) if not env.get(name)]
     if missing:
-        got = ", ".join(f"{name}={env[name]}" for name in variables if env.get(name))
+        got = ", ".join(f"{name}={env[name]}" for name in variables if env.get(name)) or "none of these"
         yield f"{who} must say {rank} and {size}, got {got} without {' and '.join(missing)}. {_START}"
         return
-    wrong = [name for name in (rank, size, *local) if name in env and not _first_number(env[name])]
+    wrong = [name for name in (rank, size, *local) if name in env and not _is_number(name, env[name])]
     for name in wrong:
         yield f"{name} must be a whole number, got {name}={env[name]!r}. {_START}"
     if not wrong and int(_first_number(env[rank])) >= int(_first_number(env[size])):
@@ -97,7 +103,7 @@ def _number_problems(env: Mapping[str, str], variables: tuple[str, ...], who: st
 
 
 def _settle_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]:
-    """Set MASTER_ADDR and MASTER_PORT where they follow; yield that the first is missing where it does not."""
+    """Set MASTER_ADDR and MASTER_PORT where they follow; yield that the first does not, or what the second cannot be."""
     size = env.get("WORLD_SIZE")
     if not env.get("MASTER_ADDR"):
         if size != "1" and env.get("LOCAL_WORLD_SIZE") != size:
@@ -108,18 +114,51 @@ def _settle_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[s
             )
             return
         env["MASTER_ADDR"] = "127.0.0.1"
-    env.setdefault("MASTER_PORT", DEFAULT_PORT)
+    port = env.setdefault("MASTER_PORT", DEFAULT_PORT)
+    least = 0 if size == "1" else 1  # a process alone may take any free port, others have to be told which
+    if not re.fullmatch("[0-9]{1,5}", port) or not least <= int(port) <= MOST_PORT:
+        yield (
+            f"MASTER_PORT must be a number from {least} to {MOST_PORT}, got MASTER_PORT={port!r}. Name a free port of "
+            f"the host of rank 0, the same for every rank, or leave it out for {DEFAULT_PORT}"
+        )
 
 
 def _lonely_problems(env: Mapping[str, str]) -> Iterator[str]:
     """Yield that others are spoken of, but not which of them this process is."""
     if env.get("WORLD_SIZE", "1") != "1":
         yield f"WORLD_SIZE={env['WORLD_SIZE']} needs RANK, which of them this process is, got none. {_START}"
+    if not _is_number("LOCAL_RANK", env.get("LOCAL_RANK", "0")):
+        yield f"LOCAL_RANK must be a whole number, got LOCAL_RANK={env['LOCAL_RANK']!r}. {_START}"
+
+
+def raise_own(problems: list[str]) -> None:
+    """Raise one ConfigError of this very process: no other sees its variables, and rank 0 may not be there to say it.
+
+    Returns when there are no problems.
+    """
+    with marked(is_of_this_rank=True):
+        raise_all(problems)
+
+
+def name_of(env: Mapping[str, str]) -> str:
+    """Return the process in words, for messages, where its variables may be anything."""
+    rank = env.get("RANK", "0")
+    return f"rank {rank}" if _is_number("RANK", rank) else f"process {os.getpid()}"
+
+
+def has_world(env: Mapping[str, str]) -> bool:
+    """Tell whether ``env`` says a number of ranks, or none, which is one."""
+    size = env.get("WORLD_SIZE", "1")
+    return _is_number("WORLD_SIZE", size) and int(size) > 0
+
+
+def _is_number(name: str, text: str) -> bool:
+    return _first_number(text) == text != "" or (name == _TASKS_OF_NODES and _first_number(text) != "")
 
 
 def _first_number(text: str) -> str:
     """Return the number that ``text`` begins with ("4" of SLURM's "4(x2)"), or nothing."""
-    found = re.match(r"\d+(?=$|\(|,)", text)
+    found = re.match(r"[0-9]+(?=$|\(|,)", text)
     return found.group() if found else ""
 
 

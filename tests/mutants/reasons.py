@@ -8,6 +8,7 @@ REASONS = "tests/launch/test_reasons.py"
 SIGNALS = "tests/launch/test_signals.py"
 STOP = "tests/training/test_stop.py"
 ON_ITS_WAY = f"{REASONS}::test_an_error_on_its_way_out_counts_more_than_a_dead_peer"
+OWN = "tests/training/test_started_by.py::test_a_mistake_in_its_own_environment_is_said_by_the_very_process"
 TABLE = f"{REASONS}::test_what_becomes_of_a_job_by_its_table"
 
 CUT_SHORT = "tests/training/test_faults.py::test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line"
@@ -112,6 +113,27 @@ TOLD = (
         "            print_line(str(failure))\n            failure_files.note_said()\n",
         "            print_line(str(failure))\n",
         (f"{REASONS}::test_the_launcher_does_not_say_again_what_rank_0_has_said",),
+    ),
+    Mutant(
+        "what is wrong with one process alone is left to rank 0",
+        "megatron/training/started_by.py",
+        "    with marked(is_of_this_rank=True):\n        raise_all(problems)\n",
+        "    raise_all(problems)\n",
+        (OWN,),
+    ),
+    Mutant(
+        "a wrong flag hides that a process does not know its rank",
+        "megatron/training/entry.py",
+        "        except JobError:\n            raise_own(unsettled)\n",
+        "        except JobError:\n",
+        (OWN,),
+    ),
+    Mutant(
+        "a port that is none is found by the rendezvous",
+        "megatron/training/started_by.py",
+        "    if not re.fullmatch(\"[0-9]{1,5}\", port) or",
+        "    if port.isalpha() and",
+        ("tests/training/test_started_by.py::test_what_is_said_by_half_is_told_with_what_to_do",),
     ),
     Mutant(
         "the ranks that waited are named in place of the one that is stuck",

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from megatron.training.entry import pretrain
 from megatron.training.started_by import STARTERS, adopt
+from tests.harness import fork_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 HOME = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -62,8 +71,67 @@ def test_what_torchrun_says_counts_ahead_of_what_started_torchrun() -> None:
         ({OPEN_MPI[1]: "2"}, f"got {OPEN_MPI[1]}=2 without {OPEN_MPI[0]}"),
         ({"PMI_RANK": "0", "PMI_SIZE": "two"}, "PMI_SIZE must be a whole number, got PMI_SIZE='two'"),
         (said(0, "0", "2", "zero"), f"{OPEN_MPI[2]} must be a whole number"),
+        ({"RANK": ""}, "must say RANK and WORLD_SIZE, got none of these without RANK and WORLD_SIZE"),
+        ({"RANK": "1(x2)", "WORLD_SIZE": "2", **HOME}, "RANK must be a whole number, got RANK='1(x2)'"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a whole number, got LOCAL_RANK='x'"),
+        (TORCH | {"MASTER_PORT": "0"}, "MASTER_PORT must be a number from 1 to 65535, got MASTER_PORT='0'"),
+        (said(2, "1", "2", "1", "2") | {"MASTER_PORT": "-1"}, "got MASTER_PORT='-1'. Name a free port of the host of"),
     ],
-    ids=range(10),
+    ids=range(15),
 )
 def test_what_is_said_by_half_is_told_with_what_to_do(env: dict[str, str], told: str) -> None:
     assert any(told in problem for problem in adopt(dict(env))), adopt(dict(env))
+
+
+def test_a_process_alone_may_take_any_port() -> None:
+    assert adopt({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}) == []
+
+
+def _of_several(rank: str, size: str, **more: str) -> dict[str, str]:
+    return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", **more}
+
+
+OWN_MISTAKES = [
+    (_of_several("2", "2"), "rank 2 failed: ConfigError: RANK must be below WORLD_SIZE, got 2 and 2. Ranks count fr"),
+    (_of_several("-1", "2"), "failed: ConfigError: RANK must be a whole number, got RANK='-1'. Start the ranks by"),
+    (_of_several("x", "2"), "failed: ConfigError: RANK must be a whole number, got RANK='x'. Start the ranks by"),
+    (_of_several("1", "two"), "rank 1 failed: ConfigError: WORLD_SIZE must be a whole number, got WORLD_SIZE='two'"),
+    (_of_several("1", "\N{SUPERSCRIPT TWO}"), "rank 1 failed: ConfigError: WORLD_SIZE must be a whole number"),
+    (_of_several("1", "2", LOCAL_RANK="y"), "rank 1 failed: ConfigError: LOCAL_RANK must be a whole number, got LO"),
+    ({"RANK": "1", "WORLD_SIZE": "4"}, "rank 1 failed: ConfigError: ranks of several hosts meet on that of rank 0"),
+    ({"WORLD_SIZE": "0"}, "rank 0 failed: ConfigError: WORLD_SIZE=0 needs RANK, which of them this process is"),
+    (_of_several("1", "2", MASTER_PORT="abc"), "rank 1 failed: ConfigError: MASTER_PORT must be a number from 1"),
+    (_of_several("1", "2", MASTER_PORT="70000"), "to 65535, got MASTER_PORT='70000'. Name a free port"),
+    (_of_several("1", "2", MASTER_PORT=""), "to 65535, got MASTER_PORT=''. Name a free port"),
+]
+"""What one process has in its environment, and what it says itself; no other would."""
+
+
+@pytest.mark.parametrize(("env", "told"), OWN_MISTAKES, ids=range(len(OWN_MISTAKES)))
+@pytest.mark.parametrize("argv", [[], ["--num-layers", "some"]], ids=["alone", "beside a wrong flag"])
+def test_a_mistake_in_its_own_environment_is_said_by_the_very_process(
+    argv: list[str], env: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    def start(rank: int) -> None:
+        os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 2)
+        sys.stderr, sys.argv = os.fdopen(2, "w", closefd=False), ["pretrain_gpt2.py", *argv]
+        os.environ.clear()
+        os.environ.update(env)
+        pretrain(None, None, None)  # type: ignore[arg-type]
+
+    codes, *_ = fork_ranks(1, start, init=False)
+    text = (tmp_path / "log").read_text()
+    assert codes == [2] and told in text and text.count("\n") == 1, (codes, text)
+
+
+def test_a_flag_that_all_ranks_find_wrong_is_not_said_by_each_and_a_device_index_is(tmp_path: Path) -> None:
+    """In processes of their own, as a user starts them by hand."""
+
+    def start(*argv: str) -> tuple[int, str]:
+        env = {"PATH": os.environ["PATH"], **_of_several("1", "2")}
+        done = subprocess.run([sys.executable, ROOT / "pretrain_gpt2.py", *argv], env=env, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    assert start("--num-layers", "some") == (2, "")
+    code, told = start("--local_rank", "1")
+    assert code == 2 and told.startswith("rank 1 failed: ConfigError:") and "--local_rank must agree with LOCAL_" in told
