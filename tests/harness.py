@@ -78,7 +78,7 @@ def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # no rank outlives the test run that it is of
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
-            DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", MASTER_PORT="0",
+            DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", MASTER_PORT="29500",
         )  # fmt: skip
         torch.set_num_threads(1)
         if init:

@@ -38,6 +38,7 @@ def together(world: Group, local: Callable[[], Share], judge: Callable[[list[Sha
         except Exception as error:
             failure = failure or error
             problem = error if isinstance(error, CheckpointError) else CheckpointError(cause(error))
+            problem.is_of_this_rank = False  # it names its ranks, and goes to all
     verdict, problem = broadcast(world, (verdict, problem))
     if problem:
         raise problem from (failure if failure is not problem else None)

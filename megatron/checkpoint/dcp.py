@@ -19,7 +19,7 @@ from megatron.checkpoint.load_plan import RecordLoadPlanner as RecordLoadPlanner
 from megatron.checkpoint.save_plan import RecordSavePlanner as RecordSavePlanner
 from megatron.checkpoint.shard_reader import ShardReader as ShardReader
 from megatron.checkpoint.shard_writer import ShardWriter as ShardWriter
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is no accident here
@@ -59,4 +59,5 @@ def _failures_in_words(world: Group) -> Iterator[None]:
         own = caught.failures.get(world.rank, (None, None))[0]
         if own is not None and not isinstance(own, Exception):
             raise own from caught  # Ctrl-C and the like end this rank as they would anywhere
-        raise CheckpointError(summary(caught.failures, world.size)) from caught
+        with marked(is_of_this_rank=False):  # DCP tells the failures of all ranks to each
+            raise CheckpointError(summary(caught.failures, world.size)) from caught

@@ -11,7 +11,7 @@ from megatron.checkpoint.agree import together
 from megatron.checkpoint.loading import Checkpoint
 from megatron.checkpoint.manifest import Manifest, NewerFormatError
 from megatron.checkpoint.verify import verify
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
 
 
@@ -37,6 +37,7 @@ def open_latest(
     return found
 
 
+@marked(is_of_this_rank=False)
 def open_first(candidates: list[Path], world: Group, root: Path, *, strict: bool = False) -> Checkpoint:
     """Return the first of ``candidates``, the same on all ranks, that verifies; else as ``open_latest``. Collective."""
     if candidates == [root]:
@@ -79,6 +80,7 @@ def _compare_hint(root: Path, found: Checkpoint) -> None:
         log.warning(f"{root / folders.LATEST} says {hint!r}; the newest complete checkpoint is {found.path.name}")
 
 
+@marked(is_of_this_rank=False)
 def open_checkpoint(path: Path, world: Group) -> Checkpoint:
     """Verify the checkpoint in the folder ``path``, the ranks sharing its files, and return it. Collective.
 

@@ -21,7 +21,7 @@ from megatron.checkpoint import folders
 from megatron.checkpoint.agree import broadcast
 from megatron.checkpoint.keeping import Keep, remove_old
 from megatron.checkpoint.records import TensorRecord
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, marked
 from megatron.mpu.groups import Group
 
 
@@ -69,6 +69,7 @@ def check_keep(keep_last: int | None, keep_every: int | None) -> None:
             raise ConfigError(f"{flag} must be at least 1, got {value}")
 
 
+@marked(is_of_this_rank=False)
 def save_from(
     source: Callable[[], list[TensorRecord]], root: Path, step: int, state: dict[str, Any], world: Group, keep: Keep
 ) -> Path:

@@ -76,6 +76,7 @@ class Files:
         return self._written
 
 
+@marked(is_of_this_rank=False)
 def save(root: Path, step: int, state: Mapping[str, Any], engine: Any, world: World, *, keep: Keep = ALL) -> Path:
     """Write the checkpoint ``root/global_step20`` by DeepSpeed's ``engine`` and return its path. Collective.
 

@@ -20,7 +20,7 @@ from megatron.checkpoint import Checkpoint, Staged, open_checkpoint, open_latest
 from megatron.checkpoint.folders import CHECKPOINTS, last_sequence, named, step_of
 from megatron.checkpoint.keeping import UNASKED, Keep
 from megatron.checkpoint.manifest import read_sequence
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, marked
 from megatron.training import deepspeed_format
 from megatron.training.data_order import to_save
 from megatron.training.own_job import job
@@ -127,6 +127,7 @@ def load_back(run: Run, up_to_step: int) -> Path:
     return checkpoint.path
 
 
+@marked(is_of_this_rank=False)
 def _newest_of(run: Run, up_to_step: int) -> Checkpoint:
     """Return the newest checkpoint of this run of at most ``up_to_step`` that verifies, else its origin. Collective."""
     root = run.folder / CHECKPOINTS

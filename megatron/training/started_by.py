@@ -103,7 +103,7 @@ def _number_problems(env: Mapping[str, str], variables: tuple[str, ...], who: st
 
 
 def _settle_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]:
-    """Set MASTER_ADDR and MASTER_PORT where they follow; yield that the first does not, or what the second cannot be."""
+    """Set MASTER_ADDR and MASTER_PORT where they follow; yield that the first does not, or that the second is none."""
     size = env.get("WORLD_SIZE")
     if not env.get("MASTER_ADDR"):
         if size != "1" and env.get("LOCAL_WORLD_SIZE") != size:

@@ -5,7 +5,8 @@ import errno
 import pytest
 import torch
 
-from megatron.checkpoint import TensorRecord, open_latest, save
+from megatron.checkpoint import TensorRecord, open_checkpoint, open_latest, save
+from megatron.checkpoint.agree import together
 from megatron.checkpoint.causes import in_words, summary
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
@@ -85,3 +86,47 @@ def test_a_tensor_that_one_rank_misses_stops_all_before_anything_is_read(tmp_pat
     path = save_alone(tmp_path, 20)
     told = f"rank 1: {path} does not fit this model (1 tensors): layers.9.up: not in the checkpoint"
     assert run_ranks(2, _load_what_one_rank_lacks, tmp_path) == [(told, False)] * 2
+
+
+def _spoil(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _errors_of_a_rank(rank, root):
+    """Return what this rank raises of each kind of damage and failure: the words, and whether it is to say them."""
+    world = world_of(rank, 2)
+
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+
+    def save_where_rank_1_fails():
+        with FailAt(0 if rank else 10**6, fail, only="create"):
+            save(root / "good", 30, records_for(rank, 2, 30), {}, world)
+
+    more = [TensorRecord("layers.9.up", torch.zeros(2), Shard((2,)))]
+    attempts = {
+        "no folder": lambda: open_latest(root / "none", world),
+        "a damaged file": lambda: open_checkpoint(root / "shard/step-00000020", world),
+        "a damaged manifest": lambda: open_checkpoint(root / "manifest/step-00000020", world),
+        "the only one is damaged": lambda: open_latest(root / "shard", world),
+        "the newest must verify": lambda: open_latest(root / "shard", world, strict=True),
+        "another model": lambda: open_latest(root / "good", world).load(more),
+        "a save": save_where_rank_1_fails,
+        "a share": lambda: together(world, fail if rank else str, str),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        with pytest.raises(CheckpointError) as caught:
+            attempt()
+        found[name] = (str(caught.value), caught.value.is_of_this_rank)
+    return found
+
+
+def test_what_all_ranks_find_alike_is_marked_as_such_wherever_it_was_found(tmp_path):
+    for name in ("good", "shard", "manifest"):
+        save_alone(tmp_path / name, 20)
+    _spoil(tmp_path / "shard/step-00000020/rank-00000.safetensors")
+    _spoil(tmp_path / "manifest/step-00000020/manifest.json")
+    first, second = run_ranks(2, _errors_of_a_rank, tmp_path)
+    assert first == second and [name for name, (_, is_own) in first.items() if is_own] == []
+    assert "rank 1: [Errno 5]" in first["a save"][0] and first["a share"][0].startswith("rank 1: [Errno 5]")

@@ -131,7 +131,7 @@ TOLD = (
     Mutant(
         "a port that is none is found by the rendezvous",
         "megatron/training/started_by.py",
-        "    if not re.fullmatch(\"[0-9]{1,5}\", port) or",
+        '    if not re.fullmatch("[0-9]{1,5}", port) or',
         "    if port.isalpha() and",
         ("tests/training/test_started_by.py::test_what_is_said_by_half_is_told_with_what_to_do",),
     ),

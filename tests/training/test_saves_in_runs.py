@@ -161,6 +161,30 @@ def test_a_full_disk_costs_a_checkpoint_or_ends_the_run(flag: str, code: int, co
     assert found == (["latest", "step-00000004"] if code == 0 else [])
 
 
+def test_a_damaged_checkpoint_is_told_once_and_what_one_rank_alone_finds_by_that_rank(
+    corpus: Path, whole: Path, tmp_path: Path
+) -> None:
+    def refuse(rank: int) -> None:
+        def restore(*_: Any) -> None:
+            raise CheckpointError("its generators are odd")
+
+        if rank == 1:
+            run_module.load = restore
+
+    argv = flags(corpus, tmp_path / "run", f"{SHORT} --load {whole}")
+    assert start_script(2, argv, tmp_path / "odd", refuse) == [4, 3]
+    assert re.findall("rank .*odd", (tmp_path / "odd").read_text()) == [
+        "rank 1 (stage 0, tensor 0, data 1) failed: CheckpointError: its generators are odd"
+    ]
+    damaged = shutil.copytree(whole / CHECKPOINTS / "step-00000008", tmp_path / "step-00000008")
+    shard = damaged / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    argv = flags(corpus, tmp_path / "other", f"{SHORT} --load {damaged}")
+    assert start_script(2, argv, tmp_path / "log") == [3, 3]
+    text = (tmp_path / "log").read_text()
+    assert text.count("is truncated") == 1 and "failed:" not in text
+
+
 def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, tmp_path: Path) -> None:
     """``load_back``: steps that come again are those of an undisturbed run."""
     folder = tmp_path / "run"

@@ -129,9 +129,12 @@ def test_a_flag_that_all_ranks_find_wrong_is_not_said_by_each_and_a_device_index
 
     def start(*argv: str) -> tuple[int, str]:
         env = {"PATH": os.environ["PATH"], **_of_several("1", "2")}
-        done = subprocess.run([sys.executable, ROOT / "pretrain_gpt2.py", *argv], env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, ROOT / "pretrain_gpt2.py", *argv], env=env, capture_output=True, text=True
+        )
         return done.returncode, done.stdout + done.stderr
 
     assert start("--num-layers", "some") == (2, "")
     code, told = start("--local_rank", "1")
-    assert code == 2 and told.startswith("rank 1 failed: ConfigError:") and "--local_rank must agree with LOCAL_" in told
+    assert code == 2
+    assert told.startswith("rank 1 failed: ConfigError:") and "--local_rank must agree with LOCAL_RANK" in told
