@@ -136,6 +136,18 @@ def name(kind: str) -> str:
 
 
 @_by_plugin
+def identity(place: torch.device) -> str:
+    """Return what tells the device from all others of its host; "" where it does not say, and for the CPU."""
+    if place.type == "cpu":
+        return ""
+    facts = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
+    if getattr(facts, "uuid", None) is None:
+        return ""
+    slot = [getattr(facts, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return f"GPU-{facts.uuid} at {slot[0]:04x}:{slot[1]:02x}:{slot[2]:02x}"
+
+
+@_by_plugin
 def backend(kind: str) -> str:
     """Return torch.distributed's backend for this kind of device; "" where only DeepSpeed can say."""
     plugin = accelerators.find(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,14 @@ def test_the_cpu_answers_every_question():
     assert device.name("cpu").startswith("CPU, ")
     assert 0 < device.peak_memory_bytes("cpu") < device.total_memory_bytes("cpu")
     device.synchronize("cpu")
+
+
+def test_a_device_is_told_from_its_siblings_by_its_number_and_its_slot(monkeypatch):
+    facts = SimpleNamespace(uuid="8f1c", pci_domain_id=0, pci_bus_id=0x4B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: facts)
+    assert device.identity(torch.device("cuda", 1)) == "GPU-8f1c at 0000:4b:00"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace())
+    assert [device.identity(torch.device(name)) for name in ("cuda:0", "cpu")] == ["", ""]
 
 
 def test_a_rank_without_a_device_of_its_own_is_told_how_many_it_sees(monkeypatch):

@@ -89,8 +89,8 @@ def crowding(num_ranks: int) -> str | None:
     if num_ranks <= max(CPU_PROCESSES, 2 * cores):
         return None
     return (
-        f"{num_ranks} ranks on {cores} core{'' if cores == 1 else 's'} take turns: steps are slow, and limits of time may "
-        f"pass. Start at most {max(CPU_PROCESSES, 2 * cores)} here (--nproc-per-node; in the run scripts "
+        f"{num_ranks} ranks on {cores} core{'' if cores == 1 else 's'} take turns: steps are slow, and limits of time "
+        f"may pass. Start at most {max(CPU_PROCESSES, 2 * cores)} here (--nproc-per-node; in the run scripts "
         "GPUS_PER_NODE, or a smaller pp_size x mp_size)"
     )
 

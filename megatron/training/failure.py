@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron.errors import JobError, PeerError, StopRequest, exit_code
+from megatron.errors import ConfigError, JobError, PeerError, StopRequest, exit_code
 from megatron.training import failure_files, position
 
 _PEER_SIGNS = (
@@ -32,6 +32,23 @@ _PEER_SIGNS = (
     "write error",
     "application timeout",
 )
+_GPU_OF_ITS_OWN = "Give each rank a GPU of its own: look at LOCAL_RANK and CUDA_VISIBLE_DEVICES of both ranks"
+_INTERFACE = "Let NCCL_SOCKET_IFNAME name an interface of this host that reaches the other hosts, or unset it"
+_SETTINGS = "Look at the NCCL_... variables of this rank; NCCL_DEBUG=WARN shows more"
+_NCCL_SET_UP = {
+    "duplicate gpu detected": _GPU_OF_ITS_OWN,
+    "out of memory": "NCCL needs some 100 MB of the GPU for each group: end what else uses it, or lower --batch-size",
+    "no socket interface found": _INTERFACE,
+    "neither af_inet": _INTERFACE,
+    "nccl_socket_ifname": _INTERFACE,
+    "shared memory segment": "Give the container more of /dev/shm (docker run --shm-size=8g, or --ipc=host)",
+    "ncclinvalidusage": _SETTINGS,
+    "ncclinvalidargument": _SETTINGS,
+}
+"""What NCCL says of the rank that it runs on, and the cure; another start would end alike."""
+_NCCL_FAILURES = ("ncclunhandledcudaerror", "ncclsystemerror", "ncclinternalerror")
+"""What may be of this rank or of another: that stands behind "Last error:"."""
+_NCCL_PEER_SIGNS = ("remote", "connect", "closed", "reset", "broken pipe", "timed out", "timeout", "abort", "peer")
 _leaving = threading.RLock()
 """Held for good by the thread whose error ends this process."""
 _code: int | None = None
@@ -156,7 +173,8 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
         at = position.now()
         print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:
-        print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(error).__name__}: {error}'}")
+        told = failure if isinstance(failure, JobError) else error
+        print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(told).__name__}: {told}'}")
         failure_files.note_said()
         if not isinstance(failure, JobError) and failure_files.is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
@@ -178,16 +196,45 @@ def is_same_everywhere(error: BaseException) -> bool:
 
 
 def as_peer_error(error: BaseException) -> BaseException:
-    """Return a PeerError for what a process group raises when another rank is gone, else ``error`` itself."""
+    """Return a PeerError for what a process group raises when another rank is gone, else an error of this rank.
+
+    That is ``error`` itself, or a ConfigError where NCCL says that it cannot work here.
+    """
     dist = sys.modules.get("torch.distributed")  # not imported yet: no group can have failed
     kinds = (dist.DistError,) if dist is not None else ()
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause).lower()
+        if isinstance(cause, kinds) and (own := fault_of_this_rank(cause)) is not None:
+            return own
         if isinstance(cause, kinds) or (type(cause) is RuntimeError and any(sign in text for sign in _PEER_SIGNS)):
             return PeerError(failure_files.told_by_launcher() or f"another rank is gone or did not answer ({error})")
         cause = cause.__cause__
     return error
+
+
+def fault_of_this_rank(error: BaseException, *, is_set_up: bool = False) -> BaseException | None:
+    """Return the error of this rank that one of NCCL's is, None where it speaks of another rank.
+
+    That is a ConfigError where NCCL cannot work here; a device that fails in the midst of a run is no setting, and
+    ``error`` stands as it is.
+
+    Args:
+        is_set_up: the ranks have not worked together yet, so whatever fails here would fail again.
+    """
+    text = str(error).lower()
+    _, _, last = str(error).partition("Last error:")
+    cure = next((cure for sign, cure in _NCCL_SET_UP.items() if sign in text), None)
+    if cure is None:
+        is_of_a_peer = any(sign in last.lower() for sign in _NCCL_PEER_SIGNS)
+        if is_of_a_peer or not any(sign in text for sign in _NCCL_FAILURES):
+            return None
+        if not is_set_up:
+            return error
+    said = (last.strip() or str(error)).splitlines()[0]
+    found = ConfigError(f"NCCL must be able to work on this rank, got: {said}. {cure or _SETTINGS}")
+    found.is_of_this_rank = True
+    return found
 
 
 def out_of_memory(error: BaseException) -> str | None:

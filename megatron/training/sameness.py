@@ -14,11 +14,14 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.device import identity
 from megatron.errors import ConfigError
 from megatron.mpu.groups import Grid
 
@@ -30,6 +33,8 @@ VARIABLES = (
     "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
 """Of the environment: what changes numbers or what is sent. Names of network devices may differ between nodes."""
+DEVICE_VARIABLES = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+"""What decides which GPU a rank takes."""
 MOST_ROWS = 20
 _OWN = ("run.local_rank",)
 
@@ -54,6 +59,34 @@ def compare_ranks(config: Config, grid: Grid) -> None:
         "all ranks must run the same code with the same versions, arguments and environment; they differ in\n  "
         + "\n  ".join(shown)
         + "\nStart every node with the same command, files and versions."
+    )
+
+
+def compare_devices(place: torch.device, grid: Grid) -> None:
+    """Raise if two ranks have one GPU, which NCCL refuses, but late and on some of the ranks. Collective.
+
+    Raises:
+        ConfigError: naming the ranks and what made them choose it; the same on every rank.
+    """
+    if place.type == "cpu" or grid.world.size == 1 or dist.get_backend() != "nccl":
+        return
+    chosen = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
+    ranks_of: dict[tuple[str, str], dict[int, str]] = {}
+    for rank, (host, device_there, told) in enumerate(_gather((gethostname(), identity(place), chosen), grid)):
+        if device_there:
+            ranks_of.setdefault((host, device_there), {})[rank] = told
+    shared = {which: ranks for which, ranks in ranks_of.items() if len(ranks) > 1}
+    if not shared:
+        return
+    rows = [
+        f"{which} of {host}: " + "; ".join(f"rank {rank} ({told})" for rank, told in ranks.items())
+        for (host, which), ranks in shared.items()
+    ]
+    raise ConfigError(
+        "each rank must have a GPU of its own, got several ranks on one:\n  "
+        + "\n  ".join(rows[:MOST_ROWS])
+        + "\nStart as many ranks on each host as it has GPUs, each with a LOCAL_RANK of its own; LOCAL_RANK=0 for all "
+        "is right only where CUDA_VISIBLE_DEVICES names another GPU for each."
     )
 
 

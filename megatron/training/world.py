@@ -15,7 +15,8 @@ from megatron.errors import ConfigError, PeerError, marked
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.training.accelerator import backend_of, check_device_fits, settle
-from megatron.training.sameness import compare_ranks
+from megatron.training.failure import fault_of_this_rank
+from megatron.training.sameness import compare_devices, compare_ranks
 
 MOST_QUEUES = "32"
 """Of CUDA_DEVICE_MAX_CONNECTIONS."""
@@ -79,6 +80,7 @@ def start(config: Config) -> World:
     parallel = config.parallel
     grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
+    compare_devices(place, grid)
     _touch_every_group(grid, place)
     compare_ranks(config, grid)
     device.seed(config.run.seed)
@@ -135,6 +137,12 @@ def _touch_every_group(grid: Grid, place: torch.device) -> None:
         if group.size == 1:
             continue
         value = torch.ones(1, device=place)
-        dist.all_reduce(value, group=group.handle)
+        try:
+            dist.all_reduce(value, group=group.handle)
+        except dist.DistError as error:
+            own = fault_of_this_rank(error, is_set_up=True)
+            if own is None:
+                raise
+            raise own from None
         if value.item() != group.size:
             raise PeerError(f"the {name} group must have {group.size} ranks, heard from {value.item():.0f}")

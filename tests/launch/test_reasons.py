@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from megatron.errors import exit_code
 from megatron.launch import machine
 from megatron.launch.ending import End, settle
+from megatron.launch.restarts import RESTARTED
 from megatron.launch.verdict import Exit
 from megatron.training import failure
 from tests.harness import fork_ranks
@@ -230,3 +233,59 @@ def test_ranks_that_did_not_leave_are_named_where_all_others_lost_a_peer(tmp_pat
     assert job.wait(20) == 4
     told = f"ended by rank 1 (stage 1, tensor 0, data 0; pid {pid}), which did not leave with the others"
     assert f"launch: {told} and had to be killed, at saving, as had rank 2; the job ends with code 4" in job.output
+
+
+def nccl_error(kind: str, name: str, last: str) -> Exception:
+    """Return what torch raises of NCCL, in its form."""
+    return dist.DistBackendError(
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, {kind} (run with NCCL_DEBUG=WARN for "
+        f"details), NCCL version 2.27.7\n{name}\nLast error:\n{last}"
+    )
+
+
+USAGE = ("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.")
+INTERNAL = ("internal error - please report this issue", "ncclInternalError: Internal check failed.")
+CUDA = ("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.")
+SYSTEM = (
+    "unhandled system error",
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
+)
+REMOTE = (
+    "remote process exited or there was a network error",
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+)
+NO_FAMILY = "ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (
+            nccl_error(*USAGE, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10"),
+            2,
+            "of its own: look",
+        ),
+        (nccl_error(*INTERNAL, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 7000"), 2, "LOCAL_RANK"),
+        (nccl_error(*CUDA, "Cuda failure 2 'out of memory'"), 2, "100 MB of the GPU"),
+        (nccl_error(*INTERNAL, "Bootstrap : no socket interface found"), 2, "NCCL_SOCKET_IFNAME name an interface"),
+        (nccl_error(*INTERNAL, NO_FAMILY), 2, "NCCL_SOCKET_IFNAME name an interface"),
+        (nccl_error(*SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-a8 (size 9637888)"), 2, "--shm"),
+        (nccl_error(*USAGE, ""), 2, "NCCL_DEBUG=WARN"),
+        (nccl_error(*CUDA, "Cuda failure 700 'an illegal memory access was encountered'"), 1, "illegal memory access"),
+        (nccl_error(*SYSTEM, ""), 1, "ncclSystemError"),
+        (nccl_error(*INTERNAL, "Net : Connection closed by remote peer node2<50260>"), 4, "another rank is gone"),
+        (nccl_error(*SYSTEM, "socketStartConnect: Connect to 10.0.0.2<17943> failed : Connection refused"), 4, "gone"),
+        (nccl_error(*REMOTE, "socketProgressOpt: Call to recv from 10.0.0.2<33759> failed : reset"), 4, "gone"),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), 4, "another rank is gone"),
+    ],
+    ids=range(13),
+)
+def test_what_nccl_says_of_this_rank_is_not_told_of_another(error: Exception, code: int, told: str) -> None:
+    seen = failure.as_peer_error(error)
+    assert exit_code(seen) == code and told in str(seen)
+    assert not failure.is_same_everywhere(seen), "the rank that it is of must say it"
+    try:
+        raise RuntimeError("a step failed") from error
+    except RuntimeError as outer:
+        assert exit_code(failure.as_peer_error(outer)) == code
+    assert (code in RESTARTED) == (code != 2)

@@ -8,6 +8,9 @@ REASONS = "tests/launch/test_reasons.py"
 SIGNALS = "tests/launch/test_signals.py"
 STOP = "tests/training/test_stop.py"
 ON_ITS_WAY = f"{REASONS}::test_an_error_on_its_way_out_counts_more_than_a_dead_peer"
+NCCL = f"{REASONS}::test_what_nccl_says_of_this_rank_is_not_told_of_another"
+SAMENESS = "tests/training/test_sameness.py"
+CAUSES = "tests/checkpoint/test_causes.py::test_what_all_ranks_find_alike_is_marked_as_such_wherever_it_was_found"
 OWN = "tests/training/test_started_by.py::test_a_mistake_in_its_own_environment_is_said_by_the_very_process"
 TABLE = f"{REASONS}::test_what_becomes_of_a_job_by_its_table"
 
@@ -134,6 +137,48 @@ TOLD = (
         '    if not re.fullmatch("[0-9]{1,5}", port) or',
         "    if port.isalpha() and",
         ("tests/training/test_started_by.py::test_what_is_said_by_half_is_told_with_what_to_do",),
+    ),
+    Mutant(
+        "each rank says what all have found of a checkpoint",
+        "megatron/checkpoint/agree.py",
+        "            problem.is_of_this_rank = False  # it names its ranks, and goes to all\n",
+        "",
+        (CAUSES,),
+    ),
+    Mutant(
+        "each rank says that a save has failed",
+        "megatron/checkpoint/dcp.py",
+        "        with marked(is_of_this_rank=False):  # DCP",
+        "        with marked(is_of_this_rank=True):  # DCP",
+        (CAUSES,),
+    ),
+    Mutant(
+        "a GPU that two ranks have is told as another rank that is gone",
+        "megatron/training/failure.py",
+        "isinstance(cause, kinds) and (own := fault_of_this_rank(cause)) is not None:",
+        "(own := fault_of_this_rank(cause)) is not None and not isinstance(cause, kinds):",
+        (NCCL,),
+    ),
+    Mutant(
+        "a peer that NCCL has lost is told as a mistake of this rank",
+        "megatron/training/failure.py",
+        "        if is_of_a_peer or not any(",
+        "        if not any(",
+        (NCCL,),
+    ),
+    Mutant(
+        "NCCL is the first to see two ranks on one GPU",
+        "megatron/training/world.py",
+        "    compare_devices(place, grid)\n",
+        "",
+        (f"{SAMENESS}::test_a_start_compares_devices_before_nccl_sees_them",),
+    ),
+    Mutant(
+        "GPUs of two hosts are taken for one",
+        "megatron/training/sameness.py",
+        "ranks_of.setdefault((host, device_there), {})",
+        'ranks_of.setdefault(("", device_there), {})',
+        (f"{SAMENESS}::test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it",),
     ),
     Mutant(
         "the ranks that waited are named in place of the one that is stuck",

@@ -7,11 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron import accelerators
+import pretrain_gpt2
+from megatron import accelerators, device
 from megatron.adaptors import ALL_OFF, PARTS, Adaptor
+from megatron.errors import ConfigError
+from megatron.mpu.groups import build_grid, single_grid
+from megatron.mpu.topology import Topology
 from megatron.training import sameness, world
-from tests.training.runs import flags, start_script
+from megatron.training.failure import is_same_everywhere
+from tests.harness import run_ranks
+from tests.training.runs import flags, parse_as, start_script
 
 
 def on_rank_1(act: Callable[[], None]) -> Callable[[int], None]:
@@ -97,3 +104,49 @@ def test_a_rank_that_dies_ahead_of_the_first_message_of_a_group_is_an_error_and_
     argv = flags(corpus, tmp_path / "run", "--model-parallel-size 2 --pipe-parallel-size 2")
     assert start_script(4, argv, tmp_path / "log", plant) == [4, 4, 4, 9]
     assert (tmp_path / "log").read_text().count("leaving") == 3
+
+
+def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stand-ins for three GPUs of two hosts, of which the first two ranks have the same one."""
+    chosen = [("a", 0, "unset"), ("a", 0, "0"), ("a", 1, "0,1"), ("b", 0, "0")]
+
+    def compare(rank: int) -> str | None:
+        host, index, visible = chosen[rank]
+        os.environ["LOCAL_RANK"] = str(index)
+        if visible != "unset":
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        sameness.gethostname = lambda: host
+        sameness.identity = lambda place: f"GPU-{place.index}"
+        sameness.dist.get_backend = lambda: "nccl"  # type: ignore[assignment]
+        grid = build_grid(Topology.of_world(4, tensor=1, pipe=1), rank)
+        try:
+            sameness.compare_devices(torch.device("cuda", index), grid)
+        except ConfigError as error:
+            assert is_same_everywhere(error)
+            return str(error)
+        return None
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told = run_ranks(4, compare)
+    assert len(set(told)) == 1 and told[0] is not None
+    assert (
+        "GPU-0 of a: rank 0 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=unset); rank 1 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=0)"
+    ) in told[0]
+    assert "rank 2" not in told[0] and "rank 3" not in told[0] and "LOCAL_RANK of its own" in told[0]
+    chosen[1] = ("a", 2, "0,1,2")
+    assert run_ranks(4, compare) == [None] * 4
+
+
+def test_a_start_compares_devices_before_nccl_sees_them(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(world, "compare_devices", lambda *_: order.append("devices"))
+    monkeypatch.setattr(world, "_touch_every_group", lambda *_: order.append("nccl"))
+    monkeypatch.setattr(world, "_init_process_group", lambda *_: None)
+    monkeypatch.setattr(world, "initialize_model_parallel", lambda *_: single_grid())
+    monkeypatch.setattr(device, "seed", lambda _: None)
+    monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    world.start(parse_as(pretrain_gpt2, flags(corpus, tmp_path), 1))
+    assert order == ["devices", "nccl"]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pretrain_gpt2
 from megatron.config import Config
-from megatron.errors import PeerError
+from megatron.errors import ConfigError, PeerError, exit_code
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
 from megatron.training import phases, world
+from megatron.training.failure import as_peer_error
 from tests.harness import run_ranks
 from tests.training.runs import flags, parse_as
 
@@ -59,6 +61,26 @@ def test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for() 
         return found
 
     assert run_ranks(2, councils) == [["world cpu", "host cpu"]] * 2
+
+
+def test_whatever_nccl_cannot_do_here_before_the_ranks_have_worked_together_is_a_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = {
+        "ncclUnhandledCudaError: Call failed.\nLast error:\nCuda failure 999 'unknown error'": ConfigError,
+        "ncclRemoteError: A call failed.\nLast error:\nConnection closed by remote peer": dist.DistBackendError,
+    }
+    grid = build_grid(Topology(1, 1, 1), 0)
+    grid = replace(grid, world=replace(grid.world, ranks=(0, 1)))
+    for text, kind in errors.items():
+
+        def refuse(*_: object, text: str = text, **__: object) -> None:
+            raise dist.DistBackendError(f"NCCL error in: NCCLUtils.hpp:268\n{text}")
+
+        monkeypatch.setattr(world.dist, "all_reduce", refuse)
+        with pytest.raises(kind) as caught:
+            world._touch_every_group(grid, torch.device("cpu"))
+        assert exit_code(as_peer_error(caught.value)) == (2 if kind is ConfigError else 4)
 
 
 class Settling(Exception):
