@@ -169,7 +169,7 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
         if rank == "0":
             print_line(str(failure))
             failure_files.note_said()
-    elif isinstance(failure, PeerError):
+    elif isinstance(failure, PeerError | StopRequest):
         at = position.now()
         print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:

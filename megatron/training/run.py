@@ -71,7 +71,7 @@ def start(
         started: ``time.monotonic()`` at the start of the process.
         stop: listens to signals already.
     """
-    here = world.start(config)
+    here = world.start(config, lambda: stop.signal_name)
     names["who"] = here.name
     position.name_rank(here.name)
     log.configure(here.rank)

@@ -111,7 +111,7 @@ def differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
             if name in one or not name.startswith("code"):
                 ranks_of.setdefault(one.get(name, "none"), []).append(rank)
         if len(ranks_of) > 1:
-            told = (f"{value} on rank {_told_ranks(ranks)}" for value, ranks in ranks_of.items())
+            told = (f"{value} on rank {told_ranks(ranks)}" for value, ranks in ranks_of.items())
             yield f"{name}: {'; '.join(told)}"
 
 
@@ -162,7 +162,7 @@ def _version(name: str) -> str:
         return "none"
 
 
-def _told_ranks(ranks: Sequence[int]) -> str:
+def told_ranks(ranks: Sequence[int]) -> str:
     """Return "0, 2-5" for such ranks."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.training.accelerator import backend_of, check_device_fits, settle
 from megatron.training.failure import fault_of_this_rank
+from megatron.training.meeting import meet
 from megatron.training.sameness import compare_devices, compare_ranks
 
 MOST_QUEUES = "32"
@@ -61,12 +63,17 @@ class World:
         return f"rank {rank} (stage {place.pipe}, tensor {place.tensor}, data {place.data})"
 
 
-def start(config: Config) -> World:
+def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) -> World:
     """Form the process groups, choose the device, and check that all ranks run the same thing. Collective.
 
+    Args:
+        signal_name: returns the signal that has asked this process to stop, or None.
+
     Raises:
-        ConfigError: the device or backend cannot be used, or ranks differ in code, versions or arguments.
+        ConfigError: the device or backend cannot be used, or ranks differ in code, versions or arguments, or share a
+            number or a GPU.
         PeerError: not all ranks came.
+        StopRequest: asked to stop while others were missing.
     """
     give_queues(has_pipeline=config.parallel.has_pipeline)
     kind = settle(config)
@@ -76,7 +83,7 @@ def start(config: Config) -> World:
     if kind == "cpu":
         device.keep_freed_memory()
     timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # Phases sets that of a step once there is one
-    _init_process_group(config.parallel.distributed_backend or backend_of(kind), kind, timeout)
+    _init_process_group(config.parallel.distributed_backend or backend_of(kind), kind, timeout, signal_name)
     parallel = config.parallel
     grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
@@ -111,7 +118,9 @@ def _bind(kind: str, local_rank: int) -> torch.device:
             raise ConfigError(str(error)) from None
 
 
-def _init_process_group(backend: str, kind: str, timeout: timedelta) -> None:
+def _init_process_group(
+    backend: str, kind: str, timeout: timedelta, signal_name: Callable[[], str | None] = lambda: None
+) -> None:
     if dist.is_initialized():
         return
     if backend == "nccl" and kind != "cuda":
@@ -120,13 +129,14 @@ def _init_process_group(backend: str, kind: str, timeout: timedelta) -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = meet(rank, size, timeout, signal_name)
     try:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise PeerError(
-            f"all {os.environ.get('WORLD_SIZE')} ranks must meet at {where} within {timeout.total_seconds():.0f} s "
-            f"(--phase-timeout-minutes), got: {error}. Is rank 0 up? Check MASTER_ADDR, MASTER_PORT and NNODES."
+            f"all {size} ranks have met, and must connect within {timeout.total_seconds():.0f} s "
+            f"(--phase-timeout-minutes), got: {error}. Can the hosts reach each other?"
         ) from error
 
 

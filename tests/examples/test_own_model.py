@@ -12,7 +12,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config import parse
-from megatron.training import world
+from megatron.training import meeting, world
 from megatron.training.metrics import read_metrics
 from megatron.training.parity import Trace, compare, trace_steps
 from tests.harness import run_ranks
@@ -136,12 +135,7 @@ def run_script(rank: int, world_size: int, folder: str, flags: list[str]) -> Non
     os.chdir(folder)
     sys.argv = [str(SCRIPT), *SIZES, *flags]
     sys.stdout = open("output", "a", buffering=1)  # noqa: SIM115 - until the process ends
-    init = dist.init_process_group
-
-    def meet_in_file(backend: str, init_method: str, timeout: timedelta) -> None:
-        init(backend, store=dist.FileStore("store", world_size), rank=rank, world_size=world_size, timeout=timeout)
-
-    dist.init_process_group = meet_in_file  # type: ignore[assignment]
+    meeting.open_store = lambda *_: dist.FileStore("store", world_size)
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

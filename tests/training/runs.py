@@ -141,13 +141,9 @@ def _script(rank: int, argv: list[str], log: Path, store: Path, before: Callable
 
 
 def _rendezvous_by_file(store: Path) -> None:
-    """Let ``init_method="env://"`` meet in a file: no ports in tests."""
+    """Let the ranks meet in a file: no ports in tests."""
     import torch.distributed as dist
 
-    init = dist.init_process_group
+    from megatron.training import meeting
 
-    def init_by_file(backend: str, init_method: str, timeout: Any) -> None:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        init(backend, store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timeout)
-
-    dist.init_process_group = init_by_file  # type: ignore[assignment]
+    meeting.open_store = lambda rank, size, *_: dist.FileStore(str(store), size)

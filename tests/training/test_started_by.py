@@ -107,11 +107,13 @@ OWN_MISTAKES = [
 """What one process has in its environment, and what it says itself; no other would."""
 
 
-@pytest.mark.parametrize(("env", "told"), OWN_MISTAKES, ids=range(len(OWN_MISTAKES)))
-@pytest.mark.parametrize("argv", [[], ["--num-layers", "some"]], ids=["alone", "beside a wrong flag"])
+@pytest.mark.parametrize(("number", "env", "told"), [(n, *each) for n, each in enumerate(OWN_MISTAKES)])
 def test_a_mistake_in_its_own_environment_is_said_by_the_very_process(
-    argv: list[str], env: dict[str, str], told: str, tmp_path: Path
+    number: int, env: dict[str, str], told: str, tmp_path: Path
 ) -> None:
+    """Every second one has a wrong flag beside it, which rank 0 would tell."""
+    argv = ["--num-layers", "some"] if number % 2 else []
+
     def start(rank: int) -> None:
         os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 2)
         sys.stderr, sys.argv = os.fdopen(2, "w", closefd=False), ["pretrain_gpt2.py", *argv]

@@ -27,7 +27,7 @@ def test_the_start_is_limited_by_the_phase_and_not_by_the_step(corpus: Path, tmp
 
     def timeouts(rank: int) -> list[timedelta]:
         found: list[timedelta] = []
-        world._init_process_group = lambda backend, kind, timeout: found.append(timeout)  # type: ignore[assignment]
+        world._init_process_group = lambda *given: found.append(given[2])  # type: ignore[assignment]
         world.initialize_model_parallel = lambda t, p, place, timeout: found.append(timeout) or 1 / 0  # type: ignore
         with pytest.raises(ZeroDivisionError):
             world.start(parse_as(pretrain_gpt2, argv, 1))
@@ -36,11 +36,13 @@ def test_the_start_is_limited_by_the_phase_and_not_by_the_step(corpus: Path, tmp
     assert run_ranks(1, timeouts, init=False) == [[timedelta(minutes=2)] * 2]
 
 
-def test_ranks_that_do_not_come_are_told_with_the_flag_that_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_connect_are_told_with_the_flag_that_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise RuntimeError("wait timeout")
 
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(world, "meet", lambda *_: None)
     monkeypatch.setattr(world.dist, "init_process_group", refuse)
     with pytest.raises(PeerError, match=r"within 120 s \(--phase-timeout-minutes\), got: wait timeout"):
         world._init_process_group("gloo", "cpu", timedelta(minutes=2))

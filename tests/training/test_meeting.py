@@ -1,0 +1,144 @@
+"""The ranks of a job that is started by hand meet, or say who is there twice, who is missing and who left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.errors import JobError, StopRequest, exit_code
+from megatron.training import meeting
+from megatron.training.stop import StopRequests
+from tests.harness import run_ranks
+from tests.launch.jobs import free_port
+
+Plan = tuple[int, int, float]
+"""RANK, WORLD_SIZE, and after how many seconds the process starts."""
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(meeting, "_DEAD_S", 0.3)
+    monkeypatch.setattr(meeting, "_LINGER_S", 0.2)
+    monkeypatch.setattr(meeting, "_BEAT_S", 0.1)
+    monkeypatch.setattr(meeting, "_POLL_S", 0.05)
+    return free_port()
+
+
+def start(
+    plans: list[Plan], port: int, timeout_s: float = 20.0, act: Callable[[int], None] = lambda _: None
+) -> list[tuple[int, str]]:
+    """Start a process for each plan, as by hand; return how the meeting ended for each: its exit code and words."""
+
+    def meet(process: int) -> tuple[int, str]:
+        rank, size, after = plans[process]
+        time.sleep(after)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        stop = StopRequests()
+        stop.listen()
+        act(process)
+        try:
+            store = meeting.meet(rank, size, timedelta(seconds=timeout_s), lambda: stop.signal_name)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=10))
+            dist.barrier()
+            if rank == 0:
+                time.sleep(0.6)  # the store is there for those who come too late
+            return 0, ""
+        except JobError as error:
+            return exit_code(error), str(error)
+
+    found: list[tuple[int, str]] = run_ranks(len(plans), meet, init=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [[(0, 2, 0.0), (1, 2, 0.0), (1, 2, 0.3)], [(1, 2, 0.0), (0, 2, 0.1), (1, 2, 0.5)]],
+    ids=["rank 0 first", "rank 0 later"],
+)
+def test_a_rank_that_is_there_twice_is_named_by_the_later_one_and_the_others_go_on(
+    plans: list[Plan], port: int
+) -> None:
+    ends = start(plans, port)
+    assert [code for code, _ in ends] == [0, 0, 2]
+    told = ends[2][1]
+    assert f"each process must have a RANK of its own, got RANK=1 twice at 127.0.0.1:{port}: process " in told
+    assert "Number the processes from 0 to 1" in told
+
+
+def test_a_rank_that_is_there_twice_ends_those_that_wait_for_another(port: int) -> None:
+    ends = start([(0, 3, 0.0), (1, 3, 0.0), (1, 3, 0.2)], port)
+    assert [code for code, _ in ends] == [4, 4, 2]
+    assert all("got RANK=1 twice" in told for _, told in ends)
+
+
+def test_rank_0_twice_and_another_world_size_are_told_by_the_later_one(port: int) -> None:
+    ends = start([(0, 2, 0.0), (0, 2, 0.2), (1, 4, 0.2), (1, 2, 0.4)], port)
+    assert [code for code, _ in ends] == [0, 2, 2, 0]
+    assert "EADDRINUSE" in ends[1][1] and "Is there a second process with RANK=0, or another job" in ends[1][1]
+    assert "must have the same WORLD_SIZE, got WORLD_SIZE=4 here (RANK=1) and 2 there" in ends[2][1]
+
+
+def test_a_process_takes_the_place_of_one_that_was_killed_while_it_waited(port: int) -> None:
+    def die(process: int) -> None:
+        if process == 1:
+            meeting._call_roll = lambda *_, **__: os.kill(os.getpid(), signal.SIGALRM)  # type: ignore[assignment]
+            signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(StopRequest("gone")))
+
+    ends = start([(0, 2, 0.0), (1, 2, 0.0), (1, 2, 0.2)], port, act=die)
+    assert ends == [(0, ""), (75, "gone"), (0, "")]
+
+
+@pytest.mark.parametrize(
+    ("plans", "told"),
+    [
+        ([(0, 5, 0.0), (2, 5, 0.0)], "ranks 1, 3-4 did not come. Start each process with a RANK of its own"),
+        ([(1, 2, 0.0)], "and rank 0 did not come: nothing answers there (Connection refused)"),
+    ],
+    ids=["some", "rank 0"],
+)
+def test_who_is_missing_is_said_by_rank_by_all_that_came(plans: list[Plan], told: str, port: int) -> None:
+    ends = start(plans, port, timeout_s=0.6)
+    assert [code for code, _ in ends] == [4] * len(plans)
+    for _, text in ends:
+        assert text.startswith(f"all {plans[0][1]} ranks must meet at 127.0.0.1:{port} within 1 s (--phase-timeout-min")
+        assert told in text and "keys" not in text
+
+
+@pytest.mark.parametrize("plans", [[(1, 2, 0.0)], [(0, 3, 0.0), (1, 3, 0.0)]], ids=["without rank 0", "with it"])
+def test_sigterm_ends_a_process_that_waits_for_others_and_those_with_it(plans: list[Plan], port: int) -> None:
+    def ask(process: int) -> None:
+        if process == len(plans) - 1:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+    began = time.monotonic()
+    ends = start(plans, port, act=ask)
+    assert time.monotonic() - began < 10.0
+    assert ends[-1][0] == 75 and ends[-1][1].startswith("received SIGTERM while it waited for other ranks")
+    for code, told in ends[:-1]:
+        assert code == 4 and "and rank 1 has left: it received SIGTERM" in told
+
+
+def test_a_rank_that_died_after_all_had_come_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been counted, but does not answer any more."""
+    monkeypatch.setattr(meeting, "_BEGIN_S", 0.3)
+    call = meeting._call_roll
+
+    def die(process: int) -> None:
+        def call_or_die(board: Any, name: str, *rest: Any, **more: Any) -> None:
+            if name == "begin":
+                raise StopRequest("died")
+            call(board, name, *rest, **more)
+
+        if process == 1:
+            meeting._call_roll = call_or_die  # type: ignore[assignment]
+
+    ends = start([(0, 2, 0.0), (1, 2, 0.0)], port, act=die)
+    assert ends[0][0] == 4 and "rank 1 did not come" in ends[0][1] and ends[1] == (75, "died")
