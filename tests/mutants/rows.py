@@ -27,8 +27,8 @@ ROWS = (
     Mutant(
         "the first problem hides the others",
         "megatron/config/parse.py",
-        "    problems = found.problems + _plugin_problems(env) + find_problems(config, world_size)\n",
-        "    problems = found.problems or _plugin_problems(env) + find_problems(config, world_size)\n",
+        "    problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)\n",
+        "    problems = own + found.problems or _plugin_problems(env) + find_problems(config, world_size)\n",
         ("tests/config/test_parse.py::test_all_problems_are_told_at_once_and_numbered",),
     ),
     Mutant(
