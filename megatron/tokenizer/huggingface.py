@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron import log
 from megatron.errors import DataError
 from megatron.tokenizer.continued import (
     behind_first_word,
@@ -109,7 +110,7 @@ class _LoadError(Exception):
 
 
 def load(description: str) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of a JSON text, with nothing that would add, cut or recognise control tokens."""
+    """Return the library's tokenizer of a JSON text, with nothing that would add, cut, draw or recognise control tokens."""
     try:
         library = tokenizers.Tokenizer.from_str(description)
     except Exception as error:  # the library raises plain Exception
@@ -117,6 +118,11 @@ def load(description: str) -> tokenizers.Tokenizer:
     library.no_padding()
     library.no_truncation()
     library.encode_special_tokens = True  # the spelling of a control token is text
+    if dropout := getattr(library.model, "dropout", None):
+        library.model.dropout = None  # type: ignore[attr-defined]
+        log.warn_once(
+            f"the vocabulary has BPE dropout {dropout}, which gives a text other ids each time; it is encoded without"
+        )
     return library
 
 

@@ -80,11 +80,14 @@ def _learn(runs: Iterable[str]) -> None:
 
 
 def _mark_runs(runs: Sequence[str]) -> dict[str, str]:
-    """Cut runs of characters without a word: Chinese by probability, letters, digits and signs by jieba's pattern."""
+    """Cut runs of characters without a word: Chinese by probability, letters, digits and signs by jieba's pattern.
+
+    The result holds ``runs`` and nothing else: a Chinese part of one of them may be a word of the dictionary.
+    """
     mixed = {run: finalseg.re_han.split(run) for run in runs if finalseg.re_han.fullmatch(run) is None}
     chinese = {part for parts in mixed.values() for part in parts[1::2]}.union(run for run in runs if run not in mixed)
     marked = mark_chinese_words(sorted(chinese, key=len, reverse=True), MARK)
-    return marked | {run: MARK.join(_marked_parts(parts, marked)) for run, parts in mixed.items()}
+    return {run: MARK.join(_marked_parts(mixed[run], marked)) if run in mixed else marked[run] for run in runs}
 
 
 def _marked_parts(parts: list[str], chinese: dict[str, str]) -> Iterator[str]:

@@ -60,8 +60,12 @@ class Corpus:
         return self.folder / "out"
 
     def job(self, **changed: Any) -> preprocess.Job:
-        values = {"inputs": [self.folder / "c.jsonl"], "output_prefix": str(self.prefix)} | changed
-        return preprocess.Job(make_tokenizer=small_tokenizer, **values)
+        own = {
+            "inputs": [self.folder / "c.jsonl"],
+            "output_prefix": str(self.prefix),
+            "make_tokenizer": small_tokenizer,
+        }
+        return preprocess.Job(**own | changed)
 
     def write(self, content: bytes, name: str = "c.jsonl") -> Path:
         path = self.folder / name

@@ -4,14 +4,17 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tokenizers
 
 from megatron import files, tokenizer
 from megatron.data import TokenFile, preprocess
 from megatron.data.preprocess import encode
 from megatron.errors import DataError
-from megatron.tokenizer import train
-from tests.data.preprocess_job import END, GOOD, Corpus, lines
+from megatron.tokenizer import train, word_cut
+from tests.data.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
+from tests.tokenizer.conftest import LEFT_IN_CHARACTERS, NOT_CHINESE, mixed_lines
 
 
 @pytest.fixture
@@ -39,6 +42,62 @@ def test_bytes_depend_neither_on_the_processes_nor_on_the_units_nor_on_the_chunk
         assert summary.num_units == -(-len(lines(*GOOD, "")) // unit_bytes)
         outputs.add(corpus.output())
     assert len(outputs) == 1
+
+
+@pytest.fixture(scope="module")
+def cpm_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary of CPM-1's kind: a piece for each character and for each word left in characters."""
+    path = tmp_path_factory.mktemp("cpm") / "chinese_vocab.model"
+    words = [*LEFT_IN_CHARACTERS, *NOT_CHINESE, "灯"] * 3
+    path.write_bytes(train.train_unigram([" ".join(words), *words], 370))
+    return path
+
+
+@pytest.mark.parametrize(
+    "count, chunk_bytes, settings",
+    [
+        (900, 2000, [(1, 1 << 24), (2, 4000), (3, 1500), (1, 1500)]),
+        pytest.param(
+            200_000, 1 << 18, [(w, u) for w in (1, 2, 3) for u in (1 << 24, 1 << 20, 70_000)], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_bytes_of_mixed_text_cut_by_words_do_not_depend_on_the_processes_nor_on_the_units(
+    corpus: Corpus,
+    cpm_vocabulary: Path,
+    count: int,
+    chunk_bytes: int,
+    settings: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a process remembers of words must not show in the ids, whatever it read before."""
+    monkeypatch.setattr(encode, "CHUNK_BYTES", chunk_bytes)
+    content = lines(*filter(str.strip, mixed_lines(count, 7, GOOD)))
+    outputs = set()
+    for workers, unit_bytes in settings:
+        word_cut._known_runs.clear()
+        corpus.run(
+            content,
+            make_tokenizer=lambda: tokenizer.build("CPM1", tokenizer_path=cpm_vocabulary),
+            append_eod=False,
+            num_workers=workers,
+            unit_bytes=unit_bytes,
+        )
+        outputs.add(corpus.output())
+    assert len(outputs) == 1
+
+
+def test_a_text_has_the_same_ids_beside_a_giant_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(encode, "MAX_PIECE", 100)
+    library = tokenizers.Tokenizer.from_str(small_tokenizer().description)  # type: ignore[attr-defined]
+    library.normalizer = tokenizers.normalizers.Strip()
+    library.add_tokens(["<pad>"])
+    library.save(str(tmp_path / "t.json"))
+    encoder = encode.Encoder(tokenizer.build(tokenizer_path=tmp_path / "t.json"), ["text"], append_eod=False)
+    texts = ["a<pad>\n", "b<pad>  ", "c ", " d"]
+    alone = [encoder._encode_texts([text])[0].tolist() for text in texts]
+    tokens, sizes = encoder._encode_texts([*texts, "giant " * 50])
+    assert [part.tolist() for part in np.split(tokens, np.cumsum(sizes))[:4]] == alone
 
 
 def test_inputs_of_several_formats_keep_their_order(corpus: Corpus) -> None:

@@ -8,6 +8,7 @@ _WORDS = "tests/tokenizer/test_word_cut.py::test_words_are_those_of_jieba"
 _TIES = "tests/tokenizer/test_word_cut.py::test_equal_routes_are_decided_as_jieba_decides_them"
 _CONTROL = "tests/tokenizer/test_control_tokens.py"
 _CPM = "tests/tokenizer/test_cpm.py"
+_NEIGHBOURS = "tests/tokenizer/test_neighbours.py"
 _GIGA = "tests/tokenizer/test_gigatoken.py"
 
 TOKENIZERS = (
@@ -31,6 +32,47 @@ TOKENIZERS = (
         "if not _dictionary.has_word(text)]",
         "]",
         (_WORDS,),
+    ),
+    Mutant(
+        "a Chinese part of a mixed run decides how its text is cut elsewhere",
+        "megatron/tokenizer/word_cut.py",
+        "return {run: MARK.join(",
+        "return marked | {run: MARK.join(",
+        (
+            "tests/tokenizer/test_word_cut.py::test_a_word_left_in_characters_stays_so_beside_a_run_that_has_it",
+            f"{_NEIGHBOURS}::test_ids_of_a_text_are_the_same_beside_any_others_and_behind_them[cpm1]",
+        ),
+    ),
+    Mutant(
+        "bytes of text cut by words depend on the units",
+        "megatron/tokenizer/word_cut.py",
+        "return {run: MARK.join(",
+        "return marked | {run: MARK.join(",
+        (
+            "tests/data/test_preprocess.py::"
+            "test_bytes_of_mixed_text_cut_by_words_do_not_depend_on_the_processes_nor_on_the_units",
+        ),
+    ),
+    Mutant(
+        "ids of mixed lines depend on their order",
+        "megatron/tokenizer/word_cut.py",
+        "return {run: MARK.join(",
+        "return marked | {run: MARK.join(",
+        (f"{_CPM}::test_ids_of_mixed_lines_are_the_original_ones_in_any_order",),
+    ),
+    Mutant(
+        "a vocabulary's dropout is drawn while text is encoded",
+        "megatron/tokenizer/huggingface.py",
+        "        library.model.dropout = None ",
+        "        assert dropout ",
+        (f"{_NEIGHBOURS}::test_dropout_of_a_vocabulary_is_said_and_not_done",),
+    ),
+    Mutant(
+        "texts beside a giant one are encoded in pieces",
+        "megatron/data/preprocess/encode.py",
+        "        if len(text) > MAX_PIECE:\n            return",
+        "        if text:\n            return",
+        ("tests/data/test_preprocess.py::test_a_text_has_the_same_ids_beside_a_giant_one",),
     ),
     Mutant(
         "of equal paths the first is taken",

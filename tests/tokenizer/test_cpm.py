@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megatron import tokenizer
 from megatron.errors import DataError
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer import Tokenizer, word_cut
 from megatron.tokenizer import cpm2 as cpm2_module
-from tests.tokenizer.conftest import CPM_CONTROL, CPM_MARKS
+from tests.tokenizer.conftest import CPM_CONTROL, CPM_MARKS, mixed_lines
 from tests.tokenizer.test_word_cut import ALPHABET, HARD
 
 Cut = Callable[[str], list[str]]
@@ -28,17 +28,6 @@ def cpm1(cpm_folder: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def cpm1_model(cpm_folder: Path) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_file=str(cpm_folder / "chinese_vocab.model"))
-
-
-@pytest.fixture(scope="module")
-def cpm2_path(tmp_path_factory: pytest.TempPathFactory, corpus: list[str], cut: Cut) -> Path:
-    pieces = {word.translate(CPM_MARKS).strip(): None for text in corpus[:6] for word in cut(text[:1500])}
-    pieces |= dict.fromkeys("窗灯abcdefg012\u2582\u2583.-_")
-    control = ["<unk>", "<s>", "</s>", "\u2583", "<sep>", "<pad>", "<mask>", "<eod>"]
-    sentinels = [f"<s_{number}>" for number in range(20)]
-    path = tmp_path_factory.mktemp("cpm2") / "vocab.txt"
-    path.write_text("\n".join([*control, *pieces, *sentinels]) + "\n", encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +62,23 @@ def test_cpm1_ids_are_those_of_jieba_and_sentencepiece(
 ) -> None:
     texts = [text[:1500] for text in corpus] + HARD
     assert cpm1.encode_batch(texts) == [reference_cpm1(cut, cpm1_model, text) for text in texts]
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_ids_of_mixed_lines_are_the_original_ones_in_any_order(
+    cpm1: Tokenizer,
+    cpm1_model: sentencepiece.SentencePieceProcessor,
+    cpm2: Tokenizer,
+    cpm2_ids: dict[str, int],
+    cut: Cut,
+    corpus: list[str],
+    count: int,
+) -> None:
+    lines = mixed_lines(count, 18, corpus)
+    for number, batch in enumerate((lines, lines[::-1], lines[1::2], lines[::2])):
+        word_cut._known_runs.clear()
+        assert cpm1.encode_batch(batch) == [reference_cpm1(cut, cpm1_model, text) for text in batch], number
+    assert cpm2.encode_batch(lines) == [reference_cpm2(cut, cpm2_ids, text) for text in lines]
 
 
 @settings(max_examples=25, deadline=None)

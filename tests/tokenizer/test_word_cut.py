@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.tokenizer import word_cut
 from megatron.tokenizer.word_cut import MARK, mark_words
+from tests.tokenizer.conftest import LEFT_IN_CHARACTERS
 
 Cut = Callable[[str], list[str]]
 
@@ -46,6 +47,15 @@ def test_words_are_those_of_jieba_on_any_text(cut: Cut, texts: list[str]) -> Non
 @given(texts=st.lists(st.one_of(st.text(ALPHABET, max_size=200), st.text(max_size=40)), max_size=4))
 def test_words_are_those_of_jieba_on_much_text(cut: Cut, texts: list[str]) -> None:
     assert mark_words(texts) == [MARK.join(cut(text)) for text in texts]
+
+
+def test_a_word_left_in_characters_stays_so_beside_a_run_that_has_it(cut: Cut) -> None:
+    """Within `1玉人` the two characters are joined by probability; alone they are a word that the route did not take."""
+    for text in LEFT_IN_CHARACTERS:
+        assert mark_words([f"1{text}"]) != [f"1{MARK}{MARK.join(text)}"], "else it shows nothing"
+        for texts in ([f"1{text}", text], [text, f"{text}2"], [text], [f"a{text}", f"{text}。", text]):
+            word_cut._known_runs.clear()
+            assert mark_words(texts) == mark_words(texts) == [MARK.join(cut(one)) for one in texts]
 
 
 def test_equal_routes_are_decided_as_jieba_decides_them(cut: Cut, corpus: list[str]) -> None:

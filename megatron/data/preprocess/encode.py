@@ -71,13 +71,19 @@ class Encoder:
         if max(map(len, texts), default=0) <= MAX_PIECE:
             tokens, sizes = self.tokenizer.encode_arrays(texts)
         else:
-            encoded = [self.tokenizer.encode_pieces(pieces(text)) for text in texts]
+            encoded = [self._encode_alone(text) for text in texts]
             tokens, sizes = np.concatenate(encoded), np.array([len(ids) for ids in encoded], np.int64)
         sizes = sizes[sizes > 0]  # a text that gives no token is no document
         if self.append_eod:
             tokens = np.insert(tokens, np.cumsum(sizes), self.tokenizer.eod_id)
             sizes = sizes + 1
         return tokens, sizes
+
+    def _encode_alone(self, text: str) -> np.ndarray:
+        """Return the tokens of a text, in pieces only if it is long itself: pieces may lose blanks at its end."""
+        if len(text) > MAX_PIECE:
+            return self.tokenizer.encode_pieces(pieces(text))
+        return self.tokenizer.encode_arrays([text])[0]
 
 
 def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
