@@ -5,6 +5,18 @@ files from a place of its own, leaves out those that are there, puts off those t
 end builds what is still missing. A file is written under a name of its own and renamed, so that whoever finds it finds
 all of it; of two that build the same, the later one takes the file of the earlier: shared memory holds it once.
 
+| bytes | header of a file |
+|---|---|
+| 0 | ``mdc2`` |
+| 4 | type of the array, as numpy writes it |
+| 8 | length of the content in bytes |
+| 16 | crc32 of the content and of the 16 bytes above |
+| 24 | when the checksum was last seen to fit, in nanoseconds; it is also the file's time of modification |
+
+The checksum is compared once a host in each job: a process takes a file as it is if one of this host compared it after
+this process began, and nobody wrote to it since; else it compares the checksum itself. A file that does not fit is
+built again.
+
 Where nothing can be written, everything works from the process's own memory.
 """
 
@@ -14,6 +26,7 @@ import os
 import platform
 import tempfile
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,8 +36,10 @@ import numpy as np
 
 from megatron import files, log
 
-_MAGIC, _SUFFIX = b"mdc1", ".mdc"
-_HEADER_BYTES = 16
+_MAGIC, _SUFFIX = b"mdc2", ".mdc"
+_CHECKED_BYTES, _COMPARED_AT, _HEADER_BYTES = 16, 24, 32
+_STARTED_NS = time.time_ns()
+"""When this process, or the one that it was forked from, began; all ranks of a job do before the first opens data."""
 _UNUSED_S = 14 * 24 * 3600
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -67,7 +82,7 @@ class Cache:
         return [found[number] for number in range(count)]
 
     def keep_newest(self, opening: str, kept: int) -> None:
-        """Delete the sets of files whose names start with ``opening``, except the ``kept`` that were last used."""
+        """Delete the sets of files whose names start with ``opening``, except the ``kept`` built or compared last."""
         sets: dict[str, list[tuple[float, Path]]] = {}
         with suppress(OSError):
             for path in self.folder.glob(f"{opening}*{_SUFFIX}"):
@@ -87,11 +102,11 @@ class Cache:
         waiting = deque((number, False) for number in [*range(first, count), *range(first)])
         while waiting:
             number, was_put_off = waiting.popleft()
-            there = self._opened(self._path(stem, number))
-            if there is not None:
-                found[number] = there
-            elif not was_put_off and _claim(self._path(stem, number)).exists():
+            path = self._path(stem, number)
+            if not was_put_off and _claim(path).exists():  # another process builds it, or compares its checksum
                 waiting.append((number, True))
+            elif (there := self._opened(path)) is not None:
+                found[number] = there
             else:
                 yield number
 
@@ -135,12 +150,20 @@ class Cache:
         if not self._is_given and not _is_own(self._shared):
             return None
         try:
-            data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+            with open(path, "rb") as file:
+                written_ns = os.fstat(file.fileno()).st_mtime_ns
+                data = np.memmap(file, np.uint8, "r").view(np.ndarray)
         except (OSError, ValueError):  # numpy maps no empty file
             return None
-        with suppress(OSError):
-            os.utime(path)
-        return _decode(data)
+        if not _is_whole(data):
+            return None
+        if not _was_compared(data, written_ns):
+            with self._claimed(path):
+                if not _fits(data):
+                    log.warn_once(f"{path} is damaged: its checksum does not fit what it holds; it is built again")
+                    return None
+            _note_compared(path)
+        return _content(data)
 
     def _can_write(self) -> bool:
         if self._is_ready is None:
@@ -196,27 +219,54 @@ def _boot_id() -> str:
 
 
 def _write(path: Path, chunks: Iterable[np.ndarray], flushes: bool) -> None:
-    """Write header and ``chunks``; the length is known at the end, so the header is completed last."""
+    """Write header and ``chunks``; length and checksum are known at the end, so the header is completed last."""
     files.before_operation("create", path)
     with open(path, "wb") as file:
         file.write(bytes(_HEADER_BYTES))
-        kind, num_bytes = np.dtype(np.uint8), 0
+        kind, num_bytes, crc = np.dtype(np.uint8), 0, 0
         for chunk in chunks:
             files.before_operation("write", path)
             kind = chunk.dtype
-            num_bytes += file.write(np.ascontiguousarray(chunk).view(np.uint8).data)
+            content = np.ascontiguousarray(chunk).view(np.uint8).data
+            num_bytes += file.write(content)
+            crc = zlib.crc32(content, crc)
+        checked = _MAGIC + kind.str.encode().ljust(4) + num_bytes.to_bytes(8, "little")
         file.seek(0)
-        file.write(_MAGIC + kind.str.encode().ljust(4) + num_bytes.to_bytes(8, "little"))
+        file.write(checked + zlib.crc32(checked, crc).to_bytes(8, "little"))
         if flushes:
             files.before_operation("fsync", path)
             file.flush()
             os.fsync(file.fileno())
+    _note_compared(path)
 
 
-def _decode(data: np.ndarray) -> np.ndarray | None:
-    """Return the array in a file, or None where it is not whole."""
+def _is_whole(data: np.ndarray) -> bool:
     header = data[:_HEADER_BYTES].tobytes()
-    content = data[_HEADER_BYTES:]
-    if len(header) < _HEADER_BYTES or header[:4] != _MAGIC or int.from_bytes(header[8:], "little") != len(content):
-        return None
-    return content.view(np.dtype(header[4:8].decode().strip()))
+    length = int.from_bytes(header[8:_CHECKED_BYTES], "little")
+    return len(header) == _HEADER_BYTES and header[:4] == _MAGIC and length == len(data) - _HEADER_BYTES
+
+
+def _fits(data: np.ndarray) -> bool:
+    """Whether the checksum in a file is that of its content; 1 s for each GB."""
+    crc = zlib.crc32(data[:_CHECKED_BYTES], zlib.crc32(data[_HEADER_BYTES:]))
+    return int.from_bytes(data[_CHECKED_BYTES:_COMPARED_AT].tobytes(), "little") == crc
+
+
+def _was_compared(data: np.ndarray, written_ns: int) -> bool:
+    """Whether a process of this host found that the file fits while this one ran, and nobody wrote to it since."""
+    compared_ns = int.from_bytes(data[_COMPARED_AT:_HEADER_BYTES].tobytes(), "little")
+    return compared_ns == written_ns and compared_ns >= _STARTED_NS
+
+
+def _note_compared(path: Path) -> None:
+    """Enter now as the time when the file was found to fit; where that cannot be written, each process compares."""
+    now_ns = time.time_ns() // 1000 * 1000  # some file systems keep microseconds
+    with suppress(OSError), open(path, "r+b") as file:
+        file.seek(_COMPARED_AT)
+        file.write(now_ns.to_bytes(8, "little"))
+        file.flush()
+        os.utime(file.fileno(), ns=(now_ns, now_ns))
+
+
+def _content(data: np.ndarray) -> np.ndarray:
+    return data[_HEADER_BYTES:].view(np.dtype(data[4:8].tobytes().decode().strip()))

@@ -110,7 +110,7 @@ class _LoadError(Exception):
 
 
 def load(description: str) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of a JSON text, with nothing that would add, cut, draw or recognise control tokens."""
+    """Return the library's tokenizer of a JSON text: it adds, cuts and draws nothing, and finds no control token."""
     try:
         library = tokenizers.Tokenizer.from_str(description)
     except Exception as error:  # the library raises plain Exception

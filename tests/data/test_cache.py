@@ -126,12 +126,110 @@ def test_a_kill_before_any_operation_leaves_nothing_that_is_taken_for_whole(
     assert kill_at == 2 * 5  # create, two writes, fsync, rename
 
 
-@pytest.mark.parametrize("damage", [b"", b"mdc1", bytes(16), b"mdc1<i4 \xff\0\0\0\0\0\0\0" + bytes(40)])
+OLDER = b"mdc1<i4 " + (400).to_bytes(8, "little") + np.arange(100, dtype="<i4").tobytes()
+"""A file as it was before it had a checksum: whole, and with another content than the one wanted."""
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"mdc2", bytes(16), bytes(32), b"mdc2<i4 \xff\0\0\0\0\0\0\0" + bytes(40), OLDER]
+)
 def test_a_file_that_is_not_whole_is_built_again(tmp_path: Path, damage: bytes) -> None:
     Cache(tmp_path).arrays("a", 1, content)
     next(Cache(tmp_path).folder.iterdir()).write_bytes(damage)
     assert Cache(tmp_path).arrays("a", 1, content)[0].tolist() == whole(0)
     assert Cache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
+
+
+def is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_STARTED_NS", time.time_ns())
+
+
+def the_file(folder: Path) -> Path:
+    return next(path for path in Cache(folder).folder.iterdir() if path.suffix == ".mdc")
+
+
+@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
+    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the disk between two jobs: no time of modification tells of it."""
+    lines = said(monkeypatch)
+    Cache(tmp_path).arrays("a", 1, content)
+    path, num_rebuilt = the_file(tmp_path), 0
+    header, size = cache_module._HEADER_BYTES * 8, path.stat().st_size * 8
+    places = [*range(0, header, min(step, 3)), *range(header, size, step), size - 1]
+    for place in places:
+        times, data = path.stat(), bytearray(path.read_bytes())
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        is_another_job(monkeypatch)
+        built: list[int] = []
+        found = Cache(tmp_path).arrays("a", 1, lambda k, built=built: built.append(k) or content(k))[0]
+        assert found.tolist() == whole(0) and found.dtype == np.int32, place
+        num_rebuilt += len(built)
+        assert Cache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
+    time_of_comparison = range(cache_module._COMPARED_AT * 8, header)
+    assert num_rebuilt == len(set(places).difference(time_of_comparison)), "all but that time, which is no content"
+    assert len(lines) == 1 and "damaged" in lines[0] and "built again" in lines[0] and str(path) in lines[0]
+
+
+def test_what_was_written_to_within_a_job_is_compared_again(tmp_path: Path) -> None:
+    Cache(tmp_path).arrays("a", 1, content)
+    with open(the_file(tmp_path), "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\xff")
+    assert Cache(tmp_path).arrays("a", 1, content)[0].tolist() == whole(0)
+
+
+def test_each_file_is_compared_once_by_all_processes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    fits = cache_module._fits
+    monkeypatch.setattr(cache_module, "_fits", lambda data: compared.append(len(data)) or fits(data))
+    Cache(tmp_path).arrays("a", 4, content)
+    Cache(tmp_path).arrays("a", 4, refuse)
+    assert compared == [], "a process of this job built them"
+    for _ in range(2):
+        is_another_job(monkeypatch)
+        for _ in range(3):
+            Cache(tmp_path).arrays("a", 4, refuse)
+        assert len(compared) == 4
+        compared.clear()
+    assert not [name for name in names(Cache(tmp_path)) if name.startswith(".")]
+
+
+def test_a_file_that_another_process_compares_is_left_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, opened = Cache(tmp_path), []
+    cache.arrays("a", 3, content)
+    is_another_job(monkeypatch)
+    boot, fits = cache_module._boot_id(), cache_module._fits
+    monkeypatch.setattr(cache_module, "_fits", lambda data: opened.append(int(data[-1])) or fits(data))
+    monkeypatch.setattr(cache_module.os, "getpid", lambda: 0)  # which begins with the first
+    assert opened == []
+    (cache.folder / f".a-{boot}.0.mdc.claim").touch()
+    found = cache.arrays("a", 3, refuse)
+    assert [array.tolist() for array in found] == [whole(k) for k in range(3)]
+    assert len(opened) == 3 and opened[-1] == 0
+
+
+def test_a_file_that_cannot_be_noted_is_compared_by_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cache(tmp_path).arrays("a", 1, content)
+    is_another_job(monkeypatch)
+    compared: list[int] = []
+    fits = cache_module._fits
+    monkeypatch.setattr(cache_module, "_fits", lambda data: compared.append(1) or fits(data))
+
+    def refused(*args: object, **named: object) -> None:
+        raise PermissionError(errno.EPERM, "not the owner")
+
+    monkeypatch.setattr(cache_module.os, "utime", refused)
+    for _ in range(2):
+        assert Cache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
+    assert len(compared) == 2
 
 
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data import cache as cache_module
 from megatron.data import document_order
 from megatron.data.cache import Cache
 from megatron.data.document_order import DocumentOrder
@@ -86,6 +90,25 @@ def test_an_order_kept_in_files_is_that_of_memory_and_old_epochs_go(
         assert len(list(cache.folder.iterdir())) == 4 * min(epoch + 1, 2)
     monkeypatch.setattr(DocumentOrder, "_build", None)  # what is there is not built
     assert np.array_equal(windows(source, cache)[3 * per_epoch], in_memory[3 * per_epoch])
+
+
+def test_a_flipped_bit_in_the_cache_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = np.random.default_rng(1).integers(0, 30, 1000).astype(np.int32)
+    in_memory = windows(Sizes(sizes), None)
+    monkeypatch.setattr(document_order, "SEGMENT", 256)
+    cache = Cache(tmp_path)
+    windows(Sizes(sizes), cache)[0]
+    draw = random.Random(2)
+    for turn in range(20):
+        path = sorted(cache.folder.iterdir())[turn % 4]
+        times, data = path.stat(), bytearray(path.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        monkeypatch.setattr(cache_module, "_STARTED_NS", time.time_ns())  # another job
+        found = windows(Sizes(sizes), cache)
+        for index in range(0, in_memory.per_epoch, 5):
+            assert np.array_equal(found[index], in_memory[index]), (turn, index)
 
 
 @pytest.mark.parametrize("changed", ["data", "documents", "numbers", "seed", "format", "epoch"])

@@ -34,14 +34,18 @@ def read(data: bytes, *keys: str, max_chars: int = 0) -> list[str] | str:
         (b'{"text": 5}', "the value of 'text' must be a string, got 5"),
         (b'{"text": ["a"]}', "the value of 'text' must be a string, got a list"),
         (b'{"text": {"a": "b"}}', "the value of 'text' must be a string, got an object"),
-        (b'["text"]', "must be a JSON object with the key 'text', got a list"),
+        (
+            b'["text"]',
+            "must be a JSON object with the key 'text', got a list; of one JSON array, write each element on",
+        ),
         (b'"text"', "must be a JSON object with the key 'text', got 'text'"),
         (b'{"text": "\xff"}', "not UTF-8 text (invalid start byte at 10)"),
         (b'{"text": "\xed\xa0\x80"}', "not UTF-8 text (invalid continuation byte at 10)"),
         (b'{"text": "a\\u0000"}', "holds a NUL character"),
         (b'{"text": "\\ud800"}', "holds a lone surrogate (half of a character)"),
         (b'{"text": "a", "other": "\\udc00"}', "holds a lone surrogate"),
-        (b'\xef\xbb\xbf{"text": "a"}', "not JSON ("),
+        (b'\xef\xbb\xbf{"text": "a', "not JSON (unexpected end of data"),
+        (b'\xef\xbb{"text": "a"}', "not UTF-8 text (invalid continuation byte at 0)"),
         (b"[" * 100_000, "not JSON ("),
     ],
 )
@@ -69,6 +73,14 @@ def test_blank_records_and_empty_texts_are_no_fault() -> None:
         assert read(data, "text") == read(data) == []
     assert read(b'{"text": ""}', "text") == read(b'{"a": "", "b": ""}', "a", "b") == []
     assert read(b'{"text": " "}', "text") == [" "]
+
+
+def test_byte_order_marks_before_json_are_taken_off() -> None:
+    """`cat` of files that begin with one leaves them in the middle, one after the other where files are empty."""
+    mark = b"\xef\xbb\xbf"
+    assert read(mark + b'{"text": "a"}', "text") == read(mark * 1000 + b'{"text": "a"}', "text") == ["a"]
+    assert read(mark, "text") == read(mark * 2 + b" \r", "text") == []
+    assert read(b'{"text": "' + mark + b'a"}', "text") == ["\ufeffa"], "within a text it is a character"
 
 
 def test_line_ends_become_line_feeds_and_other_separators_stay() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.data.preprocess import Unit, plan_units, read_unit
 from megatron.data.preprocess import lines as lines_module
+from megatron.data.preprocess.units import unit_documents
 from megatron.errors import DataError
 from tests.data.preprocess_job import texts
 
@@ -82,6 +83,24 @@ def test_files_compressed_or_cut_anywhere_give_the_same_texts(
             path.write_bytes(pack(content))
             for format, expected in (("jsonl", expected_lines(content)), ("text-block", expected_blocks(content))):
                 assert records(plan_units([path], format, unit_bytes)) == expected
+
+
+def test_marks_that_cat_left_between_files_go_wherever_units_begin(folder: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    content = b"".join(mark + b'{"text": "%d"}\n' % number for number in range(4)) + mark + mark + b"\n" + mark
+    path = folder / "c.jsonl"
+    path.write_bytes(content)
+    for unit_bytes in range(4, len(content) + 1):
+        planned = plan_units([path], "jsonl", unit_bytes)
+        found = [text for unit in planned for _, text in unit_documents(unit, ["text"])]
+        assert found == ["0", "1", "2", "3"], unit_bytes
+    path.write_bytes(mark + b"one\n\n" + mark + b"two\n" + mark + b"more\n" + mark + b"\n" + mark + b"three\n")
+    for unit_bytes in range(4, path.stat().st_size + 1):
+        planned = plan_units([path], "text-block", unit_bytes)
+        found = [text for unit in planned for _, text in unit_documents(unit, None)]
+        assert found == ["one\n", "two\nmore\n", "three\n"], unit_bytes
+    path.with_suffix(".txt").write_bytes(mark + b"one\n" + mark + b"two\n")
+    assert texts([path.with_suffix(".txt")]) == ["one\ntwo\n"]
 
 
 def test_units_are_byte_ranges_compressed_files_and_groups_of_small_files(tmp_path: Path) -> None:

@@ -50,6 +50,22 @@ def test_parquet_row_groups_are_units_and_places_are_rows(tmp_path: Path) -> Non
             texts([path], None, [key])
 
 
+def test_a_row_that_is_no_utf8_is_told_with_the_names_of_its_columns(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    raw = arrow.array([b"good", b"a\xff b", b"c"], arrow.binary())
+    strings = arrow.Array.from_buffers(arrow.string(), 3, raw.buffers())
+    nested = arrow.StructArray.from_arrays([strings], names=["title"])
+    plain = arrow.array(["x", "y", "z"])
+    path = parquet_file(tmp_path / "c.parquet", arrow.table({"text": strings, "meta": nested, "n.o": plain}))
+    for keys, opening in (
+        (["text"], '{"text":"a\\xff b"}'),
+        (["meta.title"], '{"meta.title":"a\\xff b"}'),
+        (["n.o", "text"], '{"n.o":"y","text":"a\\xff b"}'),
+    ):
+        (bad,) = [result for result in texts([path], None, keys) if isinstance(result, BadRecord)]
+        assert (bad.byte_offset, bad.opening) == (1, opening) and "not UTF-8 text" in bad.reason
+
+
 def test_a_name_with_a_dot_is_a_column_first_and_two_of_a_name_are_refused(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     both = arrow.table({"a.b": ["column"], "a": [{"b": "field"}]})
@@ -81,7 +97,7 @@ def test_large_rows_are_taken_few_at_a_time(tmp_path: Path, monkeypatch: pytest.
         assert max(read) <= 3 or rows[0] == rows[1]
     raw = arrow.array([b"a" * 400, b"b" * 400, b"c" * 400, b"\xff" * 400], arrow.binary())
     batch = arrow.record_batch({"text": arrow.Array.from_buffers(arrow.string(), 4, raw.buffers())})
-    assert len(list(parquet._as_json(batch))) == 4, "a row that is no UTF-8 does not bring earlier ones again"
+    assert len(list(parquet._as_json(batch, ["text"]))) == 4, "a row that is no UTF-8 does not bring earlier ones again"
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
+import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from megatron.data.preprocess import plan_units, read_unit
+from megatron.data.preprocess import BadRecord, encode, parse, plan_units, read_unit
+from megatron.data.preprocess.compressed import _PIECE_BYTES
+from megatron.data.preprocess.units import unit_documents
 from megatron.errors import DataError
-from tests.data.preprocess_job import texts
+from tests.data.preprocess_job import Corpus, texts
 
-PACK = {".gz": gzip.compress, ".zst": zstandard.compress}
+PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +46,69 @@ def test_what_is_no_text_is_named_with_its_cure(tmp_path: Path, name: str, conte
         texts([tmp_path / name])
     assert str(tmp_path / name) in str(caught.value)
     assert all(part in str(caught.value) for part in text.split(".*"))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(
+    "value, indent, cure",
+    [
+        ([{"text": "a"}, {"text": "b"}], 2, "one JSON array. Write each object on a line of its own: jq -c '.[]'"),
+        ({"text": "a"}, 4, "objects that take several lines each. Write each object on a line of its own: jq -c '.'"),
+        ([{"text": "a"}], None, "got a list; of one JSON array, write each element on a line of its own: jq -c '.[]'"),
+    ],
+)
+def test_json_that_is_not_one_object_a_line_is_told_once_with_its_cure(
+    tmp_path: Path, suffix: str, value: object, indent: int | None, cure: str
+) -> None:
+    corpus = Corpus(tmp_path)
+    path = corpus.write(PACK[suffix](json.dumps(value, indent=indent).encode() + b"\n"), f"c.jsonl{suffix}")
+    with pytest.raises(DataError) as error:
+        corpus.run(inputs=[path], unit_bytes=16)
+    assert cure in str(error.value) and str(path) in str(error.value) and str(error.value).count("jq") == 1
+    assert "not JSON" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['\n [\n{"text": "a"}', '[{"text": "a"},\n{"text": "b"}]', '[{\n"text": "a"}]', '\ufeff[\r\n  {"text": "a"}\r\n]'],
+)
+def test_arrays_laid_out_by_any_tool_are_known(tmp_path: Path, content: str) -> None:
+    (tmp_path / "c.json").write_bytes(content.encode())
+    with pytest.raises(DataError, match="c.json must have one JSON object on each line; it looks like one JSON array"):
+        texts([tmp_path])
+
+
+def test_a_first_line_that_is_bad_in_another_way_stays_a_bad_line(tmp_path: Path) -> None:
+    for first in ("[note] begin", '["a"]', '{"text": "a', "{}"):
+        (tmp_path / "c.jsonl").write_text(first + '\n{"text": "b"}\n')
+        bad, text = texts([tmp_path])
+        assert isinstance(bad, BadRecord) and text == "b"
+
+
+def test_a_flipped_bit_is_a_damaged_file_and_no_bad_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "CHUNK_BYTES", 20_000)
+    draw, corpus = random.Random(0), Corpus(tmp_path)
+    content = b"".join(b'{"text": "%s"}\n' % draw.randbytes(40).hex().encode() for _ in range(3000))
+    packed = gzip.compress(content, mtime=0)
+    assert len(packed) > 2 * _PIECE_BYTES["gz"], "else the checksum at the end is read with the first bad line"
+    shown_first_as_bad = 0
+    for place in (2000, 20_000, 50_000):
+        damaged = bytearray(packed)
+        damaged[place] ^= 16
+        path = corpus.write(damaged, "c.jsonl.gz")
+        for read in (
+            lambda path=path: corpus.run(inputs=[path]),
+            lambda path=path: corpus.run(inputs=[path], max_bad_lines=1000),
+            lambda path=path: [text for unit in plan_units([path], None) for _, text in unit_documents(unit, ["text"])],
+        ):
+            with pytest.raises(DataError, match="c.jsonl.gz must be a whole .gz file; it is damaged before byte"):
+                read()
+        lines = (parse(record, ["text"]) for unit in plan_units([path], None) for record in read_unit(unit))
+        with suppress(DataError):
+            shown_first_as_bad += any(isinstance(line, BadRecord) for line in lines)
+    assert shown_first_as_bad, "else it shows nothing"
+    summary = corpus.run(inputs=[corpus.write(gzip.compress(content + b"x\n"), "c.jsonl.gz")], max_bad_lines=1)
+    assert (summary.num_bad, summary.num_documents) == (1, 3000), "a whole file's bad line is one"
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -102,6 +170,9 @@ def test_standard_input_is_one_unit_of_json_lines(standard_input: Callable[[byte
     assert [(record.path, record.line) for record in read_unit(unit)] == [("-", 1), ("-", 2)]
     standard_input(gzip.compress(b"x"))
     with pytest.raises(DataError, match="--input - must be UTF-8 text; it looks like gzip"):
+        list(read_unit(unit))
+    standard_input(b'[\n  {"text": "a"}\n]\n')
+    with pytest.raises(DataError, match=r"--input - must have one JSON object on each line; .* jq -c '.\[\]'"):
         list(read_unit(unit))
     with pytest.raises(DataError, match="cannot be parquet"):
         plan_units(["-"], "parquet")

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 BORDERS = "tests/data/test_sources.py::test_records_do_not_depend_on_where_units_begin"
 PACKED = "tests/data/test_sources.py::test_files_compressed_or_cut_anywhere_give_the_same_texts"
 CUT_OFF = "tests/data/test_sources_streams.py::test_a_damaged_or_cut_off_stream_is_an_error_with_its_place"
+_STREAMS = "tests/data/test_sources_streams.py"
 PARSED = "tests/data/test_parse.py"
 TRAINED = "tests/tools/test_train_tokenizer.py"
 
@@ -60,6 +61,56 @@ SOURCES = (
         "    if in_stream:\n",
         "    if in_stream and not unpacked:\n",
         (CUT_OFF,),
+    ),
+    Mutant(
+        "an array over several lines is told line by line",
+        "megatron/data/preprocess/openings.py",
+        '    if line in (b"[", b"[{") or (line.startswith(b"[") and line.endswith(b",")):',
+        '    if line in (b"x",):',
+        (f"{_STREAMS}::test_json_that_is_not_one_object_a_line_is_told_once_with_its_cure",),
+    ),
+    Mutant(
+        "a first line in brackets is taken for an array",
+        "megatron/data/preprocess/openings.py",
+        'line.startswith(b"[") and line.endswith(b",")',
+        'line.startswith(b"[")',
+        (f"{_STREAMS}::test_a_first_line_that_is_bad_in_another_way_stays_a_bad_line",),
+        refuses=True,
+    ),
+    Mutant(
+        "arrays are known in plain files alone",
+        "megatron/data/preprocess/lines.py",
+        '        if unit.format == "jsonl":\n',
+        "        if False:\n",
+        (f"{_STREAMS}::test_json_that_is_not_one_object_a_line_is_told_once_with_its_cure",),
+    ),
+    Mutant(
+        "rubbish behind a flipped bit is a bad line",
+        "megatron/data/preprocess/worker.py",
+        "            if encoded.bad and not is_checked:",
+        "            if False and not is_checked:",
+        (f"{_STREAMS}::test_a_flipped_bit_is_a_damaged_file_and_no_bad_line",),
+    ),
+    Mutant(
+        "a mark that cat left makes its line bad",
+        "megatron/data/preprocess/documents.py",
+        "        if marks := _MARKS.match(data):",
+        "        if marks := None:",
+        (f"{PARSED}::test_byte_order_marks_before_json_are_taken_off",),
+    ),
+    Mutant(
+        "a mark that cat left begins a line of text",
+        "megatron/data/preprocess/lines.py",
+        "        data = record.data.removeprefix(BOM)  #",
+        "        data = record.data  #",
+        ("tests/data/test_sources.py::test_marks_that_cat_left_between_files_go_wherever_units_begin",),
+    ),
+    Mutant(
+        "a row that is no UTF-8 is told without the name of its column",
+        "megatron/data/preprocess/parquet.py",
+        'b",".join(orjson.dumps(key) + b":"',
+        """b",".join(b'"":'""",
+        ("tests/data/test_sources_parquet.py::test_a_row_that_is_no_utf8_is_told_with_the_names_of_its_columns",),
     ),
     Mutant(
         "a NUL passes",

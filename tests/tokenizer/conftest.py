@@ -18,7 +18,7 @@ CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 CPM_CONTROL = ["<cls>", "<sep>", "<pad>", "<mask>", "<eod>"]
 CPM_MARKS = str.maketrans(" \n", "\u2582\u2583")
 
-_LEFT = "玉人一几一联上列上叶上收上牌上航不退之久九所书经今周似可几国加比北村只够同楼后学因事大任学号带信平个开到很直快别所交"
+_LEFT = "玉人一几一联上列上叶上收上牌上航不退之久九所书经今周似可几国加比北村只够同楼后学因事大任学号"
 LEFT_IN_CHARACTERS = [_LEFT[place : place + 2] for place in range(0, len(_LEFT), 2)]
 """Words of jieba's dictionary whose likelier route is two characters: alone they stay apart, within an unknown run the
 hidden Markov model joins them."""

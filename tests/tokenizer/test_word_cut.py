@@ -50,7 +50,7 @@ def test_words_are_those_of_jieba_on_much_text(cut: Cut, texts: list[str]) -> No
 
 
 def test_a_word_left_in_characters_stays_so_beside_a_run_that_has_it(cut: Cut) -> None:
-    """Within `1玉人` the two characters are joined by probability; alone they are a word that the route did not take."""
+    """In `1玉人` probability joins the two characters; alone they are a word that the route did not take."""
     for text in LEFT_IN_CHARACTERS:
         assert mark_words([f"1{text}"]) != [f"1{MARK}{MARK.join(text)}"], "else it shows nothing"
         for texts in ([f"1{text}", text], [text, f"{text}2"], [text], [f"a{text}", f"{text}。", text]):

@@ -59,6 +59,20 @@ def decompressed(path: str, file: BinaryIO) -> Iterator[bytes]:
         raise _damaged(path, kind, f"cut off: it ends at byte {place}, in the middle of a stream", unpacked)
 
 
+def check_is_whole(path: str) -> None:
+    """Read a compressed file through; one with no checksum is only seen to be damaged where that breaks its stream.
+
+    Raises:
+        DataError: the file is damaged or cut off, or cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            for _ in decompressed(path, file):
+                pass
+    except OSError as error:
+        raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
+
+
 def unpacked_size(path: str) -> int:
     """Return about how many bytes a compressed file holds, judged by its first ones; exact for small files."""
     unpacked = 0

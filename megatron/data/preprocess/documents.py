@@ -9,17 +9,19 @@ from typing import Any
 
 from orjson import JSONDecodeError, loads
 
+from megatron.data.preprocess.openings import BOM
 from megatron.data.preprocess.records import BadRecord, Record
 
 _SHOWN_BYTES = 60
 _SHOWN_KEYS = 8
+_MARKS = re.compile(b"(?:%b)+" % BOM)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> list[str] | BadRecord:
     """Return the text of ``record`` in a list, an empty list for one without text, or why it is bad.
 
-    A blank line, an empty file and an empty text are no fault. CRLF becomes LF.
+    A blank line, an empty file and an empty text are no fault. CRLF becomes LF, byte order marks before JSON go.
 
     Args:
         keys: of the text in a JSON object, "a.b" for the key b of the object at a (unless "a.b" is a key itself). The
@@ -31,6 +33,8 @@ def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> lis
     try:
         text = data.decode() if keys is None else _json_text(data, keys)
     except ValueError as error:
+        if marks := _MARKS.match(data):  # `cat` leaves them in the middle of a file
+            return parse(record._replace(data=data[marks.end() :]), keys, max_chars)
         return _bad(record, _reason(data, error)) if data.strip() else []
     if not text or (keys is None and data.isspace()):
         return []
@@ -45,10 +49,13 @@ def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> lis
 
 def _json_text(data: bytes, keys: Sequence[str]) -> str:
     value = loads(data)  # strict: its strings are UTF-8 and hold no lone surrogate, so nothing is left to check
-    if len(keys) == 1:
-        if type(value) is dict and type(text := value.get(keys[0])) is str:  # nearly always
-            return text
-        return _string_at(value, keys[0])
+    if len(keys) == 1 and type(value) is dict and type(text := value.get(keys[0])) is str:  # nearly always
+        return text
+    if isinstance(value, list):
+        raise ValueError(
+            f"must be a JSON object with the key {keys[0]!r}, got a list; "
+            "of one JSON array, write each element on a line of its own: jq -c '.[]'"
+        )
     return "\n".join(filter(None, [_string_at(value, key) for key in keys]))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from megatron.data.preprocess.blocks import blocks
-from megatron.data.preprocess.openings import BOM
+from megatron.data.preprocess.openings import BOM, HEAD_BYTES, check_is_lines
 from megatron.data.preprocess.records import Record, Unit
 from megatron.errors import DataError
 
@@ -32,10 +32,11 @@ def texts_between_blank_lines(unit: Unit) -> Iterator[Record]:
     place: Record | None = None
     is_ours = not unit.start  # no blank line stands before the first text of a file
     for record, is_ended in ((record, are_ended) for batch, are_ended in _batches(unit) for record in batch):
-        if record.data and not record.data.isspace():
+        data = record.data.removeprefix(BOM)  # `cat` leaves that of a file in the middle
+        if data and not data.isspace():
             if is_ours:
                 place = place or record
-                text += (record.data, b"\n") if is_ended else (record.data,)
+                text += (data, b"\n") if is_ended else (data,)
         else:
             if place:
                 yield place._replace(data=b"".join(text))
@@ -51,7 +52,7 @@ def whole_files(unit: Unit) -> Iterator[Record]:
     for path in unit.paths:
         data = b"".join(blocks(path))
         start = len(BOM) if data.startswith(BOM) else 0
-        yield Record(path, 1, start, data[start:])
+        yield Record(path, 1, start, data[start:].replace(b"\n" + BOM, b"\n"))
 
 
 def _batches(unit: Unit) -> Iterator[tuple[list[Record], bool]]:
@@ -77,6 +78,8 @@ def _first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
     if not unit.start:
         stream = blocks(unit.path)
         head = next(stream, b"")
+        if unit.format == "jsonl":
+            check_is_lines(unit.path, head[:HEAD_BYTES])
         start = len(BOM) if head.startswith(BOM) else 0
         return start, chain([head[start:]], stream)
     place = unit.start - 1

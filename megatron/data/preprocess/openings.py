@@ -55,6 +55,25 @@ def check_is_text(path: str | Path, head: bytes) -> None:
         )
 
 
+def check_is_lines(path: str | Path, head: bytes) -> None:
+    """Refuse JSON that is laid out over several lines, if ``head``, the first bytes of a file, begins so.
+
+    Raises:
+        DataError: names the command that writes each object on a line of its own.
+    """
+    line = head.removeprefix(BOM).lstrip().partition(b"\n")[0].strip()
+    if line in (b"[", b"[{") or (line.startswith(b"[") and line.endswith(b",")):
+        what, cure = "one JSON array", ".[]"
+    elif line == b"{":
+        what, cure = "objects that take several lines each", "."
+    else:
+        return
+    raise DataError(
+        f"--input {path} must have one JSON object on each line; it looks like {what}. "
+        f"Write each object on a line of its own: jq -c '{cure}'"
+    )
+
+
 def check_is_compressed(path: str | Path, head: bytes) -> None:
     """Refuse a file whose name says .gz or .zst and whose first bytes do not; an empty file has nothing to say.
 

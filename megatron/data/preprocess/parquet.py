@@ -49,7 +49,7 @@ def rows(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
             for batch in file.iter_batches(
                 rows_at_once, list(range(unit.start, unit.stop)), columns=list(keys), use_threads=False
             ):
-                for data in _as_json(batch):
+                for data in _as_json(batch, keys):
                     yield Record(unit.path, ROWS, number, data)
                     number += 1
         except (OSError, ValueError) as error:  # pyarrow's errors are of these two
@@ -65,13 +65,13 @@ def _rows_at_once(groups: Sequence[Any]) -> int:
     return max(1, min(_ROWS_AT_ONCE, int(_BYTES_AT_ONCE / max(mean, 1))))
 
 
-def _as_json(batch: Any) -> Iterator[bytes]:
+def _as_json(batch: Any, keys: Sequence[str]) -> Iterator[bytes]:
     for part in _slices(batch):
         try:
             rows = part.to_pylist()
         except UnicodeDecodeError:  # some text is no UTF-8: pass its bytes on row by row, parsing names the one
             for number in range(part.num_rows):
-                yield _row_as_json(part.slice(number, 1))
+                yield _row_as_json(part.slice(number, 1), keys)
         else:
             yield from map(orjson.dumps, rows)
 
@@ -83,11 +83,23 @@ def _slices(batch: Any) -> Iterator[Any]:
         yield batch.slice(start, step)
 
 
-def _row_as_json(row: Any) -> bytes:
+def _row_as_json(row: Any, keys: Sequence[str]) -> bytes:
     try:
         return orjson.dumps(row.to_pylist()[0])
+    except UnicodeDecodeError:
+        return b"{" + b",".join(orjson.dumps(key) + b":" + _raw_text(row, key) for key in keys) + b"}"
+
+
+def _raw_text(row: Any, key: str) -> bytes:
+    """Return the text at ``key`` as JSON, its bytes as they are where they are no UTF-8."""
+    first, *inner = [key] if key in row.schema.names else key.split(".")
+    column = row.column(first)
+    for name in inner:
+        column = column.field(name)
+    try:
+        return orjson.dumps(column.to_pylist()[0])
     except UnicodeDecodeError as error:
-        return b'{"": "' + error.object + b'"}'
+        return b'"' + error.object + b'"'
 
 
 def _check_columns(file: Any, path: str, keys: Sequence[str]) -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.data.preprocess import parquet
+from megatron.data.preprocess.compressed import check_is_whole
 from megatron.data.preprocess.documents import parse
 from megatron.data.preprocess.inputs import find_inputs, guess_format
 from megatron.data.preprocess.lines import lines, texts_between_blank_lines, whole_files
-from megatron.data.preprocess.openings import BOM, check_is_compressed, check_is_text, read_head
+from megatron.data.preprocess.openings import BOM, check_is_compressed, check_is_lines, check_is_text, read_head
 from megatron.data.preprocess.records import FORMATS, STDIN, BadRecord, Record, Unit, compression_of
 from megatron.errors import DataError
 
@@ -64,9 +65,13 @@ def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Re
 def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Record, str | BadRecord]]:
     """Yield the documents of a unit in order, and what is bad, each with its record; empty ones are left out."""
     keys = keys if unit.format in ("jsonl", "parquet") else None
+    is_checked = compression_of(unit.path) is None
     for record in read_unit(unit, keys):
         result = parse(record, keys)
         if isinstance(result, BadRecord):
+            if not is_checked:  # what looks like a bad line may be rubbish behind a flipped bit
+                check_is_whole(unit.path)
+                is_checked = True
             yield record, result
         elif result:
             yield record, result[0]
@@ -92,6 +97,8 @@ def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
         yield Unit(0, path, format, 0, _TO_THE_END, size)
         return
     check_is_text(path, head)
+    if format == "jsonl":
+        check_is_lines(path, head)
     unit_bytes = max(unit_bytes, _SMALLEST_UNIT)
     for start in range(0, size, unit_bytes):
         yield Unit(0, path, format, start, min(start + unit_bytes, size), min(unit_bytes, size - start))

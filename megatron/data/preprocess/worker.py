@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from megatron.data.preprocess.compressed import check_is_whole
 from megatron.data.preprocess.counts import Counts, total
 from megatron.data.preprocess.encode import Encoder, in_chunks
 from megatron.data.preprocess.parts import Part, Parts, PartWriter
-from megatron.data.preprocess.records import Unit
+from megatron.data.preprocess.records import Unit, compression_of
 from megatron.data.preprocess.units import read_unit
 from megatron.errors import DataError
 
@@ -97,9 +98,13 @@ def _do(work: Work, unit: Unit, connection: Connection) -> Report:
 
 def _encode(work: Work, unit: Unit, connection: Connection) -> Part:
     encoder, counts, told = work.encoder, Counts(), time.monotonic()
+    is_checked = compression_of(unit.path) is None
     with PartWriter(work.parts, unit.number) as writer:
         for chunk in in_chunks(read_unit(unit, encoder.json_keys)):
             encoded = encoder.encode(chunk, unit.format)
+            if encoded.bad and not is_checked:  # behind a flipped bit comes rubbish, and the checksum only at the end
+                check_is_whole(unit.path)
+                is_checked = True
             counts = total((counts, encoded.counts))
             writer.add(encoded, counts)
             if encoded.bad or time.monotonic() - told >= _SECONDS_BETWEEN_REPORTS:
