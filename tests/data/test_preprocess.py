@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
 
 from megatron import files, tokenizer
@@ -46,10 +47,17 @@ def test_bytes_depend_neither_on_the_processes_nor_on_the_units_nor_on_the_chunk
 
 @pytest.fixture(scope="module")
 def cpm_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary of CPM-1's kind: a piece for each character and for each word left in characters."""
+    """A vocabulary of CPM-1's kind, with words that are left in characters among its pieces."""
     path = tmp_path_factory.mktemp("cpm") / "chinese_vocab.model"
-    words = [*LEFT_IN_CHARACTERS, *NOT_CHINESE, "灯"] * 3
-    path.write_bytes(train.train_unigram([" ".join(words), *words], 370))
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([*LEFT_IN_CHARACTERS, *NOT_CHINESE, "document second line"] * 5),
+            model_writer=file,
+            vocab_size=200,
+            hard_vocab_limit=False,
+            num_threads=1,
+            minloglevel=2,
+        )
     return path
 
 
