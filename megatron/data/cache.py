@@ -38,10 +38,22 @@ from megatron import files, log
 
 _MAGIC, _SUFFIX = b"mdc2", ".mdc"
 _CHECKED_BYTES, _COMPARED_AT, _HEADER_BYTES = 16, 24, 32
-_STARTED_NS = time.time_ns()
-"""When this process, or the one that it was forked from, began; all ranks of a job do before the first opens data."""
 _UNUSED_S = 14 * 24 * 3600
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def _process_start_ns() -> int:
+    """Return when this process began, by the clock of file times; where the system does not tell it, now."""
+    with suppress(OSError, ValueError, AttributeError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
+        return time.time_ns() - age_ns
+    return time.time_ns()
+
+
+_STARTED_NS = _process_start_ns()
+"""Of this process, or of the one that it was forked from. All ranks of a job begin before the first opens data; this
+module may be imported after that."""
 
 Build = Callable[[int], Iterable[np.ndarray]]
 """From the number of a file to its content: arrays of one type, one after the other."""

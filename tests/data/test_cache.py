@@ -198,6 +198,17 @@ def test_each_file_is_compared_once_by_all_processes_of_a_job(tmp_path: Path, mo
     assert not [name for name in names(Cache(tmp_path)) if name.startswith(".")]
 
 
+def test_the_start_of_a_process_is_known_however_late_this_module_is_imported() -> None:
+    """Else a rank that is slow to import compares what the others have compared already."""
+    forked_ns = time.time_ns()
+    pid = os.fork()
+    if not pid:
+        time.sleep(0.1)
+        found_ns = cache_module._process_start_ns()
+        os._exit(0 if forked_ns - 30_000_000 < found_ns < time.time_ns() - 90_000_000 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_a_file_that_another_process_compares_is_left_for_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

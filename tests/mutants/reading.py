@@ -68,6 +68,13 @@ READING = (
         (f"{_CACHE}::test_a_flipped_bit_anywhere_is_found_and_the_file_built_again",),
     ),
     Mutant(
+        "a process counts from the moment when it imports the cache",
+        "megatron/data/cache.py",
+        "        return time.time_ns() - age_ns\n",
+        "        return time.time_ns()\n",
+        (f"{_CACHE}::test_the_start_of_a_process_is_known_however_late_this_module_is_imported",),
+    ),
+    Mutant(
         "documents come in the order of a damaged file",
         "megatron/data/cache.py",
         "                if not _fits(data):\n",
