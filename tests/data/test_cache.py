@@ -157,7 +157,7 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
     Cache(tmp_path).arrays("a", 1, content)
     path, num_rebuilt = the_file(tmp_path), 0
     header, size = cache_module._HEADER_BYTES * 8, path.stat().st_size * 8
-    places = [*range(0, header, min(step, 3)), *range(header, size, step), size - 1]
+    places = sorted({*range(0, header, min(step, 3)), *range(header, size, step), size - 1})
     for place in places:
         times, data = path.stat(), bytearray(path.read_bytes())
         data[place // 8] ^= 1 << place % 8
@@ -170,7 +170,9 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
         num_rebuilt += len(built)
         assert Cache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
     time_of_comparison = range(cache_module._COMPARED_AT * 8, header)
-    assert num_rebuilt == len(set(places).difference(time_of_comparison)), "all but that time, which is no content"
+    assert num_rebuilt == sum(place not in time_of_comparison for place in places), (
+        "all but that time, which is no content"
+    )
     assert len(lines) == 1 and "damaged" in lines[0] and "built again" in lines[0] and str(path) in lines[0]
 
 
