@@ -9,6 +9,9 @@ MARKED = (
     "tests/model/test_sequence_parallel.py::"
     "test_what_every_rank_holds_whole_is_partial_but_for_what_follows_the_gathered_first_token"
 )
+IN_PIPELINES = (
+    "tests/pipe/test_sequence_parallel.py::test_what_every_rank_holds_whole_is_partial_in_a_pipeline_as_without_one"
+)
 KEPT = "tests/model/test_sequence_parallel.py::test_a_layer_keeps_a_part_of_all_that_was_whole"
 ORDER = "tests/mpu/test_products.py::test_the_sum_starts_ahead_of_the_product_of_the_weight_and_is_awaited_behind_it"
 ORDER_OF_PARTS = "tests/mpu/test_products.py::test_parts_are_joined_again_beside_the_product_of_the_input"
@@ -53,6 +56,13 @@ SEQUENCE_PARALLEL = (
         "        super().__init__(*sizes, **how)\n        place.on_part(self)\n",
         "        super().__init__(*sizes, **how)\n",
         (f"{PIPE}::test_a_pipeline_with_the_sequence_cut_equals_one_process_and_sends_parts",),
+    ),
+    Mutant(
+        "LLaMA's norm at the end of a pipeline is not marked",
+        "megatron/pipe/llama.py",
+        "        super().__init__(*sizes)\n        place.on_part(self)\n",
+        "        super().__init__(*sizes)\n",
+        (IN_PIPELINES,),
     ),
     Mutant(
         "the positions that a T5 pipeline shares are not marked",
