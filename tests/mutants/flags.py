@@ -7,8 +7,68 @@ from tests.mutants.mutant import Mutant
 PARSE = "tests/config/test_parse.py"
 TABLE = "tests/config/test_flags_table.py"
 PIPELINES = "tests/training/test_pipelines.py"
+FIELDS = "tests/config/test_every_field.py"
+ACTS = f"{FIELDS}::test_every_field_changes_what_it_is_named_for"
+SCHEDULES = "tests/optim/test_schedules.py"
 
 FLAGS = (
+    Mutant(
+        "a field is there that nothing reads",
+        "megatron/config/optimizer.py",
+        "    weight_decay: float = option(",
+        '    lr_decay_power: float = option(1.0, "power of the decay", above=0)\n    weight_decay: float = option(',
+        (f"{FIELDS}::test_every_field_is_named_once",),
+    ),
+    Mutant(
+        "the part in which wsd decays is not handed to the schedule",
+        "megatron/training/assembly.py",
+        "        wsd_decay_fraction=settings.wsd_decay_fraction,\n",
+        "",
+        (ACTS,),
+    ),
+    Mutant(
+        "the base of rotary positions is not handed to the model",
+        "megatron/model/sizes.py",
+        "            base=self.rotary_base,\n",
+        "            base=10000.0,\n",
+        (ACTS,),
+    ),
+    Mutant(
+        "the split into documents is not handed to the data",
+        "megatron/training/arguments.py",
+        "        split_by=settings.split_by,\n",
+        "",
+        (ACTS,),
+    ),
+    Mutant(
+        "the team at Weights & Biases is not handed on",
+        "megatron/training/wandb_run.py",
+        "            entity=seeing.wandb_entity,\n",
+        "",
+        (f"{FIELDS}::test_a_field_that_acts_in_a_run_is_read_there",),
+    ),
+    Mutant(
+        "the limit of a step is always the default",
+        "megatron/config/parallel.py",
+        "        return self.step_timeout or STEP_TIMEOUT_S\n",
+        "        return STEP_TIMEOUT_S\n",
+        (f"{FIELDS}::test_a_field_that_acts_in_a_run_is_read_there",),
+    ),
+    Mutant(
+        "a style of decay takes no notice of its own parameter",
+        "megatron/optim/schedules.py",
+        "    start = 1.0 - rate.wsd_decay_fraction\n"
+        "    return rate.lr if u <= start else _linear(rate, (u - start) / rate.wsd_decay_fraction)\n",
+        "    return rate.lr if u <= 0.9 else _linear(rate, (u - 0.9) / 0.1)\n",
+        (f"{SCHEDULES}::test_a_style_depends_on_what_its_formula_names_and_on_nothing_else",),
+    ),
+    Mutant(
+        "a style of decay stands in no test of its own",
+        "megatron/optim/schedules.py",
+        '    "linear": _linear,\n',
+        '    "linear": _linear,\n    "polynomial": _linear,\n',
+        (f"{SCHEDULES}::test_every_style_is_a_choice_of_the_flag_has_a_formula_and_is_tried_half_way",),
+    ),
     Mutant(
         "names that are half alike are guessed",
         "megatron/config/scan.py",

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import parse
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.option import options_of
 from megatron.optim import LearningRate
+from megatron.optim.schedules import INVERSE_SQUARE_ROOT, STYLES
 
-ENDING = ["constant", "linear", "cosine", "exponential", "wsd"]
-STYLES = [*ENDING, "inverse-square-root"]
+ENDING = [style for style in STYLES if style != INVERSE_SQUARE_ROOT]
 LR, MIN, UPDATES, WARMUP = 1e-2, 1e-4, 100, 0.1
+HALF_WAY = {
+    "constant": LR,
+    "linear": (LR + MIN) / 2,
+    "cosine": (LR + MIN) / 2,
+    "exponential": math.sqrt(LR * MIN),
+    "wsd": LR,
+    "inverse-square-root": LR * math.sqrt(10 / 55),
+}
+ROWS = dict(re.findall(r"^ *\| (\S+) \| (.+) \|$", LearningRate.__doc__ or "", re.MULTILINE))
+"""Style -> its formula, as the table of the class has it."""
 every = pytest.mark.parametrize("style", STYLES)
 
 
@@ -44,17 +58,28 @@ def test_without_warm_up_the_first_update_is_on_the_curve(style):
     assert LR * 0.9 <= first <= LR
 
 
-@pytest.mark.parametrize(
-    ("style", "middle"),
-    [
-        ("constant", LR),
-        ("linear", (LR + MIN) / 2),
-        ("cosine", (LR + MIN) / 2),
-        ("exponential", math.sqrt(LR * MIN)),
-        ("wsd", LR),
-        ("inverse-square-root", LR * math.sqrt(10 / 55)),
-    ],
-)
+def test_every_style_is_a_choice_of_the_flag_has_a_formula_and_is_tried_half_way():
+    flag = next(option for option in options_of(OptimizerConfig) if option.name == "lr_decay_style")
+    assert set(flag.choices) == set(STYLES) == set(HALF_WAY) == ROWS.keys() - {"style", "---"}
+
+
+@every
+def test_a_style_depends_on_what_its_formula_names_and_on_nothing_else(style):
+    """Beside the warm-up and the number of updates, which all have; a new parameter must stand in a formula."""
+    parameters = {field.name: getattr(rate(style), field.name) for field in dataclasses.fields(LearningRate)}
+    del parameters["style"]
+    of_all = {"decay_updates", "warmup"}
+    at = [*range(3 * UPDATES), 10**6]
+    plain = [rate(style).at(update) for update in at]
+    for name, value in parameters.items():
+        changed = rate(style, **{name: 5 * value})
+        has_changed = [changed.at(update) for update in at] != plain
+        is_named = name in re.findall(r"\w+", ROWS[style]) or name in of_all
+        assert has_changed == is_named, name
+    assert all(any(name in formula for formula in ROWS.values()) for name in parameters.keys() - of_all)
+
+
+@pytest.mark.parametrize(("style", "middle"), HALF_WAY.items())
 def test_half_way_through_the_decay(style, middle):
     assert rate(style).at(10 + 45 - 1) == pytest.approx(middle, rel=1e-12)
 

@@ -1,0 +1,427 @@
+"""Every field of the configuration acts: away from its default it changes what is stated here.
+
+| observable | what is compared |
+|---|---|
+| plan | the rows of ``--dry-run`` |
+| rates | the learning rate at three updates |
+| optimizer | what ``build_optimizer`` is given |
+| engine | the dictionary that DeepSpeed's engine is given |
+| model | names and shapes of weights, the loss of one forward pass, and what its graph keeps |
+| sizes | what the built model knows of itself, where that changes neither its loss nor its graph |
+| provider | what the script hands to the data set, and ``samples`` how many of them it is asked for |
+| batch | what the script makes of a text |
+| loader | the iterator over the training data |
+| tokenizer | what the tokenizer is built from |
+| place | the run folder and the checkpoint that it starts from, or why there is none |
+| saves | which state is taken up, and what is said and done about saves |
+
+A field that acts in a run alone stands in ``READ_IN``, with the module that reads it: nothing is trained here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain_gpt2
+import pretrain_t5
+from examples.bert import pretrain_bert
+from examples.llama import pretrain_llama
+from examples.mpt import pretrain_mpt
+from megatron import cost, data, device, mpu, tokenizer
+from megatron.config import Config, parse
+from megatron.config.config import SECTIONS, all_options
+from megatron.config.deepspeed import engine_dict
+from megatron.config.option import Option
+from megatron.errors import CheckpointError, ConfigError
+from megatron.mpu.groups import single_grid
+from megatron.mpu.topology import Topology
+from megatron.training import arguments, assembly, fused, report, run_folder, vocabulary
+from megatron.training import data as run_data
+from megatron.training.data import RunData, samples_wanted
+from megatron.training.guard import Guard
+from megatron.training.plan import plan_rows
+from megatron.training.stand_in import StandInTokenizer, random_data
+from megatron.training.state import Taken, kept_by
+from megatron.training.world import World
+from tests.config.test_flags_table import NEEDS, NEEDS_IN, some_value
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {
+    "gpt2": pretrain_gpt2,
+    "t5": pretrain_t5,
+    "llama": pretrain_llama,
+    "mpt": pretrain_mpt,
+    "bert": pretrain_bert,
+}
+SMALL = "--vocab-size 101 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --train-iters 40"
+PLAIN = "--seq-length 8 --init-method-std 0.5"
+OWN = {"t5": "--enc-seq-length 12 --vocab-size 200"}
+WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
+ACTS_ON = {
+    "plan": """
+        model_parallel_size sequence_parallel pipe_parallel_size pipeline_schedule pipeline_chunks layers_per_chunk
+        partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
+    """,
+    "rates": "train_iters lr min_lr lr_decay_style lr_decay_iters warmup wsd_decay_fraction",
+    "optimizer": """
+        optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
+        cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
+        min_scale fused_kernels
+    """,
+    "engine": "pipeline_trace check_data_agreement log_interval deepspeed_config",
+    "model": """
+        num_layers hidden_size num_attention_heads kv_hidden_size ff_hidden_size hidden_bias max_position_embeddings
+        layernorm_epsilon attention_dropout hidden_dropout layout_independent_dropout init_method_std untie_embeddings
+        activation make_vocab_size_divisible_by apply_residual_connection_post_layernorm vocab_size enc_layers
+        dec_layers position_embedding_type relative_attention_num_buckets relative_attention_max_distance
+        num_query_groups rotary_base rotary_scaling rotary_scaling_factor rotary_low_frequency_factor
+        rotary_high_frequency_factor rotary_original_positions alibi_bias_max clip_qkv binary_head
+        checkpoint_activations checkpoint_num_layers recompute_granularity seed
+    """,
+    "sizes": "loss_chunk_tokens partition_activations checkpoint_in_cpu contiguous_checkpointing",
+    "provider": """
+        enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
+        whole_word_masking short_seq_prob data_path train_data_path valid_data_path test_data_path split split_by
+        mixture_schedule data_impl data_cache_path packing fim_rate fim_spm_rate
+    """,
+    "samples": "eval_iters eval_interval",
+    "batch": "reset_position_ids reset_attention_mask eod_mask_loss",
+    "loader": "num_workers prefetch_factor",
+    "tokenizer": "tokenizer_type vocab_file merge_file tokenizer_path",
+    "place": "save load resume load_if_exists checkpoint_format tensorboard_dir",
+    "saves": """
+        save_interval save_interval_minutes async_save no_load_optim no_load_rng load_weights_only finetune eval_only
+        keep_last keep_every
+    """,
+    "guard": "stability_guard stability_sigma stability_window stability_patience",
+    "device": "device compile",
+}
+"""Observable -> the fields that change it."""
+READ_IN = {
+    "distributed_backend": "training/world.py",
+    "step_timeout": "training/phases.py:step_timeout_s",
+    "phase_timeout_minutes": "training/phases.py:phase_timeout_s",
+    "on_save_error": "training/saver.py",
+    "strict_load": "training/resume.py",
+    "allow_data_change": "training/resume.py",
+    "allow_vocab_change": "training/resume.py",
+    "resize_vocab": "training/state.py",
+    "no_save_optim": "training/state.py",
+    "drift_interval": "training/loop.py",
+    "debug_dump": "training/debugging.py",
+    "debug_dump_steps": "training/debugging.py:steps()",
+    "debug_dump_modules": "training/debugging.py:wanted()",
+    "debug_dump_tensors": "training/dump_opening.py",
+    "debug_nan": "training/debugging.py",
+    "log_layer_norms": "training/run.py",
+    "profile": "training/profiling.py:profiled()",
+    "wandb_project": "training/wandb_run.py",
+    "wandb_exp_name": "training/wandb_run.py",
+    "wandb_save_dir": "training/wandb_run.py",
+    "wandb_entity": "training/wandb_run.py",
+    "deterministic": "training/determinism.py",
+    "exit_interval": "training/run.py",
+    "exit_duration_in_mins": "training/run.py",
+    "verbose_deepspeed": "training/assembly.py",
+    "dry_run": "training/entry.py",
+    "progress": "training/run.py",
+    "local_rank": "training/world.py",
+}
+"""Field -> the module that reads it in a run, and the property or method of its section by which it does."""
+NO_EFFECT: dict[str, str] = {}
+"""Field -> why it changes nothing."""
+
+BESIDE = {
+    "dec_seq_length": "--enc-seq-length 6",
+    "hidden_size": "--kv-hidden-size 8",
+    "num_attention_heads": "--kv-hidden-size 8",
+    "initial_scale_power": "--fp16",
+    "loss_scale_window": "--fp16",
+    "hysteresis": "--fp16",
+    "min_scale": "--fp16",
+    "loss_scale": "--fp16",
+    "load_if_exists": "--load nowhere",
+    "tokenizer_type": "--vocab-file {folder}/file.json",
+    "merge_file": "--vocab-file {folder}/file.json",
+    "data_path": "--dry-run",
+    "mixture_schedule": "--data-path 1 a 1 b --dry-run",
+    "num_query_groups": "",
+    "partition_method": "--pipe-parallel-size 2 --num-layers 6",
+    "pipeline_schedule": "--pipe-parallel-size 2 --gas 4",
+    "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
+    "relative_attention_max_distance": "--relative-attention-num-buckets 8",
+    "rotary_low_frequency_factor": "--rotary-scaling llama3 --rotary-original-positions 1000",
+    "rotary_high_frequency_factor": "--rotary-scaling llama3 --rotary-original-positions 1000",
+}
+"""Field -> flags without which it is refused or does nothing, before and after; else those of ``test_flags_table``."""
+VALUES = {
+    "activation": "relu",
+    "dtype": "bf16",
+    "device": "cuda",
+    "data_path": "1 a 1 b",
+    "eval_interval": "0",
+    "loss_scale": "8",
+    "make_vocab_size_divisible_by": "8",
+    "load": "nowhere",
+    "fused_kernels": "apex",
+    "vocab_extra_ids": "90",
+    "vocab_size": "120",
+    "rotary_original_positions": "4",
+    "tensorboard_dir": "{folder}/file.json/events",
+    "deepspeed_config": "{folder}/deepspeed.json",
+    "checkpoint_format": "deepspeed",
+    "layers_per_chunk": "3",
+    "num_query_groups": "2",
+    "pipeline_schedule": "gpipe",
+    "enc_seq_length": "20",
+    "split": "8,1,1",
+}
+"""Field -> the value that it is given, where ``test_flags_table`` has one that would not show."""
+
+
+def text(value: Any) -> Any:
+    """Return what can be compared: fields, numbers and names of ``value``, however deep."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: text(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): text(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [text(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return [value.shape, value.double().sum().item(), value.tolist() if value.numel() < 200 else 0]
+    if isinstance(value, functools.partial):
+        return text([value.func, value.args, value.keywords])
+    if callable(value) and hasattr(value, "__qualname__"):
+        return value.__qualname__
+    return repr(value) if type(value).__repr__ is not object.__repr__ else text(vars(value))
+
+
+def plan(config: Config) -> Any:
+    parallel = config.parallel
+    size = parallel.model_parallel_size * parallel.num_stages
+    topology = Topology.of_world(size, parallel.model_parallel_size, parallel.num_stages)
+    return [*plan_rows(config, topology, cost.of(config).stage_bounds(topology.pipe, parallel.chunks), "fp32")]
+
+
+def rates(config: Config) -> Any:
+    made = assembly.make_learning_rate(config)
+    return [made.at(update) for update in (2, 25, 37)]
+
+
+def optimizer(config: Config) -> Any:
+    given: list[Any] = []
+    assembly.build_optimizer = lambda parameters, **how: given.append(how)
+    config = dataclasses.replace(
+        config, precision=dataclasses.replace(config.precision, dtype=config.precision.dtype or "fp32")
+    )
+    assembly.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
+    how = {name: value for name, value in given[0].items() if name not in ("model", "tensor", "data")}
+    return text([how, fused.uses_adam(config)])
+
+
+def engine(config: Config) -> Any:
+    return engine_dict(config, config.parallel.num_stages)
+
+
+def built(config: Config) -> Any:
+    """Return the script's model of one rank, its weights filled."""
+    arguments.set_current(config, stand_in(config), assembly.make_streams(config, WORLD))
+    made = SCRIPTS[config.family].model_provider()
+    assembly.put_in_place(config, made, WORLD)
+    return made
+
+
+def stand_in(config: Config) -> StandInTokenizer:
+    return StandInTokenizer(60, control_tokens={"<|endoftext|>": 0})
+
+
+def model(config: Config) -> Any:
+    made, script, kept = built(config), SCRIPTS[config.family], 0
+    found = RunData({"train": random_data(config, 0)}, None)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = script.forward_step(found.batches("train", config, WORLD), made)
+    return {name: p.shape for name, p in made.named_parameters()}, text(loss), kept
+
+
+def sizes(config: Config) -> Any:
+    return text(built(config).sizes)
+
+
+def provider(config: Config) -> Any:
+    given: list[Any] = []
+    for name in ("build_train_valid_test", "build_t5_train_valid_test", "build_bert_train_valid_test"):
+        setattr(data, name, lambda *args, **how: given.append((args, how)) or (None, None, None))
+    data.fim_from = lambda _, *rates: rates  # type: ignore[assignment]
+    data.bert_tokens = lambda _: None  # type: ignore[assignment]
+    tokenizer.word_starts = lambda _: "the starts of words"  # type: ignore[assignment]
+    arguments.set_current(config, stand_in(config), None)
+    SCRIPTS[config.family].train_valid_test_datasets_provider([1, 1, 1])
+    return text(given)
+
+
+def samples(config: Config) -> Any:
+    return samples_wanted(config, WORLD)
+
+
+def batch(config: Config) -> Any:
+    arguments.set_current(config, stand_in(config), None)
+    length = config.batch.seq_length + 1
+    tokens = torch.arange(2 * length).view(2, length) % 7
+    return text(SCRIPTS[config.family].get_batch({"text": tokens}))
+
+
+def loader(config: Config) -> Any:
+    run_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
+    made: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
+    return {name: value for name, value in vars(made).items() if name != "dataset"}
+
+
+def tokenizer_(config: Config) -> Any:
+    given: list[Any] = []
+    vocabulary.build_tokenizer = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
+    vocabulary.with_tokenizer(config)
+    return given
+
+
+def place(config: Config) -> Any:
+    try:
+        return run_folder.choose(config, "a run", WORLD)
+    except (CheckpointError, ConfigError) as error:
+        return str(error)
+
+
+def saves(config: Config) -> Any:
+    flags = config.checkpoint
+    return Taken.of(flags), kept_by(flags), report._saves_row(flags), samples_wanted(config, WORLD)
+
+
+def guard(config: Config) -> Any:
+    made = Guard(config.stability)
+    made.history.streak = 5  # the default patience
+    return made.is_out_of_patience, text([made.settings.is_guarded, vars(made.losses), vars(made.norms)])
+
+
+def device_(config: Config) -> Any:
+    compiled: list[bool] = []
+    assembly.compile_layers = lambda *_, **__: compiled.append(True)
+    assembly.make_optimizer = lambda *_: None  # type: ignore[assignment]
+    streams = assembly.make_streams(config, WORLD)
+    arguments.set_current(config, stand_in(config), streams)
+    assembly.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)
+    try:
+        return device.choose(config.parallel.device), compiled
+    except ValueError as error:
+        return str(error)
+
+
+OBSERVABLES: dict[str, Callable[[Config], Any]] = {
+    **{each.__name__.rstrip("_"): each for each in (plan, rates, optimizer, engine, model, sizes, provider, samples)},
+    **{each.__name__.rstrip("_"): each for each in (batch, loader, tokenizer_, place, saves, guard, device_)},
+}
+OPTIONS = {option.name: (section, option) for section, option in all_options()}
+OF = {field: observable for observable, fields in ACTS_ON.items() for field in fields.split()}
+
+
+def words_of(option: Option, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the command line beside which ``option`` acts, and that with the option given as well."""
+    family, flag = family_of(option), option.flag or next(iter(option.constants))
+    if option.name == "overlap_grad_reduce":
+        flag = "--no-overlap-grad-reduce"
+    needs = NEEDS.get(flag, []) + NEEDS_IN[family].get(flag, [])
+    beside = BESIDE[option.name].format(folder=folder).split() if option.name in BESIDE else needs
+    if option.kind == "bool" or flag in option.constants:
+        given = [flag]
+    elif option.name in VALUES:
+        given = [flag, *VALUES[option.name].format(folder=folder).split()]
+    else:
+        given = [flag, some_value(option, folder)]
+    common = f"{SMALL} {OWN.get(family, PLAIN)}".split()
+    beside = [*common, *([] if "--save" in given else ["--save", str(folder / "run")]), *beside]
+    return beside, [*beside, *given]
+
+
+def family_of(option: Option) -> str:
+    return option.families[0] if option.families else "gpt2"
+
+
+def read_in(words: list[str], family: str) -> Config:
+    pipe = int(words[words.index("--pipe-parallel-size") + 1]) if "--pipe-parallel-size" in words else 1
+    tensor = int(words[words.index("--model-parallel-size") + 1]) if "--model-parallel-size" in words else 1
+    return parse(words, world_size=max(pipe, 1) * tensor, env={}, family=family)
+
+
+def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[str, str]]:
+    """Return the observable of each field without and with it; twice the error where it cannot be made."""
+    mpu.initialize_model_parallel()
+    found = {}
+    for field in fields:
+        option, watched = OPTIONS[field][1], OBSERVABLES[OF[field]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            for home, names in PATCHED.items():
+                for name in names.split():
+                    patch.setattr(home, name, getattr(home, name))  # so that it is put back
+            try:
+                lines = [read_in(words, family_of(option)) for words in words_of(option, folder)]
+                without, with_it = (repr(watched(config)) for config in lines)
+            except Exception as error:
+                without = with_it = f"{type(error).__name__}: {error}"
+        found[field] = without, with_it
+    return found
+
+
+PATCHED: dict[Any, str] = {
+    assembly: "build_optimizer compile_layers make_optimizer",
+    data: "build_train_valid_test build_t5_train_valid_test build_bert_train_valid_test fim_from bert_tokens",
+    tokenizer: "word_starts",
+    run_data: "TimedBatches",
+    vocabulary: "build_tokenizer",
+}
+"""What observables put in place of our own."""
+
+
+def test_every_field_is_named_once() -> None:
+    """A new field needs a row here: in ``ACTS_ON`` under what it changes, else in one of the other two."""
+    named = [field for fields in ACTS_ON.values() for field in fields.split()] + [*READ_IN, *NO_EFFECT]
+    assert sorted(named) == sorted(OPTIONS)
+    assert ACTS_ON.keys() == OBSERVABLES.keys()
+
+
+def test_every_field_changes_what_it_is_named_for(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text("{}")
+    (tmp_path / "deepspeed.json").write_text('{"steps_per_print": 3}')
+    found = run_ranks(1, observe_all, sorted(OF), tmp_path, init=False)[0]
+    idle = {field: before[:300] for field, (before, after) in found.items() if before == after}
+    assert not idle, "a flag changes nothing of what is stated for it"
+
+
+@pytest.mark.parametrize("field", READ_IN)
+def test_a_field_that_acts_in_a_run_is_read_there(field: str, tmp_path: Path) -> None:
+    file, _, name = READ_IN[field].partition(":")
+    tree = ast.parse((ROOT / "megatron" / file).read_text(encoding="utf-8"))
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    assert (name.removesuffix("()") or field) in read
+    if not name:
+        return
+    section, option = OPTIONS[field]
+    value, _ = option.convert(some_value(option, tmp_path), option.flag)
+    told = [
+        getattr(each, name.removesuffix("()")) for each in (SECTIONS[section](), SECTIONS[section](**{field: value}))
+    ]
+    assert len({repr(each() if name.endswith("()") else each) for each in told}) == 2
