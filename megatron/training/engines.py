@@ -26,6 +26,7 @@ from tds.batches import read_ahead
 from tds.bubble import BubbleMeter, Row
 from tds.clock import clock_for
 from tds.data_agreement import DataDisagreement
+from tds.device import random_numbers_kept
 from tds.loss import LossMeter, has_loss_function, is_weighted, named_losses
 from tds.train_step import read_with_norm
 
@@ -146,9 +147,10 @@ class SingleStageEngine:
         self.engine.eval()
         nominal = nominal_weight(self.micro_batch_tokens * self.num_micro_batches)
         meter = LossMeter(self.num_micro_batches, nominal, self.device)
-        for micro_batch in range(self.num_micro_batches):
-            loss, _ = self.forward_step(data, self.engine)
-            meter.add(as_weighted(loss), micro_batch)
+        with random_numbers_kept(self.device):  # a user's layers and samples may draw some
+            for micro_batch in range(self.num_micro_batches):
+                loss, _ = self.forward_step(data, self.engine)
+                meter.add(as_weighted(loss), micro_batch)
         self.engine.train()
         return _told(self._agree(meter).means())[0]
 

@@ -45,6 +45,7 @@ from tests.mutants.rows import ROWS
 from tests.mutants.saves import SAVES
 from tests.mutants.sequence_parallel import SEQUENCE_PARALLEL
 from tests.mutants.sharing import SHARING
+from tests.mutants.side_effects import SIDE_EFFECTS
 from tests.mutants.sources import SOURCES
 from tests.mutants.stages import STAGES
 from tests.mutants.steps import STEPS
@@ -60,7 +61,7 @@ from tests.mutants.zero import ZERO_1
 from tests.mutants.zero_parts import ZERO_PARTS
 
 IN_ARITHMETIC = (*GRADIENTS, *NORMS, *TENSOR, *DROPOUT, *COUNTED_MASKS, *SHARING, *CONVERT)
-IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1)
+IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFECTS)
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,39 @@ def _dropping(toy: Toy, num_stages: int) -> PipelineModule:
     return PipelineModule(
         specs, num_stages=num_stages, loss_fn=toy.loss_fn, partition_method="uniform", seed_layers=True
     )
+
+
+class Noise(nn.Module):
+    """Adds random numbers in evaluation, too, which ``nn.Dropout`` does not draw there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.rand_like(x)
+
+
+def _drawing(batches: list[Any]) -> Iterator[Any]:
+    """Yield ``batches``, each after a number that is drawn as a data set's own may be."""
+    for batch in batches:
+        torch.rand(1)
+        yield batch
+
+
+def _evaluate_and_draw(rank: int, toy: Toy) -> list[tuple[bool, float]]:
+    """Return whether the generator's state is as before each evaluation, and what that came to."""
+    specs = [spec for layer in toy.specs() for spec in (layer, LayerSpec(Noise))]
+    engine = make_engine(toy, 2, module=PipelineModule(specs, 2, loss_fn=toy.loss_fn, partition_method="uniform"))
+    train(engine, toy)
+    found = []
+    for number in (1, 3):
+        before = torch.get_rng_state()
+        loss = engine.eval_batch(_drawing([toy.batch(i, 2) for i in range(number)]), num_micro_batches=number)
+        found.append((torch.equal(before, torch.get_rng_state()), float(loss)))
+        torch.rand(1)
+    return found
+
+
+def test_evaluation_with_a_layer_and_data_that_draw_leaves_the_generator_as_it_was() -> None:
+    found = run_ranks(2, _evaluate_and_draw, Toy("chain"))
+    assert all(is_kept for each in found for is_kept, _ in each)
 
 
 def _train_eval_train(rank: int, toy: Toy, num_stages: int, counts: list[int]) -> list[Any]:

@@ -44,6 +44,7 @@ class CountingEngine:
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.rates: list[float] = []
         self.read: list[Any] = []
+        self.evaluated: list[Any] = []
         self.micro_batches: list[int] = []
 
     def train_step(self, data: Any, step: int, num_micro_batches: int) -> StepResult:
@@ -57,6 +58,7 @@ class CountingEngine:
 
     def evaluate_batch(self, data: Any) -> float:
         self.calls.append("evaluate")
+        self.evaluated.append(data.source)
         return 2.0
 
     def bubble(self) -> None:
@@ -145,6 +147,8 @@ def test_report_then_evaluate_then_save_then_stop(make: Any) -> None:
         "line step 4",
     ]
     assert this.saved_step == 4
+    assert this.engine.read == [("train", 0)] * 4
+    assert this.engine.evaluated == [("valid", 0)] * 4, "what is trained on has a stream of its own"
 
 
 def test_the_first_step_and_the_last_are_told_whatever_the_interval(make: Any) -> None:

@@ -1,0 +1,90 @@
+"""Mistakes in what goes on beside a run's steps: evaluations, saves, dumps and profiles that move its state."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import LOOP, Mutant
+
+BESIDE = "tests/training/test_side_effects.py::test_what_goes_on_beside_the_steps_changes_nothing_in_them"
+ONE, STAGES = f"{BESIDE}[one rank]", f"{BESIDE}[two stages]"
+EACH = "tests/training/test_side_effects.py::test_all_that_can_go_on_beside_the_steps_changes_nothing_in_them[one rank]"
+DRAWS = "tests/tds/test_evaluation.py::test_evaluation_with_a_layer_and_data_that_draw_leaves_the_generator_as_it_was"
+READS_TRAINING = (
+    "megatron/training/evaluation.py",
+    "    batches = run.data.batches(kind, run.config, run.world, corpus=corpus)\n",
+    "    batches = run.batches or run.data.batches(kind, run.config, run.world, corpus=corpus)\n",
+)
+
+SIDE_EFFECTS = (
+    Mutant("an evaluation reads the stream of the training", *READS_TRAINING, (ONE,)),
+    Mutant("an evaluation reads the stream of the training in a pipeline, too", *READS_TRAINING, (STAGES,)),
+    Mutant(
+        "the loop's evaluation opens no stream of its own",
+        *READS_TRAINING,
+        (f"{LOOP}::test_report_then_evaluate_then_save_then_stop",),
+    ),
+    Mutant(
+        "an evaluation without a pipeline moves the generator",
+        "megatron/training/engines.py",
+        "        with random_numbers_kept(self.device):  # a user's layers and samples may draw some\n",
+        "        if self.device is not None:\n",
+        (ONE,),
+    ),
+    Mutant(
+        "an evaluation of a pipeline moves the generator",
+        "tds/evaluation.py",
+        "        with random_numbers_kept(device), forwards_uncounted(module):\n",
+        "        with forwards_uncounted(module):\n",
+        (DRAWS,),
+    ),
+    Mutant(
+        "an evaluation counts as samples of the training",
+        "megatron/training/evaluation.py",
+        "        loss += run.engine.evaluate_batch(batches) / iterations\n",
+        "        loss += run.engine.evaluate_batch(batches) / iterations\n"
+        "        run.progress.samples_consumed += run.config.batch.batch_size\n",
+        (ONE, STAGES),
+    ),
+    Mutant(
+        "norms of layers are taken of gradients that they scale",
+        "megatron/training/layer_norms.py",
+        "square_of_norm(gradient).to(self._device)",
+        "square_of_norm(gradient.mul_(0.5)).to(self._device)",
+        (ONE,),
+    ),
+    Mutant(
+        "a dump leaves its hooks in the model",
+        "megatron/training/debugging.py",
+        "            self._watch.stop()\n",
+        "",
+        (ONE,),
+    ),
+    Mutant(
+        "a dump scales the gradients that it writes",
+        "megatron/training/debugging.py",
+        "            if gradient is not None:\n                cut, chunk",
+        "            if gradient is not None:\n                gradient.mul_(0.5)\n                cut, chunk",
+        (ONE,),
+    ),
+    Mutant(
+        "a profile seeds the generator, so that it can be repeated",
+        "megatron/training/profiling.py",
+        "        made.start()\n",
+        "        made.start()\n        torch.manual_seed(0)\n",
+        (EACH,),
+    ),
+    Mutant(
+        "a checkpoint in mid-run sets the generators back to the seed",
+        "megatron/training/saver.py",
+        "    is_due = bool(flags.save_interval) and run.progress.step % flags.save_interval == 0\n",
+        "    is_due = bool(flags.save_interval) and run.progress.step % flags.save_interval == 0\n"
+        "    if is_due:\n        __import__('torch').manual_seed(run.config.run.seed)\n",
+        (ONE,),
+    ),
+    Mutant(
+        "the search for drift draws its weights",
+        "megatron/training/drift.py",
+        "    return (parts * (2 * torch.arange(parts.numel(), device=parts.device) + 1)).sum()\n",
+        "    torch.rand(1)\n    return (parts * (2 * torch.arange(parts.numel(), device=parts.device) + 1)).sum()\n",
+        (STAGES,),
+    ),
+)
