@@ -141,10 +141,11 @@ def identity(place: torch.device) -> str:
     if place.type == "cpu":
         return ""
     facts = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
-    if getattr(facts, "uuid", None) is None:
+    number = getattr(facts, "uuid", None)
+    if number is None:
         return ""
     slot = [getattr(facts, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return f"GPU-{facts.uuid} at {slot[0]:04x}:{slot[1]:02x}:{slot[2]:02x}"
+    return f"GPU-{number} at {slot[0]:04x}:{slot[1]:02x}:{slot[2]:02x}"
 
 
 @_by_plugin
