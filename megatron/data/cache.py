@@ -260,7 +260,7 @@ def _is_whole(data: np.ndarray) -> bool:
 
 def _fits(data: np.ndarray) -> bool:
     """Whether the checksum in a file is that of its content; 1 s for each GB."""
-    crc = zlib.crc32(data[:_CHECKED_BYTES], zlib.crc32(data[_HEADER_BYTES:]))
+    crc = zlib.crc32(data[:_CHECKED_BYTES].data, zlib.crc32(data[_HEADER_BYTES:].data))
     return int.from_bytes(data[_CHECKED_BYTES:_COMPARED_AT].tobytes(), "little") == crc
 
 
