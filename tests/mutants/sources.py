@@ -92,6 +92,13 @@ SOURCES = (
         (f"{_STREAMS}::test_a_flipped_bit_is_a_damaged_file_and_no_bad_line",),
     ),
     Mutant(
+        "rubbish behind a flipped bit is a bad line of a vocabulary's text",
+        "megatron/data/preprocess/units.py",
+        "            if not is_checked:  # what looks",
+        "            if False:  # what looks",
+        (f"{_STREAMS}::test_a_flipped_bit_is_a_damaged_file_and_no_bad_line",),
+    ),
+    Mutant(
         "a mark that cat left makes its line bad",
         "megatron/data/preprocess/documents.py",
         "        if marks := _MARKS.match(data):",
