@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from tds.exchange import Exchange
 from tds.module import PipelineModule
 from tds.optimizers import Gradients, gradients_of
 from tds.plan import Plan
-from tds.recompute import keeping_structure
+from tds.recompute import is_deepspeeds_reentrant
 from tds.reduction import Reduction
 from tds.sharing import sharing_layers
 from tds.stage import Stage
@@ -65,31 +64,12 @@ def tell_what_acts_on_nothing(engine: PipelineEngine) -> None:
 def configure_recompute(engine: PipelineEngine) -> None:
     """Take over the JSON's recompute settings. A checkpoint function of the user's own stays: it may restore more."""
     section, module = engine._config.pipeline, engine.module
-    if section.get("use_reentrant") is False and _is_deepspeeds_reentrant(module.activation_checkpoint_func):
+    if section.get("use_reentrant") is False and is_deepspeeds_reentrant(module.activation_checkpoint_func):
         module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
     if section.get("activation_checkpoint_interval", 0) > 0:
         module.activation_checkpoint_interval = section["activation_checkpoint_interval"]
     if module.activation_checkpoint_interval > 0:
-        module._precompute_checkpointable_values()  # ahead of the next line: DeepSpeed asks which function it is
-        module.activation_checkpoint_func = keeping_structure(module.activation_checkpoint_func)
-
-
-def recomputes_reentrantly(module: Any) -> bool:
-    """True if recompute needs the first stage's float inputs to require a gradient.
-
-    Of functions that are not DeepSpeed's, none is taken for reentrant.
-    """
-    return module.activation_checkpoint_interval > 0 and _is_deepspeeds_reentrant(module.activation_checkpoint_func)
-
-
-def _is_deepspeeds_reentrant(function: Any) -> bool:
-    return _innermost(function) is _innermost(checkpointing.checkpoint)
-
-
-def _innermost(function: Any) -> Any:
-    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
-        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
-    return function
+        module._precompute_checkpointable_values()
 
 
 def make_gradients(engine: PipelineEngine) -> Gradients | None:

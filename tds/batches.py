@@ -11,6 +11,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 
 from tds.data_agreement import ENDED, NO_READER, READY, DataAgreement, DataEnded, checksum
 from tds.nesting import as_pair, refuse_input
+from tds.structure import entered
 
 if TYPE_CHECKING:
     from tds.engine import PipelineEngine
@@ -203,7 +204,7 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
     def copied(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
             copy = value.detach().to(device, copy=True)
-            return copy.requires_grad_() if needs_grad and copy.is_floating_point() else copy
+            return entered([copy])[0][0] if needs_grad and copy.is_floating_point() else copy
         if isinstance(value, (tuple, list)):
             return _tuple_like(value, [copied(each, f"{path}[{place}]") for place, each in enumerate(value)])
         if isinstance(value, Mapping):

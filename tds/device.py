@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -72,3 +72,27 @@ def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
     if is_host(device):
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def random_states() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states of torch's generators of the host and of the current device."""
+    return torch.get_rng_state(), get_accelerator().get_rng_state()
+
+
+@contextmanager
+def drawing_from(states: tuple[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    """Draw random numbers from ``states`` within; afterwards from where the generators stand now."""
+    now = random_states()
+    torch.set_rng_state(states[0])
+    get_accelerator().set_rng_state(states[1])
+    try:
+        yield
+    finally:
+        torch.set_rng_state(now[0])
+        get_accelerator().set_rng_state(now[1])
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``tensor`` in the host's memory, made behind what is queued on its device."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=not is_host(tensor.device))
+    return copy.copy_(tensor, non_blocking=True)

@@ -19,6 +19,7 @@ from tds.device import is_host
 from tds.exchange import Exchange
 from tds.host_memory import keep_freed
 from tds.loss import LossMeter
+from tds.recompute import recomputes_reentrantly
 from tds.report import StepReport
 from tds.saving import LayerCheckpoints
 from tds.schedule import Action
@@ -169,7 +170,7 @@ class PipelineEngine(LayerCheckpoints):
             on_micro_batch=self.on_micro_batch,
             on_action=self.on_action,
             part=self.report.part,
-            recomputes_reentrantly=assembly.recomputes_reentrantly(self.module),
+            recomputes_reentrantly=recomputes_reentrantly(self.module),
         )
 
     def _evaluation_call(self, data_iter: Iterator[Any] | None, number: int, compute_loss: bool) -> Call:

@@ -22,7 +22,7 @@ from tds.peers import waiting_together
 from tds.places import Place, input_place, output_place
 from tds.schedule import Action, Kind, Message, received
 from tds.specs import TensorSpec, check_received, check_same, describe, told
-from tds.structure import Structure, flatten
+from tds.structure import Structure, entered, flatten
 from tds.transport import Links, Transfer, Transport
 from tds.wire import Layout, Slice
 
@@ -130,12 +130,12 @@ class Exchange(Transport):
         return crossing.with_grad(tensors)
 
     def take_activations(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
-        """Return (what the previous stage sent, the fresh leaves in it whose gradients go back)."""
+        """Return (what the previous stage sent, the leaves whose gradients go back)."""
         crossing = self.incoming.get(self._key(message)) or self._read_header(message)
         tensors = self._unpack(crossing.activations, message)
-        leaves = crossing.with_grad(tensors)
-        for leaf in leaves:
-            leaf.requires_grad_()
+        given, leaves = entered(crossing.with_grad(tensors))
+        with_grad = iter(given)
+        tensors = [next(with_grad) if s.needs_grad else t for t, s in zip(tensors, crossing.specs, strict=True)]
         return crossing.structure.rebuild(tensors), leaves
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:

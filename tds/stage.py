@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch.autograd.graph import get_gradient_edge
 
 from tds.batches import stage_inputs, to_device
@@ -15,6 +16,7 @@ from tds.exchange import Exchange
 from tds.loss import NO_LOSS_FN, has_loss_function
 from tds.nesting import nesting
 from tds.optimizers import Gradients
+from tds.recompute import Recompute
 from tds.report import BACKWARD, FORWARD
 from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, Message, received, sent
 from tds.split import Splitter
@@ -39,6 +41,7 @@ class Stage:
         self.num_stages = exchange.links.num_stages
         self.num_chunks = exchange.num_chunks
         self.splitter = Splitter()
+        self.recompute = Recompute()
         self.recorder: Recorder | None = None
         self.span: tuple[Any, Any] | None = None
         self._in_flight: dict[tuple[int, int], InFlight] = {}
@@ -125,8 +128,10 @@ class Stage:
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
         told = _telling(lambda: f"the first layer was given {nesting(inputs)}", incoming is None)
-        with call.part(FORWARD), told, self._splitting(action):
+        with call.part(FORWARD), told, self._splitting(action), self.recompute.running(self.module):
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
+        if not call.is_training:
+            checkpointing.reset()  # DeepSpeed's buffers count a forward's inputs, which no backward takes out here
         if outgoing is None:
             self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
             return

@@ -6,6 +6,8 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from tds.recompute import recomputes_reentrantly
+
 
 class StockNames(DeepSpeedEngine):
     """The part of the engine that is there for programs written for DeepSpeed's."""
@@ -38,6 +40,10 @@ class StockNames(DeepSpeedEngine):
     def is_model_parallel(self) -> bool:
         """True if layers are cut over a tensor group."""
         return self.grid.model_parallel_size > 1
+
+    def _reentrant_activation_checkpointing(self) -> bool:
+        """True if recompute needs the first stage's float inputs to require a gradient."""
+        return recomputes_reentrantly(self.module)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the global batch size by another size of each micro-batch, which the data must have."""

@@ -1,6 +1,6 @@
 """How the tensors that cross a stage hang together: one tensor, or a tuple, list or dict of them.
 
-The receiving stage's layer gets what the sending one returned, in the same form and order.
+The receiving stage's layer gets what the sending one returned, in the same form and order, and may work on it in place.
 """
 
 from __future__ import annotations
@@ -63,3 +63,26 @@ def flatten(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
                 "Leave it out, or make a tensor of it."
             )
     return tensors, structure
+
+
+def entered(tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """Return (``tensors`` as layers are given them, the leaves in which their gradients will lie).
+
+    What is given shares the memory of ``tensors``: nothing is copied. It is no leaf that requires a gradient and no
+    view of one, since autograd lets no layer work on these in place. The leaves have shapes and no memory.
+    """
+    leaves = [t.new_empty_strided(t.shape, [0] * t.dim()).requires_grad_() for t in tensors]
+    return (_Enter.apply(tuple(tensors), *leaves) if leaves else ()), leaves
+
+
+class _Enter(torch.autograd.Function):
+    """From leaves to the tensors that they stand for, whose gradients are theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensors: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.data for tensor in tensors)  # of a tensor that is returned itself autograd makes a view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *gradients

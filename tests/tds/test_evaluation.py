@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
+import tds
 from tds.engine import PipelineEngine
 from tds.pipe import LayerSpec, PipelineModule
 from tests.harness import run_ranks
@@ -166,3 +168,32 @@ def test_eval_batch_gives_several_losses_by_name_and_outputs_of_any_structure() 
     assert last["mean"]["x"].shape == last["with logits"]["x"].shape
     assert torch.allclose(last["mean"]["more"][0], last["mean"]["x"].sum(-1))
     assert torch.equal(last["with logits"]["more"][1], last["with logits"]["x"] > 0)
+
+
+class Buffered(nn.Module):
+    """A layer that calls DeepSpeed's checkpoint function itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpointing.checkpoint(self.inner, x + 1)
+
+
+def _evaluates_in_buffers(rank: int, specs: list[Any], interval: int) -> tuple[float, float]:
+    tds.init_distributed("gloo", verbose=False)
+    torch.manual_seed(0)
+    toy = Toy("chain")
+    module = PipelineModule(specs, num_stages=2, loss_fn=toy.loss_fn, activation_checkpoint_interval=interval)
+    engine = make_engine(toy, 2, module=module)
+    wanted = float(engine.eval_batch(iter(toy.batches())))
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
+    return wanted, float(engine.eval_batch(iter(toy.batches())))
+
+
+@pytest.mark.parametrize(("specs", "interval"), [([LayerSpec(Buffered)] * 4, 0), (Toy("chain", 4).specs(), 1)])
+def test_evaluation_needs_no_more_of_deepspeeds_buffers_than_one_forward(specs: list[Any], interval: int) -> None:
+    """Two layers of a stage fill the two places for inputs; there are four micro-batches, and no backward."""
+    for wanted, got in run_ranks(2, _evaluates_in_buffers, specs, interval):
+        assert wanted == got

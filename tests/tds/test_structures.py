@@ -1,4 +1,4 @@
-"""Whole engines with layers that return dicts and lists, pass inputs through, or do not look at them."""
+"""Whole engines with layers that return dicts and lists, pass inputs through, change them, or do not look at them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 import tds
 from tds.boundary import Boundary
 from tds.pipe import LayerSpec, PipelineModule
+from tds.structure import entered
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, make_engine, reference, train, worst
 
@@ -136,3 +137,57 @@ def test_a_dict_crosses_cut_over_the_tensor_group() -> None:
     loss, gradients = reference(toy)
     for got_loss, got, _ in run_ranks(4, _cut, toy):
         assert abs(float(got_loss - loss)) < 1e-14 and worst(got, gradients) < 1e-13
+
+
+def test_what_enters_a_stage_is_not_copied_and_may_be_changed_in_place() -> None:
+    message = torch.arange(-3.0, 5.0)
+    tensors = message[:4].view(2, 2).data, message[4:].data
+    (x, y), leaves = entered(tensors)
+    assert (x.data_ptr(), y.data_ptr()) == tuple(t.data_ptr() for t in tensors)
+    assert [leaf.untyped_storage().nbytes() for leaf in leaves] == [4, 4]
+    product = y * 3  # saved for its backward, which must not take a change of x for one of y
+    z = torch.relu_(x) * 2
+    (z.sum() + (product * y).sum()).backward()
+    assert message[:4].tolist() == [0, 0, 0, 0] and x.is_leaf is False
+    assert leaves[0].grad is not None and leaves[0].grad.tolist() == [[0, 0], [0, 0]]
+    assert leaves[1].grad is not None and leaves[1].grad.tolist() == [6.0, 12.0, 18.0, 24.0]
+
+
+def _in_place(rank: int, schedules: list[str], options: dict[str, Any]) -> list[Any]:
+    tds.init_distributed("gloo", verbose=False)
+    results = []
+    for schedule in schedules:
+        module = PipelineModule(_changing(), num_stages=2, loss_fn=nn.functional.mse_loss, **options)
+        config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+        config["pipeline"] = {"schedule": schedule}  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine = tds.initialize(model=module, optimizer=optimizer, config=config)[0]
+        results.append([float(engine.train_batch(iter(_pairs(step)))) for step in range(3)])
+    return results
+
+
+def _changing() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)]
+
+
+def _pairs(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)) for _ in range(2)]
+
+
+def test_stages_that_begin_with_a_layer_in_place_train_as_one_process() -> None:
+    """The first stage's inputs are marked for reentrant recompute, too, which has only the linear layers to run."""
+    model = nn.Sequential(*_changing())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for step in range(3):
+        losses = [nn.functional.mse_loss(model(x.clone()), y) for x, y in _pairs(step)]
+        optimizer.zero_grad()
+        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        wanted.append(float(sum(losses) / 2))
+    for options in ({}, {"activation_checkpoint_interval": 1}):
+        options = {"partition_method": [0, 3, 5], **options}
+        for losses in run_ranks(2, _in_place, ["1f1b", "zb-h1"], options):
+            assert losses == [pytest.approx(wanted, rel=1e-6)] * 2
