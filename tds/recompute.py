@@ -90,21 +90,26 @@ class Recompute:
 
 
 class _Kept:
-    """A copy of one tensor while it waits."""
+    """A copy of one tensor while it waits. ``held``: the bytes of it that this rank keeps."""
 
     def __init__(self, x: torch.Tensor) -> None:
         cut = Slice()
         if checkpointing.PARTITION_ACTIVATIONS:
             cut = Slice(checkpointing.mp_rank, checkpointing.mp_size, checkpointing.mp_group)
         self._layout = Layout([TensorSpec(x.dtype, tuple(x.shape), x.requires_grad, partitioned=True)], cut)
-        self._device = x.device
+        self._device, self._strides = x.device, x.stride()
         part = self._layout.pack([x])
-        self._part = host_copy(part) if checkpointing.CPU_CHECKPOINT else part.clone()
+        self.held = host_copy(part) if checkpointing.CPU_CHECKPOINT else part.clone()
 
     def restored(self) -> torch.Tensor:
         """Return a tensor like the one that was kept. Collective over the tensor group where it is cut."""
         (spec,) = self._layout.specs
-        (whole,) = self._layout.unpack(self._part.to(self._device, non_blocking=True, copy=True))
+        (whole,) = self._layout.unpack(self.held.to(self._device, non_blocking=True, copy=True))
+        if whole.stride() != self._strides:  # by which torch chooses its kernels, and so what they save
+            laid_out = whole.new_empty_strided(whole.shape, self._strides)
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._strides)
+            laid_out[once].copy_(whole[once])
+            whole = laid_out
         return entered([whole])[0][0] if spec.needs_grad else whole
 
 

@@ -8,6 +8,8 @@ KEPT = "tests/mpu/test_kept.py"
 MODEL = "tests/model/test_recompute.py"
 PIPE = "tests/pipe/test_recompute.py"
 COMPILED = "tests/training/test_compiled.py"
+IN_TDS = "tests/tds/test_recompute.py"
+STRUCTURES = "tests/tds/test_structures.py"
 BITS = f"{MODEL}::test_recompute_leaves_the_bits_of_no_recompute[gpt2]"
 BYTES = f"{MODEL}::test_a_switch_changes_memory_as_its_formula_says"
 SLOTS = f"{PIPE}::test_a_stage_has_one_buffer_for_its_layers_and_the_micro_batches_in_flight[2--inputs0]"
@@ -156,5 +158,95 @@ RECOMPUTE = (
         "            self._sums[parameter] = parameter.grad.float()",
         "            self._sums[parameter] = parameter.grad.clone()",
         ("tests/optim/test_loss_scale_rule.py::test_bf16_gradients_of_256_micro_batches_are_summed_in_fp32",),
+    ),
+    Mutant(
+        "DeepSpeed's recompute empties the inputs of a pipeline's layers",
+        "tds/recompute.py",
+        "    if not (checkpointing.PARTITION_ACTIVATIONS or checkpointing.CPU_CHECKPOINT):\n        return False\n",
+        "    return False\n",
+        (f"{IN_TDS}::test_gradients_are_those_without_recompute_wherever_inputs_wait[1]",),
+        refuses=True,
+    ),
+    Mutant(
+        "each tensor rank of a pipeline keeps whole inputs",
+        "tds/recompute.py",
+        "        if checkpointing.PARTITION_ACTIVATIONS:\n            cut =",
+        "        if not checkpointing.PARTITION_ACTIVATIONS:\n            cut =",
+        (f"{IN_TDS}::test_gradients_are_those_without_recompute_wherever_inputs_wait[2]",),
+    ),
+    Mutant(
+        "a pipeline's recomputed layers draw other masks",
+        "tds/recompute.py",
+        "            with drawing_from(states[0]), _tracking(states[1]):\n",
+        "            with _tracking(states[1]):\n",
+        (f"{IN_TDS}::test_masks_and_inputs_that_a_layer_changes_come_back[CPU_CHECKPOINT]",),
+    ),
+    Mutant(
+        "a recomputed run starts from what an earlier one was given",
+        "tds/recompute.py",
+        "        if kept is None or version != x._version:\n",
+        "        if kept is None:\n",
+        (f"{IN_TDS}::test_a_tensor_that_a_run_changes_is_kept_for_each",),
+    ),
+    Mutant(
+        "a recomputed run holds the inputs that wait elsewhere",
+        "tds/recompute.py",
+        "                return function(*given.pop())\n",
+        "                return function(*given[0])\n",
+        (f"{IN_TDS}::test_inputs_are_let_go_and_one_that_all_runs_share_is_kept_once",),
+    ),
+    Mutant(
+        "inputs come back in rows, however they lay",
+        "tds/recompute.py",
+        "        if whole.stride() != self._strides:",
+        "        if False:",
+        (f"{IN_TDS}::test_inputs_come_back_with_their_strides",),
+        refuses=True,
+    ),
+    Mutant(
+        "recompute of our own counts as reentrant",
+        "tds/recompute.py",
+        "    if module.activation_checkpoint_interval <= 0 or takes_the_place_of(function):\n",
+        "    if module.activation_checkpoint_interval <= 0:\n",
+        (f"{IN_TDS}::test_an_engine_says_whether_recompute_is_reentrant",),
+    ),
+    Mutant(
+        "a stage's layers are given leaves",
+        "tds/exchange.py",
+        "        tensors = [next(with_grad) if s.needs_grad else t for",
+        "        tensors = [t.requires_grad_() if s.needs_grad else t for",
+        (f"{STRUCTURES}::test_stages_that_begin_with_a_layer_in_place_train_as_one_process",),
+        refuses=True,
+    ),
+    Mutant(
+        "what enters a stage is copied",
+        "tds/structure.py",
+        "        return tuple(tensor.data for tensor in tensors)",
+        "        return tuple(tensor.clone() for tensor in tensors)",
+        (f"{STRUCTURES}::test_what_enters_a_stage_is_not_copied_and_may_be_changed_in_place",),
+    ),
+    Mutant(
+        "a change of one tensor that enters counts as one of its neighbour",
+        "tds/structure.py",
+        "        return tuple(tensor.data for tensor in tensors)",
+        "        return tuple(tensor.detach() for tensor in tensors)",
+        (f"{STRUCTURES}::test_what_enters_a_stage_is_not_copied_and_may_be_changed_in_place",),
+        refuses=True,
+    ),
+    Mutant(
+        "the inputs of the first stage are leaves under reentrant recompute",
+        "tds/batches.py",
+        "            return entered([copy])[0][0] if needs_grad",
+        "            return copy.requires_grad_() if needs_grad",
+        (f"{STRUCTURES}::test_stages_that_begin_with_a_layer_in_place_train_as_one_process",),
+        refuses=True,
+    ),
+    Mutant(
+        "DeepSpeed's buffers fill up over the forwards of an evaluation",
+        "tds/stage.py",
+        "        if not call.is_training:\n            checkpointing.reset()",
+        "        if call.is_training:\n            checkpointing.reset()",
+        ("tests/tds/test_evaluation.py::test_evaluation_needs_no_more_of_deepspeeds_buffers_than_one_forward",),
+        refuses=True,
     ),
 )

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import tds
 from tds.pipe import LayerSpec, PipelineModule
-from tds.recompute import Recompute, recomputes_reentrantly
+from tds.recompute import Recompute, _Kept, recomputes_reentrantly
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Tensors, Toy, check_equal, make_engine, train
 
@@ -141,20 +141,21 @@ def _mpu(grid: Any) -> Any:
     )
 
 
-def _gradients_by_place(rank: int, toys: list[Toy], tensor_ranks: int) -> tuple[list[Any], list[str]]:
+def _gradients_by_place(rank: int, toys: list[Toy], tensor_ranks: int) -> tuple[list[Any], list[str], list[int]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tds").addHandler(handler)
     tds.init_distributed("gloo", verbose=False)
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=tensor_ranks, num_dp=1)
-    results = []
+    results, held = [], []
     for toy in toys:
         engine = make_engine(toy, 2, topology=topology)
         for how in WAITING.values():
             checkpointing.configure(_mpu(engine.grid) if tensor_ranks > 1 else None, **how)
             results.append(train(engine, toy))
-    return results, [line for line in lines if "recompute" in line]
+            held.append(_Kept(torch.zeros(4, 2)).held.nbytes)
+    return results, [line for line in lines if "recompute" in line], held[:2]
 
 
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
@@ -167,9 +168,10 @@ def test_gradients_are_those_without_recompute_wherever_inputs_wait(tensor_ranks
     ]
     ranks = run_ranks(2 * tensor_ranks, _gradients_by_place, toys, tensor_ranks)
     for index, toy in enumerate(toy for toy in toys for _ in WAITING):
-        check_equal([results[index] for results, _ in ranks], toy, tolerance=1e-12)
-    assert [len(lines) for _, lines in ranks] == [len(toys), *[0] * (2 * tensor_ranks - 1)]
+        check_equal([results[index] for results, _, _ in ranks], toy, tolerance=1e-12)
+    assert [len(lines) for _, lines, _ in ranks] == [len(toys), *[0] * (2 * tensor_ranks - 1)]
     assert f"1/{tensor_ranks} on each tensor rank, on the device" in ranks[0][1][0]
+    assert [held for _, _, held in ranks] == [[32 // tensor_ranks, 32]] * len(ranks)
 
 
 class Noisy(nn.Module):
@@ -229,6 +231,32 @@ def test_inputs_are_let_go_and_one_that_all_runs_share_is_kept_once(configured: 
         assert kept() is None  # with the graph, and by no collection
     finally:
         gc.enable()
+
+
+def test_a_tensor_that_a_run_changes_is_kept_for_each(configured: Any) -> None:
+    configured(PARTITION_ACTIVATIONS=True)
+    recompute, shared = Recompute(), torch.ones(4)
+    weight = torch.ones(4, requires_grad=True)
+    for _ in range(3):
+        total = recompute.checkpoint(lambda w, y: (w * w * y.mul_(2)).sum(), weight, shared)
+        total.backward(retain_graph=True)
+    assert weight.grad is not None and weight.grad.tolist() == [2.0 * (2 + 4 + 8)] * 4
+    total.backward()  # once more, from what is kept still
+    assert weight.grad.tolist() == [2.0 * (2 + 4 + 8 + 8)] * 4
+
+
+def test_inputs_come_back_with_their_strides(configured: Any) -> None:
+    """Of a transposed input, and of one that is expanded, torch saves other tensors than of a plain one."""
+    configured(CPU_CHECKPOINT=True)
+    layer = Straight(0, 6, torch.float64)
+    for made in (torch.rand(2, 6, 3).double().transpose(1, 2), torch.rand(2, 1, 6).double().expand(2, 3, 6)):
+        x = made.clone(memory_format=torch.preserve_format) if made.stride(1) else made
+        assert not x.is_contiguous()
+        recomputed = x.detach().requires_grad_()
+        Recompute().checkpoint(layer, recomputed).square().sum().backward()
+        plain = x.detach().requires_grad_()
+        layer(plain).square().sum().backward()
+        assert recomputed.grad is not None and torch.equal(recomputed.grad, plain.grad)
 
 
 def _asked(rank: int) -> list[bool]:
