@@ -117,6 +117,10 @@ def test_bf16_optimizer_keeps_its_fp32_gradients_where_we_read_them() -> None:
 
 def test_checkpointing_and_errors_have_the_names_we_use() -> None:
     assert callable(checkpointing.non_reentrant_checkpoint) and callable(checkpointing.reset)
+    flags = ("PARTITION_ACTIVATIONS", "CPU_CHECKPOINT", "CONTIGUOUS_CHECKPOINTING")
+    assert all(getattr(checkpointing, name) is False for name in flags)
+    assert (checkpointing.mp_rank, checkpointing.mp_size, checkpointing.mp_group) == (0, 1, None)
+    assert "no_checkpointing" in _source(checkpointing.is_activation_to_checkpoint)
     default = inspect.signature(deepspeed.PipelineModule.__init__).parameters["activation_checkpoint_func"].default
     assert default is checkpointing.checkpoint
     assert issubclass(PipelineError, Exception)

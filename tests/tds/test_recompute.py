@@ -164,8 +164,11 @@ def test_gradients_are_those_without_recompute_wherever_inputs_wait(tensor_ranks
     every = {"activation_checkpoint_interval": 1}
     toys = [
         Straights("chain", 6, wide=5, rows=3, micro_batches=3, options=every),
-        Toy("many", 5, micro_batches=3, options={**every, "checkpointable_layers": ["Mix", "Gather"]}),
-    ]
+        Toy(
+            "many", 5, micro_batches=3, options={**every, "checkpointable_layers": ["Mix", "Gather"]},
+            pipeline={"schedule": "zb-h1"},
+        ),
+    ]  # fmt: skip
     ranks = run_ranks(2 * tensor_ranks, _gradients_by_place, toys, tensor_ranks)
     for index, toy in enumerate(toy for toy in toys for _ in WAITING):
         check_equal([results[index] for results, _, _ in ranks], toy, tolerance=1e-12)
