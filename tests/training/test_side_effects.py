@@ -79,7 +79,9 @@ SHORT = {
 
 def beside(layout: str) -> dict[str, str]:
     """Return what can go on beside the steps of ``layout``, all of it together, and a plain run behind it."""
-    more = {"one rank": {}, "two stages": BESIDE_STAGES}.get(layout, {"drift check": "--drift-interval 1"})
+    more = BESIDE_STAGES if layout == "two stages" else {}
+    if layout == "two tensor ranks":
+        more = {"drift check": BESIDE_STAGES["drift check"]}  # with ZeRO 3 there are no copies
     left_out = ("checkpoints in DeepSpeed's layout",) if "ZeRO" in layout else ()
     every = {"everything": f"{TOGETHER} {' '.join(more.values())}", "nothing": ""}
     return {name: flags for name, flags in {**BESIDE, **more, **every}.items() if name not in left_out}
@@ -189,15 +191,16 @@ def compared(layout: str, names: list[str], corpus: Path, folder: Path) -> Itera
     """Yield (name, what is first different on any rank) of ``names`` beside the steps of a run, "" if nothing is."""
     num_ranks, flags = LAYOUTS[layout]
     wanted = {"plain": "", **{name: beside(layout)[name] for name in names}}
+    places = {name: folder / name.replace(" ", "-") for name in wanted}
     lines = {
-        name: runs.flags(corpus, folder / name, f"{PLAIN} {flags} {more.format(folder=folder / name)}")
+        name: runs.flags(corpus, places[name], f"{PLAIN} {flags} {more.format(folder=places[name])}")
         for name, more in wanted.items()
     }
     ranks = run_ranks(num_ranks, trace_all, lines, num_ranks, deadline_s=110.0)
-    plain = checkpoint_of(folder / "plain")
+    plain = checkpoint_of(places["plain"])
     for name in list(wanted)[1:]:
         different = [_first_difference(rank["plain"], rank[name]) for rank in ranks]
-        if "DeepSpeed" not in name and checkpoint_of(folder / name) != plain:
+        if "DeepSpeed" not in name and checkpoint_of(places[name]) != plain:
             different.append("its last checkpoint")
         yield name, next(filter(None, different), "")
 
