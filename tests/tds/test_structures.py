@@ -145,9 +145,9 @@ def test_what_enters_a_stage_is_not_copied_and_may_be_changed_in_place() -> None
     (x, y), leaves = entered(tensors)
     assert (x.data_ptr(), y.data_ptr()) == tuple(t.data_ptr() for t in tensors)
     assert [leaf.untyped_storage().nbytes() for leaf in leaves] == [4, 4]
-    product = y * 3  # saved for its backward, which must not take a change of x for one of y
+    square = y * y  # y is saved for its backward, which must not take a change of x for one of y
     z = torch.relu_(x) * 2
-    (z.sum() + (product * y).sum()).backward()
+    (z.sum() + 3 * square.sum()).backward()
     assert message[:4].tolist() == [0, 0, 0, 0] and x.is_leaf is False
     assert leaves[0].grad is not None and leaves[0].grad.tolist() == [[0, 0], [0, 0]]
     assert leaves[1].grad is not None and leaves[1].grad.tolist() == [6.0, 12.0, 18.0, 24.0]
