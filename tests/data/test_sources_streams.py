@@ -85,6 +85,10 @@ def test_a_first_line_that_is_bad_in_another_way_stays_a_bad_line(tmp_path: Path
         assert isinstance(bad, BadRecord) and text == "b"
 
 
+def documents(path: Path) -> Iterator[str | BadRecord]:
+    return (text for unit in plan_units([path], None) for _, text in unit_documents(unit, ["text"]))
+
+
 def test_a_flipped_bit_is_a_damaged_file_and_no_bad_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "CHUNK_BYTES", 20_000)
     draw, corpus = random.Random(0), Corpus(tmp_path)
@@ -99,7 +103,7 @@ def test_a_flipped_bit_is_a_damaged_file_and_no_bad_line(tmp_path: Path, monkeyp
         for read in (
             lambda path=path: corpus.run(inputs=[path]),
             lambda path=path: corpus.run(inputs=[path], max_bad_lines=1000),
-            lambda path=path: [text for unit in plan_units([path], None) for _, text in unit_documents(unit, ["text"])],
+            lambda path=path: any(isinstance(text, BadRecord) for text in documents(path)),
         ):
             with pytest.raises(DataError, match="c.jsonl.gz must be a whole .gz file; it is damaged before byte"):
                 read()
