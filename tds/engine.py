@@ -75,6 +75,7 @@ class PipelineEngine(LayerCheckpoints):
         self._plan = assembly.make_plan(self)
         self._gradients = assembly.make_gradients(self)
         self._reduction = assembly.make_reduction(self, self._gradients)
+        self._trained_at_start = frozenset(train_step.trained(self))
         self._stage = assembly.make_stage(self)
         self._seeing = Seeing(self)
         if self.training_data and self._reads_data():
@@ -157,6 +158,7 @@ class PipelineEngine(LayerCheckpoints):
         return self.agg_additional_losses
 
     def _training_call(self) -> Call:
+        train_step.refuse_unfrozen(self, self._gradients, self._trained_at_start)
         if self._reduction is not None:
             self._reduction.reset()
         return Call(

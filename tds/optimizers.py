@@ -43,9 +43,11 @@ class Gradients:
         come_in_hooks: a gradient is where it lies once the parameter's own hooks have run, ahead of
             ``after_backward``: sums may start within a backward.
         norm_is_scaled: the norm that the optimizer leaves is that of the scaled loss's gradients.
+        takes_unfrozen: the optimizer steps on whatever its groups hold, weights unfrozen since ``initialize`` too.
     """
 
     come_in_hooks = True
+    takes_unfrozen = True
     norm_is_scaled = False
 
     def __init__(self, optimizer: Any) -> None:
@@ -95,6 +97,8 @@ class Gradients:
 class FP16Gradients(Gradients):
     """Gradients of the scaled loss in ``param.grad``, which DeepSpeed's fp16 optimizers unscale, check and clip."""
 
+    takes_unfrozen = False
+
     def __init__(self, optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
         super().__init__(optimizer)
         self.norm_is_scaled = isinstance(optimizer, FP16_UnfusedOptimizer)
@@ -113,6 +117,8 @@ class FP16Gradients(Gradients):
 
 class BF16Gradients(Gradients):
     """Gradients in the buffers of DeepSpeed's BF16_Optimizer, in fp32 unless the JSON says bf16."""
+
+    takes_unfrozen = False
 
     def __init__(self, optimizer: BF16_Optimizer) -> None:
         super().__init__(optimizer)
@@ -146,6 +152,8 @@ class ZeroGradients(Gradients):
     replicas' gradients are summed by the engine, beside the backward; they are rounded to "communication_data_type"
     only if the JSON has one.
     """
+
+    takes_unfrozen = False
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         super().__init__(optimizer)

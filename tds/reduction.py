@@ -50,22 +50,30 @@ class Reduction:
         self.starts_early = starts_early
         self.group = group
         self.dtype = dtype
-        every = list(every)
-        holders = Counter(p for chunk in chunks for p in dict.fromkeys(chunk))
-        late = {p for p in every if holders[p] != 1} | set(tied)
-        self._late = [p for p in dict.fromkeys(every) if p in late and p.requires_grad]
-        self._of_chunk = [
-            [p for p in dict.fromkeys(reversed(chunk)) if p.requires_grad and p not in late] for chunk in chunks
-        ]
-        self._buckets = [bucket for own in reversed(self._of_chunk) for bucket in buckets(own, bucket_bytes)]
-        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._bucket_bytes = bucket_bytes
+        self._every = list(dict.fromkeys(every))
+        self._chunks = [list(dict.fromkeys(reversed(chunk))) for chunk in chunks]
+        holders = Counter(p for chunk in self._chunks for p in chunk)
+        self._not_of_one = {p for p in self._every if holders[p] != 1} | set(tied)
+        self._trained: set[int] | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new batch."""
+        """Begin a new batch; a program may have frozen or unfrozen parameters since the last one."""
+        trained = {id(p) for p in self._every if p.requires_grad}
+        if trained != self._trained:
+            self._trained = trained
+            self._make_buckets()
         self._waiting = [len(bucket) for bucket in self._buckets]
         self._ready: set[torch.Tensor] = set()
         self._flights: list[Flight] = []
+
+    def _make_buckets(self) -> None:
+        late = self._not_of_one
+        self._late = [p for p in self._every if p in late and p.requires_grad]
+        self._of_chunk = [[p for p in chunk if p.requires_grad and p not in late] for chunk in self._chunks]
+        self._buckets = [bucket for own in reversed(self._of_chunk) for bucket in buckets(own, self._bucket_bytes)]
+        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
 
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,23 @@ def agree(engine: PipelineEngine, meter: LossMeter) -> Agreement:
 def trained(engine: PipelineEngine) -> list[torch.nn.Parameter]:
     """Return this stage's parameters that have gradients, in the order of the module."""
     return [p for p in engine.module.parameters() if p.requires_grad]
+
+
+def refuse_unfrozen(engine: PipelineEngine, gradients: Gradients | None, known: Collection[torch.nn.Parameter]) -> None:
+    """Raise where a weight has been unfrozen that DeepSpeed's optimizer would never update.
+
+    Args:
+        known: the parameters that were trained when the optimizer put them into buffers of its own.
+    """
+    if gradients is None or gradients.takes_unfrozen:
+        return
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad and parameter not in known:
+            raise RuntimeError(
+                f"{type(engine.optimizer).__name__} updates only what is trained when tds.initialize is called, got "
+                f"{name}, which was unfrozen since. Unfreeze it ahead of tds.initialize (a learning rate of 0 in a "
+                "parameter group of its own keeps it as it is), or save, and load into a new engine"
+            )
 
 
 @torch.no_grad()

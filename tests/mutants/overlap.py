@@ -13,6 +13,21 @@ OVERLAP = (
         (f"{SUMS}::test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to_it[1-1]",),
     ),
     Mutant(
+        "what was frozen at the start is not added up over the replicas once it is trained",
+        "tds/reduction.py",
+        "        if trained != self._trained:\n",
+        "        if self._trained is None:\n",
+        (f"{SUMS}::test_weights_frozen_and_unfrozen_between_steps_stay_equal_on_all_replicas[False]",),
+    ),
+    Mutant(
+        "a weight that DeepSpeed's optimizer has not taken is trained in silence",
+        "tds/optimizers.py",
+        '    only if the JSON has one.\n    """\n\n    takes_unfrozen = False\n',
+        '    only if the JSON has one.\n    """\n\n',
+        (f"{SUMS}::test_a_weight_that_deepspeeds_optimizer_did_not_take_is_not_left_out_in_silence",),
+        refuses=True,
+    ),
+    Mutant(
         "sums over the replicas start in the first backward of a chunk, not the last",
         "tds/call.py",
         "{a.chunk: a for a in actions if",

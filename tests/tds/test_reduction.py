@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import tds
 from tds import reduction
 from tds.gradients import reduce_gradients
 from tds.optimizers import Gradients
 from tds.pipe import LayerSpec, PipelineModule
 from tds.reduction import Reduction
 from tests.harness import run_ranks
-from tests.tds.toys import Dense, Toy, make_engine, train
+from tests.tds.toys import Dense, Toy, make_engine, preload_zero, train
 
 
 def _model() -> nn.Sequential:
@@ -204,3 +205,56 @@ def _twice_in_a_backward(rank: int) -> str:
 def test_a_weight_that_gets_its_gradient_in_parts_is_refused() -> None:
     for told in run_ranks(2, _twice_in_a_backward):
         assert "use_reentrant=False" in told
+
+
+def _unfrozen(rank: int, split: int, also_freezes: bool) -> list[dict[str, torch.Tensor]]:
+    """Unfreeze the first weight after a step, and freeze the second for one; return the weights after each step."""
+    toy = Toy("chain", micro_batches=4 // split)
+    module = PipelineModule(toy.specs(), num_stages=1, loss_fn=toy.loss_fn)
+    first, second = list(module.parameters())[:2]
+    first.requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    batches = [toy.batch(rank * toy.micro_batches + i) for i in range(toy.micro_batches)]
+    config = {"train_micro_batch_size_per_gpu": toy.rows, "gradient_accumulation_steps": toy.micro_batches,
+              "gradient_clipping": 0.5}  # fmt: skip
+    tds.init_distributed("gloo", verbose=False)
+    engine = tds.initialize(model=module, optimizer=optimizer, config=config)[0]
+    weights = []
+    for step in range(3):
+        engine.train_batch(iter(batches))
+        first.requires_grad_(True)
+        second.requires_grad_(not also_freezes or step > 0)
+        weights.append({name: p.detach().clone() for name, p in module.named_parameters()})
+    return weights
+
+
+@pytest.mark.parametrize("also_freezes", [False, True])
+def test_weights_frozen_and_unfrozen_between_steps_stay_equal_on_all_replicas(also_freezes: bool) -> None:
+    (alone,) = run_ranks(1, _unfrozen, 1, also_freezes)
+    assert not torch.equal(alone[0]["0.inner.weight"], alone[1]["0.inner.weight"])
+    assert torch.equal(alone[0]["0.inner.bias"], alone[1]["0.inner.bias"]) == also_freezes
+    assert not torch.equal(alone[1]["0.inner.bias"], alone[2]["0.inner.bias"])
+    one, two = run_ranks(2, _unfrozen, 2, also_freezes)
+    for mine, others, wanted in zip(one, two, alone, strict=True):
+        for name, weight in mine.items():
+            assert torch.equal(weight, others[name]), name
+            assert torch.allclose(weight, wanted[name], rtol=1e-12, atol=0), name
+
+
+def _unfrozen_under(rank: int) -> str:
+    toy = Toy("chain", dtype=torch.float32)
+    module = PipelineModule(toy.specs(), num_stages=1, loss_fn=toy.loss_fn)
+    weight = next(module.parameters()).requires_grad_(False)
+    zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    engine = make_engine(Toy("chain", dtype=torch.float32, config=zero), 1, module=module)
+    engine.train_batch(iter(toy.batches()))
+    weight.requires_grad_(True)
+    with pytest.raises(RuntimeError) as raised:
+        engine.train_batch(iter(toy.batches()))
+    return str(raised.value)
+
+
+def test_a_weight_that_deepspeeds_optimizer_did_not_take_is_not_left_out_in_silence() -> None:
+    preload_zero()
+    (told,) = run_ranks(1, _unfrozen_under)
+    assert "got 0.inner.weight, which was unfrozen since" in told
