@@ -91,14 +91,17 @@ class SafeLoad:
 
     Attributes:
         is_trusted: read as the engine does, code and all; for one load, by the user's own word.
+        last_path: of the file that was read last, or could not be.
     """
 
     def __init__(self, read: Callable[..., Any]) -> None:
         self.is_trusted = False
+        self.last_path: str | None = None
         self._read = read
 
     def __call__(self, path: str, map_location: Any = None) -> Any:
         """Return the content of ``path``, as ``CheckpointEngine.load``."""
+        self.last_path = path
         if self.is_trusted:
             return self._read(path, map_location=map_location)
         return load_safely(path, self._read, map_location=map_location)

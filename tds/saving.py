@@ -6,6 +6,7 @@ states lie in one file for each stage and are loaded only where every rank holds
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from tds.layer_files import layer_numbers, layers_to_load, save_tied_rest
 from tds.safe_loading import UnsafeFileError, make_safe, weights_only
 from tds.stock_names import StockNames
+
+_log = logging.getLogger("tds")
 
 LAYOUT_KEY = "tds"
 """Where a stage's file says which layers it is of; DeepSpeed's engine hands it on as client state."""
@@ -50,25 +53,26 @@ class LayerCheckpoints(StockNames):
             is_trusted: let the files build any object, which runs code of whoever wrote them; see ``safe_loading``.
 
         Raises:
-            CheckpointError: files are missing, do not fit or name what is not on the list of what they may hold, on
-                any rank; or optimizer states of another layout.
+            CheckpointError: files are missing, damaged, do not fit or name what is not on the list of what they may
+                hold, on any rank; ranks find different checkpoints; or optimizer states of another layout. What was
+                read by then stays: load another checkpoint, or end the program.
             ValueError: ``custom_load_fn``, which layers in files of their own have no use for.
         """
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn must be None for a pipeline, whose layers lie in files of their own")
-        chosen = _latest(load_dir) if tag is None and not self.load_universal_checkpoint() else tag
-        if chosen is not None:
-            told_together(_missing_files(self, load_dir, str(chosen)))
+        chosen = _agreed_tag(self, load_dir, tag)
+        if chosen is None:
+            return None, None
         self._loads_optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
         with self._reading(is_trusted):
             path, state = super().load_checkpoint(
-                load_dir, chosen if chosen is None else str(chosen), load_module_strict,
+                load_dir, chosen, load_module_strict,
                 load_optimizer_states and not self._is_bf16_without_zero(), load_lr_scheduler_states, load_module_only,
             )  # fmt: skip
             if path is None or state is None:
                 return path, state
             if self._loads_optimizer and self._is_bf16_without_zero():
-                self._load_zero_checkpoint(load_dir, str(chosen))
+                self._load_zero_checkpoint(load_dir, chosen)
                 state.pop("optimizer", None)
         if not load_optimizer_states and not self.zero_optimization():
             getattr(self.optimizer, "refresh_fp32_params", _nothing)()  # else the next step writes the old weights back
@@ -79,17 +83,21 @@ class LayerCheckpoints(StockNames):
 
     @contextmanager
     def _reading(self, is_trusted: bool) -> Iterator[None]:
-        """Read files in here, safely unless they are trusted; what is refused on any rank is refused on all."""
-        engine_load, problem = make_safe(self.checkpoint_engine), None
-        engine_load.is_trusted = is_trusted
+        """Read files in here, safely unless they are trusted; an error on any rank is one on all. Collective."""
+        engine_load = make_safe(self.checkpoint_engine)
+        engine_load.is_trusted, engine_load.last_path = is_trusted, None
         try:
             with nullcontext() if is_trusted else weights_only():
                 yield
-        except UnsafeFileError as error:
-            problem = str(error)
+        except CheckpointError:  # comes from all ranks by itself
+            raise
+        except Exception as error:  # whatever a damaged file makes torch or DeepSpeed raise: the others wait for word
+            file = engine_load.last_path or "the checkpoint"
+            told_together(str(error) if isinstance(error, UnsafeFileError) else f"{file} cannot be loaded: {error!r}")
+        else:
+            told_together(None)
         finally:
             engine_load.is_trusted = False
-        told_together(problem)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -142,17 +150,61 @@ def told_together(problem: str | None) -> None:
     """
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
+    _raise_first(problems)
+
+
+def _raise_first(problems: list[str | None]) -> None:
     for rank, found in enumerate(problems):
         if found is not None:
             raise CheckpointError(f"{found} (rank {rank})")
 
 
-def _latest(load_dir: str) -> str | None:
-    path = os.path.join(load_dir, "latest")
+def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str | None:
+    """Return the tag to load, the same on every rank; None where there is no "latest" anywhere. Collective.
+
+    Raises:
+        CheckpointError: ranks find different ones, or files are missing.
+    """
+    pointer = "latest_universal" if engine.load_universal_checkpoint() else "latest"
+    chosen, problem = tag, None
+    try:
+        chosen = _pointed_at(os.path.join(load_dir, pointer)) if tag is None else str(tag)
+        problem = None if chosen is None else _missing_files(engine, load_dir, chosen)
+    except Exception as error:  # a file system's errors, of one host alone
+        problem = f"{load_dir} cannot be read: {error!r}"
+    found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(found, (chosen, problem))
+    _raise_first([problem for _, problem in found])
+    ranks: dict[str | None, list[int]] = {}
+    for rank, (each, _) in enumerate(found):
+        ranks.setdefault(each, []).append(rank)
+    if len(ranks) > 1:
+        told = "; ".join(f"{_name(each, pointer)} on {_listed(those)}" for each, those in ranks.items())
+        raise CheckpointError(
+            f"all ranks must load the same checkpoint, got {told}, in {load_dir}. Let every host see the same folder, "
+            "or pass the tag"
+        )
+    if chosen is None and engine.load_universal_checkpoint():
+        raise CheckpointError(f"a universal checkpoint must have a file {pointer}, got none in {load_dir}")
+    if chosen is None and engine.global_rank == 0:
+        _log.warning('no file "%s" in %s: nothing is loaded. Pass the tag if there is a checkpoint', pointer, load_dir)
+    return chosen
+
+
+def _pointed_at(path: str) -> str | None:
     if not os.path.isfile(path):
         return None
     with open(path) as file:
         return file.read().strip()
+
+
+def _name(tag: str | None, pointer: str) -> str:
+    return f'no file "{pointer}"' if tag is None else f"tag {tag}"
+
+
+def _listed(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if ranks[8:] else ""
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _nothing() -> None:

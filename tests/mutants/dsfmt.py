@@ -136,6 +136,22 @@ DSFMT = (
         (f"{SAFE}::test_the_engine_refuses_such_a_file_on_every_rank_and_reads_a_trusted_one",),
     ),
     Mutant(
+        "a rank whose file is damaged leaves the others waiting for its word",
+        "tds/saving.py",
+        "        except Exception as error:  # whatever a damaged file makes torch or",
+        "        except UnsafeFileError as error:  # whatever a damaged file makes torch or",
+        ("tests/tds/test_saving.py::test_what_one_rank_alone_cannot_read_stops_every_rank_at_once",),
+        refuses=True,
+    ),
+    Mutant(
+        "ranks load the checkpoint that each of them finds",
+        "tds/saving.py",
+        "    if len(ranks) > 1:\n",
+        "    if len(ranks) > dist.get_world_size():\n",
+        ("tests/tds/test_saving.py::test_what_one_rank_alone_cannot_read_stops_every_rank_at_once",),
+        refuses=True,
+    ),
+    Mutant(
         "the run's own engine reads as DeepSpeed does",
         "megatron/training/deepspeed_format.py",
         "    make_safe(engine.checkpoint_engine)\n",

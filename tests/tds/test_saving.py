@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import tds
 from tds.layer_files import layer_numbers
 from tds.pipe import LayerSpec, TiedLayerSpec
 from tds.saving import CheckpointError
-from tests.harness import run_ranks
+from tests.harness import GROUP_TIMEOUT_S, run_ranks
 from tests.tds.toys import Toy, _share_groups, preload_zero
 
 ENGINES = {"stock": deepspeed.initialize, "ours": tds.initialize}
@@ -225,6 +226,36 @@ def test_a_damaged_checkpoint_stops_every_rank_with_the_name_of_the_file(tmp_pat
     assert "got none in" in first[2] and "empty" in first[2]
     assert "layer_04" in first[3] and "Missing key" in first[3]
     assert "got none in" in first[4]
+
+
+def _seen_otherwise(rank: int, place: str) -> list[tuple[str, float]]:
+    """Load what rank 1 alone finds damaged or sees otherwise; return the errors and the seconds until they came."""
+    engine = _engine("ours", 2)
+    told = []
+    for name in ("torn", f"rank{rank}", f"other{rank}"):
+        began = time.monotonic()
+        with pytest.raises(CheckpointError) as raised:
+            engine.load_checkpoint(f"{place}/{name}")
+        told.append((str(raised.value), time.monotonic() - began))
+    assert engine.load_checkpoint(f"{place}/rank0")[0] is not None, "a checkpoint that is whole loads after all that"
+    return told
+
+
+def test_what_one_rank_alone_cannot_read_stops_every_rank_at_once(tmp_path: Path) -> None:
+    """A cut file of optimizer states, a `latest` that one host does not see, and one that is older there."""
+    run_ranks(2, _save, str(tmp_path / "rank0"), "ours", 2, TOY)
+    for name in ("torn", "rank1", "other0", "other1"):
+        shutil.copytree(tmp_path / "rank0", tmp_path / name)
+    os.truncate(tmp_path / "torn" / "7" / "mp_rank_01_model_states.pt", 5000)
+    os.remove(tmp_path / "rank1" / "latest")
+    (tmp_path / "other1" / "7").rename(tmp_path / "other1" / "6")
+    (tmp_path / "other1" / "latest").write_text("6")
+    results = run_ranks(2, _seen_otherwise, str(tmp_path))
+    for torn, gone, other in results:
+        assert max(seconds for _, seconds in (torn, gone, other)) < GROUP_TIMEOUT_S / 2
+        assert "/7/mp_rank_01_model_states.pt cannot be loaded: " in torn[0] and torn[0].endswith("(rank 1)"), torn
+        assert 'got tag 7 on rank 0; no file "latest" on rank 1' in gone[0], gone
+        assert "got tag 7 on rank 0; tag 6 on rank 1" in other[0], other
 
 
 class _Cut:

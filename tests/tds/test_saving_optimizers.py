@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 
 import tds
-from tests.harness import run_ranks
+from tds.saving import CheckpointError
+from tests.harness import GROUP_TIMEOUT_S, run_ranks
 from tests.tds.toys import Toy, _share_groups, preload_zero
 
 ZERO = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
@@ -49,7 +53,7 @@ def _loss(output: torch.Tensor, labels: Any) -> torch.Tensor:
 def _engine(kind: str, bounds: list[int]) -> Any:
     optimizer, config = KINDS[kind]
     toy = Toy("chain", dtype=torch.float32)
-    module = tds.PipelineModule(toy.specs(), num_stages=2, loss_fn=_loss, partition_method=bounds)
+    module = tds.PipelineModule(toy.specs(), num_stages=len(bounds) - 1, loss_fn=_loss, partition_method=bounds)
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4, **config}
     return tds.initialize(model=module, optimizer=optimizer(module.parameters(), lr=0.02), config=config)[0]
 
@@ -99,3 +103,27 @@ def test_every_optimizer_resumes_and_takes_weights_alone(tmp_path: Path, ranks: 
             assert straight[0] == again[0], kind
             assert all(torch.equal(again[1][name], weight) for name, weight in straight[1].items()), kind
             assert all(torch.equal(stepped[name], weight) for name, weight in loaded.items()), kind
+
+
+def _saved_and_loaded(rank: int, place: str) -> tuple[str, float]:
+    """Save two replicas' states under ZeRO 1, cut those of one, and load."""
+    tds.init_distributed("gloo", verbose=False)
+    _share_groups()
+    engine = _engine("fp32, ZeRO 1", [0, 5])
+    _steps(engine, 0)
+    engine.save_checkpoint(place, tag="cut")
+    if rank == 0:
+        os.truncate(f"{place}/cut/zero_pp_rank_1_mp_rank_00_optim_states.pt", 1000)
+    dist.barrier()
+    began = time.monotonic()
+    with pytest.raises(CheckpointError) as raised:
+        engine.load_checkpoint(place)
+    return str(raised.value), time.monotonic() - began
+
+
+def test_states_of_zero_that_are_cut_on_one_replica_stop_both(tmp_path: Path) -> None:
+    for told, seconds in run_ranks(2, _saved_and_loaded, str(tmp_path)):
+        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt cannot be loaded: " in told and told.endswith("(rank 1)"), (
+            told
+        )
+        assert seconds < GROUP_TIMEOUT_S / 2
