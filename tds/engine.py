@@ -102,8 +102,9 @@ class PipelineEngine(LayerCheckpoints):
             with train_step.forgetting(self, self._gradients):
                 self._stage.run(self._plan.training(self.micro_batches), call)
             self._tell_what_is_split()
-            self.micro_steps += self.micro_batches
-            return train_step.finish(self, call.meter, self._gradients, call.reduction, call.source)
+            loss = train_step.finish(self, call.meter, self._gradients, call.reduction, call.source)
+        self.micro_steps += self.micro_batches
+        return loss
 
     def eval_batch(
         self,

@@ -92,10 +92,12 @@ def take_step(engine: PipelineEngine, gradients: Gradients) -> None:
     """Let DeepSpeed clip, step and count, with gradients as they are to be. Collective."""
     scale = gradients.loss_scale()
     engine._force_grad_boundary = True
-    with engine.report.part(STEP):
-        gradients.before_step()
-        engine._take_model_step(None)
-    engine._force_grad_boundary = False
+    try:
+        with engine.report.part(STEP), forgetting(engine, gradients):
+            gradients.before_step()
+            engine._take_model_step(None)
+    finally:
+        engine._force_grad_boundary = False
     gradients.after_step()
     if gradients.norm_is_scaled:
         engine._global_grad_norm = float(engine._global_grad_norm) / scale

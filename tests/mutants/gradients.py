@@ -115,6 +115,20 @@ GRADIENTS = (
         ("tests/tds/test_optimizers.py::test_a_batch_that_on_loss_stops_leaves_nothing_to_the_next",),
     ),
     Mutant(
+        "after a step that raised the engine is at a boundary for ever",
+        "tds/train_step.py",
+        "    finally:\n        engine._force_grad_boundary = False\n",
+        "    finally:\n        pass\n    engine._force_grad_boundary = False\n",
+        ("tests/tds/test_engine.py::test_a_step_that_raises_counts_for_nothing_and_leaves_no_gradients",),
+    ),
+    Mutant(
+        "a step that raised leaves its gradients to the next batch",
+        "tds/train_step.py",
+        "engine.report.part(STEP), forgetting(engine, gradients):",
+        "engine.report.part(STEP):",
+        ("tests/tds/test_engine.py::test_a_step_that_raises_counts_for_nothing_and_leaves_no_gradients",),
+    ),
+    Mutant(
         "evaluation moves the count of forwards that seeds layers",
         "tds/evaluation.py",
         ", forwards_uncounted(module):",

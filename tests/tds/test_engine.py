@@ -301,3 +301,29 @@ def test_an_error_in_the_middle_leaves_nothing_for_the_next_batch(num_stages: in
         assert len(gradients) == (3 if num_stages == 1 else 2)
         for name, gradient in [item for each in gradients for item in each.items()]:
             assert torch.allclose(gradient, wanted[name], rtol=1e-11, atol=1e-15), name
+
+
+def _step_that_raises(rank: int) -> tuple[list[Any], list[Any]]:
+    """What an engine says of itself after a step that raised, and the gradients of the batch after it."""
+    toy = Toy("chain")
+    engine = make_engine(toy, 2)
+    step, engine.optimizer.step = engine.optimizer.step, _raise
+    with pytest.raises(_Planted):
+        engine.train_batch(iter(toy.batches()))
+    engine.optimizer.step = step
+    left = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    said = [engine.is_gradient_accumulation_boundary(), engine.micro_steps, engine.global_steps, len(left)]
+    return said, [train(engine, toy)[1]]
+
+
+def _raise(*_: Any, **__: Any) -> None:
+    raise _Planted("Current loss scale already at minimum")
+
+
+def test_a_step_that_raises_counts_for_nothing_and_leaves_no_gradients() -> None:
+    """DeepSpeed's loss scaler does so; a program may catch it, and run backwards of its own."""
+    _, wanted = reference(Toy("chain"))
+    for said, gradients in run_ranks(2, _step_that_raises):
+        assert said == [False, 0, 0, 0]
+        for name, gradient in gradients[0].items():
+            assert torch.allclose(gradient, wanted[name], rtol=1e-11, atol=1e-15), name
