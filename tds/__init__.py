@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tds.compatibility import check_versions, spare_the_compiler
+from tds.compatibility import check_torch, check_versions, spare_the_compiler
 
+check_torch()
 check_versions()
 spare_the_compiler()
 

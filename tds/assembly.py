@@ -36,6 +36,7 @@ def refuse_unsupported(engine: PipelineEngine) -> None:
         )
     if engine.has_moe_layers:
         raise NotImplementedError("the pipeline engine of tds does not train DeepSpeed's MoE layers; use DeepSpeed's")
+    section.accepted(engine._config._param_dict)
     if engine.torch_autocast_enabled():
         raise NotImplementedError(
             'the pipeline engine of tds does not act on "torch_autocast"; use "bf16" or "fp16", or '
@@ -58,6 +59,11 @@ def tell_what_acts_on_nothing(engine: PipelineEngine) -> None:
         announce(
             f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
             "says of each tensor whether it is cut over the tensor group"
+        )
+    if engine._config.flops_profiler_config.enabled and engine.global_rank == 0:
+        announce(
+            '"flops_profiler" in the JSON profiles nothing in tds. Use "pipeline": {"trace": "a folder"}, or run '
+            "deepspeed.profiling.flops_profiler.get_model_profile on a layer"
         )
 
 

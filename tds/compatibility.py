@@ -1,36 +1,55 @@
-"""What must hold before DeepSpeed is used: its version, and that nothing is compiled for a CPU."""
+"""What must hold before DeepSpeed is used: its version and torch's, and that nothing is compiled for a CPU."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
-OLDEST = (0, 19, 6)
-BELOW = (0, 20)
+OLDEST, BELOW = (0, 19, 6), (0, 20)
+"""Of DeepSpeed."""
+OLDEST_TORCH = (2, 13)
 
 
 def check_versions(installed: str | None = None) -> None:
     """Do nothing if DeepSpeed's version is one that tds was written against.
 
     Raises:
-        ImportError: it is older or newer.
+        ImportError: it is older or newer, or not installed.
     """
+    _check("deepspeed", installed, OLDEST, BELOW)
+
+
+def check_torch(installed: str | None = None) -> None:
+    """Do nothing if torch is as new as that which tds was tried with.
+
+    Raises:
+        ImportError: it is older, or not installed.
+    """
+    _check("torch", installed, OLDEST_TORCH, None)
+
+
+def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: tuple[int, ...] | None) -> None:
+    wanted = f">={_text(oldest)}" + (f",<{_text(below)}" if below else "")
     if installed is None:
         try:
-            installed = metadata.version("deepspeed")
+            installed = metadata.version(package)
         except metadata.PackageNotFoundError as missing:
             raise ImportError(
-                "tds needs deepspeed, which is not installed: pip install 'deepspeed>=0.19.6,<0.20'"
+                f"tds needs {package}, which is not installed: pip install '{package}{wanted}'"
             ) from missing
     numbers = []
     for part in installed.split("+")[0].split(".")[:3]:
         digits = "".join(c for c in part if c.isdigit())
         numbers.append(int(digits or 0))
     version = tuple(numbers)
-    if version < OLDEST or version >= BELOW:
+    if version < oldest or (below is not None and version >= below):
         raise ImportError(
-            f"tds needs deepspeed >=0.19.6,<0.20, got {installed}: it builds on private parts of the engine that "
-            "change between versions. pip install 'deepspeed>=0.19.6,<0.20'"
+            f"tds needs {package} {wanted}, got {installed}: it builds on private parts that change between versions. "
+            f"pip install '{package}{wanted}'"
         )
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def spare_the_compiler() -> None:

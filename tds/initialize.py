@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 from tds.chatter import without_prints
 from tds.engine import PipelineEngine
+from tds.section import UNSUPPORTED, accepted
 
 
 @functools.wraps(deepspeed.initialize, assigned=("__doc__",))
@@ -38,8 +41,27 @@ def initialize(
         raise ValueError(
             f"mpu must be None for a pipeline model, which brings its own grid, got {type(mpu).__name__}. Leave it out."
         )
+    given["config"] = _accepted(config)
     with _our_engine(), without_prints():
-        return deepspeed.initialize(**given)
+        built = deepspeed.initialize(**given)
+    if not isinstance(built[0], PipelineEngine):
+        raise RuntimeError(
+            f"deepspeed.initialize must build tds.PipelineEngine for a pipeline model, got {type(built[0]).__module__}."
+            f"{type(built[0]).__name__}: deepspeed {deepspeed.__version__} does not take it from where tds puts it, or "
+            "another library has replaced deepspeed.initialize. Import tds ahead of that, or install deepspeed 0.19.8"
+        )
+    return built
+
+
+def _accepted(config: Any) -> Any:
+    """Return the JSON, a dict or the path of a file, without what is switched off and DeepSpeed may no longer know."""
+    given = config
+    if isinstance(config, str) and os.path.isfile(config):
+        with open(config) as file:
+            given = json.load(file)
+    if not isinstance(given, dict) or UNSUPPORTED.keys().isdisjoint(given):
+        return config
+    return accepted(given)
 
 
 @contextmanager

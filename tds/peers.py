@@ -7,45 +7,71 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_doing: str | None = None
+
+class PeerLost(RuntimeError):
+    """A rank that this one waited for is gone, or did not come in time; its cause is the backend's own error."""
+
+
+class Together:
+    """What one engine does together with other ranks.
+
+    Attributes:
+        doing: in words, or what it was when that failed; None if nothing.
+        history: gets what ends, in words.
+    """
+
+    def __init__(self, history: deque[Any]) -> None:
+        self.doing: str | None = None
+        self.history = history
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Count what the process waits for in here as this engine's: one engine may run within another's call."""
+        global _present
+        before, _present = _present, self
+        try:
+            yield
+        finally:
+            _present = before
+
+    def forget(self) -> None:
+        """Drop what an earlier error has left, here and outside of all engines."""
+        self.doing = outside.doing = None
+
+
+outside = Together(deque(maxlen=1))
+"""Of the process while no engine is at work."""
+_present = outside
 _number = 0
-_history: deque[Any] = deque(maxlen=1)
 
 
 @contextmanager
 def waiting_together(stage: int, doing: str) -> Iterator[None]:
-    """Let an error of a collective say which stage was ``doing`` what, and the watchdog while it lasts."""
-    global _doing, _number
-    outer, _doing = _doing, doing
+    """Let an error of a collective say which stage was ``doing`` what, and the watchdog while it lasts.
+
+    Raises:
+        PeerLost: in place of a RuntimeError within.
+    """
+    global _number
+    present = _present
+    before, present.doing = present.doing, doing
     _number += 1
     try:
         yield
-    except RuntimeError as error:  # _doing is left as it is, for the watchdog to tell until its ``over`` ends
-        raise RuntimeError(f"stage {stage} lost a rank while {doing}: {error}") from error
+    except RuntimeError as error:  # ``doing`` stays, for the watchdog to tell until its ``over`` ends
+        raise PeerLost(f"stage {stage} lost a rank while {doing}: {error}") from error
     except BaseException:
-        _doing = outer
+        present.doing = before
         raise
-    _doing = outer
-    _history.append(f"ended {doing}")
+    present.doing = before
+    present.history.append(f"ended {doing}")
 
 
 def doing_together() -> str | None:
     """Return what this process is doing together with others, or was when that failed; None if nothing."""
-    return _doing
+    return _present.doing
 
 
 def number_together() -> int:
     """Return how often this process began to wait together with others: two waits of one name are not one."""
     return _number
-
-
-def remember_in(history: deque[Any]) -> None:
-    """Append what ends from now on, in words, to ``history``: that of the engine that is at work."""
-    global _history
-    _history = history
-
-
-def forget() -> None:
-    """Drop what an earlier error has left."""
-    global _doing
-    _doing = None

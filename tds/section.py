@@ -16,6 +16,14 @@ KEYS = (
 )  # fmt: skip
 """DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction."""
 
+UNSUPPORTED = {
+    "amp": 'use "bf16" or "fp16"',
+    "progressive_layer_drop": "drop layers in your own modules, by torch's random numbers",
+    "compression_training": "quantize or prune in your own layers, or after training",
+    "eigenvalue": "take eigenvalues in the program, between steps",
+}
+"""Sections of the JSON that act in the forward and backward of DeepSpeed's own engine, and what to do without them."""
+
 
 def check_keys(section: Mapping[str, Any]) -> None:
     """Raise ValueError for keys that nobody reads."""
@@ -49,6 +57,30 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
             "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
         )
     return schedule
+
+
+def accepted(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON without the sections of ``UNSUPPORTED``, all of which must be switched off.
+
+    DeepSpeed refuses some of them even so, since it has dropped what they are for.
+
+    Raises:
+        NotImplementedError: one of them is enabled.
+    """
+    for key, instead in UNSUPPORTED.items():
+        if _is_enabled(given.get(key)):
+            raise NotImplementedError(
+                f'the pipeline engine of tds does not act on "{key}" in the JSON, got it enabled; {instead}, and take '
+                "the section out"
+            )
+    return {key: value for key, value in given.items() if key not in UNSUPPORTED}
+
+
+def _is_enabled(section: Any) -> bool:
+    """Return whether ``section``, or a section within, says so."""
+    if not isinstance(section, Mapping):
+        return section is True
+    return any(_is_enabled(value) for key, value in section.items() if key == "enabled" or isinstance(value, Mapping))
 
 
 def is_auto(schedule: Any) -> bool:

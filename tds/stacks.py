@@ -10,9 +10,13 @@ import threading
 import traceback
 from types import FrameType
 
+import torch
+
 DEEPEST = 12
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-_LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
+_INSTALLED = {"site-packages", "dist-packages"}
+_OWN_FOLDERS = tuple(os.path.join(folder, "") for folder in (sysconfig.get_paths()["stdlib"], *torch.__path__))
+"""Of what may lie elsewhere: Python's own modules, and torch, which is often built in a checkout."""
 
 
 def main_frame() -> FrameType | None:
@@ -52,4 +56,4 @@ def communication(frame: FrameType | None) -> str | None:
 
 
 def _is_library(path: str) -> bool:
-    return path.startswith(("<", *_LIBRARIES))
+    return path.startswith(("<", *_OWN_FOLDERS)) or not _INSTALLED.isdisjoint(path.split(os.sep))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tds.clock import Clock, HostClock
 from tds.device import is_host
+from tds.peers import PeerLost
 from tds.schedule import Action, Kind, Message
 from tds.wire import Slice
 
@@ -138,11 +139,11 @@ class Transport:
             raise self._lost(error, transfer, doing) from error
         self.waiting = None
 
-    def _lost(self, error: RuntimeError, transfer: Transfer, doing: str) -> RuntimeError:
+    def _lost(self, error: RuntimeError, transfer: Transfer, doing: str) -> PeerLost:
         message, peer = transfer.message, transfer.message.peer
         chunk = f" chunk {message.chunk}" if message.chunk else ""
         during = f" during {self.action}" if self.action is not None and doing == "receiving" else ""
-        return RuntimeError(
+        return PeerLost(
             f"stage {self.links.stage} lost stage {peer} (rank {self.links.ranks[peer]}) while {doing} the "
             f"{transfer.kind.name.lower()} of micro-batch {message.micro_batch}{chunk}{during}: {error}"
         )

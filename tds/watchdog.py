@@ -45,6 +45,7 @@ class Watchdog:
         self._alarms = None if store is None else Alarms(store, rank, names)
         self._name, self.limit_s = names[rank], limit_s
         self._phase = OUTSIDE
+        self._together = peers.Together(exchange.history)
         self._seen: State | None = None
         self._since = time.monotonic()
         self._answered: State | None = None
@@ -71,22 +72,22 @@ class Watchdog:
     @contextmanager
     def over(self, phase: str) -> Iterator[None]:
         """Watch what is done within; let an error of a peer that is lost name the one who did not come."""
-        peers.remember_in(self._exchange.history)
         self._phase = phase
         try:
-            yield
+            with self._together.at_work():
+                yield
         except RuntimeError as error:
             told = self._explain(error)
             if told is None:
                 raise
-            raise RuntimeError(f"{told}. {error}") from error
+            raise peers.PeerLost(f"{told}. {error}") from error
         finally:
             self._phase = OUTSIDE
             self._forget()
 
     def _forget(self) -> None:
         """Begin anew: what comes has nothing to do with what an error has left, or with an alarm heard until here."""
-        peers.forget()
+        self._together.forget()
         self._exchange.waiting = None
         with self._lock:
             self._number += 1
@@ -97,7 +98,8 @@ class Watchdog:
 
     def _explain(self, error: RuntimeError) -> str | None:
         """Return who did not come, if ``error`` is a wait that timed out or comes of another's."""
-        if " lost " not in str(error) or not (is_timeout(error) or self._heard.is_set()):
+        lost = peer_lost(error)
+        if lost is None or not (is_timeout(lost) or self._heard.is_set()):
             return None
         self._asked = True
         self._wake.set()
@@ -143,7 +145,8 @@ class Watchdog:
         exchange, phase = self._exchange, self._phase
         count = self._number, len(exchange.waits), peers.number_together()
         action = None if phase == OUTSIDE else exchange.action
-        return State(phase, action, exchange.waiting, peers.doing_together(), count)
+        together = (peers.outside if phase == OUTSIDE else self._together).doing
+        return State(phase, action, exchange.waiting, together, count)
 
     def _waited_s(self) -> float:
         """Return for how long this rank has waited for others, in one wait; 0 while it works."""
@@ -178,9 +181,16 @@ def _watch(watchdog: weakref.ref[Watchdog], wake: threading.Event) -> None:
         del present
 
 
-def is_timeout(error: BaseException) -> bool:
-    """True if ``error``, or what it came from, is a wait that took too long."""
-    cause: BaseException | None = error
+def peer_lost(error: BaseException | None) -> peers.PeerLost | None:
+    """Return the first error in the chain of causes that says that a peer is lost; None if none does."""
+    while error is not None and not isinstance(error, peers.PeerLost):
+        error = error.__cause__
+    return error
+
+
+def is_timeout(lost: peers.PeerLost) -> bool:
+    """True if the backend's error behind ``lost`` is a wait that took too long; it has no class of its own for it."""
+    cause = lost.__cause__
     while cause is not None:
         text = str(cause).lower()
         if "timed out" in text or "timeout" in text:

@@ -8,6 +8,7 @@ AGREES = "tests/tds/test_data_agreement.py"
 ENDS = f"{AGREES}::test_all_ranks_learn_of_data_that_end_and_can_go_on"
 NESTING = "tests/tds/test_nesting.py"
 AS_LAYER = "tests/tds/test_loss_as_layer.py"
+DROP_IN = "tests/tds/test_drop_in.py"
 STARTED = "tests/training/test_started_by.py"
 STAGES = "tests/training/test_data_rules.py"
 
@@ -133,6 +134,66 @@ CONTRACT = (
         '    if "RANK" in env:\n',
         '    if "RANK" in env and not any(name in env for each in STARTERS for name in each.variables):\n',
         (f"{STARTED}::test_what_torchrun_says_counts_ahead_of_what_started_torchrun",),
+    ),
+    Mutant(
+        "a section that is switched on further down is taken for one that is off",
+        "tds/section.py",
+        "        if _is_enabled(given.get(key)):\n",
+        '        if given.get(key, {}).get("enabled") is True:\n',
+        (f"{DROP_IN}::test_sections_of_the_json_that_act_on_nothing_are_refused_or_announced",),
+        refuses=True,
+    ),
+    Mutant(
+        "DeepSpeed's profiler of FLOPs begins in our forwards",
+        "tds/engine.py",
+        'would begin with each forward and never end."""\n        return False\n',
+        'would begin with each forward and never end."""\n        return super().flops_profiler_enabled()\n',
+        (f"{DROP_IN}::test_sections_of_the_json_that_act_on_nothing_are_refused_or_announced",),
+        refuses=True,
+    ),
+    Mutant(
+        "DeepSpeed's own engine trains where ours was asked for",
+        "tds/initialize.py",
+        "    if not isinstance(built[0], PipelineEngine):\n",
+        "    if built[0] is None:\n",
+        (f"{DROP_IN}::test_an_engine_that_is_not_ours_is_refused",),
+        refuses=True,
+    ),
+    Mutant(
+        "any torch will do",
+        "tds/compatibility.py",
+        "OLDEST_TORCH = (2, 13)\n",
+        "OLDEST_TORCH = (2,)\n",
+        (f"{DROP_IN}::test_an_older_torch_is_refused",),
+        refuses=True,
+    ),
+    Mutant(
+        "libraries are known by the folder of one Python",
+        "tds/stacks.py",
+        " or not _INSTALLED.isdisjoint(path.split(os.sep))\n",
+        "\n",
+        ("tests/tds/test_watchdog.py::test_the_place_of_a_stack_is_the_programs_own_wherever_libraries_lie",),
+    ),
+    Mutant(
+        "a torch that is built in a checkout is taken for the program",
+        "tds/stacks.py",
+        '(sysconfig.get_paths()["stdlib"], *torch.__path__))\n',
+        '(sysconfig.get_paths()["stdlib"],))\n',
+        ("tests/tds/test_watchdog.py::test_torch_is_a_library_where_it_is_built_too",),
+    ),
+    Mutant(
+        "an engine within another's call wipes what that one waits for",
+        "tds/peers.py",
+        "        before, _present = _present, self\n",
+        "        before, _present = _present, outside\n",
+        ("tests/tds/test_watchdog.py::test_two_engines_of_a_process_tell_each_of_what_it_does_itself",),
+    ),
+    Mutant(
+        "a user's error with the words of a lost peer gets a verdict",
+        "tds/watchdog.py",
+        "    while error is not None and not isinstance(error, peers.PeerLost):\n",
+        '    while error is not None and " lost " not in str(error):\n',
+        ("tests/tds/test_watchdog.py::test_a_timeout_is_known_by_its_cause",),
     ),
     Mutant(
         "the pods of the Job look for another service",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from contextlib import redirect_stderr, redirect_stdout
+import json
+import logging
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +18,11 @@ import torch
 
 import tds
 import tds.pipe
-from tds.compatibility import check_versions
+from tds.compatibility import check_torch, check_versions
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, check_equal, make_engine, train
 
+initialize_module: Any = importlib.import_module("tds.initialize")  # the name in tds is the function
 OURS = {"PipelineEngine", "PipelineModule", "initialize", "pipe", "runtime"}
 """And names that DeepSpeed does not have."""
 
@@ -53,6 +59,19 @@ def test_other_versions_are_refused(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.19.6", "0.19.8", "0.19.12+cu12"])
 def test_versions_in_range_are_accepted(version: str) -> None:
     check_versions(version)
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "1.13.0+cu117", "2.9"])
+def test_an_older_torch_is_refused(version: str) -> None:
+    with pytest.raises(ImportError, match=f"needs torch >=2.13, got {version}".replace("+", r"\+")):
+        check_torch(version)
+
+
+def test_a_newer_torch_is_accepted_and_the_folders_own_project_asks_for_the_same() -> None:
+    for version in ("2.13.0", "2.13.0a0+git1", "2.14.1+cpu", "3.0"):
+        check_torch(version)
+    project = tomllib.loads((Path(tds.__file__).parent / "pyproject.toml").read_text())["project"]
+    assert {"torch>=2.13", "deepspeed>=0.19.6,<0.20"} <= set(project["dependencies"])
 
 
 def _plain(rank: int) -> Any:
@@ -98,3 +117,64 @@ def test_a_plain_pipeline_module_trains_with_every_schedule_but_those_of_chunks(
     for index, toy in enumerate(toys):
         check_equal([results[index] for results, _ in ranks], toy, tolerance=1e-13)
     assert all("tds.PipelineModule" in told for _, each in ranks for told in each)
+
+
+def _with_sections(rank: int, place: str) -> list[str]:
+    """Return what is said of sections that are enabled, and of those that are not."""
+    told = []
+    for key in ("amp", "progressive_layer_drop", "eigenvalue"):
+        with pytest.raises(NotImplementedError) as raised:
+            make_engine(Toy(config={key: {"enabled": True}}), 1)
+        told.append(str(raised.value))
+    nested = {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}}}
+    with pytest.raises(NotImplementedError) as raised:
+        make_engine(Toy(config={"compression_training": nested}), 1)
+    told.append(str(raised.value))
+    off = {"amp": {"enabled": False, "opt_level": "O1"}, "eigenvalue": {"enabled": False}, "progressive_layer_drop": {},
+           "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}}  # fmt: skip
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4, **off}
+    (Path(place) / "ds.json").write_text(json.dumps(config))
+    lines: list[str] = []
+    with _announced(lines):
+        for given in (config, f"{place}/ds.json"):
+            module = tds.PipelineModule(Toy().specs(), num_stages=1, loss_fn=Toy().loss_fn)
+            engine = tds.initialize(model=module, optimizer=torch.optim.SGD(module.parameters(), 0.1), config=given)[0]
+            engine.train_batch(iter(Toy().batches()))
+        told.append("; ".join(lines))
+        engine = make_engine(Toy(config={"flops_profiler": {"enabled": True, "profile_step": 0}}), 1)
+        engine.train_batch(iter(Toy().batches()))
+        assert not any(hasattr(layer, "__flops__") for layer in engine.module.modules()), "the profiler has begun"
+        told.append("; ".join(lines))
+    assert set(config) > set(off), "the program's own JSON stays as it was"
+    return told
+
+
+@contextmanager
+def _announced(lines: list[str]) -> Iterator[None]:
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tds").addHandler(handler)
+    yield
+    logging.getLogger("tds").removeHandler(handler)
+
+
+def test_sections_of_the_json_that_act_on_nothing_are_refused_or_announced(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, _with_sections, str(tmp_path))
+    for key, words in zip(("amp", "progressive_layer_drop", "eigenvalue", "compression_training"), told, strict=False):
+        assert f'does not act on "{key}" in the JSON, got it enabled; ' in words and "take the section out" in words
+    assert told[4] == ""
+    assert told[5].startswith('"flops_profiler" in the JSON profiles nothing in tds')
+
+
+def _stock_comes_out(rank: int) -> str:
+    initialize_module._our_engine = nullcontext
+    with pytest.raises(RuntimeError) as raised:
+        make_engine(Toy(), 1)
+    return str(raised.value)
+
+
+def test_an_engine_that_is_not_ours_is_refused() -> None:
+    (told,) = run_ranks(1, _stock_comes_out)
+    assert (
+        "must build tds.PipelineEngine for a pipeline model, got deepspeed.runtime.pipe.engine.PipelineEngine" in told
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import math
 import os
@@ -17,13 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tds import peers
+from tds import peers, stacks
 from tds.alarm import POLL_S
+from tds.peers import PeerLost
 from tds.schedule import Backward, Forward, Kind, Message
 from tds.verdict import Report, report, told_messages, verdict
-from tds.watchdog import Watchdog, is_timeout
+from tds.watchdog import Watchdog, is_timeout, peer_lost
 from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -161,6 +164,7 @@ def _fail(dog: Any) -> str:
         dog._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
         with peers.waiting_together(0, "agreeing on the loss"):
             raise RuntimeError("timed out")
+    assert isinstance(caught.value, PeerLost)
     return str(caught.value)
 
 
@@ -172,10 +176,12 @@ def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_it
     with pytest.raises(ArithmeticError), peers.waiting_together(0, "averaging"):
         raise ArithmeticError
     assert peers.doing_together() is None
-    with pytest.raises(RuntimeError, match="^lost after all$"), own.over("in train_batch"):
-        raise RuntimeError("lost after all")
+    users = "a filter lost 3 samples, timeout=5"
+    with pytest.raises(RuntimeError, match=f"^{users}$") as raised, own.over("in train_batch"):
+        raise RuntimeError(users)
+    assert not isinstance(raised.value, PeerLost)
     other = _watching(1, store)
-    assert _fail(own).startswith("no rank is at work")  # both are of this process, and the other one answers now
+    assert _fail(own).startswith("rank 1 did not come: it has been outside of train_batch")  # it answers now
     assert other._thread.is_alive() and own._thread.is_alive()
 
 
@@ -276,7 +282,60 @@ def test_a_timeout_is_known_by_its_cause() -> None:
         try:
             raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
         except RuntimeError as cause:
-            raise RuntimeError("stage 0 lost stage 1") from cause
-    except RuntimeError as error:
-        assert is_timeout(error)
-    assert not is_timeout(RuntimeError("Connection closed by peer"))
+            raise PeerLost("stage 0 lost stage 1") from cause
+    except PeerLost as error:
+        lost = error
+    assert is_timeout(lost) and not is_timeout(PeerLost("stage 0 lost stage 1, timeout"))
+    wrapped = RuntimeError("a layer failed")
+    wrapped.__cause__ = lost
+    assert peer_lost(wrapped) is lost and peer_lost(RuntimeError("lost, timeout")) is None
+
+
+def test_two_engines_of_a_process_tell_each_of_what_it_does_itself() -> None:
+    """As a teacher that is evaluated within the call of its student."""
+    student, teacher = _watching(0, None), _watching(0, None)
+    with student.over("in train_batch"), peers.waiting_together(0, "agreeing on the loss"):
+        with teacher.over("in eval_batch"):
+            assert teacher._state().together is None
+            with peers.waiting_together(0, "adding up the losses"):
+                assert teacher._state().together == peers.doing_together() == "adding up the losses"
+        assert student._state().together == peers.doing_together() == "agreeing on the loss"
+    assert list(teacher._exchange.history) == ["ended adding up the losses"]
+    assert list(student._exchange.history) == ["ended agreeing on the loss"]
+    with peers.waiting_together(0, "measuring the bubble"):
+        assert student._state().together == "measuring the bubble"
+    assert peers.doing_together() is None
+
+
+def _called_from(file: str, inner: Any) -> Any:
+    """Return what ``inner`` returns where code of ``file`` calls it."""
+    names: dict[str, Any] = {}
+    exec(compile("def wait(inner): return inner()", file, "exec"), names)
+    return names["wait"](inner)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/elsewhere/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py",
+        "/usr/lib/python3/dist-packages/numpy/core.py",
+        os.path.join(next(iter(torch.__path__)), "distributed", "distributed_c10d.py"),
+        threading.__file__,
+        "<frozen importlib._bootstrap>",
+    ],
+)
+def test_the_place_of_a_stack_is_the_programs_own_wherever_libraries_lie(file: str) -> None:
+    frame = _called_from(file, lambda: _called_from(file, sys._getframe))
+    assert stacks.told_place(frame).partition(" (")[2].startswith("test_watchdog.py:"), file
+    own = _called_from("/home/user/my-site-packages.py", sys._getframe)
+    assert stacks.told_place(own) == "wait (my-site-packages.py:1)"
+
+
+def test_torch_is_a_library_where_it_is_built_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__path__", ["/opt/pytorch/torch"])
+    rebuilt: Any = importlib.reload(stacks)
+    monkeypatch.undo()
+    frame = _called_from("/opt/pytorch/torch/distributed/distributed_c10d.py", sys._getframe)
+    told = rebuilt.told_place(frame)
+    importlib.reload(stacks)
+    assert "test_watchdog.py:" in told
