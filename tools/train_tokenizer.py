@@ -3,8 +3,9 @@
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json
 
 --model bpe (byte-level, a `tokenizers` JSON file), wordpiece (BERT's, cased, the same kind of file) or unigram (a
-SentencePiece .model); all get <|endoftext|>. The text is streamed, but a trainer keeps each different word of it
-(unigram: all of it), so give --sample-bytes for a large corpus. At the end a table says how many tokens a text takes.
+SentencePiece .model); all get <|endoftext|>. The text is streamed. bpe and wordpiece keep its different words, and a
+sample of them where they do not fit into memory; unigram keeps all of the text some 20 times over, so give
+--sample-bytes for a large corpus. At the end a table says how many tokens a text takes.
 """
 
 from __future__ import annotations
@@ -73,6 +74,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
     add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
     add("--sample-bytes", type=at_least(1), help="train on so much text, spread evenly over the input (default: all)")
+    add(
+        "--memory-bytes",
+        type=at_least(1 << 24),
+        help="memory for the words of the text (bpe, wordpiece), 16777216 or more; those that do not fit are sampled "
+        "(default: half of what is free, at most the largest of 2.7 times the text, 10 kB for each token and 80 MB)",
+    )
     add("--special-tokens", nargs="+", default=[], metavar="NAME", help="further control tokens, as <fim_prefix>")
     add("--num-sentinels", type=at_least(0), default=0, help="control tokens <extra_id_0> and so on, as T5 has (0)")
     add("--max-bad-lines", type=at_least(0), default=0, help="bad lines to leave out before giving up (0)")
@@ -138,16 +145,23 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.output, args.model)
     special = train.special_names(args.special_tokens, args.num_sentinels)
     text = training_text(args)
-    trained = train.MODELS[args.model](text, args.vocab_size, special)
+    trained = train.MODELS[args.model](text, args.vocab_size, special, args.memory_bytes)
     files.replace_bytes(args.output, trained)
     built = tokenizer.build(tokenizer_path=args.output)
     seconds = time.monotonic() - started
     for bad in text.bad:
         log.warning(f"left out {bad}")
+    held_out = [document for group in text.held_out.values() for document in group]
+    num_bytes = text.num_bytes - sum(len(document.encode()) for document in held_out)
     log.info(
-        f"{args.output}: {built.vocab_size} tokens, trained on {text.num_documents} documents, "
-        f"{text.num_bytes / 1e6:.1f} MB in {seconds:.1f} s ({text.num_bad} bad left out)"
+        f"{args.output}: {built.vocab_size} tokens, trained on {text.num_documents - len(held_out)} documents, "
+        f"{num_bytes / 1e6:.1f} MB in {seconds:.1f} s ({text.num_bad} bad left out, {len(held_out)} kept apart)"
     )
+    if built.vocab_size < args.vocab_size:
+        log.warning(
+            f"the text gives only {built.vocab_size} of the {args.vocab_size} tokens of --vocab-size: there is nothing "
+            "left to join. Give more text, or a smaller --vocab-size."
+        )
     if text.held_out:
         report(fertility.measure(built, by_language(text.held_out)))
     else:

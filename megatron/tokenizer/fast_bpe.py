@@ -36,7 +36,7 @@ def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: 
             an id that differs is only a warning.
 
     Raises:
-        DataError: ``is_required``, and gigatoken is not installed, or the tokenizer is no BPE.
+        DataError: ``is_required``, and gigatoken or what it needs is not installed, or the tokenizer is no BPE.
     """
     reason = _why_not(tokenizer)
     if reason and is_required:
@@ -44,6 +44,10 @@ def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: 
     if not reason:
         try:
             return _verified(tokenizer, [*_PROBES, *_spellings(tokenizer), *sample])
+        except ImportError as error:
+            reason = f"gigatoken needs {error.name or error}, which cannot be imported: pip install -e '.[gigatoken]'"
+            if is_required:
+                raise DataError(f"{reason}; the import says: {error}") from error
         except _DiffersError as error:
             reason = str(error)
     log.warning(f"{reason}; going on without gigatoken")

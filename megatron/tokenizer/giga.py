@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import awkward  # noqa: F401 - without it gigatoken gives lists that it says nothing of
 import gigatoken
 import numpy as np
 

@@ -154,8 +154,8 @@ TOKENIZERS = (
     Mutant(
         "words are cut behind their space",
         "megatron/tokenizer/known_words.py",
-        'f" ?[^{_SPACE}]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"',
-        'f"[^{_SPACE}]+ ?|[{_SPACE}]+"',
+        'f" ?[^{SPACE}]+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+"',
+        'f"[^{SPACE}]+ ?|[{SPACE}]+"',
         ("tests/tokenizer/test_known_words.py::test_tokens_by_words_are_the_librarys",),
     ),
     Mutant(

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import multiprocessing
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,20 @@ def test_what_it_cannot_do_is_an_error_only_when_it_was_asked_for(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert with_gigatoken(bpe, []) is bpe
     with pytest.raises(DataError, match=r"pip install -e '.\[gigatoken\]'"):
+        with_gigatoken(bpe, [], is_required=True)
+
+
+def test_a_dependency_of_gigatokens_own_that_is_missing_is_named(
+    bpe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning", told.append)
+    monkeypatch.setitem(sys.modules, "awkward", None)  # its import fails as if it were not there
+    monkeypatch.delitem(sys.modules, "megatron.tokenizer.giga")
+    bpe = tokenizer.build(tokenizer_path=bpe_path)
+    assert with_gigatoken(bpe, []) is bpe
+    assert "gigatoken needs awkward, which cannot be imported" in told[0] and "vocabulary" not in told[0]
+    with pytest.raises(DataError, match=r"gigatoken needs awkward, .*pip install -e '.\[gigatoken\]'"):
         with_gigatoken(bpe, [], is_required=True)
 
 

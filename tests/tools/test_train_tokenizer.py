@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import runpy
 import sys
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def test_control_tokens_come_first_and_the_same_text_gives_the_same_file(
 ) -> None:
     names = ["--special-tokens", "<fim_prefix>", "<fim_middle>", "--num-sentinels", 3]
     code, path, said = train("--input", corpus, "--vocab-size", 400, *names)
-    assert code == 0 and "trained on 900 documents" in said, said
+    assert code == 0 and "trained on 896 documents, 0.1 MB" in said and "0 bad left out, 4 kept apart" in said, said
     built = tokenizer.build(tokenizer_path=path)
     assert built.eod_id == 0 and built.token_to_id("<fim_middle>") == 2 and built.sentinel_ids == (3, 4, 5)
     assert built.decode(built.encode(CHINESE + CODE + "\x07é")) == CHINESE + CODE + "\x07é"
@@ -69,7 +70,7 @@ def test_control_tokens_come_first_and_the_same_text_gives_the_same_file(
 def test_unigram_and_wordpiece_are_trained_and_open_again(train: Callable[..., tuple], corpus: Path) -> None:
     several = ["--input", corpus, corpus, "--num-sentinels", 2]
     code, path, said = train(*several, "--vocab-size", 320, "--model", "unigram", name="t.model")
-    assert code == 0 and "trained on 1800 documents" in said and "Latin" not in said, said
+    assert code == 0 and "trained on 1790 documents" in said and "Latin" not in said, said
     unigram = tokenizer.build(tokenizer_path=path)
     assert len(unigram.sentinel_ids) == 2 and unigram.decode(unigram.encode(CODE)) == CODE
     code, path, said = train(*several, "--vocab-size", 120, "--model", "wordpiece")
@@ -132,6 +133,32 @@ def test_an_output_that_cannot_be_used_is_refused_before_training(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("model", ["bpe", "wordpiece"])
+def test_a_vocabulary_smaller_than_asked_for_is_told(
+    train: Callable[..., tuple], tmp_path: Path, corpus: Path, model: str
+) -> None:
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "the lamp, the river"}) + "\n")
+    code, path, said = train("--input", tmp_path / "c.jsonl", "--vocab-size", 5000, "--model", model)
+    size = tokenizer.build(tokenizer_path=path).vocab_size
+    assert code == 0 and f"the text gives only {size} of the 5000 tokens of --vocab-size" in " ".join(said.split())
+    assert "gives only" not in train("--input", corpus, "--vocab-size", 300, "--model", "bpe")[2]
+
+
+def test_memory_given_bounds_the_words_and_the_log_says_so(
+    train: Callable[..., tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_tokenizer.train, "_BYTES_FOR_A_BYTE", 80_000)
+    draw = random.Random(0)
+    lines = ["".join(chr(0x4E00 + draw.randrange(900)) for _ in range(6)) for _ in range(300)]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "\n".join(lines)}) + "\n")
+    code, _, said = train("--input", tmp_path / "c.jsonl", "--vocab-size", 300, "--memory-bytes", "2e7")
+    said = " ".join(said.split())
+    assert code == 0 and "more different words than fit into 20 MB of memory" in said and "% of the rare" in said, said
+    assert (
+        "different words" not in train("--input", tmp_path / "c.jsonl", "--vocab-size", 300, "--memory-bytes", "1e9")[2]
+    )
+
+
 def test_ctrl_c_ends_training_in_one_line(
     train: Callable[..., tuple], corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +174,7 @@ def test_ctrl_c_ends_training_in_one_line(
 def test_bad_lines_within_the_limit_are_left_out(train: Callable[..., tuple], tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "a b c"}\n{"text": 1}\n\n{"text": "\xff"}\n{"text": "d"}\n')
     code, _, said = train("--input", tmp_path / "c.jsonl", "--vocab-size", 260, "--max-bad-lines", "2")
-    assert code == 0 and "trained on 2 documents" in said and "(2 bad left out)" in said, said
+    assert code == 0 and "trained on 2 documents" in said and "(2 bad left out, 0 kept apart)" in said, said
     assert "left out" in said and "c.jsonl:4 (byte 31): not UTF-8" in said
     assert "the text is too small" in said
 
