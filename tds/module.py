@@ -98,7 +98,7 @@ class PipelineModule(_DeepSpeedModule):
                 self._set_bounds(start=start, stop=stop)
                 first = len(self.forward_funcs)
                 super()._build()
-                self._runs.append(_Run(self, start, self.forward_funcs[first:]))
+                self._runs.append(_Run(self, start, slice(first, len(self.forward_funcs))))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         device.convert_parameters(self, fn)
@@ -149,13 +149,18 @@ class PipelineModule(_DeepSpeedModule):
 class _Run:
     """The layers of one chunk as DeepSpeed's ``PipelineModule.forward`` takes them; all else is the module's."""
 
-    def __init__(self, module: PipelineModule, start: int, layers: list[Any]) -> None:
+    def __init__(self, module: PipelineModule, start: int, own: slice) -> None:
         self._module = module
         self._local_start = start
-        self.forward_funcs = layers
+        self._own = own
         self.micro_offset = 0
         self.is_checkpointable_results: list[bool] = []
         self.is_checkpointable_results_interval: int | None = None
+
+    @property
+    def forward_funcs(self) -> list[Any]:
+        """Return the layers as they are now: ``engine.compile()`` replaces those that are functions."""
+        return self._module.forward_funcs[self._own]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -196,6 +196,13 @@ CONTRACT = (
         ("tests/tds/test_watchdog.py::test_a_timeout_is_known_by_its_cause",),
     ),
     Mutant(
+        "chunks keep the functions that were there before they were compiled",
+        "tds/module.py",
+        "        return self._module.forward_funcs[self._own]\n",
+        '        return self.__dict__.setdefault("kept", self._module.forward_funcs[self._own])\n',
+        ("tests/tds/test_programs.py::test_compile_reaches_functions_of_every_chunk",),
+    ),
+    Mutant(
         "the pods of the Job look for another service",
         "examples/launch/kubernetes/job.yaml",
         "      subdomain: gpt2\n",

@@ -292,3 +292,21 @@ def test_every_public_method_of_deepspeeds_engine_is_there_with_its_arguments() 
         ours = inspect.signature(getattr(tds.PipelineEngine, name)).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in ours.values())
         assert takes_all or [p for p in ours if p != "self"][: len(theirs)] == theirs, name
+
+
+def _compiled(rank: int) -> list[float]:
+    """Run chunks of functions before and after ``compile``, which here doubles what a function returns."""
+    tds.init_distributed("gloo", verbose=False)
+    module = tds.PipelineModule([_plus_one] * 4, num_stages=1, chunks=2, partition_method="uniform")
+    before = [float(module(torch.ones(()), chunk)) for chunk in range(2)]
+    torch.compile = lambda function: lambda x: 2 * function(x)
+    module.compile()
+    return before + [float(module(torch.ones(()), chunk)) for chunk in range(2)]
+
+
+def _plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_compile_reaches_functions_of_every_chunk() -> None:
+    assert run_ranks(1, _compiled) == [[3.0, 3.0, 10.0, 10.0]]

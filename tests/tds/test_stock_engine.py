@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from torch import nn
 
 import tds
 from tests.harness import run_ranks
@@ -115,3 +116,40 @@ def test_bf16_with_zero_1_trains_as_deepspeeds_engine_does() -> None:
         assert ours[2] == pytest.approx(float(stock[2]), rel=1e-5)
         for theirs, own in zip(stock[1], ours[1], strict=True):
             assert torch.equal(theirs, own)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return torch.flatten(x, 1)
+
+
+def _convolutions(rank: int, config: dict[str, Any]) -> list[list[float]]:
+    """Train a small AlexNet, layers and functions in a list, in stock and in ours; return the losses of both."""
+    losses: list[list[float]] = []
+    for ours in (deepspeed, tds):
+        tds.init_distributed("gloo", verbose=False)
+        torch.manual_seed(1138)
+        layers = [
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d((2, 2)), _flat,
+            nn.Dropout(), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(64, 10),
+        ]  # fmt: skip
+        module = ours.PipelineModule(
+            layers=layers, num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="parameters"
+        )
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        given = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4, **config}
+        engine = ours.initialize(model=module, optimizer=optimizer, config=given)[0]
+        generator = torch.Generator().manual_seed(3)
+        images = 30 * torch.randn(8, 4, 3, 8, 8, generator=generator)
+        labels = torch.randint(0, 10, (8, 4), generator=generator)
+        data = deepspeed.utils.RepeatingLoader(list(zip(images, labels, strict=True)))
+        losses.append([float(engine.train_batch(data)) for _ in range(6)])
+    return losses
+
+
+def test_convolutions_equal_deepspeeds_to_the_bit_without_clipping_and_not_with_stocks() -> None:
+    """The first row of the table "differs from DeepSpeed" in tds/README.md: stock's norm is that of stage 0 alone."""
+    for stock, ours in run_ranks(2, _convolutions, {"gradient_clipping": 0.0}):
+        assert stock == ours
+    for stock, ours in run_ranks(2, _convolutions, {}):
+        assert stock[0] == ours[0] and stock != ours
