@@ -17,7 +17,7 @@ from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.training.accelerator import backend_of, check_device_fits, settle
 from megatron.training.failure import fault_of_this_rank
-from megatron.training.meeting import meet
+from megatron.training.rendezvous import rendezvous
 from megatron.training.sameness import compare_devices, compare_ranks
 
 MOST_QUEUES = "32"
@@ -130,7 +130,7 @@ def _init_process_group(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = meet(rank, size, timeout, signal_name)
+    store = rendezvous(rank, size, timeout, signal_name)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:

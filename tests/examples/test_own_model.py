@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config import parse
-from megatron.training import meeting, world
+from megatron.training import rendezvous, world
 from megatron.training.metrics import read_metrics
 from megatron.training.parity import Trace, compare, trace_steps
 from tests.harness import run_ranks
@@ -135,7 +135,7 @@ def run_script(rank: int, world_size: int, folder: str, flags: list[str]) -> Non
     os.chdir(folder)
     sys.argv = [str(SCRIPT), *SIZES, *flags]
     sys.stdout = open("output", "a", buffering=1)  # noqa: SIM115 - until the process ends
-    meeting.open_store = lambda *_: dist.FileStore("store", world_size)
+    rendezvous.open_store = lambda *_: dist.FileStore("store", world_size)
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

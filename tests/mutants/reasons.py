@@ -11,7 +11,7 @@ ON_ITS_WAY = f"{REASONS}::test_an_error_on_its_way_out_counts_more_than_a_dead_p
 NCCL = f"{REASONS}::test_what_nccl_says_of_this_rank_is_not_told_of_another"
 SAMENESS = "tests/training/test_sameness.py"
 CAUSES = "tests/checkpoint/test_causes.py::test_what_all_ranks_find_alike_is_marked_as_such_wherever_it_was_found"
-MEETING = "tests/training/test_meeting.py"
+RENDEZVOUS = "tests/training/test_rendezvous.py"
 OWN = "tests/training/test_started_by.py::test_a_mistake_in_its_own_environment_is_said_by_the_very_process"
 TABLE = f"{REASONS}::test_what_becomes_of_a_job_by_its_table"
 
@@ -183,33 +183,33 @@ TOLD = (
     ),
     Mutant(
         "two processes with one rank wait for ever",
-        "megatron/training/meeting.py",
-        '        if board.add(f"{_CLAIMS}/{rank}", 1) > 1 and',
-        '        if board.add(f"{_CLAIMS}/{rank}", 1) > 2 and',
-        (f"{MEETING}::test_a_rank_that_is_there_twice_is_named_by_the_later_one_and_the_others_go_on",),
+        "megatron/training/rendezvous.py",
+        '        if keys.add(f"{_CLAIMS}/{rank}", 1) > 1 and',
+        '        if keys.add(f"{_CLAIMS}/{rank}", 1) > 2 and',
+        (f"{RENDEZVOUS}::test_a_rank_that_is_there_twice_is_named_by_the_later_one_and_the_others_go_on",),
         refuses=True,
     ),
     Mutant(
         "a process that waits for others does not hear a signal",
-        "megatron/training/meeting.py",
-        '            board.compare_set(name, "", f"{wanted}, and rank {rank} has left',
-        '            board.check([name]) or (name, "", f"{wanted}, and rank {rank} has left',
-        (f"{MEETING}::test_sigterm_ends_a_process_that_waits_for_others_and_those_with_it",),
+        "megatron/training/rendezvous.py",
+        '            keys.compare_set(name, "", f"{wanted}, and rank {rank} has left',
+        '            keys.check([name]) or (name, "", f"{wanted}, and rank {rank} has left',
+        (f"{RENDEZVOUS}::test_sigterm_ends_a_process_that_waits_for_others_and_those_with_it",),
         refuses=True,
     ),
     Mutant(
         "a restarted process is taken for a second one",
-        "megatron/training/meeting.py",
-        'if board.check([_COME]) or board.add(f"{_BEATS}/{rank}", 0) > beats:',
-        "if beats >= 0:",
-        (f"{MEETING}::test_a_process_takes_the_place_of_one_that_was_killed_while_it_waited",),
+        "megatron/training/rendezvous.py",
+        'if keys.check([_COME]) or keys.add(f"{_HEARTBEATS}/{rank}", 0) > heartbeats:',
+        "if heartbeats >= 0:",
+        (f"{RENDEZVOUS}::test_a_process_takes_the_place_of_one_that_was_killed_while_it_waited",),
     ),
     Mutant(
         "nobody looks whether those that have come are still there",
-        "megatron/training/meeting.py",
-        "        _call_roll(board, _BEGIN,",
-        "        rank or _call_roll(board, _COME,",
-        (f"{MEETING}::test_a_rank_that_died_after_all_had_come_is_named",),
+        "megatron/training/rendezvous.py",
+        "        _barrier(keys, _BEGIN,",
+        "        rank or _barrier(keys, _COME,",
+        (f"{RENDEZVOUS}::test_a_rank_that_died_after_all_had_come_is_named",),
         refuses=True,
     ),
     Mutant(

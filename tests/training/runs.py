@@ -144,6 +144,6 @@ def _rendezvous_by_file(store: Path) -> None:
     """Let the ranks meet in a file: no ports in tests."""
     import torch.distributed as dist
 
-    from megatron.training import meeting
+    from megatron.training import rendezvous
 
-    meeting.open_store = lambda rank, size, *_: dist.FileStore(str(store), size)
+    rendezvous.open_store = lambda rank, size, *_: dist.FileStore(str(store), size)

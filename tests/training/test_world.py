@@ -42,7 +42,7 @@ def test_ranks_that_do_not_connect_are_told_with_the_flag_that_waits_longer(monk
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(world, "meet", lambda *_: None)
+    monkeypatch.setattr(world, "rendezvous", lambda *_: None)
     monkeypatch.setattr(world.dist, "init_process_group", refuse)
     with pytest.raises(PeerError, match=r"within 120 s \(--phase-timeout-minutes\), got: wait timeout"):
         world._init_process_group("gloo", "cpu", timedelta(minutes=2))

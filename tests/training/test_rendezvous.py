@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.errors import JobError, StopRequest, exit_code
-from megatron.training import meeting
+from megatron.training import rendezvous
 from megatron.training.stop import StopRequests
 from tests.harness import run_ranks
 from tests.launch.jobs import free_port
@@ -24,17 +24,17 @@ Plan = tuple[int, int, float]
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(meeting, "_DEAD_S", 0.3)
-    monkeypatch.setattr(meeting, "_LINGER_S", 0.2)
-    monkeypatch.setattr(meeting, "_BEAT_S", 0.1)
-    monkeypatch.setattr(meeting, "_POLL_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_DEAD_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_LINGER_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_POLL_S", 0.05)
     return free_port()
 
 
 def start(
     plans: list[Plan], port: int, timeout_s: float = 20.0, act: Callable[[int], None] = lambda _: None
 ) -> list[tuple[int, str]]:
-    """Start a process for each plan, as by hand; return how the meeting ended for each: its exit code and words."""
+    """Start a process for each plan, as by hand; return how the rendezvous ended for each: its exit code and words."""
 
     def meet(process: int) -> tuple[int, str]:
         rank, size, after = plans[process]
@@ -44,7 +44,7 @@ def start(
         stop.listen()
         act(process)
         try:
-            store = meeting.meet(rank, size, timedelta(seconds=timeout_s), lambda: stop.signal_name)
+            store = rendezvous.rendezvous(rank, size, timedelta(seconds=timeout_s), lambda: stop.signal_name)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=10))
             dist.barrier()
             if rank == 0:
@@ -88,7 +88,7 @@ def test_rank_0_twice_and_another_world_size_are_told_by_the_later_one(port: int
 def test_a_process_takes_the_place_of_one_that_was_killed_while_it_waited(port: int) -> None:
     def die(process: int) -> None:
         if process == 1:
-            meeting._call_roll = lambda *_, **__: os.kill(os.getpid(), signal.SIGALRM)  # type: ignore[assignment]
+            rendezvous._barrier = lambda *_, **__: os.kill(os.getpid(), signal.SIGALRM)  # type: ignore[assignment]
             signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(StopRequest("gone")))
 
     ends = start([(0, 2, 0.0), (1, 2, 0.0), (1, 2, 0.2)], port, act=die)
@@ -128,17 +128,17 @@ def test_sigterm_ends_a_process_that_waits_for_others_and_those_with_it(plans: l
 
 def test_a_rank_that_died_after_all_had_come_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has been counted, but does not answer any more."""
-    monkeypatch.setattr(meeting, "_BEGIN_S", 0.3)
-    call = meeting._call_roll
+    monkeypatch.setattr(rendezvous, "_BEGIN_S", 0.3)
+    call = rendezvous._barrier
 
     def die(process: int) -> None:
-        def call_or_die(board: Any, name: str, *rest: Any, **more: Any) -> None:
+        def call_or_die(keys: Any, name: str, *rest: Any, **more: Any) -> None:
             if name == "begin":
                 raise StopRequest("died")
-            call(board, name, *rest, **more)
+            call(keys, name, *rest, **more)
 
         if process == 1:
-            meeting._call_roll = call_or_die  # type: ignore[assignment]
+            rendezvous._barrier = call_or_die  # type: ignore[assignment]
 
     ends = start([(0, 2, 0.0), (1, 2, 0.0)], port, act=die)
     assert ends[0][0] == 4 and "rank 1 did not come" in ends[0][1] and ends[1] == (75, "died")

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet first: a store at MASTER_ADDR:MASTER_PORT, in which each says that it has come.
+"""Rendezvous: the ranks of a job come together in a store at MASTER_ADDR:MASTER_PORT, each under its number.
 
 Torch's own rendezvous takes a second process with the same RANK as one more, and waits in native code, where no signal
 is heard. Here every rank claims its number, looks again and again whether all have come, and lets the others know when
@@ -19,19 +19,19 @@ from megatron.errors import ConfigError, JobError, PeerError, StopRequest, marke
 from megatron.training.sameness import told_ranks
 
 ALL = "all"
-_CLAIMS, _BEATS, _HOLDERS, _SIZE = "claims", "beats", "holders", "size"
+_CLAIMS, _HEARTBEATS, _HOLDERS, _SIZE = "claims", "heartbeats", "holders", "size"
 _COME, _BEGIN = "come", "begin"
-_BEAT_S = 0.5
-_DEAD_S = 4 * _BEAT_S
-"""A process that has claimed a rank and shows no beat for so long is gone: another may take its place."""
-_LINGER_S = 2 * _BEAT_S
-"""The store's process stays so long after the meeting has failed, for the others to read why."""
+_HEARTBEAT_S = 0.5
+_DEAD_S = 4 * _HEARTBEAT_S
+"""A process that has claimed a rank and shows no heartbeat for so long is gone: another may take its place."""
+_LINGER_S = 2 * _HEARTBEAT_S
+"""The store's process stays so long after the rendezvous has failed, for the others to read why."""
 _BEGIN_S = 30.0
 """All have come, and look at the store every half second: whoever does not answer for so long is gone."""
 _POLL_S = 0.25
 
 
-def meet(rank: int, size: int, timeout: timedelta, signal_name: Callable[[], str | None]) -> Store:
+def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[], str | None]) -> Store:
     """Return the store for torch's process groups once all ranks have come. Collective.
 
     Args:
@@ -48,11 +48,11 @@ def meet(rank: int, size: int, timeout: timedelta, signal_name: Callable[[], str
     store = open_store(rank, size, deadline, wanted, signal_name)
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    board = PrefixStore(f"megatron/meeting/{attempt}", store)
+    keys = PrefixStore(f"megatron/rendezvous/{attempt}", store)
     try:
-        _claim(board, rank, size, where)
-        _call_roll(board, _COME, rank, size, deadline, wanted, signal_name)
-        _call_roll(board, _BEGIN, rank, size, time.monotonic() + _BEGIN_S, wanted, signal_name)
+        _claim(keys, rank, size, where)
+        _barrier(keys, _COME, rank, size, deadline, wanted, signal_name)
+        _barrier(keys, _BEGIN, rank, size, time.monotonic() + _BEGIN_S, wanted, signal_name)
     except JobError:
         if _is_server(rank):
             time.sleep(_LINGER_S)
@@ -66,7 +66,7 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
     """Return the store at MASTER_ADDR:MASTER_PORT, of which rank 0 is the server where no launcher is.
 
     Raises:
-        ConfigError, PeerError, StopRequest: as ``meet``.
+        ConfigError, PeerError, StopRequest: as ``rendezvous``.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = _is_server(rank)
@@ -109,48 +109,48 @@ def _await_server(host: str, port: int, deadline: float, wanted: str, signal_nam
         time.sleep(_POLL_S)
 
 
-def _claim(board: Store, rank: int, size: int, where: str) -> None:
+def _claim(keys: Store, rank: int, size: int, where: str) -> None:
     """Enter this process as rank ``rank``, perhaps in the place of one that is gone.
 
     Raises:
         ConfigError: the rank has a process that lives, or the others count otherwise.
     """
-    first_size = board.compare_set(_SIZE, "", str(size)).decode()
+    first_size = keys.compare_set(_SIZE, "", str(size)).decode()
     with marked(is_of_this_rank=True):
         if first_size != str(size):
             raise ConfigError(
                 f"all ranks at {where} must have the same WORLD_SIZE, got WORLD_SIZE={size} here (RANK={rank}) and "
                 f"{first_size} there. Start all with one number, or give each job a MASTER_PORT of its own"
             )
-        if board.add(f"{_CLAIMS}/{rank}", 1) > 1 and _is_held(board, rank):
-            holder = board.get(f"{_HOLDERS}/{rank}").decode()
+        if keys.add(f"{_CLAIMS}/{rank}", 1) > 1 and _is_held(keys, rank):
+            holder = keys.get(f"{_HOLDERS}/{rank}").decode()
             twice = (
                 f"each process must have a RANK of its own, got RANK={rank} twice at {where}: {holder}, and {_own()}"
             )
-            board.compare_set(_COME, "", twice)
+            keys.compare_set(_COME, "", twice)
             raise ConfigError(
                 f"{twice}. Number the processes from 0 to {size - 1}, or give each job a MASTER_PORT of its own"
             )
-    board.set(f"{_HOLDERS}/{rank}", _own())
+    keys.set(f"{_HOLDERS}/{rank}", _own())
 
 
 def _own() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _is_held(board: Store, rank: int) -> bool:
+def _is_held(keys: Store, rank: int) -> bool:
     """Whether the process that claimed ``rank`` has met the others, or still shows that it waits for them."""
-    beats = board.add(f"{_BEATS}/{rank}", 0)
+    heartbeats = keys.add(f"{_HEARTBEATS}/{rank}", 0)
     end = time.monotonic() + _DEAD_S
     while time.monotonic() < end:
-        if board.check([_COME]) or board.add(f"{_BEATS}/{rank}", 0) > beats:
+        if keys.check([_COME]) or keys.add(f"{_HEARTBEATS}/{rank}", 0) > heartbeats:
             return True
         time.sleep(_POLL_S)
     return False
 
 
-def _call_roll(
-    board: Store,
+def _barrier(
+    keys: Store,
     name: str,
     rank: int,
     size: int,
@@ -159,22 +159,22 @@ def _call_roll(
     signal_name: Callable[[], str | None],
 ) -> None:
     """Return when all ranks have called this with ``name``; the first that gives up ends it for all."""
-    is_first = board.compare_set(f"{name}/{rank}", "", _own()).decode() == _own()  # or one that is gone was counted
-    if is_first and board.add(f"{name}/number", 1) == size:
-        board.compare_set(name, "", ALL)
-    began = beat = time.monotonic()
-    while not board.check([name]):
+    is_first = keys.compare_set(f"{name}/{rank}", "", _own()).decode() == _own()  # or one that is gone was counted
+    if is_first and keys.add(f"{name}/number", 1) == size:
+        keys.compare_set(name, "", ALL)
+    began = heartbeat = time.monotonic()
+    while not keys.check([name]):
         now = time.monotonic()
         if signal_name() is not None:
-            board.compare_set(name, "", f"{wanted}, and rank {rank} has left: it received {signal_name()}")
+            keys.compare_set(name, "", f"{wanted}, and rank {rank} has left: it received {signal_name()}")
         elif now > deadline:
-            missing = [other for other in range(size) if not board.check([f"{name}/{other}"])]
-            board.compare_set(name, "", f"{wanted}, {_told_missing(missing)}")
-        elif now > beat:
-            beat = now + _BEAT_S
-            board.add(f"{_BEATS}/{rank}", 1)
+            missing = [other for other in range(size) if not keys.check([f"{name}/{other}"])]
+            keys.compare_set(name, "", f"{wanted}, {_told_missing(missing)}")
+        elif now > heartbeat:
+            heartbeat = now + _HEARTBEAT_S
+            keys.add(f"{_HEARTBEATS}/{rank}", 1)
         time.sleep(min(_POLL_S, max(0.001, (now - began) / 50)))  # soon after the last one, and few questions meanwhile
-    word = board.get(name).decode()
+    word = keys.get(name).decode()
     if word == ALL:
         return
     if signal_name() is not None:
