@@ -288,7 +288,7 @@ def test_a_timeout_is_known_by_its_cause() -> None:
     assert is_timeout(lost) and not is_timeout(PeerLost("stage 0 lost stage 1, timeout"))
     wrapped = RuntimeError("a layer failed")
     wrapped.__cause__ = lost
-    assert peer_lost(wrapped) is lost and peer_lost(RuntimeError("lost, timeout")) is None
+    assert peer_lost(wrapped) is lost and peer_lost(RuntimeError("a filter lost 3 samples, timeout=5")) is None
 
 
 def test_two_engines_of_a_process_tell_each_of_what_it_does_itself() -> None:
