@@ -154,4 +154,18 @@ SOURCES = (
         "        return False\n",
         (f"{TRAINED}::test_what_is_kept_apart_is_not_trained_on",),
     ),
+    Mutant(
+        "documents that are kept apart are counted as trained on",
+        "tools/train_tokenizer.py",
+        "trained on {text.num_documents - len(held_out)} documents",
+        "trained on {text.num_documents} documents",
+        (f"{TRAINED}::test_control_tokens_come_first_and_the_same_text_gives_the_same_file",),
+    ),
+    Mutant(
+        "a vocabulary smaller than asked for is not told",
+        "tools/train_tokenizer.py",
+        "    if built.vocab_size < args.vocab_size:\n",
+        "    if False:\n",
+        (f"{TRAINED}::test_a_vocabulary_smaller_than_asked_for_is_told",),
+    ),
 )

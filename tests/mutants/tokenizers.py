@@ -10,6 +10,7 @@ _CONTROL = "tests/tokenizer/test_control_tokens.py"
 _CPM = "tests/tokenizer/test_cpm.py"
 _NEIGHBOURS = "tests/tokenizer/test_neighbours.py"
 _GIGA = "tests/tokenizer/test_gigatoken.py"
+_TRAIN = "tests/tokenizer/test_train.py"
 
 TOKENIZERS = (
     Mutant(
@@ -164,5 +165,54 @@ TOKENIZERS = (
         '        and fields.get("normalizer") is None\n',
         "",
         ("tests/tokenizer/test_known_words.py::test_only_gpt2s_pattern_and_nothing_besides_goes_by_words",),
+    ),
+    Mutant(
+        "gigatoken without what it needs passes for one that cannot do a vocabulary",
+        "megatron/tokenizer/giga.py",
+        "import awkward  # noqa: F401 - without it gigatoken gives lists that it says nothing of\n",
+        "",
+        (f"{_GIGA}::test_a_dependency_of_gigatokens_own_that_is_missing_is_named",),
+    ),
+    Mutant(
+        "a trainer keeps every different word",
+        "megatron/tokenizer/train.py",
+        "                while self.held_bytes > bound:\n",
+        "                while False:\n",
+        (f"{_TRAIN}::test_words_that_do_not_fit_are_sampled_and_stand_for_all",),
+    ),
+    Mutant(
+        "a sampled word stands for itself alone",
+        "megatron/tokenizer/train.py",
+        "unseen = round(1 / self.rate) - 1\n",
+        "unseen = 0\n",
+        (f"{_TRAIN}::test_words_that_do_not_fit_are_sampled_and_stand_for_all",),
+    ),
+    Mutant(
+        "memory for a vocabulary grows past what is free",
+        "megatron/tokenizer/train.py",
+        "return min(self._most_bytes, max(self._least_bytes,",
+        "return max(self._most_bytes, max(self._least_bytes,",
+        (f"{_TRAIN}::test_the_bound_grows_with_the_text_between_the_least_and_the_most",),
+    ),
+    Mutant(
+        "words are counted that the library does not have",
+        "megatron/tokenizer/train.py",
+        "|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+",
+        "|[{SPACE}]+",
+        (f"{_TRAIN}::test_words_that_are_counted_are_parted_by_the_library_as_the_text_is",),
+    ),
+    Mutant(
+        "half of a Chinese WordPiece vocabulary stays empty",
+        "megatron/tokenizer/train.py",
+        "if num_missing <= 0 or num_characters == len(characters):\n",
+        "if True:\n",
+        (f"{_TRAIN}::test_wordpiece_on_chinese_fills_the_vocabulary_and_knows_the_characters",),
+    ),
+    Mutant(
+        "words fill the half of a WordPiece vocabulary that its characters need",
+        "megatron/tokenizer/train.py",
+        "min(max(room // 2, num_needed), len(characters))",
+        "min(room // 2, len(characters))",
+        (f"{_TRAIN}::test_wordpiece_knows_the_characters_before_it_joins_words",),
     ),
 )

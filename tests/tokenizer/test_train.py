@@ -91,6 +91,15 @@ def test_words_that_do_not_fit_are_sampled_and_stand_for_all() -> None:
     assert one.held_bytes <= bound, "one long document is bounded too"
 
 
+def test_the_bound_grows_with_the_text_between_the_least_and_the_most() -> None:
+    counts = WordCounts(BYTE_WORD, 1000, 100, 2.0)
+    bounds = []
+    for length in (10, 190, 9999):
+        counts.add("a" * length)
+        bounds.append(counts.bound)
+    assert bounds == [100, 400, 1000]
+
+
 def test_a_sample_of_the_words_makes_nearly_as_good_a_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(log, "info", told.append)
@@ -121,7 +130,7 @@ def test_the_peak_of_memory_is_below_six_times_the_text(tmp_path: Path) -> None:
     assert taken < 6 * num_bytes, f"{taken / num_bytes:.1f} times the text"
 
 
-def test_wordpiece_on_chinese_fills_the_vocabulary_and_knows_the_characters() -> None:
+def test_wordpiece_on_chinese_fills_the_vocabulary_and_knows_the_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(0)
     characters = [chr(0x4E00 + 5 * place) for place in range(1600)]
     weights = [1 / place for place in range(1, 1601)]
@@ -135,6 +144,14 @@ def test_wordpiece_on_chinese_fills_the_vocabulary_and_knows_the_characters() ->
     assert len(wide) <= 1800 and set(characters) - set(wide) <= set(characters) - set("".join(texts[100:]))
     assert "\x07" not in wide, "what BERT drops takes no place"
     assert train.train_wordpiece(texts[100:], 1500) == train.train_wordpiece(texts[100:], 1500)
+    monkeypatch.setattr(train, "_MOST_UNKNOWN", 0.5)
+    assert len(json.loads(train.train_wordpiece(texts[100:], 1500))["model"]["vocab"]) == 1500, "what is left is filled"
+
+
+def test_wordpiece_knows_the_characters_before_it_joins_words(corpus: list[str]) -> None:
+    characters = [chr(0x4E00 + 5 * place) for place in range(700)]
+    vocabulary = json.loads(train.train_wordpiece([*corpus[9:], "".join(characters) * 100], 1000))["model"]["vocab"]
+    assert len(vocabulary) == 1000 and set(characters) < set(vocabulary) and "the" in vocabulary
 
 
 def test_wordpiece_leaves_half_of_the_room_to_words_where_characters_are_rare(corpus: list[str]) -> None:
