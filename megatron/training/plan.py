@@ -69,7 +69,9 @@ def plan_rows(
         forecast: gives the bubble as ``megatron.stages.bubble`` does; None: by its closed forms.
     """
     batch, d = config.batch, topology.data
-    yield "layout", f"{topology.world_size} ranks = pipe {topology.pipe} x data {d} x tensor {topology.tensor}"
+    size = topology.world_size
+    ranks = f"{size} rank{'' if size == 1 else 's'}"
+    yield "layout", f"{ranks} = pipe {topology.pipe} x data {d} x tensor {topology.tensor}"
     known = counted is None or is_known(config, counted)
     if counted is None or known:
         yield "model", model_text(config)
