@@ -27,6 +27,7 @@ HOOKS = frozenset(
         "default_generator",
         "default_precision",
         "finish_copies",
+        "identity",
         "is_busy",
         "name",
         "peak_memory_bytes",

@@ -76,6 +76,7 @@ class PipelineEngine(LayerCheckpoints):
         self._gradients = assembly.make_gradients(self)
         self._reduction = assembly.make_reduction(self, self._gradients)
         self._trained_at_start = frozenset(train_step.trained(self))
+        self._has_untaken_gradients = False
         self._stage = assembly.make_stage(self)
         self._seeing = Seeing(self)
         if self.training_data and self._reads_data():
@@ -96,6 +97,8 @@ class PipelineEngine(LayerCheckpoints):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
+        if self._has_untaken_gradients:
+            train_step.forget(self, self._gradients)
         with self.report.step(), self._seeing.step():
             call = self._training_call()
             self._stage.exchange.window = self._plan.window(self.micro_batches)

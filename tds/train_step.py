@@ -92,12 +92,14 @@ def take_step(engine: PipelineEngine, gradients: Gradients) -> None:
     """Let DeepSpeed clip, step and count, with gradients as they are to be. Collective."""
     scale = gradients.loss_scale()
     engine._force_grad_boundary = True
+    engine._has_untaken_gradients = True  # after an error they may still be looked at; the next batch drops them
     try:
-        with engine.report.part(STEP), forgetting(engine, gradients):
+        with engine.report.part(STEP):
             gradients.before_step()
             engine._take_model_step(None)
     finally:
         engine._force_grad_boundary = False
+    engine._has_untaken_gradients = False
     gradients.after_step()
     if gradients.norm_is_scaled:
         engine._global_grad_norm = float(engine._global_grad_norm) / scale
@@ -109,10 +111,16 @@ def forgetting(engine: PipelineEngine, gradients: Gradients | None) -> Iterator[
     try:
         yield
     except BaseException:
-        engine.zero_grad()
-        if gradients is not None:
-            gradients.forget()
+        forget(engine, gradients)
         raise
+
+
+def forget(engine: PipelineEngine, gradients: Gradients | None) -> None:
+    """Drop the gradients of a batch that took no step."""
+    engine.zero_grad()
+    if gradients is not None:
+        gradients.forget()
+    engine._has_untaken_gradients = False
 
 
 def agree(engine: PipelineEngine, meter: LossMeter) -> Agreement:
