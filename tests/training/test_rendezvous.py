@@ -78,6 +78,7 @@ def test_a_rank_that_is_there_twice_ends_those_that_wait_for_another(port: int) 
     assert all("got RANK=1 twice" in told for _, told in ends)
 
 
+@pytest.mark.slow
 def test_rank_0_twice_and_another_world_size_are_told_by_the_later_one(port: int) -> None:
     ends = start([(0, 2, 0.0), (0, 2, 0.2), (1, 4, 0.2), (1, 2, 0.4)], port)
     assert [code for code, _ in ends] == [0, 2, 2, 0]
@@ -85,6 +86,7 @@ def test_rank_0_twice_and_another_world_size_are_told_by_the_later_one(port: int
     assert "must have the same WORLD_SIZE, got WORLD_SIZE=4 here (RANK=1) and 2 there" in ends[2][1]
 
 
+@pytest.mark.slow
 def test_a_process_takes_the_place_of_one_that_was_killed_while_it_waited(port: int) -> None:
     def die(process: int) -> None:
         if process == 1:
