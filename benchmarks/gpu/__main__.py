@@ -1,0 +1,137 @@
+"""Prove and measure the project on the GPU of this machine, and keep what was seen.
+
+    bash benchmarks/gpu/run.sh                          # all parts that are missing, 26 minutes at most
+    bash benchmarks/gpu/run.sh --out seen train speed   # these, with results in the folder "seen"
+    bash benchmarks/gpu/run.sh --device cpu             # the dry form: toy sizes, to try the program itself
+
+Each case ends with a line (passed, failed, skipped with a reason, not run for lack of time); one that fails does not
+stop the others. Results go to gpu-<device>-<date>.json in --out; a second start with the same device and commit runs
+what is missing.
+Ends with code 1 if a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.part import Machine, Part, run_part
+from benchmarks.gpu.results import FAILED, FINAL, Results
+
+NAMES = ("tests", "train", "layouts", "faults", "speed", "pictures")
+MODULES = {"tests": "suite"}
+"""Of parts whose module has another name."""
+TOTAL_S = 26 * 60.0
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/gpu/run.sh",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)} (default: all, in this order)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu"), help="folder of the results (default: %(default)s)"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the dry form at toy sizes")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
+    parser.add_argument("--again", action="store_true", help="repeat cases that have a verdict")
+    parser.add_argument("--list", action="store_true", help="print the cases and run none")
+    parser.add_argument(
+        "--minutes", type=float, default=TOTAL_S / 60, help="for all parts together (default: %(default)g)"
+    )
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.parts) - set(NAMES)):
+        parser.error(f"a part must be one of {', '.join(NAMES)}, got {', '.join(unknown)}")
+    return args
+
+
+def part_of(name: str) -> Part:
+    """Return the part of this name; its module is imported only now."""
+    return importlib.import_module(f"benchmarks.gpu.parts.{MODULES.get(name, name)}").PART
+
+
+def machine_of(kind: str, work: Path, out: Path) -> Machine:
+    """Return what there is to be tried.
+
+    Raises:
+        SystemExit: there is no GPU that torch can use.
+    """
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    if kind == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(kind, "CPU", True, 1, memory, cores, work, out)
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"error: a GPU and a CUDA build of torch must be there, got torch {torch.__version__} that sees none. "
+            "--device cpu tries the program itself"
+        )
+    facts = torch.cuda.get_device_properties(0)
+    return Machine(kind, facts.name, False, torch.cuda.device_count(), facts.total_memory, cores, work, out)
+
+
+def about(machine: Machine) -> dict[str, Any]:
+    """Return what the results depend on."""
+    import torch
+
+    from benchmarks.machine import surroundings
+
+    return {
+        "device": machine.name,
+        "kind": machine.kind,
+        "is_dry": machine.is_dry,
+        "date": datetime.date.today().isoformat(),
+        "num_devices": machine.num_devices,
+        "memory_bytes": machine.memory_bytes,
+        "cores": machine.num_cores,
+        "cuda": torch.version.cuda,
+        **surroundings(),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts; return the exit code."""
+    args, start = parse_args(argv), time.monotonic()
+    names = args.parts or list(NAMES)
+    with tempfile.TemporaryDirectory(prefix="megatron-gpu-") as work:
+        machine = machine_of(args.device, Path(work), args.out)
+        if args.list:
+            for name in names:
+                print(*(f"{name}: {case.name}" for case in part_of(name).cases(machine)), sep="\n")
+            return 0
+        results = machine.results = Results.begin_or_go_on(args.out, about(machine))
+        results.save()
+        print(f"{machine.name}, results in {results.path}", flush=True)
+        for name in names:
+            part = part_of(name)
+            left = args.minutes * 60 - (time.monotonic() - start)
+            part = Part(part.name, part.about, part.cases, min(part.budget_s, left), part.at_once)
+            run_part(part, machine, results, again=args.again, only=args.only, say=lambda line: print(line, flush=True))
+    return summary(results, names)
+
+
+def summary(results: Results, names: list[str]) -> int:
+    """Print how many cases of each part passed; return 1 if one failed."""
+    code = 0
+    for name in names:
+        verdicts = results.of(name)
+        counts = {status: sum(v.status == status for v in verdicts.values()) for status in (*FINAL, "not run")}
+        print(f"== {name}: " + ", ".join(f"{number} {status}" for status, number in counts.items() if number))
+        code |= int(counts[FAILED] > 0)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

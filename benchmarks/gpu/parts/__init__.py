@@ -1,0 +1,1 @@
+"""The parts, the most telling first."""
