@@ -24,9 +24,9 @@ class Case:
     """One thing to be shown.
 
     Args:
-        run: gets the machine and an empty folder of its own; returns one line of text and figures. It raises
-            AssertionError where what it saw is wrong, ``Skip`` where the machine lacks something, anything else where it
-            broke.
+        run: gets the machine and an empty folder of its own; returns one line of text and figures. Raises
+            AssertionError where what it saw is wrong, ``Skip`` where the machine lacks something, anything else
+            where it broke.
         limit_s: commands of the case are ended after so long.
         alone: no other case runs beside it (its times or its memory count).
     """
