@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.mpu import mappings, products
+from megatron.mpu.collectives import name_of
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.shard import is_partial
@@ -61,8 +62,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, sequence_parallel: bool) -> lis
 
     for function, name in (
         ("all_reduce", "the sum"),
-        ("all_gather_single", "the input"),
-        ("reduce_scatter_single", "the sum"),
+        (name_of("all_gather_single"), "the input"),
+        (name_of("reduce_scatter_single"), "the sum"),
     ):
         monkeypatch.setattr(mappings.dist, function, start(name))
     group = Group((0, 1), 0, "stand-in")

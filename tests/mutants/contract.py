@@ -162,7 +162,7 @@ CONTRACT = (
     Mutant(
         "any torch will do",
         "tds/compatibility.py",
-        "OLDEST_TORCH = (2, 13)\n",
+        "OLDEST_TORCH = (2, 11)\n",
         "OLDEST_TORCH = (2,)\n",
         (f"{DROP_IN}::test_an_older_torch_is_refused",),
         refuses=True,
