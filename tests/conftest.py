@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available()
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--all"):
+        if item.get_closest_marker("slow") and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason="slow; `bash run_tests.sh --all` runs it"))
-        if "gpu" in item.keywords and not has_gpu:
+        if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))

@@ -15,6 +15,7 @@ from benchmarks.gpu.part import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = -1
+_LONGEST_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def command(machine: Machine, words: Sequence[str], env: Mapping[str, str] | Non
         start_new_session=True,
     )
     try:
-        text, _ = process.communicate(timeout=max(1.0, machine.end - start))
+        text, _ = process.communicate(timeout=min(max(1.0, machine.end - start), _LONGEST_S))
         code = process.returncode
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
