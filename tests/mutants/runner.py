@@ -1,13 +1,17 @@
 """A copy of the tree with one planted mistake, and the tests run there.
 
 Importing torch and DeepSpeed takes longer than most selections of tests. So one process per session imports them, and
-none of our own code, and forks for each copy: this file run as a script is that process. It reads lines
+none of our own code, and forks for each mistake: this file run as a script is that process. It reads lines
 ``{"tree": ..., "tests": [...], "log": ..., "deadline_s": ...}`` and answers each with pytest's exit code.
+
+The copy stays from one mistake to the next, and with it what Python has compiled of all other files: the changed one is
+put back, files that tests have left are removed, and where anything else differs the copy is made anew.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import shutil
@@ -53,7 +57,8 @@ class Runner:
     """Copies ``root`` into ``folder`` and runs tests there; a ``with`` block ends the process behind it."""
 
     def __init__(self, root: Path, folder: Path) -> None:
-        self.root, self.folder = root, folder
+        self.root, self.folder, self._num_runs = root, folder, 0
+        self._files: dict[Path, tuple[int, int]] = {}  # of the copy, as it was made; none: there is no copy
         self._server = _start_server()
 
     def __enter__(self) -> Runner:
@@ -65,12 +70,11 @@ class Runner:
     def run(
         self, tests: tuple[str, ...], change: tuple[str, str, str] | None = None, deadline_s: float = DEADLINE_S
     ) -> Outcome:
-        """Run ``tests`` in a fresh copy, after ``change`` = (file, old text, new text)."""
+        """Run ``tests`` in a copy that is as new, after ``change`` = (file, old text, new text)."""
         tree = self.folder / "tree"
-        self._copy_to(tree)
+        self._renew(tree)
         if change is not None:
-            name, old, new = change
-            replace_once(tree / name, old, new)
+            self._plant(tree / change[0], *change[1:])
         log = self.folder / "log"
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {"tree": str(tree), "tests": tests, "log": str(log), "deadline_s": deadline_s}
@@ -83,7 +87,28 @@ class Runner:
             self._server.wait()
             self._server = _start_server()
             raise
+        finally:
+            if change is not None:
+                shutil.copy2(self.root / change[0], tree / change[0])
         return Outcome(code, log.read_text(errors="replace"))
+
+    def _plant(self, path: Path, old: str, new: str) -> None:
+        """Change the file, at a time of its own: Python knows what it has compiled by size and second."""
+        replace_once(path, old, new)
+        self._num_runs += 1
+        stamp = time.time() + self._num_runs
+        os.utime(path, (stamp, stamp))
+
+    def _renew(self, tree: Path) -> None:
+        """Make the copy, or have the one there is as it was made."""
+        if self._files:
+            now = _files_in(tree)
+            for path in now.keys() - self._files.keys():
+                path.unlink()
+            if {path: now.get(path) for path in self._files} == self._files:
+                return
+        self._copy_to(tree)
+        self._files = _files_in(tree)
 
     def _copy_to(self, tree: Path) -> None:
         shutil.rmtree(tree, ignore_errors=True)
@@ -93,7 +118,19 @@ class Runner:
             if source.is_dir():
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                shutil.copy(source, tree / name)
+                shutil.copy2(source, tree / name)
+
+
+def _files_in(tree: Path) -> dict[Path, tuple[int, int]]:
+    """Return size and time of each file, but for what Python has compiled."""
+    found = {}
+    for folder, folders, names in os.walk(tree):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            path = Path(folder, name)
+            facts = path.lstat()
+            found[path] = facts.st_size, facts.st_mtime_ns
+    return found
 
 
 def _start_server() -> subprocess.Popen[str]:
@@ -102,7 +139,7 @@ def _start_server() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
 
 
@@ -117,9 +154,11 @@ def replace_once(path: Path, old: str, new: str) -> None:
 
 def serve() -> None:
     """Import what is slow, then fork for each line of standard input."""
+    import hypothesis  # noqa: F401 - of which pytest would otherwise rewrite all asserts in each child
     import numpy  # noqa: F401
     import orjson  # noqa: F401
     import pytest  # noqa: F401
+    import torch._dynamo
     import torch._inductor.codecache
 
     torch.set_num_threads(1)
@@ -127,6 +166,7 @@ def serve() -> None:
     os.dup2(2, 1)  # DeepSpeed talks while it is imported
     import deepspeed.pipe  # noqa: F401
 
+    gc.freeze()  # children need not go over it, nor copy it
     for line in requests:
         answers.write(f"{_in_fork(json.loads(line))}\n")
         answers.flush()

@@ -39,10 +39,18 @@ def test_every_selected_test_is_there() -> None:
 
 
 def test_one_mutant_is_killed(runner: Runner) -> None:
-    """The small sibling of the slow tests; and the same test passes without the mistake."""
+    """The small sibling of the slow tests; and the same test passes ahead of the mistake and behind it.
+
+    So it does where a test has left a file or altered one.
+    """
     mutant = next(mutant for mutant in MUTANTS if mutant.name == QUICK)
     assert runner.run(mutant.tests).code == 0
     assert_killed(mutant, runner)
+    left, altered = runner.folder / "tree" / "tests" / "conftest_left.py", runner.folder / "tree" / mutant.file
+    left.write_text("")
+    assert runner.run(mutant.tests).code == 0 and not left.exists()
+    replace_once(altered, mutant.old, mutant.new)
+    assert runner.run(mutant.tests).code == 0
 
 
 @pytest.mark.slow
