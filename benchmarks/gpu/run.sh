@@ -7,9 +7,23 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
 PYTHON=${PYTHON:-python3}
 wheels=${GPU_WHEELS:-$root/.gpu-wheels}
-if compgen -G "$wheels/*.whl" > /dev/null; then
-  site=${GPU_SITE:-${TMPDIR:-/tmp}/megatron-gpu-site}
-  "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl
+
+is_complete() {
+  "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' \
+    deepspeed orjson zstandard
+}
+if compgen -G "$wheels/*.whl" > /dev/null && ! is_complete; then
+  site=${GPU_SITE:-${TMPDIR:-/tmp}/megatron-gpu-site-$(id -u)}
+  stamp=$("$PYTHON" --version; cat "$wheels"/*.whl | cksum; ls "$wheels")
+  if [ "$stamp" != "$(cat "$site/.stamp" 2> /dev/null)" ]; then      # else a start before this one has installed them
+    if [ -e "$site/.stamp" ]; then rm -rf "$site"; fi                    # one that this script has made
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || {
+      echo "error: the wheels in $wheels are not for $("$PYTHON" --version) (see above). On a machine with a network:" \
+        "bash benchmarks/gpu/wheels.sh --python X.Y" >&2
+      exit 1
+    }
+    printf '%s\n' "$stamp" > "$site/.stamp"
+  fi
   export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

@@ -44,7 +44,7 @@ def build(
     """Return the tokenizer that the flags name: the table at the top of this file.
 
     Raises:
-        DataError: unknown type, a file that is missing or not of that type.
+        DataError: unknown type, a file that is missing or not of that type, a library that is not installed.
     """
     given = tokenizer_path or vocab_file
     kind = tokenizer_type or _guess(given, merge_file)
@@ -55,7 +55,13 @@ def build(
         files = [_present(vocab_file, "--vocab-file", kind), _present(merge_file, "--merge-file", kind)]
     else:
         files = [_present(given, "--tokenizer-path", kind)]
-    return getattr(importlib.import_module(f"megatron.tokenizer.{module}"), name)(*files)
+    try:
+        found = importlib.import_module(f"megatron.tokenizer.{module}")
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"--tokenizer-type {kind} needs {error.name}, which is not installed. Run: pip install {error.name}"
+        ) from error
+    return getattr(found, name)(*files)
 
 
 def _guess(given: str | Path | None, merge_file: str | Path | None) -> str:

@@ -124,3 +124,16 @@ def test_importing_the_package_imports_no_library() -> None:
     libraries = ["tokenizers", "sentencepiece", "jieba", "rjieba", "gigatoken", "torch"]
     code = f"import sys, megatron.tokenizer; print([name for name in {libraries} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("missing", ["jieba", "rjieba"])
+@pytest.mark.parametrize("kind", ["CPM1", "CPM2"])
+def test_a_vocabulary_of_cpm_without_jieba_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, missing: str
+) -> None:
+    """And nothing else needs them: GPU machines have neither."""
+    for name in ("cpm1", "cpm2", "word_cut", "viterbi"):
+        monkeypatch.delitem(sys.modules, f"megatron.tokenizer.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(DataError, match=f"--tokenizer-type {kind} needs {missing}, .* Run: pip install {missing}$"):
+        tokenizer.build(kind, tokenizer_path=tmp_path)
