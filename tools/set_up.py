@@ -4,6 +4,9 @@ The Python that runs this file is used as it is when it has every package of pyp
 repository is used, made or filled with pip; a stamp in it, keyed by pyproject.toml, makes the next start quick. One
 that another checkout has filled (``.venv`` may be a link) is used when its packages fit, and not installed into. A
 set-up that was interrupted is begun anew, and of two scripts that start at once one waits for the other.
+
+pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS ...) and files hold. TORCH_INDEX takes torch alone from another
+index: cu130, cu128, cpu and the like name PyTorch's own, and an address is that of a mirror of one.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "pyproject.toml"
 VENV = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
+TORCH_INDEXES = "https://download.pytorch.org/whl/"
+TORCH_BUILD = re.compile(r"cpu|cu\d{3}|rocm[\d.]+")
 PRESENT = "Requirement already satisfied"
 """How a line of pip begins that tells nothing new; a set-up has up to a hundred of them."""
 
@@ -65,9 +70,10 @@ def main() -> int:
 
 def find_or_make(extra: str) -> str:
     """Return the path of a Python that has the packages of pyproject.toml and of ``extra``."""
-    wanted = requirements(extra)
+    wanted, index = requirements(extra), torch_index()
     if not lacking(wanted):
         warn_of_another_torch(wanted)
+        warn_of_another_build(Path(sys.prefix), index, "install torch there by hand, or leave the variable out")
         return sys.executable
     python = VENV / "bin" / "python"
     home = VENV.resolve().parent  # of the environment that a link points to, which other checkouts may lock too
@@ -91,6 +97,7 @@ def find_or_make(extra: str) -> str:
                 say(f"using {VENV} as it is: {found.checkout} has set it up, and its packages fit")
             else:
                 stamp(extra).write_text(fingerprint())
+    warn_of_another_build(VENV, index, f"remove {VENV} to have it made anew, or leave the variable out")
     return str(python)
 
 
@@ -180,6 +187,41 @@ def warn_of_another_torch(wanted: list[str]) -> None:
         say(f"warning: tested with {pinned}, this Python has {version}; losses may differ in the last digits")
 
 
+def torch_index() -> str:
+    """Return the address of the index that TORCH_INDEX asks torch to be taken from, "" for pip's own.
+
+    Raises:
+        SetUpError: it is neither a name of PyTorch's indexes nor an address.
+    """
+    choice = os.environ.get("TORCH_INDEX", "").strip()
+    if not choice or "://" in choice:
+        return choice
+    if not TORCH_BUILD.fullmatch(choice):
+        raise SetUpError(
+            "TORCH_INDEX must be a build of torch, such as cu130, cu128, rocm6.4 or cpu, or the address of an index, "
+            f"got {choice}. Leave it out for the build that pip's own index has (CUDA 13 on Linux)."
+        )
+    return TORCH_INDEXES + choice
+
+
+def installed_build(prefix: Path) -> str:
+    """Return the build of the torch in an environment, as "cpu" or "cu130"; "" where that cannot be told."""
+    for path in prefix.glob("lib/python*/site-packages/torch/version.py"):
+        text = path.read_text()
+        cuda = re.search(r"^cuda\b[^=\n]*= *(?:'([^']*)'|None)", text, re.MULTILINE)
+        is_rocm = re.search(r"^hip\b[^=\n]*= *'", text, re.MULTILINE)
+        if cuda and not is_rocm:
+            return f"cu{cuda[1].replace('.', '')}" if cuda[1] else "cpu"
+    return ""
+
+
+def warn_of_another_build(prefix: Path, index: str, way_out: str) -> None:
+    """Say so when TORCH_INDEX asks for another build of torch than the one that is there, which stays."""
+    wanted, there = index.rstrip("/").rpartition("/")[2], installed_build(prefix)
+    if there and TORCH_BUILD.fullmatch(wanted) and wanted != there:
+        say(f"warning: TORCH_INDEX asks for {wanted}, and the torch in {prefix} is of {there}: {way_out}")
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock on the folder ``path`` alone; the system drops it when the process ends, however it ends."""
@@ -229,8 +271,10 @@ def make(python: Path, missing: list[str], extra: str) -> None:
         run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     begun().touch()
     pip = [str(python), "-m", "pip", "install"]
+    index = torch_index()
+    source = ["--index-url", index] if index else []
     for torch in [one for one in missing if one.startswith("torch==")]:
-        run(f"installing {torch}", [*pip, torch])  # first and alone: the exact build that this machine offers
+        run(f"installing {torch}", [*pip, *source, torch])  # first and alone: the exact build that this machine offers
     rest = [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)]
     run("installing the other packages", rest, without=PRESENT)
     stamp(extra).write_text(fingerprint())

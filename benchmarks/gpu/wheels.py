@@ -164,20 +164,20 @@ def amiss(
     while queue:
         one, by = queue.pop(0)
         name = str(canonicalize_name(one.name))
-        version = there.get(name)
+        version, what = there.get(name), f"{one.name}{one.specifier}"
         if version == "" or (version and one.specifier.contains(version, prereleases=True)):
             continue
         if NEVER.fullmatch(name):
-            problems.append(f"{by} requires {one}, which is not carried and must be there" + _but(version))
+            problems.append(f"{by} requires {what}, which is not carried and must be there" + _but(version))
             continue
         if fetch is not None and name not in wheels_in(folder):
             fetch(one)
         wheels = wheels_in(folder).get(name, [])
         if not wheels:
-            problems.append(f"{by} requires {one}, which is neither carried nor there" + _but(version))
+            problems.append(f"{by} requires {what}, which is neither carried nor there" + _but(version))
         for wheel in wheels:
             if not one.specifier.contains(wheel.version, prereleases=True):
-                problems.append(f"{by} requires {one}, carried is {wheel.version}")
+                problems.append(f"{by} requires {what}, carried is {wheel.version}")
             if (name, *sorted(one.extras)) not in met:
                 queue += [(need, name) for need in wheel.requires if target.needs(need, sorted(one.extras))]
         met.add((name, *sorted(one.extras)))

@@ -34,6 +34,7 @@ def tool(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "PROJECT", project)
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
     monkeypatch.setattr(module, "run", lambda what, command, without=None: _pretend(module, command))
     return module
 
@@ -202,3 +203,63 @@ def test_a_python_with_all_packages_is_used_and_another_torch_only_warned_about(
 )  # fmt: skip
 def test_versions_are_compared_by_number(tool, version, specifier, allowed):
     assert tool.is_allowed(version, specifier) is allowed
+
+
+@pytest.mark.parametrize(
+    ("choice", "index"),
+    [("cu130", "https://download.pytorch.org/whl/cu130"), ("cpu", "https://download.pytorch.org/whl/cpu"),
+     ("file:///mirror/whl/cu128", "file:///mirror/whl/cu128")],
+)  # fmt: skip
+def test_torch_alone_is_taken_from_the_index_that_is_asked_for(tool, monkeypatch, choice, index):
+    monkeypatch.setenv("TORCH_INDEX", choice)
+    tool.find_or_make("")
+    assert tool.asked[1][-3:] == ["--index-url", index, "torch==9.9.0"]
+    assert "--index-url" not in tool.asked[2]
+
+
+def test_without_the_variable_torch_is_from_pips_own_index(tool):
+    tool.find_or_make("")
+    assert tool.asked[1][-2:] == ["install", "torch==9.9.0"]
+
+
+@pytest.mark.parametrize("choice", ["13.0", "cuda13", "cu13", "cpu/"])
+def test_a_build_that_pytorch_does_not_name_so_is_refused_before_anything_is_made(tool, monkeypatch, choice):
+    monkeypatch.setenv("TORCH_INDEX", choice)
+    with pytest.raises(tool.SetUpError, match=f"such as cu130, cu128, rocm6.4 or cpu, .* got {choice}"):
+        tool.find_or_make("")
+    assert not tool.asked
+
+
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "cu130"), ("cuda = None\nhip = None\n", "cpu"),
+     ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.4'\n", ""), ("cuda_version = '1'\n", "")],
+)  # fmt: skip
+def test_the_build_of_torch_that_is_there_is_told_and_stays(tool, monkeypatch, capsys, text, build):
+    stand_in(tool.VENV, [], str(tool.ROOT))
+    file = tool.VENV / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert tool.installed_build(tool.VENV) == build
+    for choice in ("cu128", "https://mirror/whl/cu128", build, "https://mirror/simple"):
+        monkeypatch.setenv("TORCH_INDEX", choice)
+        tool.find_or_make("")
+        told = f"TORCH_INDEX asks for cu128, and the torch in {tool.VENV} is of {build}: remove {tool.VENV}"
+        assert (told in capsys.readouterr().err) == (bool(build) and "cu128" in choice)
+    assert not tool.asked
+
+
+def test_the_build_of_this_python_is_the_one_that_torch_tells():
+    import torch
+
+    cuda = (torch.version.cuda or "").replace(".", "")
+    build = "" if torch.version.hip else f"cu{cuda}" if cuda else "cpu"
+    assert load().installed_build(Path(torch.__file__).parents[4]) == build
+
+
+def test_pip_has_the_index_of_the_users_environment(monkeypatch, capfd):
+    """A mirror: PIP_INDEX_URL=... bash run_gpt2.sh."""
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
+    tool = load()
+    tool.run("asking pip", [sys.executable, "-m", "pip", "config", "list"])
+    assert ":env:.index-url='https://mirror.example/simple'" in capfd.readouterr().err

@@ -35,6 +35,8 @@ def make(tmp_path: Path) -> Make:
         about += [f"Requires-Dist: {one}" for one in requires]
         with zipfile.ZipFile(folder / file, "w") as archive:
             archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(about) + "\n")
+            archive.writestr(f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+            archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
             archive.writestr(f"{name}/data", b"\0" * size)
 
     return make
