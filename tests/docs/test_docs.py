@@ -57,7 +57,7 @@ MADE_FILES = {
 OF_OTHERS = {"--help", "--all", "--ntasks-per-node", "--kill-on-bad-exit", "--to"}
 """Flags of pytest's options here, of every parser, of srun, and what tools/convert_hf.py reads ahead of its parser."""
 
-OF_THE_PROGRAMS = {"WANDB_MODE", "PYTHONPATH", "MEGATRON_ACCELERATOR"}
+OF_THE_PROGRAMS = {"WANDB_MODE", "PYTHONPATH", "MEGATRON_ACCELERATOR", "TORCH_INDEX", "PIP_INDEX_URL"}
 """Variables that Python, packages and our programs read, and no run script."""
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
