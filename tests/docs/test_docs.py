@@ -54,8 +54,11 @@ MADE_FILES = {
     "__init__.py",
 }
 """What a run, a tool or the user makes, and a name that stands for many files."""
-OF_OTHERS = {"--help", "--all", "--ntasks-per-node", "--kill-on-bad-exit", "--to"}
-"""Flags of pytest's options here, of every parser, of srun, and what tools/convert_hf.py reads ahead of its parser."""
+OF_DOCKER = {"--tag", "--rm", "--init", "--gpus", "--ipc", "--shm-size", "--ulimit", "--network", "--device"}
+OF_DOCKER |= {"--stop-timeout", "--build-arg"}
+OF_OTHERS = {"--help", "--all", "--ntasks-per-node", "--kill-on-bad-exit", "--to", "--require-hashes", *OF_DOCKER}
+"""Flags of pytest's options here, of every parser, of srun, pip and docker, and what tools/convert_hf.py reads ahead of
+its parser."""
 
 OF_THE_PROGRAMS = {"WANDB_MODE", "PYTHONPATH", "MEGATRON_ACCELERATOR", "TORCH_INDEX", "PIP_INDEX_URL"}
 """Variables that Python, packages and our programs read, and no run script."""
