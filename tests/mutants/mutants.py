@@ -57,6 +57,7 @@ from tests.mutants.tools import TOOLS
 from tests.mutants.train import TRAIN
 from tests.mutants.uploads import UPLOADS
 from tests.mutants.watch import WATCHED
+from tests.mutants.wheels import GATHERED
 from tests.mutants.zero import ZERO_1
 from tests.mutants.zero_parts import ZERO_PARTS
 
@@ -66,7 +67,7 @@ IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
 IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED)
-IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *DUMPS, *CONTRACT)
+IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *DUMPS, *CONTRACT, *GATHERED)
 IN_SPEED = (
     *SEQUENCE_PARALLEL,
     *CHUNKED_LOSS,

@@ -115,8 +115,8 @@ def test_a_wheel_for_newer_pythons_a_second_one_and_torch_itself_are_refused(mak
 def test_more_than_the_limit_is_refused(make: Make, tmp_path: Path) -> None:
     make("engine-1.0-py3-none-any.whl", size=300_000)
     assert amiss(wants("engine"), tmp_path, {}, PY312, limit_mb=0.31) == []
-    (problem,) = amiss(wants("engine"), tmp_path, {}, PY312, limit_mb=0.29)
-    assert problem == "the wheels take 0.3 MB, 0.29 MB at most may be carried"
+    problems = amiss(wants("engine"), tmp_path, {}, PY312, limit_mb=0.29)
+    assert problems == ["the wheels take 0.3 MB, 0.29 MB at most may be carried"]
     assert wheels.LIMIT_MB == 45
 
 
