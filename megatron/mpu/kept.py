@@ -26,8 +26,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron import device, log
-from megatron.mpu.collectives import all_gather_single
 from megatron.mpu.groups import SINGLE, Group
+from megatron.torch_compat import all_gather_single
 
 
 @dataclass(frozen=True)

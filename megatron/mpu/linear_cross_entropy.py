@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from megatron.mpu.collectives import all_gather_single
 from megatron.mpu.cross_entropy import known_or_nan
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import vocab_range
+from megatron.torch_compat import all_gather_single
 
 FP16_SCALE = 8.0
 """Gradients of logits are multiplied by it in fp16, where a probability of 1e-5 has few bits, and divided in fp32."""

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.collectives import all_gather_single, reduce_scatter_single
 from megatron.mpu.groups import Group
+from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 
 def copy_to_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron import log
+from megatron.torch_compat import load_cpp
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 VECTORS = {"AVX512": "-march=skylake-avx512", "AVX2": "-march=haswell"}
@@ -48,9 +49,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     flags = f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", VECTORS[capability], "-mtune=native"
     try:
-        from torch._inductor.codecache import CppCodeCache  # not ahead of need: with all that it imports it takes 1 s
-
-        found: Any = CppCodeCache.load(SOURCE.read_text(), extra_flags=flags, needs_vec_isa=False)
+        found: Any = load_cpp(SOURCE.read_text(), flags)
         found.causal_vectors.restype = found.causal_numbers.restype = ctypes.c_int64
         found.causal_forward.restype = found.causal_backward.restype = ctypes.c_char_p
         return found

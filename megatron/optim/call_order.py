@@ -14,8 +14,8 @@ import torch
 
 from megatron import device
 from megatron.errors import ConfigError
-from megatron.mpu.collectives import all_gather_single
 from megatron.mpu.groups import Group
+from megatron.torch_compat import all_gather_single
 
 END = -1
 """In the place of a number: this replica's micro-batch is through."""

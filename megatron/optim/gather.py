@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.mpu.collectives import all_gather_single
 from megatron.mpu.groups import Group
 from megatron.optim.cuts import Cut
+from megatron.torch_compat import all_gather_single
 
 BUCKET_BYTES = 32 * 2**20
 """Of the parameters that travel together; a larger one travels alone. Twice as much is needed while they do."""

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.collectives import reduce_scatter_single
 from megatron.mpu.grads import accurate_dtype
 from megatron.mpu.groups import Group
 from megatron.optim.cuts import Cut
+from megatron.torch_compat import reduce_scatter_single
 
 
 @dataclass(frozen=True)

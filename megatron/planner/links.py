@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron import device
-from megatron.mpu.collectives import all_gather_single, reduce_scatter_single
 from megatron.planner.machine import Link, Wire
 from megatron.planner.ranks import Rank
+from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 SIZES = (2**8, 2**14, 2**18, 2**21, 2**24)
 """Bytes of the messages."""

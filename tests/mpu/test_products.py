@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.mpu import mappings, products
-from megatron.mpu.collectives import name_of
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.shard import is_partial
+from megatron.torch_compat import name_of
 from tds.split import Splitter
 from tests.harness import run_ranks
 from tests.mpu.whole import fill, random, whole_world

@@ -66,10 +66,10 @@ TENSOR = (
     ),
     Mutant(
         "collectives have the names of torch 2.13 alone",
-        "megatron/mpu/collectives.py",
+        "megatron/torch_compat.py",
         "    return name if hasattr(dist, name) else OLDER[name]\n",
         "    return name\n",
-        ("tests/mpu/test_collectives.py",),
+        ("tests/test_torch_compat.py",),
         refuses=True,
     ),
 )

@@ -236,7 +236,7 @@ def test_it_is_built_for_processors_that_it_was_measured_on(monkeypatch: pytest.
     given: list[dict[str, Any]] = []
 
     def load(source: str, **how: Any) -> Any:
-        given.append(how)
+        given.append(how | {"width": torch._inductor.config.cpp.simdlen})
         raise RuntimeError("enough")
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -246,7 +246,8 @@ def test_it_is_built_for_processors_that_it_was_measured_on(monkeypatch: pytest.
         assert given == []
         return
     (how,) = given
-    assert how.get("needs_vec_isa") is False and f"-DCPU_CAPABILITY_{capability}" in how["extra_flags"]
+    assert how.get("needs_vec_isa") is False or how["width"] == 1, "torch 2.11 is told of a width that none has"
+    assert f"-DCPU_CAPABILITY_{capability}" in how["extra_flags"]
     assert any(flag.startswith("-march=") and flag != "-march=native" for flag in how["extra_flags"])
 
 

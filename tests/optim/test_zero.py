@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
-from megatron.mpu.collectives import name_of
 from megatron.mpu.groups import SINGLE, Group, build_grid
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
 from megatron.optim import LossScaler, build_optimizer, gather
+from megatron.torch_compat import name_of
 from megatron.training.state_tensors import make_moments
 from tests.harness import run_ranks
 from tests.optim.zero import Weights, bits, optimizer_of, take_step

@@ -1,14 +1,15 @@
-"""Gathering and scattering by the names of this torch, and by those of torch before 2.13."""
+"""What torch 2.11 lacks: names of collectives, and how a C++ program is built; by this torch and by an older one."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.collectives import all_gather_single, reduce_scatter_single
+from megatron.torch_compat import all_gather_single, load_cpp, reduce_scatter_single
 from tests.harness import run_ranks
 
 NAMES = ("all_gather_single", "reduce_scatter_single")
@@ -40,3 +41,23 @@ def test_a_torch_has_the_new_names_from_2_13_on() -> None:
     """Else the case of this torch would be the older one there."""
     is_new = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
     assert [hasattr(dist, name) for name in NAMES] == [is_new] * 2
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["this torch", "an older torch"])
+def test_a_program_is_built_without_torchs_choice_of_vectors(is_older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpu_vec_isa
+    from torch._inductor.codecache import CppCodeCache
+
+    def of_older(source: str, device: str = "cpu", submit: Any = None, extra_flags: Any = ()) -> None: ...
+
+    def load(source: str, **given: Any) -> Any:
+        return source, given, cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.invalid_vec_isa
+
+    monkeypatch.setattr(CppCodeCache, "load", load)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [cpu_vec_isa.VecAVX2()])
+    if is_older:
+        monkeypatch.setattr(CppCodeCache, "load_async", of_older)
+    source, given, has_none = load_cpp("int x;", ["-O1"])
+    assert source == "int x;" and given.pop("extra_flags") == ["-O1"]
+    assert given == {"needs_vec_isa": False} or (given == {} and has_none)
+    assert not (is_older and given)

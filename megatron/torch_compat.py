@@ -1,0 +1,50 @@
+"""What torch 2.11 lacks, or has under another name, of what this project uses of torch 2.13.
+
+| torch 2.13 | torch 2.11 |
+|---|---|
+| ``all_gather_single`` (2.13 warns of the older name) | ``all_gather_into_tensor`` |
+| ``reduce_scatter_single`` (likewise) | ``reduce_scatter_tensor`` |
+| ``CppCodeCache.load(needs_vec_isa=False)`` | chooses vectors by itself, but none of a width that none has |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+OLDER = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+"""Name of torch 2.13 -> name before."""
+
+
+def all_gather_single(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> Any:
+    """Fill ``whole`` with the ``part`` of each rank, one after another; options and result are torch's. Collective."""
+    return getattr(dist, name_of("all_gather_single"))(whole, part, **options)
+
+
+def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
+    """Fill ``part`` with this rank's part of the sum of every rank's ``whole``; the rest is torch's. Collective."""
+    return getattr(dist, name_of("reduce_scatter_single"))(part, whole, **options)
+
+
+def name_of(name: str) -> str:
+    """Return what this torch calls the collective that torch 2.13 calls ``name``."""
+    return name if hasattr(dist, name) else OLDER[name]
+
+
+def load_cpp(source: str, flags: Sequence[str]) -> Any:
+    """Return the library of this C++ program, compiled with ``flags`` and none of torch's choice for vectors.
+
+    Raises:
+        Exception: of torch's own kinds: there is no compiler, or it refuses the program.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache  # not ahead of need: with all that it imports it takes 1 s
+
+    if "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters:
+        return CppCodeCache.load(source, extra_flags=flags, needs_vec_isa=False)
+    with config.patch({"cpp.simdlen": 1}):
+        return CppCodeCache.load(source, extra_flags=flags)
