@@ -1,4 +1,14 @@
-"""Shared set-up of all tests: CPU, one thread a process, no DeepSpeed chatter."""
+"""Shared set-up of all tests: CPU, one thread a process, no DeepSpeed chatter.
+
+| tests marked ``gpu`` | run on |
+|---|---|
+| (no option) | CUDA; skipped where there is none |
+| --gpu-device cuda | CUDA; where there is none pytest ends with an error |
+| --gpu-device cpu | the CPU in the device's place: the dry form |
+| --gpu-device sim | the simulated device of examples/accelerator_sim, which refuses tensors of two devices at once |
+
+``@pytest.mark.gpu(only="why")`` is CUDA's own, and has no dry form.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +16,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,18 +50,41 @@ os.register_at_fork(after_in_child=_settle_in_child)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run what is marked slow")
+    parser.addoption("--gpu-device", choices=("cuda", "cpu", "sim"), help="what tests marked gpu run on; see above")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Random properties take the same examples in each short run, and new ones in a long run."""
     hypothesis.settings.register_profile("ours", derandomize=not config.getoption("--all"), deadline=None)
     hypothesis.settings.load_profile("ours")
+    kind = config.getoption("--gpu-device")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--gpu-device cuda needs a GPU and a CUDA build of torch, found none")
+    if kind == "sim":
+        _make_simulated_device()
+
+
+def _make_simulated_device() -> None:
+    """Register the plug-in and make its device ready, which torch wants ahead of the first backward of a process."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "accelerator_sim"))
+    os.environ["ENABLE_DEEPSPEED_ADAPTOR"] = "0"  # no test that runs on it needs DeepSpeed, whose import takes 2 s
+    import megatron_accelerator_sim
+
+    from megatron import accelerators, device
+
+    device.prepare(megatron_accelerator_sim.NAME)
+    accelerators.adapt(megatron_accelerator_sim.NAME)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    has_gpu = torch.cuda.is_available()
+    has_gpu, kind = torch.cuda.is_available(), config.getoption("--gpu-device")
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason="slow; `bash run_tests.sh --all` runs it"))
-        if item.get_closest_marker("gpu") and not has_gpu:
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        if kind is None and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+        elif kind in ("cpu", "sim") and "only" in marker.kwargs:
+            item.add_marker(pytest.mark.skip(reason=f"CUDA's own: {marker.kwargs['only']}"))

@@ -58,8 +58,7 @@ def test_without_streams_the_copies_are_plain_ones(monkeypatch: pytest.MonkeyPat
     assert torch.equal(given(batch), read()["text"])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: copies beside a computation of CUDA")
+@pytest.mark.gpu(only="copies beside a computation")
 def test_cuda_gets_every_micro_batch_whole_while_it_computes() -> None:
     place = torch.device("cuda", torch.accelerator.current_device_index())
     work = torch.randn(4096, 4096, device=place)

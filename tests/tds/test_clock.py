@@ -27,7 +27,7 @@ def test_the_offset_turns_the_monotonic_clock_into_the_wall_clock() -> None:
     assert abs(time.perf_counter_ns() + offset_to_wall_ns() - time.time_ns()) < 50_000_000
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(only="events on its streams")
 def test_the_gpus_clock_counts_the_work_between_marks_and_reuses_events() -> None:
     device = torch.device("cuda", 0)
     clock = clock_for(device)

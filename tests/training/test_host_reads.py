@@ -117,8 +117,7 @@ def test_the_watch_of_cuda_is_off_for_the_one_read_of_each_step() -> None:
     assert run_ranks(1, faked) == [([2] * STEPS, ["error", *["default", 2] * STEPS, 0])]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA's own watch over waits of the host")
+@pytest.mark.gpu(only="its watch over waits of the host")
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_cuda_sees_no_wait_in_a_step_but_the_one_read(family: str, precision: str) -> None:
