@@ -16,6 +16,7 @@ from megatron.model.mpt import MptModel
 from megatron.model.sizes import BertSizes, LlamaSizes, MptSizes, Place, Sizes, T5Sizes
 from megatron.model.t5 import T5Model
 from megatron.ops.positions import positions_in_segments
+from tds.device import move
 from tests.gpu.near import moved
 
 VOCAB, SEQ, S_D, BATCH = 211, 61, 37, 3
@@ -142,7 +143,8 @@ def built(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(known_weight(name, tuple(parameter.shape)).to(torch.float32))
-    return model.to(dtype).to(place)
+    move(model.to(dtype), place)  # as a run does: parameters stay the objects that they are
+    return model
 
 
 def reference_of(family: Family, dtype: torch.dtype, where: Place | None = None, **changes: Any) -> torch.nn.Module:
