@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron import device
 from megatron.model.bert import BertModel
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.llama import LlamaModel
@@ -16,7 +17,6 @@ from megatron.model.mpt import MptModel
 from megatron.model.sizes import BertSizes, LlamaSizes, MptSizes, Place, Sizes, T5Sizes
 from megatron.model.t5 import T5Model
 from megatron.ops.positions import positions_in_segments
-from tds.device import move
 from tests.gpu.near import moved
 
 VOCAB, SEQ, S_D, BATCH = 211, 61, 37, 3
@@ -143,8 +143,9 @@ def built(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(known_weight(name, tuple(parameter.shape)).to(torch.float32))
-    move(model.to(dtype), place)  # as a run does: parameters stay the objects that they are
-    return model
+    for parameter in model.to(dtype).parameters():  # they stay the objects that they are, as in a run
+        device.give(parameter, parameter.detach().to(place))
+    return model.to(place)
 
 
 def reference_of(family: Family, dtype: torch.dtype, where: Place | None = None, **changes: Any) -> torch.nn.Module:
