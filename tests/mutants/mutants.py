@@ -30,6 +30,7 @@ from tests.mutants.llama import LLAMA
 from tests.mutants.mixture import MIXTURE
 from tests.mutants.mpt import MPT
 from tests.mutants.norms import NORMS
+from tests.mutants.on_a_device import ON_A_DEVICE
 from tests.mutants.overlap import OVERLAP
 from tests.mutants.overlapped_gradients import OVERLAPPED_GRADIENTS
 from tests.mutants.packing import PACKING
@@ -67,7 +68,7 @@ IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
 IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED)
-IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *DUMPS, *CONTRACT, *GATHERED)
+IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *DUMPS, *CONTRACT, *GATHERED)
 IN_SPEED = (
     *SEQUENCE_PARALLEL,
     *CHUNKED_LOSS,
