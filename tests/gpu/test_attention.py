@@ -246,7 +246,9 @@ def test_the_kernel_that_runs_is_a_fused_one(
     if kind == "cpu":  # torch has two there, and this project a third in fp32
         assert found <= {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH} and (found or dtype == torch.float32)
         return
-    assert len(found) == 1 and found <= CHOICES[path][1]
+    has_flash = torch.cuda.get_device_capability() >= (8, 0)  # Ampere; V100 and T4 have torch's older kernels
+    allowed = CHOICES[path][1] if has_flash else {*OF_MASKS, SDPBackend.MATH}
+    assert len(found) == 1 and found <= allowed
     of_kernel = KERNELS.get(next(iter(found)))
     if names and of_kernel is not None:  # none where the machine lets nobody profile its kernels
         assert any(of_kernel in name.lower() for name in names), names

@@ -60,7 +60,7 @@ def test_masters_move_as_on_the_cpu(name: str, dtype: torch.dtype, place: torch.
         assert found.device.type == place.type and found.dtype == torch.promote_types(dtype, torch.float32)
         moved = (wanted - start.detach()).abs().max()
         assert moved > 1e-4, "it has to move at all"
-        assert (found.cpu() - wanted).abs().max() <= 2e-5 * moved + 2e-7 * wanted.abs().max()
+        assert (found.cpu() - wanted).abs().max() <= 5e-5 * moved + 1e-6 * wanted.abs().max()
     for parameter, master in zip(own, masters(ours, own), strict=True):
         assert parameter.dtype == dtype and torch.equal(parameter.detach(), master.to(dtype)), "rounded, to the bit"
 
