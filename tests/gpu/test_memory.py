@@ -74,7 +74,7 @@ def gradients_of_layers(place: torch.device, keeper: Keeper | None, dropout: flo
     loss.backward()
     found = [weight.grad for weight in weights]
     assert all(gradient is not None for gradient in found)
-    return float(loss), [gradient.cpu() for gradient in found if gradient is not None]
+    return loss.item(), [gradient.cpu() for gradient in found if gradient is not None]
 
 
 HOW = {
