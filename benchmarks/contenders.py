@@ -2,8 +2,8 @@
 
 | of | name | what it is |
 |---|---|---|
-| both | ours | the model as ``pretrain_*.py`` trains it without a pipeline: flags, DeepSpeed's engine, our optimizer |
-| both | ours-compiled | the same with ``--compile`` |
+| all | ours | the model as ``pretrain_*.py`` trains it without a pipeline: flags, DeepSpeed's engine, our optimizer |
+| all | ours-compiled | the same with ``--compile`` |
 | GPT-2 | hf | Hugging Face's ``GPT2LMHeadModel`` as it ships but with SDPA, no cache, dropout 0, in the plain loop |
 | GPT-2 | hf-fused-gelu | the same with torch's fused tanh GELU in place of Hugging Face's own |
 | GPT-2 | plain | ``plain_gpt.py``: a small script of ``torch.nn`` layers |
@@ -12,7 +12,8 @@
 | T5 | hf-eager | the same with its attention written out |
 
 All of a family compute the same function. Modules are imported by the contender that needs them, so that the memory of
-one does not hold the libraries of another. Those of T5 are in ``t5_contenders.py``.
+one does not hold the libraries of another. Those of T5 are in ``t5_contenders.py``, those of LLaMA in
+``llama_contenders.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -28,10 +30,12 @@ from benchmarks.flags import STD, config_of
 from benchmarks.plain_gpt import PlainGPT
 from benchmarks.plain_loop import CLIP_GRAD, LR, Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import GPTSizes, Sizes
+from megatron import device
 from megatron.checkpoint.hf.gpt2 import from_ours
 from megatron.checkpoint.naming import named_parameters
+from megatron.config.option import PROGRAMS
 from megatron.model.gpt2 import GPT2Model
-from megatron.model.init import gpt2_rule, initialize
+from megatron.model.init import Rule, gpt2_rule, initialize
 from megatron.model.sizes import sizes_from
 
 SEED = 1234
@@ -40,8 +44,15 @@ Contender = Callable[[Any, int, str, str], Step]
 
 def our_weights(sizes: GPTSizes) -> dict[str, torch.Tensor]:
     """Return the weights that every contender starts from, by our logical names."""
-    parameters = dict(named_parameters(GPT2Model(sizes_from(config_of(sizes).model))))
-    initialize(parameters.items(), seed=SEED, rule=gpt2_rule(STD, sizes.num_layers))
+    return filled(GPT2Model(sizes_from(config_of(sizes).model)), gpt2_rule(STD, sizes.num_layers))
+
+
+def filled(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:
+    """Return the first weights of our ``model`` by name, drawn on as many threads as there are cores."""
+    parameters = dict(named_parameters(model))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for done in [pool.submit(initialize, [item], seed=SEED, rule=rule) for item in parameters.items()]:
+            done.result()
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
@@ -53,7 +64,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     from megatron.training.stand_in import stand_in_tokenizer
 
     os.environ.setdefault("DS_ACCELERATOR", kind)
-    script = importlib.import_module(f"pretrain_{sizes.family}")
+    script = importlib.import_module(PROGRAMS[sizes.family].removesuffix(".py").replace("/", "."))
     config = config_of(
         sizes,
         f"--batch-size {batch_size} --lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} "
@@ -96,7 +107,8 @@ def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, activation: str 
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = GPT2LMHeadModel(config)
+    with device.bind(kind, 0):  # a GPU draws the weights that are replaced at once
+        model = GPT2LMHeadModel(config)
     model.load_state_dict(from_ours(our_weights(sizes), sizes.num_attention_heads))
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 STD = 0.02
 FLAGS = {
     "gpt2": f"--activation gelu-tanh --hidden-bias --init-method-std {STD}",
+    "llama": f"--init-method-std {STD}",
     "t5": "--activation relu --layernorm-epsilon 1e-6",
 }
 

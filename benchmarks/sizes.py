@@ -41,6 +41,14 @@ class GPTSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LlamaSizes(GPTSizes):
+    """A LLaMA with as many heads for keys as for queries, and a head of its own."""
+
+    family: ClassVar[str] = "llama"
+    ff_hidden_size: int = 1408
+
+
+@dataclass(frozen=True, kw_only=True)
 class T5Sizes:
     """A T5 with as many layers on each side; the default is Hugging Face's "t5-small".
 
@@ -81,13 +89,21 @@ class T5Sizes:
         return fields
 
 
-Sizes = GPTSizes | T5Sizes
+Sizes = GPTSizes | LlamaSizes | T5Sizes
 LARGE: dict[str, Sizes] = {
     "gpt2": GPTSizes(num_layers=24, hidden_size=2048, num_attention_heads=16, vocab_size=50304, seq_length=2048),
     "t5": T5Sizes(num_layers=24, hidden_size=1344, num_attention_heads=21),
+    "llama": LlamaSizes(
+        num_layers=5,
+        hidden_size=4096,
+        num_attention_heads=32,
+        vocab_size=32000,
+        seq_length=2048,
+        ff_hidden_size=11008,
+    ),
 }
-"""1.3 billion parameters each, for a GPU of 80 GB or more."""
-LARGE_BATCH = {"gpt2": 8, "t5": 32}
+"""1.3 billion parameters each, for a GPU of 80 GB or more; of LLaMA it is 5 of the 32 layers of the 7B model."""
+LARGE_BATCH = {"gpt2": 8, "t5": 32, "llama": 4}
 
 
 def _generator(step: int) -> torch.Generator:

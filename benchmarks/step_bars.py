@@ -62,16 +62,16 @@ def bars(family: str, kind: str, contenders: Contenders, *, is_large: bool = Fal
     if kind != "cpu":
         shares = [contenders[name]["mfu_sheet"] for name in ("ours", "ours-compiled") if name in contenders]
         known = [share for share in shares if share is not None]
-        if known:
+        if known and family in OF_THE_SHEET:
             yield Bar("MFU of the data sheet", max(known), at_least=OF_THE_SHEET[family])
         return
     for name, share in OF_PRODUCTS.get(family, {}).items():
         if name in contenders:
             yield Bar(f"MFU of {name}", contenders[name]["mfu"], at_least=share)
-    for (ours, other), times in SPEEDS[family].items():
+    for (ours, other), times in SPEEDS.get(family, {}).items():
         if ours in contenders and other in contenders:
             yield Bar(f"speed of {ours} over {other}", contenders[other]["speed_of_ours"][ours][1], at_least=times)
-    for other in IN_LESS_MEMORY[family]:
+    for other in IN_LESS_MEMORY.get(family, ()):
         for ours in ("ours", "ours-compiled"):
             if ours in contenders and other in contenders:
                 share = contenders[ours]["peak_memory_bytes"] / contenders[other]["peak_memory_bytes"]

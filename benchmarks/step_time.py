@@ -1,9 +1,10 @@
-"""Time our step of GPT-2 or T5 beside Hugging Face's and a plain loop's, in one run.
+"""Time our step of GPT-2, T5 or LLaMA beside Hugging Face's and a plain loop's, in one run.
 
     python benchmarks/step_time.py --json step_time.json
     python benchmarks/step_time.py --contenders ours plain
     python benchmarks/step_time.py --model t5 --strict
     python benchmarks/step_time.py --size 1.3b --json step_time.json        # one GPU
+    python benchmarks/step_time.py --size 1.3b --look                       # and the kernels that take longest
 
 Every contender runs in a process of its own on the same tokens from the same weights, dropout 0, with all cores: their
 first losses must agree. They take turns of a few steps; the order rotates; medians over rounds are reported, and ratios
@@ -29,19 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.flags import config_of  # noqa: E402
 from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.sizes import LARGE, LARGE_BATCH, GPTSizes, Sizes, T5Sizes  # noqa: E402
+from benchmarks.sizes import LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes  # noqa: E402
 from benchmarks.step_bars import Bar, bars  # noqa: E402
 from benchmarks.turns import PRODUCT, Record, Work, products_of, take_turns  # noqa: E402
 from megatron import cost, device  # noqa: E402
 
-MODELS: dict[str, type[GPTSizes] | type[T5Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes)}
+MODELS: dict[str, type[Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes, LlamaSizes)}
 OURS = ("ours", "ours-compiled")
 NAMES = {
     "gpt2": (*OURS, "hf", "hf-fused-gelu", "plain", "plain-compiled"),
     "t5": (*OURS, "hf", "hf-eager"),
+    "llama": (*OURS, "hf"),
 }
 EAGER = {family: [name for name in names if not name.endswith("-compiled")] for family, names in NAMES.items()}
-BARRED = {"gpt2": (*OURS, "hf", "plain", "plain-compiled"), "t5": (*OURS, "hf")}
+BARRED = {"gpt2": (*OURS, "hf", "plain", "plain-compiled"), "t5": (*OURS, "hf"), "llama": (*OURS, "hf")}
 """The contenders that what is to be reached speaks of; of the large sizes ours alone find room together."""
 SMALL, LARGE_NAME = "small", "1.3b"
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -72,6 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    parser.add_argument("--look", action="store_true", help="take one more step of ours under the profiler")
     parser.add_argument("--json", type=Path, help="write the result here too")
     parser.add_argument("--strict", action="store_true", help="end with code 1 if something was not reached")
     return parser.parse_args(given)
@@ -105,6 +108,7 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
         step_s = statistics.median(record.turns_s) / work.steps
         row: dict[str, Any] = {
             "ms_per_step": step_s * 1e3,
+            "ms_quartiles": [1e3 * seconds / work.steps for seconds in quartiles(record.turns_s)],
             "fastest_ms_per_step": min(record.turns_s) / work.steps * 1e3,
             "cpu_ms_per_step": statistics.median(record.cpu_s) / work.steps * 1e3,
             "turns_s": record.turns_s,
@@ -115,8 +119,10 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
             "mfu_sheet": flops / step_s / sheet if sheet else None,
             "compile_s": record.compile_s,
             "peak_memory_bytes": record.peak_bytes,
+            "reserved_memory_bytes": record.reserved_bytes,
             "memory_before_steps_bytes": record.idle_bytes,
             "losses": record.losses,
+            "looked": record.looked,
         }
         for our in OURS if name not in OURS else ():
             if our in records:
@@ -130,6 +136,14 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
         "contenders": contenders,
         "bars": [vars(bar) | {"is_met": bar.is_met} for bar in _bars(work, contenders)],
     }
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Return the quartiles of ``values``, the median in the middle; of one value it is all three."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
 def check_first_losses(losses: dict[str, float], tolerance: float) -> None:
@@ -170,6 +184,8 @@ def table(result: dict[str, Any]) -> str:
             by_cpu = row["cpu_speed_of_ours"][our][1]
             spread = f"quartiles {low:.3f}, {high:.3f}"
             lines.append(f"{our} is {middle:.3f} times as fast as {name} ({spread}); by CPU time {by_cpu:.3f}")
+    for name, row in result["contenders"].items():
+        lines += _kernels(name, row["looked"]) if row["looked"] else []
     lines.append(f"matrix product {result['peak_flops_per_s'] / 1e9:.0f} GFLOP/s = MFU 1")
     lines += [str(Bar(**{name: value for name, value in bar.items() if name != "is_met"})) for bar in result["bars"]]
     return "\n".join(lines)
@@ -180,7 +196,8 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     args = parse_args(argv)
     work = work_of(args)
     told = surroundings_of(work)  # ahead of the turns: nothing that fails here costs what they have measured
-    records = take_turns(args.contenders, work, args.rounds, start_method)
+    look_at = [name for name in ("ours",) if args.look and name in args.contenders]
+    records = take_turns(args.contenders, work, args.rounds, start_method, look_at)
     check_first_losses({name: records[name].first_loss for name in args.contenders}, LOSS_TOLERANCE[work.dtype])
     result = told | summarize(records, work)
     print(table(result))
@@ -189,6 +206,14 @@ def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str
     if args.strict and not all(bar["is_met"] for bar in result["bars"]):
         sys.exit(1)
     return result
+
+
+def _kernels(name: str, looked: dict[str, Any]) -> Iterator[str]:
+    yield f"kernels of a step of {name}, {looked['kernels_ms']:.1f} ms in all:"
+    for each in looked["kernels"]:
+        yield f"{each['ms']:9.2f} ms {100 * each['share']:5.1f} % {each['count']:6} x {each['name']}"
+    for each in looked["attention"]:
+        yield f"attention of {each['query']} on {each['key']}: {each['kernel']}, {each['calls']} times"
 
 
 def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:
@@ -204,11 +229,7 @@ def _flops_of_whole_matrices(costs: cost.Costs, batch_size: int) -> float:
 
 
 def _quartiles(theirs: list[float], ours: list[float]) -> tuple[float, float, float]:
-    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
-    if len(ratios) < 2:
-        return ratios[0], ratios[0], ratios[0]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return low, middle, high
+    return quartiles([a / b for a, b in zip(theirs, ours, strict=True)])
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.contenders import SEED, Contender, ours, ours_compiled
+from benchmarks.contenders import Contender, filled, ours, ours_compiled
 from benchmarks.flags import config_of
 from benchmarks.plain_loop import Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import START_ID, T5Sizes
+from megatron import device
 from megatron.checkpoint.hf.t5 import from_ours
-from megatron.checkpoint.naming import named_parameters
-from megatron.model.init import initialize, t5_rule
+from megatron.model.init import t5_rule
 from megatron.model.sizes import t5_sizes_from
 from megatron.model.t5 import T5Model
 
@@ -19,9 +19,7 @@ def our_weights(sizes: T5Sizes) -> dict[str, torch.Tensor]:
     """Return the weights that every contender starts from, by our logical names."""
     config = config_of(sizes)
     full = t5_sizes_from(config.model, config.t5)
-    parameters = dict(named_parameters(T5Model(full)))
-    initialize(parameters.items(), seed=SEED, rule=t5_rule(full, config.model.init_method_std))
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    return filled(T5Model(full), t5_rule(full, config.model.init_method_std))
 
 
 def hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str, attention: str = "sdpa") -> Step:
@@ -41,7 +39,8 @@ def hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str, attention: str = 
         pad_token_id=START_ID,
         decoder_start_token_id=START_ID,
     )
-    model = T5ForConditionalGeneration(config)
+    with device.bind(kind, 0):
+        model = T5ForConditionalGeneration(config)
     model.load_state_dict(from_ours(our_weights(sizes), sizes.num_attention_heads))
     return PlainLoop(MeanLoss(model), _pair, kind=kind, dtype=dtype).step
 

@@ -20,6 +20,14 @@ from typing import Any
 from benchmarks.sizes import Sizes
 
 PRODUCT = "matrix product"
+LOOK = "look"
+"""In place of a step's number: take one under the profiler, and tell what was seen."""
+MODULES = {
+    "gpt2": "benchmarks.contenders",
+    "t5": "benchmarks.t5_contenders",
+    "llama": "benchmarks.llama_contenders",
+}
+"""Family -> where its contenders are."""
 PRODUCTS = {"cpu": (2048, 8)}
 """Kind of device -> side of the square matrices, and products in a turn."""
 PRODUCTS_ELSEWHERE = (8192, 50)
@@ -44,6 +52,8 @@ class Record:
 
     Args:
         cpu_s: processor time of each turn, over all threads; with one thread it says something on a busy machine too.
+        reserved_bytes: the most that the device's allocator has held, free room between tensors included; 0 on a CPU.
+        looked: what ``benchmarks.looking.look`` has found in one more step, of those who were asked.
         compile_s: in which torch.compile was waited for, the turn that warms up included.
     """
 
@@ -54,6 +64,8 @@ class Record:
     peak_bytes: int = 0
     idle_bytes: int = 0
     compile_s: float = 0.0
+    reserved_bytes: int = 0
+    looked: dict[str, Any] = field(default_factory=dict)
 
 
 def products_of(kind: str) -> tuple[int, int]:
@@ -61,11 +73,14 @@ def products_of(kind: str) -> tuple[int, int]:
     return PRODUCTS.get(kind, PRODUCTS_ELSEWHERE)
 
 
-def take_turns(names: Sequence[str], work: Work, rounds: int, start_method: str = "spawn") -> dict[str, Record]:
+def take_turns(
+    names: Sequence[str], work: Work, rounds: int, start_method: str = "spawn", look_at: Sequence[str] = ()
+) -> dict[str, Record]:
     """Return a record for each contender and for the matrix product; the first turn warms up and is not in it.
 
     Args:
         start_method: of ``multiprocessing``. A forked process starts with the memory of this one.
+        look_at: contenders that take one more step at the end, under the profiler.
 
     Raises:
         RuntimeError: a contender failed; its traceback is the message.
@@ -85,14 +100,17 @@ def take_turns(names: Sequence[str], work: Work, rounds: int, start_method: str 
             shift = number % len(order)
             for name in order[shift:] + order[:shift]:
                 pipes[name].send(number * work.steps)
-                seconds, cpu_s, losses, peak, records[name].compile_s = _answer(name, pipes[name])
+                seconds, cpu_s, losses, peak, reserved, records[name].compile_s = _answer(name, pipes[name])
                 records[name].losses.append(losses[-1])
-                records[name].peak_bytes = peak
+                records[name].peak_bytes, records[name].reserved_bytes = peak, reserved
                 if number == 0:
                     records[name].first_loss = losses[0]
                 else:
                     records[name].turns_s.append(seconds)
                     records[name].cpu_s.append(cpu_s)
+        for name in look_at:
+            pipes[name].send(LOOK)
+            records[name].looked = _answer(name, pipes[name])
         return records
     finally:
         for pipe in pipes.values():
@@ -129,16 +147,28 @@ def _work(name: str, work: Work, pipe: Connection) -> None:
         turn = _product(work) if name == PRODUCT else _contender(name, work)
         pipe.send(device.peak_memory_bytes(work.kind))
         while (first := pipe.recv()) is not None:
+            if first == LOOK:
+                from benchmarks.looking import look
+
+                pipe.send(look(lambda: turn(0, 1), work.kind))
+                continue
             device.synchronize(work.kind)
             start, cpu_start = time.perf_counter(), time.process_time()
             losses = [float(loss) for loss in turn(first)]
             device.synchronize(work.kind)
             seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-            pipe.send((seconds, cpu_s, losses, device.peak_memory_bytes(work.kind), _compile_s(name)))
+            memory = device.peak_memory_bytes(work.kind), _reserved_bytes(work.kind)
+            pipe.send((seconds, cpu_s, losses, *memory, _compile_s(name)))
     except EOFError:
         return
     except Exception:
         pipe.send(traceback.format_exc())
+
+
+def _reserved_bytes(kind: str) -> int:
+    import torch
+
+    return 0 if kind == "cpu" else torch.accelerator.max_memory_reserved()
 
 
 def _compile_s(name: str) -> float:
@@ -150,11 +180,11 @@ def _compile_s(name: str) -> float:
 
 
 def _contender(name: str, work: Work) -> Any:
-    module = {"gpt2": "benchmarks.contenders", "t5": "benchmarks.t5_contenders"}[work.sizes.family]
+    module = MODULES[work.sizes.family]
     step = importlib.import_module(module).CONTENDERS[name](work.sizes, work.batch_size, work.kind, work.dtype)
 
-    def turn(first: int) -> list[Any]:
-        return [step(work.sizes.batch(work.batch_size, number)) for number in range(first, first + work.steps)]
+    def turn(first: int, steps: int = work.steps) -> list[Any]:
+        return [step(work.sizes.batch(work.batch_size, number)) for number in range(first, first + steps)]
 
     return turn
 
