@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in names:
             part = part_of(name)
             left = args.minutes * 60 - (time.monotonic() - start)
-            part = Part(part.name, part.about, part.cases, min(part.budget_s, left), part.at_once)
+            part = replace(part, budget_s=min(part.budget_s, left))
             run_part(part, machine, results, again=args.again, only=args.only, say=lambda line: print(line, flush=True))
     return summary(results, names)
 

@@ -45,6 +45,7 @@ class Part:
         cases: makes them for a machine.
         budget_s: no case begins once so much time has gone.
         at_once: cases that may run side by side.
+        is_always: its cases run at each start, for they show what the others have found.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Part:
     cases: Callable[[Machine], Sequence[Case]]
     budget_s: float = 480.0
     at_once: int = 1
+    is_always: bool = False
 
 
 @dataclass
@@ -107,6 +109,7 @@ def run_part(
     """
     start, known = time.monotonic(), results.of(part.name)
     cases = [case for case in part.cases(machine) if only in case.name]
+    again = again or part.is_always
     to_do = [case for case in cases if again or case.name not in known or known[case.name].status not in FINAL]
     say(f"== {part.name}: {part.about} ({len(to_do)} of {len(cases)} cases to run)")
     machine.end = start + part.budget_s
