@@ -65,7 +65,7 @@ def problem_of(path: Path) -> str | None:
         if content["is_dry"] or content["kind"] != "cuda":
             return f"results must be of a GPU, got a dry run or a CPU's: {path}"
         tables.page([content], "en")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"results must be a file that benchmarks/gpu/run.sh wrote, got {path}: {type(error).__name__}: {error}"
     return None
 

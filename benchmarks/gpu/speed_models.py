@@ -6,6 +6,7 @@ smaller, then contenders are left out from the end, then the model is a smaller 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,6 +160,7 @@ def estimated(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -
     return memory
 
 
+@functools.cache
 def expected_bytes(sizes: Sizes, batch_size: int, contender: str) -> float:
     """Return about how much of a GPU a contender's process takes."""
     memory = estimated(sizes, batch_size, "cuda", contender)

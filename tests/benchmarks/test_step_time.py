@@ -6,20 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import contenders, machine, step_time, t5_contenders, turns
-from benchmarks.sizes import GPTSizes, Sizes, T5Sizes
+from benchmarks import contenders, llama_contenders, machine, step_time, t5_contenders, turns
+from benchmarks.sizes import GPTSizes, LlamaSizes, Sizes, T5Sizes
 from benchmarks.step_bars import bars
 from benchmarks.turns import PRODUCT, PRODUCTS, Record, Work
 from tests.harness import run_ranks
 
 SIZES = GPTSizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16)
 T5_SIZES = T5Sizes(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=256, enc_seq_length=16)
+LLAMA_SIZES = LlamaSizes(
+    num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16, ff_hidden_size=40
+)
 WORK = Work(sizes=SIZES, batch_size=2, steps=2, kind="cpu", dtype="fp32", threads=1)
 
 
 def losses(rank: int, sizes: Sizes, steps: int, names: list[str]) -> dict[str, list[float]]:
     """Train each contender on the same batch, over and over."""
-    builders = {"gpt2": contenders, "t5": t5_contenders}[sizes.family].CONTENDERS
+    builders = {"gpt2": contenders, "t5": t5_contenders, "llama": llama_contenders}[sizes.family].CONTENDERS
     assert set(builders) == set(step_time.NAMES[sizes.family])
     found = {}
     for name in names:
@@ -36,14 +39,14 @@ def check(sizes: Sizes, names: list[str]) -> None:
         assert found[name] == pytest.approx(expected, abs=2e-6), name
 
 
-@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES], ids=lambda sizes: sizes.family)
+@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
 def test_all_contenders_have_the_same_losses_from_the_same_weights(sizes: Sizes) -> None:
     check(sizes, step_time.EAGER[sizes.family])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES], ids=lambda sizes: sizes.family)
+@pytest.mark.parametrize("sizes", [SIZES, T5_SIZES, LLAMA_SIZES], ids=lambda sizes: sizes.family)
 def test_compiled_contenders_have_the_same_losses_too(sizes: Sizes) -> None:
     eager = step_time.EAGER[sizes.family]
     check(sizes, ["hf", *(name for name in step_time.NAMES[sizes.family] if name not in eager)])
@@ -143,7 +146,7 @@ def test_the_large_sizes_have_1_3_billion_parameters_and_flags_change_them() -> 
     from benchmarks.flags import config_of
     from megatron import cost
 
-    for family in ("gpt2", "t5"):
+    for family in step_time.MODELS:
         args = step_time.parse_args(["--model", family, "--size", "1.3b", "--device", "cpu"])
         assert args.contenders == step_time.OURS
         held = cost.of(config_of(step_time.work_of(args).sizes)).num_parameters

@@ -19,6 +19,7 @@ from tests.mutants.dumps import DUMPS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
 from tests.mutants.generate import GENERATE
+from tests.mutants.gpu_speed import GPU_SPEED
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.guard import GUARDED
 from tests.mutants.host_reads import HOST_READS
@@ -79,7 +80,7 @@ IN_SPEED = (
     *HOST_READS,
     *UPLOADS,
 )
-IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS)
+IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS, *GPU_SPEED)
 PARTS = {
     "arithmetic": IN_ARITHMETIC,
     "runs": IN_RUNS,

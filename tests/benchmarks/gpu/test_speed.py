@@ -45,8 +45,8 @@ def told(**changes: Any) -> dict[str, Any]:
     """Return what step_time.py says of a run whose step took 100 ms and 2 GiB, 3 of them reserved."""
     row = {
         "ms_per_step": 100.0, "ms_quartiles": [99.0, 100.0, 102.0], "tokens_per_s": 5120.0, "mfu": 0.5,
-        "mfu_whole": 0.6, "mfu_sheet": 0.4, "peak_memory_bytes": 2 * GIB, "reserved_memory_bytes": 3 * GIB, "compile_s": 0.0,
-        "losses": [7.0, 6.9], "looked": {}, **changes,
+        "mfu_whole": 0.6, "mfu_sheet": 0.4, "peak_memory_bytes": 2 * GIB, "reserved_memory_bytes": 3 * GIB,
+        "compile_s": 0.0, "losses": [7.0, 6.9], "looked": {}, **changes,
     }  # fmt: skip
     other = row | {"speed_of_ours": {OURS: (1.1, 1.2, 1.3)}}
     return {"peak_flops_per_s": 7e14, "sheet_flops_per_s": 9.89e14, "contenders": {OURS: row, "hf": other}}

@@ -1,0 +1,150 @@
+"""The chart and the tables of what was seen on a GPU show the figures of the results, and pages take them in."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import publish, tables
+from benchmarks.gpu.part import Machine, run_part
+from benchmarks.gpu.parts import pictures
+from benchmarks.gpu.results import Results
+from tests.benchmarks.gpu.samples import GIB, results
+
+SEEN = "gpu-nvidia-made-up-1-2026-12-01.json"
+
+
+def place(tmp_path: Path, content: dict[str, Any]) -> Machine:
+    found = Results(tmp_path / SEEN, {})
+    found.content = content
+    return Machine("cuda", "NVIDIA Made-up 1", False, 1, 139 * GIB, 16, tmp_path / "work", tmp_path, results=found)
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a copy of the pages."""
+    for name in publish.PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((publish.ROOT / name).read_bytes())
+    (tmp_path / publish.PICTURE).parent.mkdir(parents=True)
+    return tmp_path
+
+
+def test_the_table_of_devices_counts_the_cases_of_each_part() -> None:
+    head, _, row = cells(tables.seen_table([results()], "en"))
+    assert head[4:] == list(tables.PARTS)
+    assert row[:4] == ["1 x NVIDIA Made-up 1, 139 GiB", "2026-12-01", "0123456", "2.11.0, 13.0"]
+    assert row[4:] == ["2 passed, 1 failed, 1 skipped", "-", "-", "-", "5 passed, 1 failed"]
+
+
+def test_the_table_of_speeds_has_a_row_for_each_contender_of_what_was_timed() -> None:
+    rows = cells(tables.speeds_table(results(), "en"))[2:]
+    assert [(row[0], row[2]) for row in rows] == [
+        ("GPT-2 1.3B", "ours"),
+        ("GPT-2 1.3B", "ours, compiled"),
+        ("GPT-2 1.3B", "Hugging Face"),
+        ("GPT-2 1.3B", "plain loop"),
+        ("T5-base", "ours"),
+        ("T5-base", "Hugging Face"),
+        ("LLaMA 7B, a slice (5/32)", "ours"),
+        ("LLaMA 7B, a slice (5/32)", "Hugging Face"),
+        ("GPT-2 125M", "ours"),
+    ]
+    assert rows[0][1:2] + rows[0][3:] == [
+        *("1024 x 8", "300.0", "54,613", "0.510", "0.400", "48.0, 50.0", "0.97", "1.04"),
+    ]
+    assert rows[2][-2:] == ["-", "-"], "nothing is estimated of others"
+    short = cells(tables.short_table(results(), "en"))
+    assert short[0][0] == "MFU on NVIDIA Made-up 1"
+    assert short[2] == ["GPT-2 1.3B, 1024 x 8", "0.510", "0.560", "0.310", "0.410"]
+    assert short[3] == ["T5-base, 1024 x 8", "0.260", "-", "0.160", "-"]
+
+
+def test_bars_are_as_high_as_mfu_and_the_chart_says_where_it_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: (drawn.append(self), save(self, *args, **more)))
+    path = pictures.draw(results(), tmp_path / "mfu.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (axes,) = drawn[0].axes
+    bars = {(round(bar.get_x() + bar.get_width() / 2, 3), round(bar.get_height(), 3)) for bar in axes.patches}
+    first = {(-0.3, 0.51), (-0.1, 0.56), (0.1, 0.31), (0.3, 0.41)}
+    assert bars == first | {(0.9, 0.26), (1.1, 0.16), (1.9, 0.61), (2.1, 0.36), (3.0, 0.46)}
+    assert axes.get_title("right") == "NVIDIA Made-up 1, 2026-12-01, commit 0123456"
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == [pictures.LABELS[name] for name in ("ours", "ours-compiled", "hf", "plain")]
+
+
+def test_the_part_is_run_anew_at_each_start(tmp_path: Path) -> None:
+    machine = place(tmp_path, results())
+    said: list[str] = []
+    for _ in range(2):
+        assert machine.results is not None
+        run_part(pictures.PART, machine, machine.results, say=said.append)
+    assert sum("passed   pictures: chart of MFU" in line and "9 bars of 4 cases" in line for line in said) == 2
+    assert sorted(each.name for each in tmp_path.iterdir() if each.is_file()) == [
+        f"{SEEN[:-5]}-mfu.png",
+        SEEN,
+        f"{SEEN[:-5]}.md",
+    ]
+    assert "| GPT-2 1.3B | 1024 x 8 | ours |" in (tmp_path / f"{SEEN[:-5]}.md").read_text()
+
+
+def test_without_times_there_is_no_chart(tmp_path: Path) -> None:
+    machine = place(tmp_path, results(parts={}))
+    assert machine.results is not None
+    said: list[str] = []
+    run_part(pictures.PART, machine, machine.results, say=said.append)
+    assert [line.split()[0] for line in said[1:]] == ["skipped", "passed"]
+
+
+def test_a_person_publishes_results_into_all_pages(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = tmp_path_factory.mktemp("results")
+    (files / SEEN).write_text(json.dumps(results()))
+    older = results(date="2026-11-30", device="NVIDIA Older", parts={"tests": results()["parts"]["tests"]})
+    (files / "gpu-older.json").write_text(json.dumps(older))
+    assert publish.main([str(files / SEEN), str(files / "gpu-older.json")], root) == 0
+    once = {name: (root / name).read_text("utf-8") for name in publish.PAGES}
+    assert publish.main([], root) == 0
+    for name, text in once.items():
+        assert (root / name).read_text("utf-8") == text, "a second time changes nothing"
+        assert publish.with_block(text, publish.block(name, publish.seen(root))) == text
+        assert re.findall(r"NVIDIA \w+", text[text.index(publish.BEGIN) :])[0] == "NVIDIA Made", "the newest is first"
+        assert "NVIDIA Older" in text and "not run." not in text and "还没有运行过。" not in text
+    for name in ("README.md", "docs/zh/README.md"):
+        assert len(once[name].splitlines()) <= 120
+        assert "0.510 | 0.560 | 0.310 | 0.410 |" in once[name]
+    assert "tests 2 passed, 1 failed, 1 skipped; speed 5 passed, 1 failed" in once["README.md"]
+    assert "2 通过, 1 失败, 1 跳过" in once["docs/zh/accelerators.md"]
+    assert "](pictures/gpu_mfu.png)" in once["docs/accelerators.md"] and (root / publish.PICTURE).is_file()
+    assert "](../pictures/gpu_mfu.png)" in once["docs/zh/accelerators.md"]
+
+
+@pytest.mark.parametrize("changes", [{"is_dry": True}, {"kind": "cpu"}, {"parts": 3}])
+def test_what_is_not_of_a_gpu_is_not_published(root: Path, changes: dict[str, Any]) -> None:
+    (root / "given.json").write_text(json.dumps(results(**changes)))
+    before = {name: (root / name).read_bytes() for name in publish.PAGES}
+    with pytest.raises(SystemExit) as ended:
+        publish.main([str(root / "given.json")], root)
+    assert ended.value.code == 2 and not (root / publish.SEEN).exists()
+    assert before == {name: (root / name).read_bytes() for name in publish.PAGES}
+
+
+def test_a_page_has_its_markers_once() -> None:
+    page = f"a\n{publish.BEGIN}\nold\n{publish.END}\nb\n"
+    assert publish.with_block(page, "new") == f"a\n{publish.BEGIN}\n\nnew\n\n{publish.END}\nb\n"
+    for wrong in ("a", publish.BEGIN, f"{publish.END}{publish.BEGIN}", page + page):
+        with pytest.raises(ValueError, match="once each"):
+            publish.with_block(wrong, "new")
