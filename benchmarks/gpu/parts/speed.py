@@ -12,6 +12,7 @@ finds room on the device is in ``benchmarks/gpu/speed_models.py``. Figures of a 
 | kernels, kernels_ms | of one step of ours: name, ms, share, count of the ten longest; ms of all |
 | attention | what torch chose for each shape: kernel, query, key, dtype, has_mask, calls |
 | attention_kernels | names of the kernels that the profiler saw for it |
+| look_error | why there is no profile, else None |
 
 | key of a contender | what it is |
 |---|---|
@@ -154,6 +155,7 @@ def figures_of(model: Model, run: Fitted, told: Mapping[str, Any], machine: Mach
         "kernels_ms": looked.get("kernels_ms"),
         "attention": looked.get("attention", []),
         "attention_kernels": looked.get("attention_kernels", []),
+        "look_error": looked.get("error"),
     }
 
 
@@ -222,6 +224,8 @@ def line_of(figures: Mapping[str, Any]) -> str:
     ]
     if chosen := sorted({each["kernel"] for each in figures["attention"]}):
         parts.append(f"attention {', '.join(chosen)}")
+    if figures["look_error"]:
+        parts.append(f"no profile: {figures['look_error']}")
     return "; ".join(parts)
 
 

@@ -136,6 +136,16 @@ def test_ratios_are_estimates_over_measurement(tmp_path: Path) -> None:
     assert json.loads(json.dumps(figures)) == figures
 
 
+def test_times_count_where_the_profiler_does_not_work(tmp_path: Path) -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+    given = told(looked=turns._looked(broken))
+    figures = speed.figures_of(MODEL, RUN, given, machine(tmp_path, name="NVIDIA New 1"))
+    assert figures["kernels"] == [] and figures["contenders"][OURS]["ms"] == 100.0
+    assert speed.line_of(figures).endswith("no profile: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+
 def test_the_estimate_is_what_a_dry_run_says() -> None:
     for contender in (OURS, COMPILED):
         config = config_for(SIZES, 4, "cuda", contender)
