@@ -74,6 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    parser.add_argument("--product-side", type=int, default=0, help="of the matrices (default: 2048; on a GPU 8192)")
     parser.add_argument("--look", action="store_true", help="take one more step of ours under the profiler")
     parser.add_argument("--json", type=Path, help="write the result here too")
     parser.add_argument("--strict", action="store_true", help="end with code 1 if something was not reached")
@@ -86,7 +87,15 @@ def work_of(args: argparse.Namespace) -> Work:
     model = MODELS[args.model]
     sizes = model(**{name: getattr(args, name) for name in vars(model())})
     dtype = "bf16" if kind == "cuda" else "fp32"
-    return Work(sizes=sizes, batch_size=args.batch_size, steps=args.steps, kind=kind, dtype=dtype, threads=args.threads)
+    return Work(
+        sizes=sizes,
+        batch_size=args.batch_size,
+        steps=args.steps,
+        kind=kind,
+        dtype=dtype,
+        threads=args.threads,
+        product_side=args.product_side,
+    )
 
 
 def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
@@ -95,7 +104,7 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     ``speed_of_ours`` is how many times as fast ours is, round by round: quartiles, once for each of OURS.
     ``cpu_speed_of_ours`` compares processor time in place of the clock.
     """
-    side, number = products_of(work.kind)
+    side, number = products_of(work.kind, work.product_side)
     peak = 2.0 * side**3 * number / statistics.median(records[PRODUCT].turns_s)
     sheet = None if work.kind == "cpu" else cost.peak_flops(device.name(work.kind))
     tokens = work.batch_size * work.sizes.tokens_per_sample

@@ -36,7 +36,11 @@ PRODUCTS_ELSEWHERE = (8192, 50)
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What every contender does."""
+    """What every contender does.
+
+    Args:
+        product_side: of the matrices that are multiplied; 0: what suits the kind of device.
+    """
 
     sizes: Sizes
     batch_size: int
@@ -44,6 +48,7 @@ class Work:
     kind: str
     dtype: str
     threads: int
+    product_side: int = 0
 
 
 @dataclass
@@ -68,9 +73,10 @@ class Record:
     looked: dict[str, Any] = field(default_factory=dict)
 
 
-def products_of(kind: str) -> tuple[int, int]:
+def products_of(kind: str, product_side: int = 0) -> tuple[int, int]:
     """Return the side of the square matrices on this kind of device, and how many products a turn has."""
-    return PRODUCTS.get(kind, PRODUCTS_ELSEWHERE)
+    side, number = PRODUCTS.get(kind, PRODUCTS_ELSEWHERE)
+    return product_side or side, number
 
 
 def take_turns(
@@ -203,7 +209,7 @@ def _product(work: Work) -> Any:
 
     from megatron import device
 
-    place, (side, number) = device.bind(work.kind, 0), products_of(work.kind)
+    place, (side, number) = device.bind(work.kind, 0), products_of(work.kind, work.product_side)
     a, b = (torch.randn(side, side, device=place, dtype=device.DTYPES[work.dtype]) for _ in range(2))
     out = torch.empty_like(a)
 

@@ -142,7 +142,9 @@ def models(*, is_dry: bool) -> Iterator[Model]:
             yield model
         elif model.name in TOYS:
             sizes, contender = TOYS[model.name]
-            yield replace(model, slices=(sizes,), contenders=(contender,), batches=(2,), steps=1, rounds=2)
+            yield replace(
+                model, slices=(sizes,), contenders=(contender,), batches=(2,), steps=1, rounds=1, limit_s=300.0
+            )
 
 
 def config_for(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -> Any:

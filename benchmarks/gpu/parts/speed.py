@@ -131,6 +131,7 @@ def timed(model: Model, run: Fitted, machine: Machine, folder: Path) -> jobs.Don
     words = [word for name, size in vars(run.sizes).items() for word in ("--" + name.replace("_", "-"), str(size))]
     words += ["--model", run.sizes.family, "--batch-size", str(run.batch_size), "--contenders", *run.contenders]
     words += ["--steps", str(model.steps), "--rounds", str(model.rounds), "--device", machine.kind]
+    words += ["--product-side", "128", "--threads", "1"] * machine.is_dry
     words += ["--look"] * model.has_look + ["--json", str(folder / "step_time.json")]
     return jobs.python(machine, "benchmarks/step_time.py", *words)
 
