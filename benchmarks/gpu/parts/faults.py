@@ -1,0 +1,373 @@
+"""What goes wrong on a device: hosts that wait, memory that runs out, ranks that die or share a GPU, NaN.
+
+| fault | must end so |
+|---|---|
+| the host waits for the device | once a step, for losses and norm; never in a micro-batch |
+| an allocation fails while memory is kept for reuse | it is freed and the step goes on, to the same losses |
+| a layer of a pipeline waits for the whole device | the step ends, with the same losses |
+| a batch that cannot fit | code 1, one line: bytes, step and micro-batch, what to lower |
+| two ranks on one GPU under NCCL | code 2 on all, naming both ranks and the device |
+| LOCAL_RANK beyond the devices | code 2, naming both numbers |
+| a rank is killed | code 4 within seconds |
+| a loss that is no number | code 5, or with --stability-guard skip a step left out |
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.jobs import ROOT, Done, python
+from benchmarks.gpu.part import Case, Machine, Part, Skip
+from benchmarks.gpu.runs import (
+    STEPS,
+    Run,
+    begin,
+    flags,
+    judge_bits,
+    last_step,
+    read_run,
+    start,
+    train,
+)
+
+Shown = tuple[str, dict[str, Any]]
+
+WORKERS = ROOT / "benchmarks" / "gpu" / "workers"
+ONCE = "tds/agreement.py:read"
+"""Where the host may wait for the device, once a step."""
+STEP_SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --batch-size 2 "
+STEP_LENGTHS = {"gpt2": "--seq-length 64", "t5": "--enc-seq-length 64 --vocab-extra-ids 8"}
+PRESSED_SIZES = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --batch-size 8 --gas 2"
+QUICK_S = 90.0
+"""In which a job that cannot begin must have ended, its imports included."""
+DEATH_S = 15.0
+"""In which a job must end once a rank is dead."""
+WIDE, DEEP, LONG = 1024, 8, 1024
+"""Hidden size, layers and tokens of a sample of what cannot fit."""
+SPOILED = 5
+"""The step whose loss is no number."""
+
+
+def worker(machine: Machine, folder: Path, what: str, family: str, extra: str, sizes: str) -> Any:
+    """Return what ``workers/steps.py`` has seen."""
+    file = folder / f"{what}-{len(os.listdir(folder))}.json"
+    words = ["-m", "benchmarks.gpu.workers.steps", what, str(file), family, *sizes.split(), *extra.split()]
+    python(machine, *words, "--device", machine.kind).check()
+    return json.loads(file.read_text())
+
+
+def host_reads(machine: Machine, folder: Path, *, family: str, extra: str) -> Shown:
+    """Show where the host waits in steps 2 and 3, of two and of four micro-batches."""
+    seen = {
+        number: worker(machine, folder, "reads", family, f"{extra} --gas {number}", STEP_SIZES + STEP_LENGTHS[family])
+        for number in (2, 4)
+    }
+    return judge_reads(seen), {"places": {str(number): one["found"] for number, one in seen.items()}}
+
+
+def judge_reads(seen: Mapping[int, Mapping[str, Any]]) -> str:
+    """Say where the host waits.
+
+    Args:
+        seen: by micro-batches of a step what ``workers/steps.py`` found.
+
+    Raises:
+        AssertionError: it waits elsewhere, or more than once a step, or a wait would not be noticed.
+    """
+    for number, one in seen.items():
+        assert one["is_noticed"], "a wait that was planted is not noticed: the watch sees nothing"
+        places = {place: count / one["steps"] for place, count in one["found"].items()}
+        once = {place: count for place, count in places.items() if place.endswith(f" in {ONCE}")}
+        others = {place: count for place, count in places.items() if place not in once}
+        assert not others, f"with {number} micro-batches the host waits in each step for {_told(others)}"
+        assert sum(once.values()) == 1, (
+            f"with {number} micro-batches the host reads {sum(once.values()):g} times a step"
+        )
+    return f"one wait a step, in {ONCE}, of {' and '.join(map(str, seen))} micro-batches"
+
+
+def _told(places: Mapping[str, float]) -> str:
+    return ", ".join(f"{place} ({count:g})" for place, count in sorted(places.items()))
+
+
+def memory_retry(machine: Machine, folder: Path) -> Shown:
+    """Show that a step whose allocation fails at first goes on to the same losses."""
+    needs_gpu(machine, "torch's allocator keeps freed memory of a GPU alone")
+    extra = "--bf16 --deterministic"
+    eased, pressed = (worker(machine, folder, what, "gpt2", extra, PRESSED_SIZES) for what in ("ease", "pressure"))
+    return judge_retry(eased, pressed), {name: pressed[name] for name in ("retries", "peak", "limit")}
+
+
+def judge_retry(eased: Mapping[str, Any], pressed: Mapping[str, Any]) -> str:
+    """Say how often the allocator freed what it kept and tried again.
+
+    Raises:
+        AssertionError: it never did, or the losses are not those of a run with memory to spare.
+    """
+    assert pressed["retries"] > 0, f"no allocation was tried again: peak {pressed['peak']}, limit {pressed['limit']}"
+    assert not eased["retries"], "the run with memory to spare tried allocations again"
+    assert pressed["losses"] == eased["losses"], f"losses {pressed['losses']}, with memory to spare {eased['losses']}"
+    return f"{pressed['retries']} allocations tried again, losses of {len(eased['losses'])} steps equal to the bit"
+
+
+def needs_gpu(machine: Machine, why: str) -> None:
+    """Skip the case on a CPU."""
+    if machine.kind == "cpu":
+        raise Skip(why)
+
+
+def of_two_ranks(machine: Machine) -> str:
+    """Return the backend by which two ranks of this machine talk: NCCL where each has a GPU of its own."""
+    return "nccl" if machine.kind == "cuda" and machine.num_devices > 1 else "gloo"
+
+
+def pause_in_pipeline(machine: Machine, folder: Path, *, schedule: str) -> Shown:
+    """Show that layers which wait for the whole device do not stop a pipeline, nor does CUDA_LAUNCH_BLOCKING."""
+    backend = of_two_ranks(machine)
+
+    def losses(kind: str, env: Mapping[str, str]) -> list[str]:
+        file = folder / f"{kind}-{len(env)}.json"
+        words = ["--standalone", "--nproc-per-node", "2", str(WORKERS / "pause.py"), str(file), backend, schedule, kind]
+        python(machine, "-m", "torch.distributed.run", *words, env=env).check()
+        return json.loads(file.read_text())
+
+    seen = {"plain": losses("plain", {}), "paused": losses("pause", {})}
+    if machine.kind == "cuda":
+        seen["blocking"] = losses("plain", {"CUDA_LAUNCH_BLOCKING": "1"})
+    return f"{judge_equal(seen)}; over {backend}", {}
+
+
+def judge_equal(seen: Mapping[str, Sequence[str]]) -> str:
+    """Say that all have the same losses, as hexadecimal numbers.
+
+    Raises:
+        AssertionError: one differs from the first; or they do not move, so that nothing was trained.
+    """
+    (first, wanted), *others = seen.items()
+    assert len(set(wanted)) == len(wanted) > 0, f"the losses of {first} must change from step to step, got {wanted}"
+    for name, losses in others:
+        assert losses == wanted, f"{name}: losses {losses}, {first}: {wanted}"
+    return f"{', '.join(seen)}: losses of {len(wanted)} steps equal to the bit"
+
+
+def launch_blocking(machine: Machine, folder: Path) -> Shown:
+    """Show that a run with CUDA_LAUNCH_BLOCKING=1 has the losses of one without."""
+    needs_gpu(machine, "a CPU launches nothing")
+    extra = "--bf16 --deterministic"
+    plain = train(machine, "gpt2", folder / "plain", extra)
+    blocked = train(machine, "gpt2", folder / "blocked", extra, env={"CUDA_LAUNCH_BLOCKING": "1"})
+    return judge_bits(blocked, plain), {"seconds": [plain.seconds, blocked.seconds]}
+
+
+def too_large(machine: Machine, folder: Path) -> Shown:
+    """Show how a run ends whose batch does not fit."""
+    needs_gpu(machine, "a batch for all memory of the host would bring the host down")
+    per_token = 34 * WIDE * DEEP  # bytes that the backward of each layer needs, in 16 bits
+    batch = math.ceil(1.5 * machine.memory_bytes / per_token / LONG)
+    sizes = f"--num-layers {DEEP} --hidden-size {WIDE} --num-attention-heads 16 --seq-length {LONG}"
+    done = start(
+        machine, "gpt2", folder / "run", f"--bf16 {sizes} --batch-size {batch} --gas 1 --train-iters 2 --warmup 0"
+    )
+    return judge_out_of_memory(done), {"batch_size": batch, "seconds": done.seconds}
+
+
+def judge_out_of_memory(done: Done) -> str:
+    """Say how the run ended.
+
+    Raises:
+        AssertionError: with another code than 1, or without the bytes, the step, the micro-batch or the advice.
+    """
+    done.check(1)
+    line = the_line(done, "out of memory")
+    assert re.search(r"could not allocate [\d.]+ ?\w+", line), f"the bytes must be named: {line}"
+    assert re.search(r"step 1, (forward|backward) of micro-batch \d", line), (
+        f"step and micro-batch must be named: {line}"
+    )
+    assert "Lower --batch-size" in line, f"what to do must be said: {line}"
+    return f"code 1: {line[:200]}"
+
+
+def the_line(done: Done, sign: str) -> str:
+    """Return the first line of what was written that has ``sign`` in it.
+
+    Raises:
+        AssertionError: there is none.
+    """
+    lines = [line for line in done.text.splitlines() if sign in line]
+    assert lines, f'"{sign}" is not said: {done.text[-900:]}'
+    return lines[0]
+
+
+def launched(machine: Machine, number: int, words: Sequence[str], *, log: Path | None = None) -> Any:
+    """Run ``words`` in so many ranks by our launcher: to their end, or with a ``log`` beside what follows."""
+    all_words = ["-m", "megatron.launch", "--nproc-per-node", str(number), *words]
+    if log is None:
+        return python(machine, *all_words)
+    return begin(machine, [sys.executable, *all_words], log)
+
+
+def one_gpu_for_two(machine: Machine, folder: Path) -> Shown:
+    """Show how two ranks that take the same GPU under NCCL are refused."""
+    needs_gpu(machine, "NCCL needs GPUs")
+    run = flags(machine, "gpt2", folder / "run", "--bf16")
+    done = launched(machine, 2, [str(WORKERS / "planted.py"), "one-gpu", *run])
+    return judge_shared(done), {"seconds": done.seconds}
+
+
+def judge_shared(done: Done) -> str:
+    """Say how two ranks on one GPU were refused.
+
+    Raises:
+        AssertionError: with another code than 2, without both ranks and the device, or late.
+    """
+    done.check(2)
+    the_line(done, "each rank must have a GPU of its own")
+    line = the_line(done, "GPU-")
+    assert "rank 0" in line and "rank 1" in line, f"both ranks must be named: {line}"
+    assert done.seconds <= QUICK_S, f"refused only after {done.seconds:.0f} s"
+    return f"code 2 after {done.seconds:.0f} s: {line.strip()[:200]}"
+
+
+def no_such_device(machine: Machine, folder: Path) -> Shown:
+    """Show how a rank is refused that has no device."""
+    needs_gpu(machine, "a CPU has no numbers")
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": str(machine.num_devices)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    done = start(machine, "gpt2", folder / "run", "--bf16", env=env)
+    return judge_no_device(done, machine.num_devices), {"seconds": done.seconds}
+
+
+def judge_no_device(done: Done, number: int) -> str:
+    """Say how a rank beyond ``number`` devices was refused.
+
+    Raises:
+        AssertionError: with another code than 2, without the numbers, or late.
+    """
+    done.check(2)
+    line = the_line(done, "LOCAL_RANK must be below")
+    assert f"got {number} and {number}" in line, f"both numbers must be named: {line}"
+    assert done.seconds <= QUICK_S, f"refused only after {done.seconds:.0f} s"
+    return f"code 2 after {done.seconds:.0f} s: {line[:160]}"
+
+
+def killed_rank(machine: Machine, folder: Path) -> Shown:
+    """Show that a job ends when one of its ranks is killed in mid-run."""
+    run, backend = folder / "run", of_two_ranks(machine)
+    run.mkdir()
+    extra = f"--distributed-backend {backend} --train-iters 5000 {'--bf16' if machine.kind == 'cuda' else '--fp32'}"
+    what = ["nan@0"] if backend == "nccl" or machine.kind == "cpu" else ["one-gpu"]
+    words = [str(WORKERS / "planted.py"), *what, *flags(machine, "gpt2", run, extra)]
+    live = launched(machine, 2, words, log=folder / "log")
+    try:
+        live.wait_until(lambda: last_step(run) >= 3, "step 3")
+        os.kill(rank_of(live.process.pid, 1), signal.SIGKILL)
+        at = time.monotonic()
+        code = live.finish(4 * DEATH_S)
+        return judge_death(code, time.monotonic() - at, live.text), {"seconds": time.monotonic() - at}
+    finally:
+        live.close()
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """Return the process of this rank among the launcher's children.
+
+    Raises:
+        AssertionError: there is none.
+    """
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise AssertionError(f"the launcher has no rank {rank}")
+
+
+def judge_death(code: int, seconds: float, text: str) -> str:
+    """Say how a job ended whose rank 1 was killed.
+
+    Raises:
+        AssertionError: with another code than 4, late, or without naming the rank.
+    """
+    assert code == 4, f"ended with code {code}, not 4: {text[-900:]}"
+    assert seconds <= DEATH_S, f"the others ended only after {seconds:.1f} s"
+    assert re.search(r"rank 1\b.*SIGKILL|SIGKILL.*rank 1\b", text), f"the dead rank is not named: {text[-900:]}"
+    return f"code 4 {seconds:.1f} s after SIGKILL of rank 1"
+
+
+def spoiled(machine: Machine, folder: Path, *, guard: str) -> Shown:
+    """Show what becomes of a loss that is no number."""
+    run = folder / "run"
+    extra = f"{'--bf16' if machine.kind == 'cuda' else '--fp32'} --stability-guard {guard}"
+    words = [str(WORKERS / "planted.py"), f"nan@{SPOILED}", *flags(machine, "gpt2", run, extra)]
+    done = python(machine, *words)
+    return (judge_ended if guard == "off" else judge_skipped)(done, read_run(run)), {"seconds": done.seconds}
+
+
+def judge_ended(done: Done, run: Run) -> str:
+    """Say how a run ended at its step ``SPOILED``.
+
+    Raises:
+        AssertionError: with another code than 5, elsewhere, or without naming step and micro-batch.
+    """
+    done.check(5)
+    line = the_line(done, f"step {SPOILED} ")
+    assert "micro-batch" in line, f"the micro-batch must be named: {line}"
+    assert run.steps == (*range(1, SPOILED),), f"{len(run.steps)} steps were recorded, not {SPOILED - 1}"
+    return f"code 5: {line[:200]}"
+
+
+def judge_skipped(done: Done, run: Run) -> str:
+    """Say how a run went on behind its step ``SPOILED``.
+
+    Raises:
+        AssertionError: it did not reach its end, or another step has no loss.
+    """
+    done.check()
+    assert run.steps == (*range(1, STEPS + 1),), f"{len(run.steps)} steps were recorded, not {STEPS}"
+    bad = [step for step, loss in zip(run.steps, run.losses, strict=True) if not math.isfinite(loss)]
+    assert bad == [SPOILED], f"the steps {bad} have no loss, not {SPOILED} alone"
+    assert run.losses[-1] < run.losses[0], "the loss must fall behind the step that was left out"
+    return f"step {SPOILED} left out, {STEPS} steps done, {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
+
+
+def cases(machine: Machine) -> Sequence[Case]:
+    """Return the cases, the most telling first."""
+    number_format = "--bf16" if machine.kind == "cuda" else "--fp32"
+    watched = [("gpt2", number_format), ("t5", f"{number_format} --checkpoint-activations")]
+    if machine.kind == "cuda":
+        watched.append(("gpt2", "--fp16"))
+    return [
+        *(
+            Case(f"{family} waits of the host {extra}", functools.partial(host_reads, family=family, extra=extra))
+            for family, extra in watched
+        ),
+        Case("killed rank", killed_rank),
+        Case("two ranks on one GPU", one_gpu_for_two),
+        Case("LOCAL_RANK beyond the devices", no_such_device),
+        Case("NaN ends the run", functools.partial(spoiled, guard="off")),
+        Case("NaN and --stability-guard skip", functools.partial(spoiled, guard="skip")),
+        *(
+            Case(f"pause in a pipeline, {schedule}", functools.partial(pause_in_pipeline, schedule=schedule), 180.0)
+            for schedule in ("1f1b", "zb-h1")
+        ),
+        Case("CUDA_LAUNCH_BLOCKING", launch_blocking),
+        Case("allocations that are tried again", memory_retry),
+        Case("a batch that cannot fit", too_large, 180.0, alone=True),
+    ]
+
+
+PART = Part(
+    "faults",
+    "waits of the host, memory that runs out, ranks that die or share a GPU, numbers that are none",
+    cases,
+    budget_s=300.0,
+    at_once=max(1, min(6, len(os.sched_getaffinity(0)) // 2)),
+)

@@ -1,0 +1,1 @@
+"""Programs that cases start in processes of their own."""
