@@ -47,6 +47,11 @@ DRY_SIZES = {
 }
 
 
+def limit_s(machine: Machine) -> float:
+    """Return the seconds of a usual case; the dry form may share a few cores with other work."""
+    return 480.0 if machine.is_dry else 120.0
+
+
 @dataclass(frozen=True)
 class Run:
     """A run that has reached its end: its folder, and loss and gradient norm of each step."""

@@ -1,6 +1,13 @@
 """The training scripts on the device: as the CPU in fp32, to the bit where they say so, stopped, killed and resumed.
 
-Tolerances to be stated.
+The losses of 20 steps against those of the CPU in fp32, of the same seed, texts and flags. What may be between them at
+most, in nats; measured on a CPU, of GPT-2 and T5, with these flags:
+
+| format | allowed | why |
+|---|---|---|
+| fp32 | 2e-4 | other kernels add in another order (TF32 is off); another micro-batch size on a CPU: 1.0e-6, T5 2.2e-5 |
+| bf16 | 1e-2 | 8 bits of each number are kept; bf16 on a CPU: 8.0e-4, T5 2.1e-3 |
+| fp16 | 5e-3 | 11 bits, but less range; no step may be left out for an overflow |
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from benchmarks.gpu.runs import (
     judge_weights,
     kept,
     last_step,
+    limit_s,
     read_run,
     reference,
     train,
@@ -34,15 +42,13 @@ from benchmarks.gpu.runs import (
 
 Shown = tuple[str, dict[str, Any]]
 
-TOLERANCES = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 1e-2}
+TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 5e-3}
 """Format -> the largest difference of a loss to the CPU's in fp32."""
-COMPILED = 2e-2
+COMPILED = 1e-2
 """The same, of a compiled run to the eager one in bf16."""
 FORMATS = {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-scale-power 12"}
 REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
 """Of runs that are compared to the bit; torch's own dropout, so that its random state must come back, too."""
-STOP_S = 60.0
-"""In which a run must have saved and left."""
 
 
 def on_device(machine: Machine, family: str, number_format: str) -> Run:
@@ -143,7 +149,7 @@ def cut_off(
     try:
         live.wait_until(lambda: is_due(machine, run), "the moment of the signal")
         live.signal(number)
-        ended = live.finish(STOP_S)
+        ended = live.finish(limit_s(machine) / 2)
         assert ended == code, f"ended with code {ended}, not {code}: {live.text[-900:]}"
     finally:
         live.close()
@@ -167,25 +173,23 @@ def has_saved(machine: Machine, run: Path) -> bool:
 
 def cases(machine: Machine) -> Sequence[Case]:
     """Return the cases, the most telling first."""
-    made = [
-        Case(f"{family} {number_format}", functools.partial(as_reference, family=family, number_format=number_format))
-        for number_format in FORMATS
-        for family in SCRIPTS
-    ]
+    usual, long = limit_s(machine), 2 * limit_s(machine)
     stop = functools.partial(cut_off, number=signal.SIGTERM, code=75, is_due=is_under_way)
     kill = functools.partial(cut_off, number=signal.SIGKILL, code=-signal.SIGKILL, is_due=has_saved)
+    both = ("gpt2", "t5")
     return [
-        *made,
         *(
-            Case(f"{family} --deterministic twice", functools.partial(repeats, family=family))
-            for family in ("gpt2", "t5")
+            Case(f"{family} {form}", functools.partial(as_reference, family=family, number_format=form), usual)
+            for form in FORMATS
+            for family in SCRIPTS
         ),
-        Case("SIGTERM and resume", stop, 180.0),
-        Case("kill -9 and resume", kill, 180.0),
-        Case("--async-save", saved_beside),
-        Case("--layout-independent-dropout", same_masks),
-        *(Case(f"{family} --compile", functools.partial(compiled, family=family), 240.0) for family in ("gpt2", "t5")),
-        Case("--offload-optimizer", offloaded),
+        *(Case(f"{family} --deterministic twice", functools.partial(repeats, family=family), usual) for family in both),
+        Case("SIGTERM and resume", stop, long),
+        Case("kill -9 and resume", kill, long),
+        Case("--async-save", saved_beside, usual),
+        Case("--layout-independent-dropout", same_masks, usual),
+        *(Case(f"{family} --compile", functools.partial(compiled, family=family), long) for family in both),
+        Case("--offload-optimizer", offloaded, usual),
     ]
 
 

@@ -48,6 +48,8 @@ def pause() -> None:
 def main() -> None:
     """Train; every rank takes part."""
     file, backend, schedule, kind = sys.argv[1:]
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_backend=backend)
     torch.manual_seed(0)
     layers = [Paused(WIDTH, pauses=kind == "pause") for _ in range(LAYERS)]
