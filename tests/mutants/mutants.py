@@ -21,6 +21,7 @@ from tests.mutants.flips import FLIPPED
 from tests.mutants.generate import GENERATE
 from tests.mutants.gpu_speed import GPU_SPEED
 from tests.mutants.gradients import GRADIENTS
+from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.guard import GUARDED
 from tests.mutants.host_reads import HOST_READS
 from tests.mutants.kills import KILLED_RUNS
@@ -80,7 +81,7 @@ IN_SPEED = (
     *HOST_READS,
     *UPLOADS,
 )
-IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS, *GPU_SPEED)
+IN_SIGHT = (*PLANNER, *CALIBRATION, *OF_REPORTS, *DOCS_MISTAKES, *LEFTOVERS, *FLAGS, *GPU_RUNS, *GPU_SPEED)
 PARTS = {
     "arithmetic": IN_ARITHMETIC,
     "runs": IN_RUNS,

@@ -22,7 +22,7 @@ FALLING = [7.0, 6.5, 6.0]
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    return dry_machine(tmp_path, limit_s=20.0)
+    return dry_machine(tmp_path, limit_s=60.0)
 
 
 def test_losses_within_the_tolerance_pass() -> None:
@@ -118,7 +118,7 @@ def leave(*_):
     {leave}
 signal.signal(signal.SIGTERM, leave)
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row | {{"step": s}}) + "\\n" for s in range(1, {done} + 1)))
-time.sleep(10)
+time.sleep(60)
 """
 
 
@@ -129,7 +129,7 @@ def cut_with(
     script = folder / "script.py"
     script.write_text(STAND_IN.format(leave=leave, done=done))
     monkeypatch.setitem(runs.SCRIPTS, "gpt2", str(script))
-    monkeypatch.setattr(train, "limit_s", lambda _: 1.0)
+    monkeypatch.setattr(train, "limit_s", lambda _: 0.2 if leave == "pass" else 60.0)
     return train.cut_off(machine, folder, number=signal.SIGTERM, code=75, is_due=train.is_under_way)
 
 
@@ -157,12 +157,11 @@ def test_a_resumed_run_that_is_another_fails(machine: Machine, monkeypatch: pyte
 
 
 def test_a_script_that_ends_or_says_nothing_is_no_live_run(tmp_path: Path) -> None:
-    machine = dry_machine(tmp_path, limit_s=0.5)
-    for code, told in (
-        ("print('gone'); exit(3)", "ended with 3 before step 1: gone"),
-        ("import time; time.sleep(9)", "step 1 did not come in time"),
+    for code, limit_s, told in (
+        ("print('gone'); exit(3)", 60.0, "ended with 3 before step 1: gone"),
+        ("import time; time.sleep(9)", 0.1, "step 1 did not come in time"),
     ):
-        live = runs.begin(machine, [sys.executable, "-c", code], tmp_path / "log")
+        live = runs.begin(dry_machine(tmp_path, limit_s), [sys.executable, "-c", code], tmp_path / "log")
         with pytest.raises(AssertionError, match=told):
             live.wait_until(lambda: False, "step 1")
         live.close()
