@@ -19,9 +19,9 @@ from tests.mutants.dumps import DUMPS
 from tests.mutants.flags import FLAGS
 from tests.mutants.flips import FLIPPED
 from tests.mutants.generate import GENERATE
+from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.gpu_speed import GPU_SPEED
 from tests.mutants.gradients import GRADIENTS
-from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.guard import GUARDED
 from tests.mutants.host_reads import HOST_READS
 from tests.mutants.kills import KILLED_RUNS

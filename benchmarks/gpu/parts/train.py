@@ -1,13 +1,13 @@
 """The training scripts on the device: as the CPU in fp32, to the bit where they say so, stopped, killed and resumed.
 
-The losses of 20 steps against those of the CPU in fp32, of the same seed, texts and flags. What may be between them at
-most, in nats; measured on a CPU, of GPT-2 and T5, with these flags:
+The losses of 20 steps against those of the CPU in fp32, of the same seed, texts and flags. The largest difference that is
+allowed, in nats, beside what was seen on a CPU with these flags:
 
 | format | allowed | why |
 |---|---|---|
-| fp32 | 2e-4 | other kernels add in another order (TF32 is off); another micro-batch size on a CPU: 1.0e-6, T5 2.2e-5 |
-| bf16 | 1e-2 | 8 bits of each number are kept; bf16 on a CPU: 8.0e-4, T5 2.1e-3 |
-| fp16 | 5e-3 | 11 bits, but less range; no step may be left out for an overflow |
+| fp32 | 2e-4 | other kernels add in another order; TF32 is off. Micro-batches of half the size: GPT-2 1.0e-6, T5 2.2e-5 |
+| bf16 | 1e-2 | 8 bits of each number are kept. bf16 on a CPU: GPT-2 8.0e-4, T5 2.1e-3, LLaMA 7.8e-4 |
+| fp16 | 2e-3 | 11 bits: an eighth of bf16's rounding. No step may be left out for an overflow |
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from benchmarks.gpu.runs import (
 
 Shown = tuple[str, dict[str, Any]]
 
-TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 5e-3}
+TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 2e-3}
 """Format -> the largest difference of a loss to the CPU's in fp32."""
-COMPILED = 1e-2
+COMPILED = 5e-3
 """The same, of a compiled run to the eager one in bf16."""
 FORMATS = {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-scale-power 12"}
 REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
