@@ -1,11 +1,11 @@
 """The training scripts on the device: as the CPU in fp32, to the bit where they say so, stopped, killed and resumed.
 
-The losses of 20 steps against those of the CPU in fp32, of the same seed, texts and flags. The largest difference that is
-allowed, in nats, beside what was seen on a CPU with these flags:
+The losses of 20 steps against those of the CPU in fp32, of the same seed, texts and flags. The largest difference that
+is allowed, in nats, beside what was seen on a CPU with these flags:
 
 | format | allowed | why |
 |---|---|---|
-| fp32 | 2e-4 | other kernels add in another order; TF32 is off. Micro-batches of half the size: GPT-2 1.0e-6, T5 2.2e-5 |
+| fp32 | 2e-4 | other kernels add in another order; TF32 is off. Micro-batches of half the size: GPT-2 1e-6, T5 2.2e-5 |
 | bf16 | 1e-2 | 8 bits of each number are kept. bf16 on a CPU: GPT-2 8.0e-4, T5 2.1e-3, LLaMA 7.8e-4 |
 | fp16 | 2e-3 | 11 bits: an eighth of bf16's rounding. No step may be left out for an overflow |
 """
