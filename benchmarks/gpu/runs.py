@@ -224,7 +224,7 @@ def judge_weights(machine: Machine, one: Path, other: Path) -> str:
         AssertionError: they do not; with what differs.
     """
     done = python(machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(one), "--compare", str(other))
-    assert done.code == 0, f"the checkpoints differ (code {done.code}): {done.text[-600:]}"
+    assert done.code == 0, f"the checkpoints differ or were not compared (code {done.code}): {done.text[-600:]}"
     return "weights and moments equal to the bit"
 
 
