@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/gpu/workers/pause.py FILE BACKEND SCHEDULE {plain,pause}
 
-Rank 0 writes the losses to FILE as JSON. On a CPU the pause does nothing.
+Rank 0 writes the losses to FILE as JSON. On a CPU the pause does nothing. BACKEND is nccl, gloo on a CPU, or
+host_copies, by which two ranks can share a GPU.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def main() -> None:
     file, backend, schedule, kind = sys.argv[1:]
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if backend == "host_copies":
+        from tds import host_copies
+
+        host_copies.register()
+    torch.distributed.init_process_group(backend)
     deepspeed.init_distributed(dist_backend=backend)
     torch.manual_seed(0)
     layers = [Paused(WIDTH, pauses=kind == "pause") for _ in range(LAYERS)]
