@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tds import host_copies
 from tds.device import is_host, sends_over_host
 from tds.peers import waiting_together
 from tds.schedule import Kind
@@ -47,7 +48,7 @@ def message_groups(
     """
     own = grid.get_pipe_parallel_group()
     backend = own._get_backend(device).name()
-    if not is_host(device) and not sends_over_host():
+    if not is_host(device) and not sends_over_host() and not isinstance(own, host_copies.HostCopies):
         refuse_host_backend(backend, grid.pipe_parallel_size, device)
     stage = grid.get_stage_id()
     if backend in MATCHES_TAGS:
@@ -110,9 +111,9 @@ def refuse_host_backend(backend: str, num_stages: int, device: torch.device) -> 
     """Raise if tensors on a GPU would have to cross stages over gloo, which sends none."""
     if backend == "gloo" and num_stages > 1:
         raise ValueError(
-            f"a pipeline on GPUs needs nccl: gloo does not send tensors of a GPU from stage to stage, got "
-            f"--distributed-backend gloo with {num_stages} stages on device {device}. Use --distributed-backend nccl, "
-            "or --device cpu"
+            f"a pipeline on GPUs needs nccl: gloo does not send tensors of a GPU from stage to stage, got the backend "
+            f"gloo with {num_stages} stages on device {device}. Use nccl; or, where several ranks share a GPU and only "
+            f'the numbers count, tds.host_copies.register() and init_distributed(dist_backend="{host_copies.NAME}")'
         )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tds.clock import Clock, HostClock
 from tds.device import is_host
+from tds.host_copies import Copied
 from tds.peers import PeerLost
 from tds.schedule import Action, Kind, Message
 from tds.wire import Slice
@@ -129,9 +130,9 @@ class Transport:
 
     def _wait(self, transfer: Transfer, doing: str) -> None:
         self.waiting = doing, transfer.kind, transfer.message
-        is_on_host = transfer.kind is Kind.HEADER or is_host(self.links.device)
+        is_over_gloo = transfer.kind is Kind.HEADER or is_host(self.links.device) or isinstance(transfer.work, Copied)
         try:
-            if is_on_host and self.links.timeout is not None:
+            if is_over_gloo and self.links.timeout is not None:
                 transfer.work.wait(self.links.timeout)
             else:
                 transfer.work.wait()

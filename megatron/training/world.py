@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron import device
+from megatron import device, log
 from megatron.config import Config
 from megatron.errors import ConfigError, PeerError, marked
 from megatron.mpu.groups import Grid, Group
@@ -79,11 +79,14 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     kind = settle(config)
     check_device_fits(config, kind)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
-    place = _bind(kind, local_rank)
+    asked = config.parallel.distributed_backend
+    is_through_host = asked == "gloo" and kind != "cpu"  # gloo does not send what lies on a device
+    place = _bind(kind, _shared_device(kind, local_rank) if is_through_host else local_rank)
     if kind == "cpu":
         device.keep_freed_memory()
     timeout = timedelta(seconds=config.parallel.phase_timeout_s)  # Phases sets that of a step once there is one
-    _init_process_group(config.parallel.distributed_backend or backend_of(kind), kind, timeout, signal_name)
+    backend = _backend(asked, kind, is_through_host=is_through_host)
+    _init_process_group(backend, kind, timeout, signal_name)
     parallel = config.parallel
     grid = initialize_model_parallel(parallel.model_parallel_size, parallel.pipe_parallel_size, place, timeout)
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
@@ -108,6 +111,27 @@ def stop() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _backend(asked: str | None, kind: str, *, is_through_host: bool) -> str:
+    """Return torch.distributed's backend."""
+    if not is_through_host:
+        return asked or backend_of(kind)
+    from tds import host_copies  # DeepSpeed, which comes with it, has been told of the device by now
+
+    host_copies.register()
+    return host_copies.NAME
+
+
+def _shared_device(kind: str, local_rank: int) -> int:
+    """Return the number of this rank's device where a host may have more ranks than devices: they take them in turn."""
+    number, ranks = device.count(kind), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not 0 < number < ranks:
+        return local_rank
+    if os.environ.get("RANK") == "0":
+        log.info(f"{ranks} ranks share {number} {kind} device{'' if number == 1 else 's'} on this host")
+    os.environ["LOCAL_RANK"] = str(local_rank % number)  # by which DeepSpeed takes its device
+    return local_rank % number
 
 
 def _bind(kind: str, local_rank: int) -> torch.device:
