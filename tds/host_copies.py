@@ -70,6 +70,7 @@ class Copied(dist.Work):
     def __init__(self, works: Sequence[Any], back: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
         self._works, self._back = works, back
+        self._is_done = False
 
     @torch.no_grad()
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -78,15 +79,17 @@ class Copied(dist.Work):
         Raises:
             RuntimeError: gloo's own.
         """
+        if self._is_done:  # gloo would wait for another message
+            return True
         for work in self._works:
             work.wait(*([timeout] if timeout else []))
         for tensor, copy in self._back:
             tensor.data.copy_(copy)  # not ``tensor``: torch's own operations count no change in place either
-        self._back = ()
+        self._back, self._is_done = (), True
         return True
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return self._is_done or all(work.is_completed() for work in self._works)
 
     def _source_rank(self) -> int:
         return self._works[0]._source_rank()

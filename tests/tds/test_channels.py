@@ -174,7 +174,7 @@ def test_each_route_has_a_group_of_its_own_so_that_no_send_waits_behind_a_receiv
 
 
 def test_gloo_is_refused_for_a_pipeline_on_gpus() -> None:
-    with pytest.raises(ValueError, match="a pipeline on GPUs needs nccl.*--distributed-backend gloo with 2 stages"):
+    with pytest.raises(ValueError, match="a pipeline on GPUs needs nccl.*got the backend gloo with 2 stages"):
         channels.refuse_host_backend("gloo", 2, torch.device("cuda", 0))
     channels.refuse_host_backend("gloo", 1, torch.device("cuda", 0))
     channels.refuse_host_backend("nccl", 2, torch.device("cuda", 0))

@@ -132,6 +132,16 @@ def test_every_key_of_the_json_that_deepspeed_fills_in_is_known() -> None:
     assert set(get_pipeline_config({})) <= set(KEYS)
 
 
+def test_process_groups_in_python_take_the_place_of_torchs() -> None:
+    """As tds.host_copies does; of the names of an operation torch 2.11 has the first, 2.13 the second or both."""
+    assert "issubclass(type(backend_class), ProcessGroup)" in _source(distributed_c10d._new_process_group_helper)
+    for name in ("_set_default_backend", "_register_backend", "_get_backend", "_start_coalescing", "_end_coalescing"):
+        assert callable(getattr(dist.ProcessGroup, name)), name
+    assert callable(dist.ProcessGroupGloo._set_sequence_number_for_group) and callable(dist.Work._source_rank)
+    for names in (("_allgather_base", "all_gather_single"), ("_reduce_scatter_base", "reduce_scatter_single")):
+        assert any(hasattr(dist.ProcessGroup, name) for name in names), names
+
+
 def test_groups_can_be_given_a_timeout_and_waits_too() -> None:
     assert list(inspect.signature(distributed_c10d._set_pg_timeout).parameters) == ["timeout", "group"]
     assert all(f"self.{name} = " in _source(pipe_topology.PipelineParallelGrid) for name in GRID_GROUPS)
