@@ -16,6 +16,7 @@ from megatron.checkpoint.whole import open_folder
 from tests.examples.accelerator_sim import PLUGIN, ROOT
 
 STEPS = "--train-iters 3 --gas 1 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
+THROUGH_HOST = "--distributed-backend gloo"
 CHECKS = "answers copies views in_place formats layers optimizer generators modules deepspeed collectives reversible"
 
 
@@ -53,10 +54,15 @@ def assert_same(folder: Path, one: str, other: str, steps: int = 3) -> None:
 
 
 def test_gpt2_trains_on_two_tensor_ranks_to_the_numbers_of_the_cpu(tmp_path: Path) -> None:
-    """In bf16, for on a CPU attention in fp32 is not torch's."""
+    """In bf16, for on a CPU attention in fp32 is not torch's; by collectives of its own and through the host."""
     split = f"{STEPS} --model-parallel-size 2 --bf16"
-    result = start(tmp_path, f"cpu=2:{split} --device cpu", f"sim=2:{split} --device sim")
+    kinds = {"cpu": "cpu", "sim": "sim", "host": f"sim {THROUGH_HOST}"}
+    result = start(tmp_path, *(f"{name}=2:{split} --device {kind}" for name, kind in kinds.items()))
     assert_same(tmp_path, "cpu", "sim")
+    assert_same(tmp_path, "cpu", "host")
+    said = "sim tensors go through the host, by gloo (host_copies): for numbers only, not for speed"
+    assert (tmp_path / "host.log").read_text().count(said) == 1 and said not in (tmp_path / "sim.log").read_text()
+    assert "2 ranks share 1 sim device on this host" in (tmp_path / "host.log").read_text()
     log = (tmp_path / "sim.log").read_text()
     assert "simulated device" in log and "torch: fused attention (1)" in " ".join(log.replace("│", "").split())
     assert result["checked"] == 0, result["table"]
@@ -79,6 +85,27 @@ def test_it_trains_in_a_pipeline_with_dropout_and_zero_and_goes_on_on_the_cpu(tm
     runs = [f"{one}-on=1:{goes_on} {tmp_path / one} --device cpu" for one in ("cpu", "sim")]
     start(tmp_path, *runs)
     assert_same(tmp_path, "cpu-on", "sim-on", steps=5)
+
+
+THROUGH = {
+    "tensor x pipe": "4:--model-parallel-size 2 --pipe-parallel-size 2",
+    "tensor x pipe x data": "8:--model-parallel-size 2 --pipe-parallel-size 2 --sequence-parallel",
+    "gpipe": "2:--pipe-parallel-size 2 --pipeline-schedule gpipe",
+    "zb-h1": "2:--pipe-parallel-size 2 --pipeline-schedule zb-h1",
+    "interleaved": "2:--pipe-parallel-size 2 --pipeline-chunks 2 --num-layers 4",
+    "zero 1": "2:--zero-stage 1",
+    "zero 2": "2:--zero-stage 2",
+    "zero 3": "2:--zero-stage 3",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", THROUGH.values(), ids=THROUGH)
+def test_every_layout_through_the_host_has_the_bits_of_the_cpu(layout: str, tmp_path: Path) -> None:
+    ranks, _, extra = layout.partition(":")
+    split = f"{ranks}:{STEPS} --gas 4 --fp32 {extra}"
+    start(tmp_path, f"cpu={split} --device cpu", f"host={split} --device sim {THROUGH_HOST}")
+    assert_same(tmp_path, "cpu", "host")
 
 
 @pytest.mark.slow

@@ -110,14 +110,14 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
     """By stand-ins for three GPUs of two hosts, of which the first two ranks have the same one."""
     chosen = [("a", 0, "unset"), ("a", 0, "0"), ("a", 1, "0,1"), ("b", 0, "0")]
 
-    def compare(rank: int) -> str | None:
+    def compare(rank: int, backend: str = "nccl") -> str | None:
         host, index, visible = chosen[rank]
         os.environ["LOCAL_RANK"] = str(index)
         if visible != "unset":
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
         sameness.gethostname = lambda: host
         sameness.identity = lambda place: f"GPU-{place.index}"
-        sameness.dist.get_backend = lambda: "nccl"  # type: ignore[assignment]
+        sameness.dist.get_backend = lambda: backend  # type: ignore[assignment]
         grid = build_grid(Topology.of_world(4, tensor=1, pipe=1), rank)
         try:
             sameness.compare_devices(torch.device("cuda", index), grid)
@@ -133,6 +133,7 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
         "GPU-0 of a: rank 0 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=unset); rank 1 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=0)"
     ) in told[0]
     assert "rank 2" not in told[0] and "rank 3" not in told[0] and "LOCAL_RANK of its own" in told[0]
+    assert run_ranks(4, compare, "host_copies") == [None] * 4, "what goes through the host may share"
     chosen[1] = ("a", 2, "0,1,2")
     assert run_ranks(4, compare) == [None] * 4
 

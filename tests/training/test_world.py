@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt2
-from megatron.config import Config
+from megatron.config import Config, ParallelConfig
 from megatron.errors import ConfigError, PeerError, exit_code
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
@@ -105,3 +105,36 @@ def test_a_pipeline_asks_for_many_queues_ahead_of_its_device(
     monkeypatch.setattr(world, "settle", settle)
     with pytest.raises(Settling):
         world.start(parse_as(pretrain_gpt2, flags(corpus, tmp_path, extra), 2))
+
+
+@pytest.mark.parametrize(
+    ("backend", "local_rank", "ranks", "found"),
+    [
+        ("gloo", 3, 4, ("host_copies", 1, "1", ["4 ranks share 2 cuda devices on this host"])),
+        ("gloo", 1, 2, ("host_copies", 1, "1", [])),
+        (None, 3, 4, ("nccl", 3, "3", [])),
+        ("nccl", 3, 4, ("nccl", 3, "3", [])),
+    ],
+    ids=["more ranks than devices", "as many", "no backend", "nccl"],
+)
+def test_over_gloo_ranks_share_the_devices_of_their_host_and_send_through_it(
+    backend: str | None, local_rank: int, ranks: int, found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed, which takes its device by LOCAL_RANK, gets the same."""
+    asked, bound, said = [], [], []
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(world, "settle", lambda config: "cuda")
+    monkeypatch.setattr(world, "check_device_fits", lambda *_: None)
+    monkeypatch.setattr(world.device, "count", lambda kind: 2)
+    monkeypatch.setattr(world.device, "bind", lambda kind, number: bound.append(number) or torch.device(kind, number))
+    monkeypatch.setattr(world.device, "seed", lambda _: None)
+    monkeypatch.setattr(world.log, "info", said.append)
+    monkeypatch.setattr(world, "_init_process_group", lambda *given: asked.append(given[0]))
+    monkeypatch.setattr(world, "initialize_model_parallel", lambda *_: build_grid(Topology(1, 1, 1), 0))
+    monkeypatch.setattr(world, "compare_ranks", lambda *_: None)
+    config = Config(parallel=ParallelConfig(device="cuda", distributed_backend=backend))
+    here = world.start(config)
+    assert (asked[0], bound[0], os.environ["LOCAL_RANK"], said) == found
+    assert here.local_rank == local_rank, "the first rank of a host is still one"
