@@ -7,10 +7,13 @@
     python tools/check_layout.py --pipe-parallel-size 2 --pipeline-chunks 2 --gas 8
     python tools/check_layout.py --model t5 --pipe-parallel-size 3 --enc-layers 2 --dec-layers 4 --pipeline-split-rank 1
 
+    python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU
+
 All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py (llama: examples/llama/pretrain_llama.py; and so on)
 that shape the model, the batch and the optimizer work. Tokens are random unless --data-path and --tokenizer-path are
 given. Dropout is off, for its masks differ between tensor slices by design, unless --layout-independent-dropout is
-given.
+given. Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the one process runs on the same
+device. --json leaves what was seen in a file; --reference keeps what the one process showed for the next start.
 Ends with code 0 if everything lies within its bound, else 1.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -46,8 +50,9 @@ PIPELINE = (
     "--pipeline-chunks",
     "--num-layers-per-virtual-pipeline-stage",
     "--pipeline-split-rank",
+    "--zero-stage",
 )
-"""Flags that the one process cannot take."""
+"""Flags that the one process cannot take, or has nothing to do for."""
 VOCAB_SIZE = 1009
 BOUNDS = {  # (first loss, all losses, first gradient norm, gradients)
     "fp64": (1e-12, 1e-12, 1e-12, 1e-11),
@@ -70,21 +75,25 @@ class Layout:
 
 def main() -> int:
     """Compare the layout of the command line with one process; return the exit code."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"  # of this process, which computes nothing
     own, flags = own_parser().parse_known_args()
     layout = Layout(own.model_parallel_size, max(own.pipe_parallel_size, 1), own.data_parallel_size)
     os.environ["MEGATRON_DEFAULTS"] = f"{DEFAULTS[own.model]} {os.environ.get('MEGATRON_DEFAULTS', '')}"
-    flags = [*flags, f"--{own.dtype}", "--device", "cpu", *([] if DROPPED in flags else UNDROPPED)]
+    flags = [*flags, f"--{own.dtype}", "--device", own.device, *([] if DROPPED in flags else UNDROPPED)]
     pipeline = [word for name in PIPELINE if (value := getattr(own, name)) is not None for word in (name, value)]
-    check_flags([*flags, *pipeline], layout, own.model)
+    backend = ["--distributed-backend", own.distributed_backend] if own.distributed_backend else []
+    check_flags([*flags, *pipeline, *backend], layout, own.model)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as folder:
-        print(f"one process, {own.steps} steps in {own.dtype} ...", flush=True)
         job = (own.model, own.steps)
-        one = run(Path(folder) / "one", Layout(1, 1, 1), flags, *job, replicas=layout.data)
+        one = kept_reference(own, flags, layout.data)
+        if one is None:
+            print(f"one process, {own.steps} steps in {own.dtype} ...", flush=True)
+            (one,) = run(Path(folder) / "one", Layout(1, 1, 1), flags, *job, replicas=layout.data)
+            keep_reference(own, flags, layout.data, one)
         sizes = f"tensor {layout.tensor} x pipe {layout.pipe} x data {layout.data}"
         print(f"{layout.world_size} processes: {' '.join([sizes, *pipeline])} ...", flush=True)
-        many = run(Path(folder) / "many", layout, [*flags, *pipeline], *job, replicas=1)
-    return report(one[0], many, own.dtype)
+        many = run(Path(folder) / "many", layout, [*flags, *pipeline, *backend], *job, replicas=1)
+    return report(one, many, own.dtype, own.json)
 
 
 def own_parser() -> argparse.ArgumentParser:
@@ -101,6 +110,12 @@ def own_parser() -> argparse.ArgumentParser:
     for flag in PIPELINE:
         parser.add_argument(flag, dest=flag, help="as in training")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="of all processes: cpu, cuda or a plug-in's (default: cpu)")
+    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="of the processes of the layout")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen to this file")
+    parser.add_argument(
+        "--reference", type=Path, metavar="FILE", help="read the one process's numbers from here, or leave them here"
+    )
     parser.add_argument("--fp32", dest="dtype", action="store_const", const="fp32", default="fp64")
     return parser
 
@@ -124,6 +139,35 @@ def parse_as(model: str, flags: list[str], world_size: int) -> Any:
     return parse(flags, world_size=world_size, family=model, defaults=getattr(program_of(model), "DEFAULTS", None))
 
 
+def reference_key(own: argparse.Namespace, flags: list[str], replicas: int) -> str:
+    """Return what the numbers of the one process depend on."""
+    config = parse_as(own.model, with_data(flags), 1)
+    config = replace(config, batch=replace(config.batch, gas=config.batch.gas * replicas))
+    return json.dumps([own.model, own.steps, config.to_dict()], sort_keys=True, default=str)
+
+
+def kept_reference(own: argparse.Namespace, flags: list[str], replicas: int) -> Any:
+    """Return the trace of the one process from an earlier start, or None.
+
+    Raises:
+        SystemExit: the file is of another model, batch or device.
+    """
+    if own.reference is None or not own.reference.exists():
+        return None
+    if own.reference.with_suffix(".json").read_text(encoding="utf-8") != reference_key(own, flags, replicas):
+        raise SystemExit(f"--reference must be of the same flags, got {own.reference} of others. Name another file")
+    return read_trace(own.reference)
+
+
+def keep_reference(own: argparse.Namespace, flags: list[str], replicas: int, trace: Any) -> None:
+    """Leave the trace of the one process for later starts, if --reference says where."""
+    if own.reference is not None:
+        import torch
+
+        own.reference.with_suffix(".json").write_text(reference_key(own, flags, replicas), encoding="utf-8")
+        torch.save(trace, own.reference)
+
+
 def program_of(model: str) -> Any:
     """Return the module ``pretrain_<model>``."""
     from megatron.config.option import PROGRAMS
@@ -139,11 +183,15 @@ def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, rep
     """
     out.mkdir()
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(layout.world_size)]
-    command += ["--preload", "torch,deepspeed,torch._inductor.codecache", __file__]
-    command += ["--worker", str(out), model, str(steps), str(replicas), *flags]
+    device = flags[flags.index("--device") + 1]
+    if device == "cpu":  # a process that has touched a device must not fork
+        command += ["--preload", "torch,deepspeed,torch._inductor.codecache"]
+    command += [__file__, "--worker", str(out), model, str(steps), str(replicas), *flags]
     command += ["--model-parallel-size", str(layout.tensor), "--pipe-parallel-size", str(layout.pipe)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    env = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
+    if device not in ("cpu", "cuda"):  # DeepSpeed learns of it by its plug-in
+        del env["DS_ACCELERATOR"]
     done = subprocess.run(command, env=env, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
@@ -206,8 +254,8 @@ def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
     return config, tokenizer, train
 
 
-def report(one: Any, many: list[Any], dtype: str) -> int:
-    """Print observed beside allowed; return 0 if all is within its bound."""
+def report(one: Any, many: list[Any], dtype: str, file: Path | None = None) -> int:
+    """Print observed beside allowed, and write them to ``file``; return 0 if all is within its bound."""
     from rich.console import Console
     from rich.table import Table
 
@@ -226,6 +274,11 @@ def report(one: Any, many: list[Any], dtype: str) -> int:
         table.add_row(name, f"{observed:.2e}", f"{allowed:.0e}", "ok" if observed <= allowed else "TOO FAR")
     Console().print(table)
     is_equal = all(observed <= allowed for _, observed, allowed in rows)
+    if file is not None:
+        names = ("first_loss", "loss", "first_norm", "gradient")
+        seen = {name: {"observed": row[1], "allowed": row[2]} for name, row in zip(names, rows, strict=True)}
+        told = {"is_equal": is_equal, "dtype": dtype, "ranks": len(many), "worst": found.worst, "seen": seen}
+        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print("verdict: equal" if is_equal else "verdict: NOT EQUAL. Please report the command line and this table.")
     return 0 if is_equal else 1
 

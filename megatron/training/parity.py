@@ -86,8 +86,13 @@ def trace_steps(
     for name, parameter in named_parameters(engine.module):
         master = engine.optimizer.master_of(parameter)
         shard = shard_of(master)
-        trace.weights[name] = (shard, shard.unpadded(master).detach().clone())
+        trace.weights[name] = (shard, _kept(shard.unpadded(master)))
     return trace
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in the host's memory, where processes on any device can compare theirs."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
@@ -127,7 +132,7 @@ def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
                 gradient, shard = optimizer.gradient_of(parameter), optimizer.gradient_shard(parameter)
                 if gradient is not None:
                     part = shard.unpadded(gradient) * optimizer.gradient_factor / optimizer.loss_scale
-                    trace.gradients[name] = (shard, part.detach().clone())
+                    trace.gradients[name] = (shard, _kept(part))
         step()
 
     optimizer.step = capturing_step  # type: ignore[method-assign]
