@@ -103,7 +103,7 @@ THROUGH = {
 @pytest.mark.parametrize("layout", THROUGH.values(), ids=THROUGH)
 def test_every_layout_through_the_host_has_the_bits_of_the_cpu(layout: str, tmp_path: Path) -> None:
     ranks, _, extra = layout.partition(":")
-    split = f"{ranks}:{STEPS} --gas 4 --fp32 {extra}"
+    split = f"{ranks}:{STEPS} --gas 4 --bf16 {extra}"
     start(tmp_path, f"cpu={split} --device cpu", f"host={split} --device sim {THROUGH_HOST}")
     assert_same(tmp_path, "cpu", "host")
 
