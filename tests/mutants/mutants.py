@@ -23,6 +23,7 @@ from tests.mutants.gpu_runs import GPU_RUNS
 from tests.mutants.gpu_speed import GPU_SPEED
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.guard import GUARDED
+from tests.mutants.host_copies import HOST_COPIES
 from tests.mutants.host_reads import HOST_READS
 from tests.mutants.kills import KILLED_RUNS
 from tests.mutants.launch import LAUNCH
@@ -70,7 +71,7 @@ IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
 IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED)
-IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *DUMPS, *CONTRACT, *GATHERED)
+IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *HOST_COPIES, *DUMPS, *CONTRACT, *GATHERED)
 IN_SPEED = (
     *SEQUENCE_PARALLEL,
     *CHUNKED_LOSS,
