@@ -111,7 +111,10 @@ class ParallelConfig:
         choices=("auto", "torch", "apex"),
     )
     distributed_backend: str | None = option(
-        None, "backend of torch.distributed", choices=("nccl", "gloo"), shown_default="nccl on GPUs, gloo on CPU"
+        None,
+        "backend of torch.distributed; gloo on a GPU goes through the host, for numbers only",
+        choices=("nccl", "gloo"),
+        shown_default="nccl on GPUs, gloo on CPU",
     )
     step_timeout: int = option(
         0,

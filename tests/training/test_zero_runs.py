@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.runs import flags, train_ranks
+from megatron.training import world
+from tests.training.runs import flags, start_script, train_ranks
 from tests.training.test_resume import DROPOUT, assert_same_checkpoint, losses
 
 
@@ -54,3 +55,24 @@ def test_a_run_with_zero_3_that_stops_and_goes_on_is_one_that_did_not(corpus: Pa
     assert train_ranks(4, [*argv, "--load", str(cut)])[0] == [0] * 4
     assert losses(cut) == losses(whole)
     assert_same_checkpoint(whole, cut)
+
+
+def _through_the_host(rank: int) -> None:
+    """Let all that lies in the host's memory be sent as what lies on a device is, by copies."""
+    from tds import host_copies
+
+    host_copies.register()
+    host_copies.is_host = lambda device: False  # type: ignore[assignment]
+    world._backend = lambda *_, **__: host_copies.NAME  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("away", ["", AWAY], ids=["on the device", "offloaded"])
+def test_zero_3_through_the_host_has_the_bits_of_gloo(away: str, corpus: Path, tmp_path: Path) -> None:
+    """The simulated device, which shows the other stages, cannot give back the memory of a weight."""
+    for name, plant in (("plain", None), ("copies", _through_the_host)):
+        argv = flags(corpus, tmp_path / name, f"{DROPOUT} --train-iters 5 --zero-stage 3 {away}")
+        assert start_script(2, argv, tmp_path / f"{name}.log", plant) == [0, 0], (tmp_path / f"{name}.log").read_text()
+    assert "cpu tensors go through the host" in (tmp_path / "copies.log").read_text()
+    assert losses(tmp_path / "copies") == losses(tmp_path / "plain")
+    assert_same_checkpoint(tmp_path / "copies", tmp_path / "plain")
