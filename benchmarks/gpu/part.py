@@ -43,7 +43,7 @@ class Part:
 
     Args:
         cases: makes them for a machine.
-        budget_s: no case begins once so much time has gone.
+        budget_s: no case begins once so much time has gone, in a start of all parts.
         at_once: cases that may run side by side.
         is_always: its cases run at each start, for they show what the others have found.
     """
@@ -51,7 +51,7 @@ class Part:
     name: str
     about: str
     cases: Callable[[Machine], Sequence[Case]]
-    budget_s: float = 480.0
+    budget_s: float = 300.0
     at_once: int = 1
     is_always: bool = False
 

@@ -56,7 +56,16 @@ MADE_FILES = {
 """What a run, a tool or the user makes, and a name that stands for many files."""
 OF_DOCKER = {"--tag", "--rm", "--init", "--gpus", "--ipc", "--shm-size", "--ulimit", "--network", "--device"}
 OF_DOCKER |= {"--stop-timeout", "--build-arg"}
-OF_OTHERS = {"--help", "--all", "--ntasks-per-node", "--kill-on-bad-exit", "--to", "--require-hashes", *OF_DOCKER}
+OF_OTHERS = {
+    "--help",
+    "--all",
+    "--gpu-device",
+    "--ntasks-per-node",
+    "--kill-on-bad-exit",
+    "--to",
+    "--require-hashes",
+    *OF_DOCKER,
+}
 """Flags of pytest's options here, of every parser, of srun, pip and docker, and what tools/convert_hf.py reads ahead of
 its parser."""
 

@@ -113,7 +113,7 @@ CAUSAL_KERNEL = (
     ),
     Mutant(
         "torch tries out vectors at each start",
-        CHOICE,
+        "megatron/torch_compat.py",
         "extra_flags=flags, needs_vec_isa=False",
         "extra_flags=flags",
         (f"{BUILT}[AVX512]",),

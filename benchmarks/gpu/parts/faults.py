@@ -369,6 +369,6 @@ PART = Part(
     "faults",
     "waits of the host, memory that runs out, ranks that die or share a GPU, numbers that are none",
     cases,
-    budget_s=300.0,
+    budget_s=240.0,
     at_once=max(1, min(6, len(os.sched_getaffinity(0)) // 2)),
 )

@@ -183,7 +183,7 @@ def try_nccl() -> str:
     return f"NCCL {version} with one rank: {', '.join(operations)} give back what was given"
 
 
-PART = Part("layouts", "every layout against one process, several ranks on one GPU over gloo", cases, at_once=3)
+PART = Part("layouts", "every layout against one process, several ranks on one GPU over gloo", cases, 300.0, at_once=3)
 
 if __name__ == "__main__":
     print(try_nccl())

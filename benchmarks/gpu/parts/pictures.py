@@ -101,6 +101,6 @@ PART = Part(
     name="pictures",
     about="a chart of MFU and the tables, made of the results so far",
     cases=cases,
-    budget_s=60.0,
+    budget_s=20.0,
     is_always=True,
 )

@@ -277,4 +277,5 @@ PART = Part(
     name="speed",
     about="MFU, tokens/s and memory of ours, Hugging Face's and a plain loop; kernels; estimates against measurement",
     cases=cases,
+    budget_s=400.0,
 )

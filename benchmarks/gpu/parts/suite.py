@@ -188,4 +188,4 @@ def cases(machine: Machine) -> list[Case]:
 
 AT_ONCE = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 """Files at a time: each is a process with a context of its own on the GPU, of half a gigabyte, and small tensors."""
-PART = Part("tests", "the suite's tests on the device, and the suite on this torch", cases, at_once=AT_ONCE)
+PART = Part("tests", "the suite's tests on the device, and the suite on this torch", cases, 300.0, at_once=AT_ONCE)

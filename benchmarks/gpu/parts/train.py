@@ -197,5 +197,6 @@ PART = Part(
     "train",
     "the training scripts against the CPU in fp32; to the bit, stopped, killed, resumed, compiled",
     cases,
+    budget_s=300.0,
     at_once=max(1, min(8, len(os.sched_getaffinity(0)) // 2)),
 )

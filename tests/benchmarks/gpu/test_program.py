@@ -172,6 +172,11 @@ def test_the_summary_ends_with_1_where_a_case_failed(tmp_path: Path, capsys: Any
     assert program.summary(results, ["train"]) == 1
 
 
+def test_all_parts_have_time_in_one_start() -> None:
+    assert sum(program.part_of(name).budget_s for name in program.NAMES) <= program.TOTAL_S <= 26 * 60
+    assert program.LONGEST_S <= 8 * 60
+
+
 def test_an_unknown_part_is_refused(capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
         program.parse_args(["trian"])
