@@ -132,7 +132,7 @@ def settable_flags() -> set[str]:
 
 
 def tool_flags() -> set[str]:
-    folders = (ROOT / "tools", ROOT / "benchmarks", ROOT / "megatron" / "planner")
+    folders = (ROOT / "tools", ROOT / "benchmarks", ROOT / "benchmarks" / "gpu", ROOT / "megatron" / "planner")
     sources = [
         *(path for folder in folders for path in folder.glob("*.py")),
         ROOT / "megatron" / "launch" / "options.py",
