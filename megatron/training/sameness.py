@@ -86,8 +86,8 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
         "each rank must have a GPU of its own, got several ranks on one:\n  "
         + "\n  ".join(rows[:MOST_ROWS])
         + "\nStart as many ranks on each host as it has GPUs, each with a LOCAL_RANK of its own; LOCAL_RANK=0 for all "
-        "is right only where CUDA_VISIBLE_DEVICES names another GPU for each. For numbers only, several ranks may "
-        "share a GPU with --distributed-backend gloo."
+        "is right only where CUDA_VISIBLE_DEVICES names another GPU for each. For numbers only, ranks may share a GPU: "
+        "--distributed-backend gloo."
     )
 
 
