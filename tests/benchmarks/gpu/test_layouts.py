@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return lines
 
 
-def results_in(folder: Path, only: str = "") -> dict[str, Any]:
+def results_in(folder: Path, only: str = "", budget_s: float = 480.0) -> dict[str, Any]:
     about = {"device": "CPU", "kind": "cpu", "is_dry": True, "date": "2026-11-24", "commit": "abc"}
     results = Results.begin_or_go_on(folder / "out", about)
-    run_part(layouts.PART, machine_in(folder), results, only=only, say=lambda _: None)
+    part = replace(layouts.PART, budget_s=budget_s)
+    run_part(part, machine_in(folder), results, only=only, say=lambda _: None)
     return dict(results.of("layouts"))
 
 
@@ -94,9 +96,9 @@ def test_nccl_needs_a_gpu_and_all_of_several_are_used(tmp_path: Path, started: l
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_the_dry_form_passes_over_gloo_on_the_cpu(tmp_path: Path) -> None:
-    found = results_in(tmp_path)
+    found = results_in(tmp_path, budget_s=1800.0)
     told = {name: (verdict.status, verdict.text) for name, verdict in found.items()}
     assert {status for name, (status, _) in told.items() if not name.startswith("nccl")} == {PASSED}, told
     assert found["gpt2 fp64 tp 2 x pp 2"].figures["ranks"] == 4
