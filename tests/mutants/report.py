@@ -74,7 +74,7 @@ OF_REPORTS = (
         "megatron/training/of_ranks.py",
         '    return {f"stage {stage}": join([values[rank] for rank in each]) for stage, each in enumerate(ranks)}\n',
         '    return {"stage 0": join([values[rank] for rank in ranks[0]])}\n',
-        (NUMBERS,),
+        ("tests/training/test_seeing.py::test_numbers_of_a_stage_are_joined_from_its_own_ranks",),
     ),
     Mutant(
         "wandb draws over the order of records",

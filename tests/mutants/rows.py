@@ -19,9 +19,9 @@ ROWS = (
     ),
     Mutant(
         "each rank tells of a wrong configuration",
-        "megatron/errors.py",
-        '    """A flag, environment variable or JSON value that cannot be used."""\n\n    is_of_this_rank = False\n',
-        '    """A flag, environment variable or JSON value that cannot be used."""\n',
+        "megatron/config/parse.py",
+        "    with marked(is_of_this_rank=bool(own)):\n",
+        "    with marked(is_of_this_rank=True):\n",
         (f"{CONFIGURATION}::test_of_four_ranks_one_reports_and_all_leave_with_2",),
     ),
     Mutant(

@@ -23,6 +23,7 @@ from megatron.mpu.topology import Topology
 from megatron.training import run, wandb_run
 from megatron.training.layer_norms import group_of
 from megatron.training.metrics import MetricsWriter, read_metrics
+from megatron.training.of_ranks import by_stage
 from megatron.training.saves import Saves
 from megatron.training.wandb_run import open_wandb
 from tests.harness import run_ranks
@@ -89,6 +90,11 @@ def test_norms_of_layers_are_the_same_in_more_layouts(name: str, corpus: Path, t
     assert train_ranks(1, flags(corpus, tmp_path / "one", f"{common} {alone}"))[0] == [0]
     assert train_ranks(ranks, flags(corpus, tmp_path / "many", f"{common} {extra}"))[0] == [0] * ranks
     assert_same(records(tmp_path / "many"), records(tmp_path / "one"), 0.02 if "bf16" in extra else 1e-10)
+
+
+def test_numbers_of_a_stage_are_joined_from_its_own_ranks() -> None:
+    grid = Topology.of_world(4, tensor=2, pipe=2)
+    assert by_stage([1.0, 5.0, 3.0, 2.0], grid, max) == {"stage 0": 5.0, "stage 1": 3.0}
 
 
 def test_each_number_of_a_record_is_what_the_page_says(runs: dict[str, Path]) -> None:
