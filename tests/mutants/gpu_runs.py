@@ -58,8 +58,8 @@ GPU_RUNS = (
     Mutant(
         "bf16's tolerance is that of all formats",
         "benchmarks/gpu/parts/train.py",
-        "TOLERANCES[number_format], machine)",
-        'TOLERANCES["bf16"], machine)',
+        "TOLERANCES[number_format], machine, fall)",
+        'TOLERANCES["bf16"], machine, fall)',
         (f"{TRAIN}::test_each_format_has_its_own_tolerance",),
     ),
     Mutant(

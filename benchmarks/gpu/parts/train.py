@@ -6,7 +6,7 @@ is allowed, in nats, beside what was seen on a CPU with these flags:
 | format | allowed | why |
 |---|---|---|
 | fp32 | 2e-4 | other kernels add in another order; TF32 is off. Micro-batches of half the size: GPT-2 1e-6, T5 2.2e-5 |
-| bf16 | 1e-2 | 8 bits of each number are kept. bf16 on a CPU: GPT-2 8.0e-4, T5 2.1e-3, LLaMA 7.8e-4 |
+| bf16 | 1e-2 | 8 bits of each number are kept. On a CPU: GPT-2 and LLaMA 8e-4, T5 2.1e-3, MPT 1.5e-3, BERT 2.3e-3 |
 | fp16 | 2e-3 | 11 bits: an eighth of bf16's rounding. No step may be left out for an overflow |
 """
 
@@ -46,6 +46,10 @@ TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 2e-3}
 """Format -> the largest difference of a loss to the CPU's in fp32."""
 COMPILED = 5e-3
 """The same, of a compiled run to the eager one in bf16."""
+USUAL_FALL, DRY_FALL = 0.3, 0.05
+"""By which the loss of the last step must be below that of the first; GPT-2 falls by 1.0, T5 by 3.3 at device sizes."""
+LEAST_FALL = {"bert": 0.1}
+"""Of families that fall by less: BERT by 0.22, at its low rate."""
 FORMATS = {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-scale-power 12"}
 REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
 """Of runs that are compared to the bit; torch's own dropout, so that its random state must come back, too."""
@@ -61,12 +65,13 @@ def on_device(machine: Machine, family: str, number_format: str) -> Run:
 def as_reference(machine: Machine, folder: Path, *, family: str, number_format: str) -> Shown:
     """Show that the losses on the device are those of the CPU in fp32."""
     run = on_device(machine, family, number_format)
-    return compared(run, reference(machine, family), TOLERANCES[number_format], machine)
+    fall = LEAST_FALL.get(family, USUAL_FALL)
+    return compared(run, reference(machine, family), TOLERANCES[number_format], machine, fall)
 
 
-def compared(run: Run, other: Run, allowed: float, machine: Machine) -> Shown:
+def compared(run: Run, other: Run, allowed: float, machine: Machine, fall: float = USUAL_FALL) -> Shown:
     """Return what ``judge_losses`` says, and the figures."""
-    text = judge_losses(run, other, allowed, fall=0.05 if machine.is_dry else 0.3)
+    text = judge_losses(run, other, allowed, fall=DRY_FALL if machine.is_dry else fall)
     return text, {"worst": worst(run, other), "allowed": allowed, "last_loss": run.losses[-1], "seconds": run.seconds}
 
 

@@ -110,6 +110,17 @@ def test_each_format_has_its_own_tolerance(
         train.as_reference(machine, tmp_path, family="gpt2", number_format=form)
 
 
+def test_a_family_that_learns_slowly_need_fall_by_less(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine.is_dry = False
+    for name in ("on_device", "reference"):
+        monkeypatch.setattr(train, name, lambda *_: made_run([7.7, 7.6, 7.5]))
+    assert train.as_reference(machine, tmp_path, family="bert", number_format="fp32")[1]["worst"] == 0
+    with pytest.raises(AssertionError, match="the loss must fall by 0.3"):
+        train.as_reference(machine, tmp_path, family="mpt", number_format="fp32")
+
+
 STAND_IN = """
 import json, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--save") + 1])
