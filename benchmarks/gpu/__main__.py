@@ -6,7 +6,7 @@
 
 Each case ends with a line (passed, failed, skipped with a reason, not run for lack of time); one that fails does not
 stop the others. Results go to gpu-<device>-<date>.json in --out; a second start with the same device and commit runs
-what is missing.
+what is missing, with --failed what failed, too. What a part does not need of its time is for those after it.
 Ends with code 1 if a case failed.
 """
 
@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from benchmarks.gpu.results import FAILED, FINAL, Results
 NAMES = ("tests", "train", "layouts", "faults", "speed", "pictures")
 MODULES = {"tests": "suite"}
 """Of parts whose module has another name."""
+UNKNOWN = "unknown"
+"""What ``run_folder.commit`` says without git."""
 TOTAL_S, LONGEST_S = 26 * 60.0, 8 * 60.0
-"""Of all parts in one start, whose own budgets make so much together; and of a part that is named."""
+"""Of all parts in one start, whose own budgets make so much together; and of one part."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +50,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the dry form at toy sizes")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
-    parser.add_argument("--again", action="store_true", help="repeat cases that have a verdict")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--again", action="store_const", dest="again", const=FINAL, help="repeat cases with a verdict")
+    again.add_argument("--failed", action="store_const", dest="again", const=(FAILED,), help="repeat cases that failed")
+    parser.set_defaults(again=())
+    parser.add_argument(
+        "--commit", default="", metavar="ID", help="of this code, where there is no git to say it: git rev-parse HEAD"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
     parser.add_argument(
         "--minutes", type=float, default=TOTAL_S / 60, help="for all parts together (default: %(default)g)"
@@ -84,8 +93,12 @@ def machine_of(kind: str, work: Path, out: Path) -> Machine:
     return Machine(kind, facts.name, False, torch.cuda.device_count(), facts.total_memory, cores, work, out)
 
 
-def about(machine: Machine) -> dict[str, Any]:
-    """Return what the results depend on."""
+def about(machine: Machine, commit: str = "") -> dict[str, Any]:
+    """Return what the results depend on.
+
+    Args:
+        commit: of the code, in place of what git says.
+    """
     import torch
 
     from benchmarks.machine import surroundings
@@ -100,7 +113,19 @@ def about(machine: Machine) -> dict[str, Any]:
         "cores": machine.num_cores,
         "cuda": torch.version.cuda,
         **surroundings(),
+        **({"commit": commit} if commit else {}),
     }
+
+
+def share_of(parts: Sequence[Part], left_s: float) -> float:
+    """Return the time of the first of ``parts`` where so much is left for all.
+
+    It is its own, or what the others do not need, but at most ``LONGEST_S``; and those that are always run keep theirs.
+    """
+    first, *others = parts
+    kept = sum(part.budget_s for part in others if part.is_always)
+    later = sum(part.budget_s for part in others)
+    return max(0.0, min(LONGEST_S, left_s - kept, max(first.budget_s, left_s - later)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,13 +138,16 @@ def main(argv: list[str] | None = None) -> int:
             for name in names:
                 print(*(f"{name}: {case.name}" for case in part_of(name).cases(machine)), sep="\n")
             return 0
-        results = machine.results = Results.begin_or_go_on(args.out, about(machine))
+        facts = about(machine, args.commit)
+        results = machine.results = Results.begin_or_go_on(args.out, facts)
         results.save()
-        print(f"{machine.name}, results in {results.path}", flush=True)
-        for name in names:
-            part = part_of(name)
-            left = args.minutes * 60 - (time.monotonic() - start)
-            part = replace(part, budget_s=min(LONGEST_S if args.parts else part.budget_s, left))
+        print(f"{machine.name}, commit {facts['commit']}, results in {results.path}", flush=True)
+        if facts["commit"] == UNKNOWN:
+            print("git does not say which commit this is: --commit does, and results should have one", flush=True)
+        parts = [part_of(name) for name in names]
+        for number, part in enumerate(parts):
+            left_s = args.minutes * 60 - (time.monotonic() - start)
+            part = replace(part, budget_s=share_of(parts[number:], left_s))
             run_part(part, machine, results, again=args.again, only=args.only, say=lambda line: print(line, flush=True))
     return summary(results, names)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,12 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from benchmarks.gpu.part import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = -1
 _LONGEST_S = 86400.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,30 @@ def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict
     return env | {"OMP_NUM_THREADS": "1"} | dict(more or {})
 
 
-def command(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
-    """Run ``words`` until they end or the case's time is over; nothing of them is left then."""
-    start = time.monotonic()
-    process = subprocess.Popen(
+def started(
+    machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path
+) -> subprocess.Popen[str]:
+    """Start ``words`` in a process group of their own, which a signal can end as a whole.
+
+    They die with the thread that starts them, so that a program which is killed leaves nothing on the device.
+    """
+    return subprocess.Popen(
         list(words),
         cwd=cwd,
         env=environment(machine, env),
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
+        preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
+
+
+def command(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
+    """Run ``words`` until they end or the case's time is over; nothing of them is left then."""
+    start = time.monotonic()
+    process = started(machine, words, subprocess.PIPE, env, cwd)
     try:
         text, _ = process.communicate(timeout=min(max(1.0, machine.end - start), _LONGEST_S))
         code = process.returncode

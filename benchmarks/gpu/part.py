@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,7 +43,8 @@ class Part:
 
     Args:
         cases: makes them for a machine.
-        budget_s: no case begins once so much time has gone, in a start of all parts.
+        budget_s: after so much time all is ended, and in the last eighth of it no case begins; more where the parts
+            before have left some.
         at_once: cases that may run side by side.
         is_always: its cases run at each start, for they show what the others have found.
     """
@@ -97,27 +98,27 @@ def run_part(
     machine: Machine,
     results: Results,
     *,
-    again: bool = False,
+    again: Container[str] = (),
     only: str = "",
     say: Callable[[str], None] = print,
 ) -> None:
     """Run the cases of a part that have no final verdict yet, and print a line for each.
 
     Args:
-        again: repeat those that have one, too.
-        only: run only cases whose names contain this.
+        again: final verdicts that are repeated, too.
+        only: run only cases whose names contain this, and those that are run at each start.
     """
     start, known = time.monotonic(), results.of(part.name)
-    cases = [case for case in part.cases(machine) if only in case.name]
-    again = again or part.is_always
-    to_do = [case for case in cases if again or case.name not in known or known[case.name].status not in FINAL]
+    cases = [case for case in part.cases(machine) if part.is_always or only in case.name]
+    kept = () if part.is_always else [status for status in FINAL if status not in again]
+    to_do = [case for case in cases if case.name not in known or known[case.name].status not in kept]
     say(f"== {part.name}: {part.about} ({len(to_do)} of {len(cases)} cases to run)")
-    machine.end = start + part.budget_s
+    window = (start + part.budget_s * (1 - _NONE_BEGINS), start + part.budget_s)
     gate = _Gate()
 
     def take(case: Case) -> None:
         with gate.alone() if case.alone else gate.beside():
-            verdict = _judge(case, machine, part)
+            verdict = _judge(case, machine, part, *window)
         with gate.printing:
             results.add(part.name, case.name, verdict)
             say(f"{verdict.status:8} {part.name}: {case.name} ({verdict.seconds:.1f} s): {verdict.text}")
@@ -128,14 +129,16 @@ def run_part(
     results.add_seconds(part.name, time.monotonic() - start)
 
 
-def _judge(case: Case, machine: Machine, part: Part) -> Verdict:
+def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) -> Verdict:
+    """Run a case that may begin until ``latest``, and whose commands end at ``end``."""
     start = time.monotonic()
-    if start >= machine.end:
+    if start >= latest:
         return Verdict(NOT_RUN, f"the part's {part.budget_s:.0f} s were over; a second start goes on here")
     folder = machine.work / part.name / "".join(c if c.isalnum() else "-" for c in case.name)
     folder.mkdir(parents=True, exist_ok=True)
+    own_end = start + case.limit_s
     try:
-        text, figures = case.run(replace_end(machine, start + case.limit_s), folder)
+        text, figures = case.run(replace(machine, end=min(own_end, end)), folder)
         verdict = Verdict(PASSED, text, figures)
     except Skip as skip:
         verdict = Verdict(SKIPPED, str(skip))
@@ -144,16 +147,15 @@ def _judge(case: Case, machine: Machine, part: Part) -> Verdict:
     except Exception as error:
         (folder / "traceback").write_text(traceback.format_exc(), encoding="utf-8")
         verdict = Verdict(FAILED, _line(f"{type(error).__name__}: {error}"))
-    return replace(verdict, seconds=round(time.monotonic() - start, 2))
+    now = time.monotonic()
+    if verdict.status == FAILED and end < own_end and now >= end:  # it may have failed for lack of time alone
+        why = f"cut off when the part's {part.budget_s:.0f} s were over; a second start repeats it: {verdict.text}"
+        verdict = Verdict(NOT_RUN, why)
+    return replace(verdict, seconds=round(now - start, 2))
 
 
-def replace_end(machine: Machine, end: float) -> Machine:
-    """Return a view of ``machine`` whose commands end earlier; what is shared stays shared."""
-    return replace(machine, end=min(machine.end + _GRACE_S, end))
-
-
-_GRACE_S = 60.0
-"""That a case which began within the budget may take beyond it."""
+_NONE_BEGINS = 1 / 8
+"""Of a part's time, the last: what began then would be cut off."""
 
 
 def _line(text: str) -> str:

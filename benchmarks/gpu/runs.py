@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.jobs import ROOT, Done, environment, python
+from benchmarks.gpu.jobs import ROOT, Done, python, started
 from benchmarks.gpu.part import Machine
 
 SCRIPTS = {
@@ -280,15 +280,7 @@ class Live:
 def begin(machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Live:
     """Start ``words``, and return at once; ``close`` must be called."""
     with open(log, "w") as file:
-        process = subprocess.Popen(
-            list(words),
-            cwd=ROOT,
-            env=environment(machine, env),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        process = started(machine, words, file, env)
     return Live(process, log, machine.end)
 
 

@@ -16,7 +16,7 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,8 @@ SUITE: dict[str, tuple[str, ...]] = {
     "checkpoints": ("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_background.py"),
 }
 DRY = {"ops": ("tests/ops/test_norm.py", "tests/ops/test_gelu.py")}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+"""Of the ordinary suite, which was written on machines without one."""
 NAMES_TOLD, LETTERS_OF_A_REASON = 6, 150
 RESULT = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>\w+) )?(?P<name>\S+\.py::.+?)(?: (?P<last>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$",
@@ -147,12 +149,14 @@ def _in_time(done: Done) -> str:
     )
 
 
-def pytest_of(paths: Sequence[str], words: Sequence[str], machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
+def pytest_of(
+    paths: Sequence[str], words: Sequence[str], machine: Machine, folder: Path, *, env: Mapping[str, str] | None = None
+) -> tuple[str, dict[str, Any]]:
     """Run these tests and return what is told of them."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     asked = ["-p", "no:cacheprovider", "-vv", "--tb=short", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
-    done = command(machine, [sys.executable, "-m", "pytest", *asked, *words, *paths])
+    done = command(machine, [sys.executable, "-m", "pytest", *asked, *words, *paths], env)
     (folder / "output").write_text(done.text, encoding="utf-8")
     return judge(done, report)
 
@@ -182,7 +186,7 @@ def cases(machine: Machine) -> list[Case]:
     workers = max(1, min(4, machine.num_cores // 4))
     words = ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else ["-p", "no:xdist"]
     for name, paths in (DRY if machine.is_dry else SUITE).items():
-        made.append(Case(f"suite: {name}", partial(pytest_of, paths, words), limit_s=150.0))
+        made.append(Case(f"suite: {name}", partial(pytest_of, paths, words, env=NO_GPU), limit_s=150.0))
     return made
 
 

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import jobs
 from benchmarks.gpu.part import Case, Machine, Part, Skip, run_part
-from benchmarks.gpu.results import FAILED, NOT_RUN, PASSED, SKIPPED, Results, Verdict
+from benchmarks.gpu.results import FAILED, FINAL, NOT_RUN, PASSED, SKIPPED, Results, Verdict
 
 ROOT = Path(__file__).resolve().parents[3]
 ABOUT = {"device": "NVIDIA H200", "kind": "cuda", "is_dry": False, "date": "2026-11-24", "commit": "abc"}
@@ -47,13 +47,25 @@ def part_of(*cases: Case, **others: Any) -> Part:
     return Part("train", "a part", lambda machine: cases, **others)
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process ends within some seconds."""
+    for _ in range(200):
+        try:
+            if " Z " in Path(f"/proc/{pid}/stat").read_text():
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def run(
     folder: Path, *cases: Case, lines: list[str] | None = None, results: Results | None = None, **others: Any
 ) -> Results:
     """Run the cases in ``folder`` and return their results."""
     results = results or Results.begin_or_go_on(folder / "out", ABOUT)
     said: list[str] = [] if lines is None else lines
-    again = others.pop("again", False)
+    again = others.pop("again", ())
     run_part(part_of(*cases, **others), machine_in(folder), results, again=again, say=said.append)
     return results
 
@@ -85,8 +97,32 @@ def test_a_second_start_runs_what_is_missing_alone(tmp_path: Path) -> None:
     assert found.of("train")["second"].status == NOT_RUN and calls == ["first"]
     run(tmp_path, counted("first"), counted("second"))
     assert calls == ["first", "second"] and len(list((tmp_path / "out").iterdir())) == 1
-    run(tmp_path, counted("first"), counted("second"), again=True)
+    run(tmp_path, counted("first"), counted("second"), again=FINAL)
     assert calls == ["first", "second"] * 2
+
+
+def test_what_failed_is_repeated_alone_where_that_is_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, Case("good", passes), Case("bad", is_wrong), Case("lacking", lacks))
+    again = program.parse_args(["--failed"]).again
+    found = run(tmp_path, *(Case(name, passes) for name in ("good", "bad", "lacking")), again=again)
+    assert [one.status for one in found.of("train").values()] == [PASSED, PASSED, SKIPPED]
+    assert set(program.parse_args(["--again"]).again) == set(FINAL) and not program.parse_args([]).again
+
+
+def test_a_case_that_is_cut_off_with_its_part_has_not_failed(tmp_path: Path) -> None:
+    """Nor does one begin that would be cut off at once; one that takes longer than its own limit has failed."""
+
+    def is_slow(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
+        jobs.python(machine, "-c", "import time; time.sleep(60)").check()
+        return "", {}
+
+    slow, short = Case("slow", is_slow), Case("short", is_slow, limit_s=1.0)
+    found = run(tmp_path, slow, budget_s=1.5).of("train")
+    assert found["slow"].status == NOT_RUN and found["slow"].seconds < 20
+    assert "cut off when the part's 2 s were over" in found["slow"].text and "did not end in time" in found["slow"].text
+    late = run(tmp_path, Case("first", lambda *_: (time.sleep(1.4), ("", {}))[1]), Case("late", passes), budget_s=1.5)
+    assert [late.of("train")[name].status for name in ("first", "late")] == [PASSED, NOT_RUN]
+    assert run(tmp_path, short, budget_s=60.0).of("train")["short"].status == FAILED
 
 
 def test_results_of_another_commit_or_device_are_left_alone(tmp_path: Path) -> None:
@@ -146,15 +182,7 @@ def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path: Pat
     assert done.code == jobs.TIMED_OUT and time.monotonic() - start < 20
     with pytest.raises(AssertionError, match="did not end in time"):
         done.check()
-    for _ in range(100):
-        if (
-            not Path(f"/proc/{note.read_text()}").exists()
-            or " Z " in Path(f"/proc/{note.read_text()}/stat").read_text()
-        ):
-            break
-        time.sleep(0.05)
-    else:
-        raise AssertionError("the child of the command lives on")
+    assert is_gone(int(note.read_text())), "the child of the command lives on"
 
 
 def test_a_command_has_no_rank_of_another_job_and_its_end_is_told(tmp_path: Path, monkeypatch: Any) -> None:
@@ -170,6 +198,48 @@ def test_the_summary_ends_with_1_where_a_case_failed(tmp_path: Path, capsys: Any
     assert program.summary(results, ["train"]) == 0 and "== train: 1 passed, 1 skipped" in capsys.readouterr().out
     results.add("train", "b", Verdict(FAILED, "wrong"))
     assert program.summary(results, ["train"]) == 1
+
+
+def test_what_a_part_leaves_is_for_the_next_and_the_pictures_are_always_made() -> None:
+    first, second = part_of(budget_s=300.0), part_of(budget_s=400.0)
+    pictures = part_of(budget_s=20.0, is_always=True)
+    parts = [first, second, pictures]
+    assert program.share_of(parts, 720.0) == 300 and program.share_of(parts, 800.0) == 380
+    assert program.share_of(parts, 9000.0) == program.LONGEST_S
+    assert program.share_of(parts, 100.0) == 80 and program.share_of(parts[1:], 10.0) == 0
+    assert program.share_of(parts[2:], 20.0) == 20
+
+
+def test_a_commit_is_taken_from_the_command_line_where_there_is_no_git(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    from megatron.training import run_folder
+
+    monkeypatch.setattr(run_folder, "_git", lambda root, *words: (_ for _ in ()).throw(OSError("no git")))
+    words = ["--device", "cpu", "--out", str(tmp_path), "pictures"]
+    assert program.main(words) == 0 and "git does not say which commit" in capsys.readouterr().out
+    assert program.main([*words, "--commit", "0123456789"]) == 0
+    assert "git does not say" not in capsys.readouterr().out
+    commits = {json.loads(path.read_text())["commit"] for path in tmp_path.glob("*.json")}
+    assert commits == {program.UNKNOWN, "0123456789"}
+
+
+def test_a_command_dies_with_the_program(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = (
+        "import sys; from pathlib import Path; from benchmarks.gpu.jobs import python; "
+        "from tests.benchmarks.gpu.made import dry_machine; "
+        f"python(dry_machine(Path({str(tmp_path)!r})), '-c', 'import os, time; "
+        f'open("{note}", "w").write(str(os.getpid())); time.sleep(60)\')'
+    )
+    program_ = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    for _ in range(400):
+        if note.exists() and note.read_text():
+            break
+        time.sleep(0.05)
+    program_.kill()
+    program_.wait()
+    assert is_gone(int(note.read_text()))
 
 
 def test_all_parts_have_time_in_one_start() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import jobs
 from benchmarks.gpu.jobs import ROOT, TIMED_OUT, Done
 from benchmarks.gpu.part import Machine, Skip
 from benchmarks.gpu.parts import suite
@@ -112,6 +114,23 @@ def test_every_file_with_tests_for_a_gpu_is_a_case_and_every_folder_is_there(tmp
     names = [case.name for case in suite.cases(machine(tmp_path))]
     assert len(names) == len(set(names)) == len(files) + len(suite.DRY)
     assert all((ROOT / path).exists() for paths in (*suite.SUITE.values(), *suite.DRY.values()) for path in paths)
+
+
+def test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    seen: dict[str, str] = {}
+
+    def noting(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None) -> Done:
+        seen["devices"] = jobs.environment(machine, env)["CUDA_VISIBLE_DEVICES"]
+        return Done(5, "no test", 0.1)
+
+    monkeypatch.setattr(suite, "command", noting)
+    for case in suite.cases(machine(tmp_path)):
+        with pytest.raises(AssertionError, match="code 5"):
+            case.run(machine(tmp_path), tmp_path)
+        assert seen["devices"] == ("0" if case.name.startswith("gpu: ") else ""), case.name
 
 
 @pytest.mark.slow
