@@ -108,18 +108,18 @@ MODELS = (
         batches=(8, 4, 2, 1), steps=3,
     ),
     Model(
-        name="gpt2 350m s2048", title="GPT-2 350M", slices=gpt2(*MEDIUM, 2048), contenders=(OURS,),
+        name="gpt2 350m s2048", title="GPT-2 350M", slices=gpt2(*MEDIUM, 2048), contenders=(OURS, COMPILED),
         batches=(8, 4, 2, 1),
     ),
     Model(
-        name="t5-base s2048", title="T5-base", slices=t5_base(2048), contenders=(OURS,), batches=(8, 4, 2, 1),
+        name="t5-base s2048", title="T5-base", slices=t5_base(2048), contenders=(OURS, COMPILED), batches=(8, 4, 2, 1),
     ),
     Model(
-        name="gpt2 125m s2048", title="GPT-2 125M", slices=gpt2(*SMALL, 2048), contenders=(OURS,),
+        name="gpt2 125m s2048", title="GPT-2 125M", slices=gpt2(*SMALL, 2048), contenders=(OURS, COMPILED),
         batches=(8, 4, 2, 1),
     ),
     Model(
-        name="llama 7b slice s1024", title="LLaMA 7B, a slice", slices=llama_7b(1024), contenders=(OURS,),
+        name="llama 7b slice s1024", title="LLaMA 7B, a slice", slices=llama_7b(1024), contenders=(OURS, COMPILED),
         batches=(8, 4, 2, 1), steps=3,
     ),
 )  # fmt: skip

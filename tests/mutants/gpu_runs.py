@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 TRAIN = "tests/benchmarks/gpu/test_train.py"
+PROGRAM = "tests/benchmarks/gpu/test_program.py"
 FAULTS = "tests/benchmarks/gpu/test_faults.py"
 RUNS = "benchmarks/gpu/runs.py"
 PART = "benchmarks/gpu/parts/faults.py"
@@ -96,5 +97,33 @@ GPU_RUNS = (
         "    assert bad == [SPOILED], f",
         "    assert SPOILED in bad, f",
         (f"{FAULTS}::test_a_nan_must_end_the_run_at_its_step_and_be_left_out_there_alone",),
+    ),
+    Mutant(
+        "a case that its part cuts off has failed for good",
+        "benchmarks/gpu/part.py",
+        "    if verdict.status == FAILED and end < own_end and now >= end:",
+        "    if verdict.status == FAILED and end < own_end and now < end:",
+        (f"{PROGRAM}::test_a_case_that_is_cut_off_with_its_part_has_not_failed",),
+    ),
+    Mutant(
+        "nothing is left for the pictures",
+        "benchmarks/gpu/__main__.py",
+        "min(LONGEST_S, left_s - kept, max(",
+        "min(LONGEST_S, left_s, max(",
+        (f"{PROGRAM}::test_what_a_part_leaves_is_for_the_next_and_the_pictures_are_always_made",),
+    ),
+    Mutant(
+        "the ordinary suite sees the GPU",
+        "benchmarks/gpu/parts/suite.py",
+        "words, env=NO_GPU), limit_s=150.0",
+        "words), limit_s=150.0",
+        ("tests/benchmarks/gpu/test_suite.py::test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do",),
+    ),
+    Mutant(
+        "what a program had started lives on when it is killed",
+        "benchmarks/gpu/jobs.py",
+        "        preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),\n",
+        "",
+        (f"{PROGRAM}::test_a_command_dies_with_the_program",),
     ),
 )

@@ -95,8 +95,8 @@ GPU_SPEED = (
     Mutant(
         "pictures stay those of the first start",
         "benchmarks/gpu/part.py",
-        "    again = again or part.is_always\n",
-        "",
+        "    kept = () if part.is_always else [",
+        "    kept = [",
         (f"{PICTURES}::test_the_part_is_run_anew_at_each_start",),
     ),
     Mutant(

@@ -17,7 +17,7 @@ from benchmarks.gpu import jobs
 from benchmarks.gpu.part import Machine, Skip
 from benchmarks.gpu.parts import speed
 from benchmarks.gpu.results import PASSED, Results, Verdict
-from benchmarks.gpu.speed_models import COMPILED, MODELS, OURS, Fitted, Model, config_for, estimated, fitted
+from benchmarks.gpu.speed_models import COMPILED, HF, MODELS, OURS, Fitted, Model, config_for, estimated, fitted
 from benchmarks.looking import kernels_of, look
 from benchmarks.sizes import GPTSizes, LlamaSizes, T5Sizes
 from benchmarks.turns import PRODUCT, Record, Work
@@ -236,6 +236,13 @@ def test_the_models_are_those_of_their_names() -> None:
     assert found["LLaMA 7B, a slice"] == pytest.approx(layers * 5 / 32 + 2 * 32000 * 4096, rel=0.01)
 
 
+def test_every_model_is_timed_at_both_lengths_eager_and_compiled_and_beside_others() -> None:
+    for title in {model.title for model in MODELS}:
+        models = [model for model in MODELS if model.title == title]
+        assert {model.name.rpartition(" s")[2] for model in models} == {"1024", "2048"}, title
+        assert {OURS, COMPILED, HF} <= {name for model in models for name in model.contenders}, title
+
+
 @pytest.mark.parametrize(
     "name, gigabytes, sheet",
     [
@@ -243,6 +250,7 @@ def test_the_models_are_those_of_their_names() -> None:
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g"),
         ("NVIDIA A100 80GB PCIe", 79.2, "a100-80g"),
         ("NVIDIA H100 PCIe", 79.2, "h100-pcie"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100-80g"),
         ("NVIDIA H20", 95.6, "h20"),
         ("Tesla T4", 14.7, None),
     ],
