@@ -22,7 +22,7 @@ CHECKS = "answers copies views in_place formats layers optimizer generators modu
 
 def start(folder: Path, *runs: str, **environment: str) -> dict[str, Any]:
     """Train ``runs`` in a fresh process and return what it wrote down; each run's code must be 0."""
-    paths = os.pathsep.join([str(ROOT), str(PLUGIN)])
+    paths = os.pathsep.join([str(ROOT), str(PLUGIN), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-m", "tests.examples.accelerator_sim", str(folder), *runs],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},

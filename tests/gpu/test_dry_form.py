@@ -36,10 +36,11 @@ def in_place_of_a_gpu(kind: str, tests: tuple[str, ...], folder: Path, *words: s
     """
     report = folder / f"{kind}.xml"
     asked = ["-p", "no:xdist", "-p", "no:cacheprovider", f"--gpu-device={kind}", f"--junitxml={report}", *words]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *asked, *(f"tests/gpu/{test}" for test in tests)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -28,7 +28,10 @@ def test_the_offset_turns_the_monotonic_clock_into_the_wall_clock() -> None:
 
 
 @pytest.mark.gpu(only="events on its streams")
-def test_the_gpus_clock_counts_the_work_between_marks_and_reuses_events() -> None:
+def test_the_gpus_clock_counts_the_work_between_marks_and_reuses_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    monkeypatch.setattr("tds.device.get_accelerator", CUDA_Accelerator)  # tests have the CPU's by default
     device = torch.device("cuda", 0)
     clock = clock_for(device)
     assert isinstance(clock, EventClock)

@@ -18,6 +18,7 @@ from tests.training.host_reads import counted
 from tests.training.steady import STEPS, WARM, engine_of, take, watched_by_cuda
 
 ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "examples" / "accelerator_sim"
 ONCE = {"tolist in tds/agreement.py:read": 1}
 """Of every step, on every rank."""
 HEADERS = {"tolist in tds/header.py:decode_header": 1}
@@ -65,7 +66,7 @@ def test_a_stage_of_a_pipeline_waits_once_in_a_step_and_for_headers() -> None:
 
 def in_own_process(kind: str, *words: str) -> Any:
     """Return what ``tests.training.steady`` has seen."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "examples" / "accelerator_sim")))
+    paths = os.pathsep.join([str(ROOT), str(PLUGIN), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     theirs = {"sim": "cpu"}.get(kind, kind)  # of the simulated one DeepSpeed is told when it is chosen
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.steady", kind, *words],

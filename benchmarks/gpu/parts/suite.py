@@ -182,7 +182,8 @@ def cases(machine: Machine) -> list[Case]:
     made = []
     for file in gpu_files():
         words = [*kind, *([] if machine.is_dry else ["--all"])]
-        made.append(Case(f"gpu: {file.removeprefix('tests/')}", partial(pytest_of, [file], words), limit_s=200.0))
+        run = partial(pytest_of, [file], words, env={"DS_ACCELERATOR": machine.kind})
+        made.append(Case(f"gpu: {file.removeprefix('tests/')}", run, limit_s=200.0))
     workers = max(1, min(4, machine.num_cores // 4))
     words = ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else ["-p", "no:xdist"]
     for name, paths in (DRY if machine.is_dry else SUITE).items():

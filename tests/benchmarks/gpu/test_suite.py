@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,16 @@ def test_every_file_with_tests_for_a_gpu_is_a_case_and_every_folder_is_there(tmp
     assert all((ROOT / path).exists() for paths in (*suite.SUITE.values(), *suite.DRY.values()) for path in paths)
 
 
+def test_no_test_hides_the_packages_that_lie_beside_this_python() -> None:
+    """They come by PYTHONPATH where run.sh has installed them: a process of a test must go on with what is there."""
+    hides = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("*.py")
+        if '"PYTHONPATH": ' in (text := path.read_text(encoding="utf-8")) and 'environ.get("PYTHONPATH' not in text
+    ]
+    assert not hides, "what PYTHONPATH held must stay behind what is put there"
+
+
 def test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,14 +134,16 @@ def test_the_ordinary_suite_sees_no_gpu_and_the_tests_for_a_gpu_do(
     seen: dict[str, str] = {}
 
     def noting(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None) -> Done:
-        seen["devices"] = jobs.environment(machine, env)["CUDA_VISIBLE_DEVICES"]
+        there = jobs.environment(machine, env)
+        seen.update({name: there[name] for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")})
         return Done(5, "no test", 0.1)
 
     monkeypatch.setattr(suite, "command", noting)
-    for case in suite.cases(machine(tmp_path)):
+    place = replace(machine(tmp_path), kind="cuda", is_dry=False)
+    for case in suite.cases(place):
         with pytest.raises(AssertionError, match="code 5"):
-            case.run(machine(tmp_path), tmp_path)
-        assert seen["devices"] == ("0" if case.name.startswith("gpu: ") else ""), case.name
+            case.run(place, tmp_path)
+        assert tuple(seen.values()) == (("0", "cuda") if case.name.startswith("gpu: ") else ("", "cpu")), case.name
 
 
 @pytest.mark.slow
