@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -18,8 +17,12 @@ from benchmarks.gpu.part import Machine
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = -1
 _LONGEST_S = 86400.0
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+_TIED = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d}, 0, 0, 0); "  # PR_SET_PDEATHSIG
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Becomes the command that follows, which dies with the thread that started it. A program with threads and a GPU should
+not fork to say so itself."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def started(
     They die with the thread that starts them, so that a program which is killed leaves nothing on the device.
     """
     return subprocess.Popen(
-        list(words),
+        [sys.executable, "-I", "-S", "-c", _TIED, *words],
         cwd=cwd,
         env=environment(machine, env),
         stdout=output,
@@ -74,7 +77,6 @@ def started(
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
 
 

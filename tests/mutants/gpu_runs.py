@@ -122,8 +122,8 @@ GPU_RUNS = (
     Mutant(
         "what a program had started lives on when it is killed",
         "benchmarks/gpu/jobs.py",
-        "        preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),\n",
-        "",
+        '[sys.executable, "-I", "-S", "-c", _TIED, *words]',
+        "list(words)",
         (f"{PROGRAM}::test_a_command_dies_with_the_program",),
     ),
 )
