@@ -62,7 +62,7 @@ def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict
 
 
 def started(
-    machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path
+    machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path = ROOT
 ) -> subprocess.Popen[str]:
     """Start ``words`` in a process group of their own, which a signal can end as a whole.
 
