@@ -13,7 +13,9 @@ TRIED_ONE_BY_ONE = 20_000
 Bounds = list[int]
 
 
-def balanced_bounds(times: Sequence[float], parameters: Sequence[int], num_stages: int, num_chunks: int = 1) -> Bounds:
+def partition_by_times(
+    times: Sequence[float], parameters: Sequence[int], num_stages: int, num_chunks: int = 1
+) -> Bounds:
     """Return bounds by which the slowest stage takes as little time as can be; among equals, with even parameters.
 
     Exact for one chunk, and for several where the ways to cut are few; else the best that moving bounds finds.

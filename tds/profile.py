@@ -26,7 +26,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from tds import device as seam
-from tds.balance import balanced_bounds
+from tds.balance import partition_by_times
 from tds.batches import to_device
 from tds.clock import Clock, clock_for
 from tds.loss import Weighted, named_losses
@@ -86,7 +86,7 @@ def profiled_cut(
         layers = [replace(each, backward_s=each.backward_s + each.forward_s) for each in layers]
     layers = even_out(layers)
     times, parameters = [each.total_s for each in layers], [each.parameters for each in layers]
-    return ProfiledCut(balanced_bounds(times, parameters, num_stages, num_chunks), tuple(layers))
+    return ProfiledCut(partition_by_times(times, parameters, num_stages, num_chunks), tuple(layers))
 
 
 def profile_layers(

@@ -94,7 +94,7 @@ def test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_
     monkeypatch.setattr(accelerators, "adapt", lambda name: seen.append((name, os.environ.get("DS_ACCELERATOR"))))
     monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "")
     make("npu")
-    accelerator.settle(parse(["--device", "npu", "--dry-run"], world_size=1, env={}))
+    accelerator.configure_device(parse(["--device", "npu", "--dry-run"], world_size=1, env={}))
     assert seen == [("npu", "npu")]
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from megatron import accelerators, adaptors, device
 from megatron.config import Config, ParallelConfig
-from megatron.training.accelerator import backend_of, check_agreement, settle
+from megatron.training.accelerator import backend_of, check_agreement, configure_device
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
 """Largest difference from the CPU, relative to the largest number."""
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parse_args(argv).device
     try:
         accelerators.load()
-        kind = settle(Config(parallel=ParallelConfig(device=asked)))
+        kind = configure_device(Config(parallel=ParallelConfig(device=asked)))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -213,11 +213,11 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
     """What each rank does."""
     import torch
 
-    from megatron.training import settle, world
+    from megatron.training import configure_device, world
     from megatron.training.failure import guard
 
     config = parse_as(model, with_data(flags), int(os.environ["WORLD_SIZE"]))
-    settle(config)
+    configure_device(config)
     gas = config.batch.gas * (1 if config.batch.requested_global_batch_size else replicas)
     config = replace(config, batch=replace(config.batch, gas=gas))
 

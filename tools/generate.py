@@ -77,10 +77,10 @@ def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
     from megatron.config import Config
     from megatron.mpu.groups import single_grid
     from megatron.training import world
-    from megatron.training.accelerator import settle
+    from megatron.training.accelerator import configure_device
 
     if world_size() == 1:
-        kind = settle(Config.of_values({"device": args.device}))
+        kind = configure_device(Config.of_values({"device": args.device}))
         return single_grid(), device.bind(kind, 0), "rank 0"
     values: dict[str, Any] = {"pipe_parallel_size": args.pipe_parallel_size, "dtype": args.dtype}
     values |= {"model_parallel_size": args.model_parallel_size, "device": args.device}

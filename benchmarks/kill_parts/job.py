@@ -72,7 +72,7 @@ class Job:
             if self._is_over(start):
                 return False
             page = page or self._page(start, moment.rank)
-            now = position.read(page[:]).doing if page else ""
+            now = position.read_position(page[:]).doing if page else ""
             entries += _is_entry(before, now, moment.phase)
             before = now
             time.sleep(_POLL_S)
@@ -86,7 +86,7 @@ class Job:
     def phase(self, start: int, rank: int) -> str:
         """Return the phase in which a rank is."""
         page = self._page(start, rank)
-        return phase_of(position.read(page[:]).doing if page else "")
+        return phase_of(position.read_position(page[:]).doing if page else "")
 
     def kill(self, moment: Moment, draw: random.Random) -> bool:
         """Send SIGKILL to the victims; return whether there was one."""

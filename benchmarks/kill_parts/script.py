@@ -42,7 +42,7 @@ def record_run() -> None:
     """Let the parts of a run tell what they do; leave out what only costs time."""
     report.MATMUL_SECONDS = 0.0
     metrics.draw_losses = lambda *_: None
-    prepare, advance, say_durable = loop._prepare, loop._advance, progress_file.tell
+    prepare, advance, say_durable = loop._prepare, loop._advance, progress_file.note_committed_step
     take = timed_batches.TimedBatches.__next__
 
     def prepare_and_tell(run: loop.Run) -> Any:
@@ -63,7 +63,11 @@ def record_run() -> None:
         say_durable(step)
         tell(durable=step)
 
-    loop._prepare, loop._advance, progress_file.tell = prepare_and_tell, advance_and_tell, say_durable_and_tell
+    loop._prepare, loop._advance, progress_file.note_committed_step = (
+        prepare_and_tell,
+        advance_and_tell,
+        say_durable_and_tell,
+    )
     timed_batches.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
 
 

@@ -9,7 +9,7 @@ from megatron.config.batch import BatchConfig
 from megatron.config.scan import Scan
 
 TOTAL = "requested_global_batch_size"
-NAMES = {
+JSON_KEYS = {
     TOTAL: "train_batch_size",
     "batch_size": "train_micro_batch_size_per_gpu",
     "gas": "gradient_accumulation_steps",
@@ -75,4 +75,4 @@ def _disagreement(found: Scan, total: int, micro: int, gas: int, d: int, replica
 
 
 def _origin(found: Scan, name: str) -> str:
-    return found.spelling.get(name, NAMES[name])
+    return found.spelling.get(name, JSON_KEYS[name])

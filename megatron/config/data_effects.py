@@ -12,7 +12,7 @@ OF_TOKEN_FILES = ("split", "split_by", "data_impl", "data_cache_path", "packing"
 """Fields that act where token files are read, not the data that a script brings itself."""
 
 
-def problems(config: Config) -> Iterator[str]:
+def data_problems(config: Config) -> Iterator[str]:
     """Yield what was given and cannot act, and the paths that are missing beside others."""
     given, data = config.given, config.data
     yield from _path_problems(config)
@@ -37,7 +37,7 @@ def problems(config: Config) -> Iterator[str]:
         )
 
 
-def notes(config: Config, world_size: int) -> Iterator[str]:
+def data_notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what scripts pass for several runs and has no effect in this one."""
     data, reads = config.data, splits_read(config)
     unread = [flag for name, flag in PATHS.items() if name in config.given and not reads.get(name, True)]

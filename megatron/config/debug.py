@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 STEPS = "1-3"
 DUMP_ONLY = ("debug_dump_steps", "debug_dump_modules", "debug_dump_tensors")
 """Fields that act with --debug-dump only."""
-IN_TRAINING = ("debug_dump", "debug_nan")
+DEBUG_IN_TRAINING = ("debug_dump", "debug_nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class DebugConfig:
             yield f"--debug-dump-modules must be a regular expression, got {self.debug_dump_modules!r} ({error})"
 
 
-def problems(config: Config) -> Iterator[str]:
+def debug_problems(config: Config) -> Iterator[str]:
     """Yield what cannot act, or cannot work with another flag."""
     debug = config.debug
     named = [_flag(name) for name in DUMP_ONLY if name in config.given]
@@ -87,8 +87,8 @@ def problems(config: Config) -> Iterator[str]:
             f"--debug-nan ends the run at the first NaN, --stability-guard {config.stability.stability_guard} goes on "
             "behind it. Leave one of them out; --debug-dump names the module, too, and lets the guard go on"
         )
-    yield from _steps_beyond(config)
-    named = [_flag(name) for name in IN_TRAINING if name in config.given]
+    yield from _dumped_beyond_run(config)
+    named = [_flag(name) for name in DEBUG_IN_TRAINING if name in config.given]
     if named and config.checkpoint.eval_only:
         yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
     if debug.is_on and config.parallel.compile:
@@ -98,7 +98,7 @@ def problems(config: Config) -> Iterator[str]:
         )
 
 
-def _steps_beyond(config: Config) -> Iterator[str]:
+def _dumped_beyond_run(config: Config) -> Iterator[str]:
     """Yield that the run has none of the steps to dump."""
     debug, last = config.debug, config.batch.train_iters
     if debug.debug_dump is None or any(True for _ in debug.problems()):

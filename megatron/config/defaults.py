@@ -17,7 +17,7 @@ from megatron.config.scan import Scan, scan, unknown
 
 VARIABLE = "MEGATRON_DEFAULTS"
 """Flags, as a shell reads them."""
-NAMES = "MEGATRON_VARIABLES"
+FLAG_VARIABLES = "MEGATRON_VARIABLES"
 """``--flag=NAME`` for each flag that the run script sets by a variable of its own, so that messages can name both."""
 
 
@@ -77,7 +77,7 @@ def step_back(soft: dict[str, Any], firm: Mapping[str, Any], excluded: Iterable[
 
 def with_variables(problems: list[str], env: Mapping[str, str]) -> list[str]:
     """Return the messages; one that names a flag with a variable in the run script names that, too."""
-    pairs = [pair.split("=", 1) for pair in env.get(NAMES, "").split() if "=" in pair]
+    pairs = [pair.split("=", 1) for pair in env.get(FLAG_VARIABLES, "").split() if "=" in pair]
     told = []
     for problem in problems:
         known = [f"{flag} is {name}" for flag, name in pairs if re.search(rf"{re.escape(flag)}(?![\w-])", problem)]

@@ -61,7 +61,7 @@ def problems(config: Config) -> Iterator[str]:
         if named:
             got = f"got --optimizer {optimizer.optimizer}"
             yield f"{', '.join(named)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
-    yield from data_effects.problems(config)
+    yield from data_effects.data_problems(config)
     model = config.model
     if model.layout_independent_dropout and not (model.attention_dropout or model.hidden_dropout):
         yield (
@@ -156,7 +156,7 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what was given, cannot act, and does no harm."""
     yield from scaling_notes(config)
     yield from kept_notes(config)
-    yield from data_effects.notes(config, world_size)
+    yield from data_effects.data_notes(config, world_size)
     parallel, optimizer, json = config.parallel, config.optimizer, config.deepspeed
     if "partition_method" in config.given and not parallel.has_pipeline:
         yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"

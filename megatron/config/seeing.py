@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
 """Fields that act with --wandb-project only."""
-IN_TRAINING = ("log_layer_norms", "profile")
+LOGGING_IN_TRAINING = ("log_layer_norms", "profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class SeeingConfig:
             yield f"--profile must be a step from 1 on or a range of steps, as 5-7; got {self.profile!r}"
 
 
-def problems(config: Config) -> Iterator[str]:
+def logging_problems(config: Config) -> Iterator[str]:
     """Yield what cannot act, or cannot work here."""
     seeing = config.seeing
     named = [_flag(name) for name in WANDB_ONLY if name in config.given]
@@ -69,13 +69,13 @@ def problems(config: Config) -> Iterator[str]:
             "-e '.[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
             "are written anyway"
         )
-    named = [_flag(name) for name in IN_TRAINING if name in config.given]
+    named = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.given]
     if named and config.checkpoint.eval_only:
         yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
-    yield from _steps_beyond(config)
+    yield from _profiled_beyond_run(config)
 
 
-def _steps_beyond(config: Config) -> Iterator[str]:
+def _profiled_beyond_run(config: Config) -> Iterator[str]:
     """Yield that the run has not all of the steps to profile."""
     seeing, last = config.seeing, config.batch.train_iters
     if seeing.profile is None or any(True for _ in seeing.problems()):

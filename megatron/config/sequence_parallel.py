@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.config.config import Config
 
 
-def problems(config: Config) -> Iterator[str]:
+def sequence_parallel_problems(config: Config) -> Iterator[str]:
     """Yield what it cannot go with, and what then could not act."""
     parallel = config.parallel
     if not parallel.sequence_parallel:

@@ -50,7 +50,7 @@ class StabilityConfig:
         return self.stability_guard == "rollback"
 
 
-def problems(config: Config) -> Iterator[str]:
+def stability_problems(config: Config) -> Iterator[str]:
     """Yield what cannot act, or cannot work without another flag."""
     stability, checkpoint = config.stability, config.checkpoint
     if "stability_patience" in config.given and not stability.is_guarded:
@@ -66,7 +66,7 @@ def problems(config: Config) -> Iterator[str]:
         )
 
 
-def notes(config: Config, world_size: int) -> Iterator[str]:
+def stability_notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what was given, cannot act, and does no harm."""
     if "drift_interval" in config.given and config.stability.drift_interval and world_size == 1:
         yield "--drift-interval has no effect on one rank: there are no copies to compare"

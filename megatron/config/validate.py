@@ -169,12 +169,12 @@ def _cross_problems(config: Config) -> Iterator[str]:
             f"--model-parallel-size {t}, which cuts them. Use --optimizer adamw, or --pipe-parallel-size in place of "
             "--model-parallel-size"
         )
-    yield from sequence_parallel.problems(config)
+    yield from sequence_parallel.sequence_parallel_problems(config)
     yield from effects.problems(config)
-    yield from stability.problems(config)
-    yield from zero.problems(config)
-    yield from debug.problems(config)
-    yield from seeing.problems(config)
+    yield from stability.stability_problems(config)
+    yield from zero.zero_problems(config)
+    yield from debug.debug_problems(config)
+    yield from seeing.logging_problems(config)
     if config.parallel.device == "cpu":
         yield from _cpu_problems(config)
 
@@ -254,6 +254,6 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *notes,
         *FAMILY_CHECKS[config.family].notes(config),
         *effects.notes(config, world_size),
-        *stability.notes(config, world_size),
-        *zero.notes(config, world_size),
+        *stability.stability_notes(config, world_size),
+        *zero.zero_notes(config, world_size),
     ]

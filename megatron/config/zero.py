@@ -14,7 +14,7 @@ OFFLOAD = {
 """Fields that say how to offload, and their flags."""
 
 
-def problems(config: Config) -> Iterator[str]:
+def zero_problems(config: Config) -> Iterator[str]:
     """Yield what cannot be, looking at all sections."""
     optimizer, parallel = config.optimizer, config.parallel
     stage = optimizer.zero_stage
@@ -75,7 +75,7 @@ def _adam_problems(config: Config) -> Iterator[str]:
         yield "--cpu-adam deepspeed updates fp32 numbers, got --fp64. Use --cpu-adam torch, or another number format"
 
 
-def notes(config: Config, world_size: int) -> Iterator[str]:
+def zero_notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield what was given, cannot act, and does no harm."""
     optimizer, json = config.optimizer, config.deepspeed.get("zero_optimization", {})
     replicas = config.parallel.data_parallel_size(world_size)

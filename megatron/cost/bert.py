@@ -57,7 +57,7 @@ class BertCosts(GPT2Costs):
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         h = self.sizes.hidden_size
         embedding, *layers, _, head = super().unit_parameters(tensor)
-        words = -(-parts.vocabulary(self.sizes) // tensor)
+        words = -(-parts.known_vocab_size(self.sizes) // tensor)
         transform = h * h + 3 * h + (self._transform_parameters() if self.heads.binary_head else 0)
         return [embedding + (_TOKEN_TYPES + 2) * h, *layers, transform, head + words]
 

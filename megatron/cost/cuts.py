@@ -25,7 +25,7 @@ def bounds_in_chunks(costs: Sequence[float], stages: int, chunks: int) -> list[i
         return max(limit, *pieces), max(by_stage), sum(piece * piece for piece in pieces)
 
     while True:
-        best = min(_neighbours(bounds), key=price, default=bounds)
+        best = min(_moved_bounds(bounds), key=price, default=bounds)
         if price(best) >= price(bounds):
             return bounds
         bounds = best
@@ -35,7 +35,7 @@ def _pieces(costs: Sequence[float], bounds: Sequence[int]) -> list[float]:
     return [sum(costs[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
 
 
-def _neighbours(bounds: list[int]) -> Iterator[list[int]]:
+def _moved_bounds(bounds: list[int]) -> Iterator[list[int]]:
     """Yield the cuts in which one inner bound lies one layer off and no piece is empty."""
     for place in range(1, len(bounds) - 1):
         for moved in (bounds[place] - 1, bounds[place] + 1):

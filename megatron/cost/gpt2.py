@@ -81,7 +81,7 @@ class GPT2Costs(Costs):
     def flops_per_token(self, *, causal: bool = True) -> float:
         """Return the FLOPs of forward and backward for one token; ``causal`` counts half of the attention matrix."""
         sizes = self.sizes
-        head = parts.vocabulary(sizes) * sizes.hidden_size
+        head = parts.known_vocab_size(sizes) * sizes.hidden_size
         products = sizes.num_layers * self.layer_parameters() + self.norm_parameters + head
         scores = sizes.num_layers * parts.attention_width(sizes) * self.seq_length
         return 6.0 * products + (6.0 if causal else 12.0) * scores
@@ -133,7 +133,7 @@ class GPT2Costs(Costs):
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         sizes, h = self.sizes, self.sizes.hidden_size
         tokens = samples * self.seq_length
-        vocabulary = -(-parts.vocabulary(sizes) // tensor)
+        vocabulary = -(-parts.known_vocab_size(sizes) // tensor)
         hidden, of_token = tokens * h * width, 4 * tokens
         layer = Work(
             products=parts.layer_products(sizes, tokens, tensor, self.keys),
@@ -174,7 +174,7 @@ class GPT2Costs(Costs):
         return []
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
-        return samples * self.seq_length * -(-parts.vocabulary(self.sizes) // tensor) * (width + 4)
+        return samples * self.seq_length * -(-parts.known_vocab_size(self.sizes) // tensor) * (width + 4)
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
         tokens = samples * self.seq_length

@@ -11,7 +11,7 @@ the latter. Which of the two it is: ``megatron.loss_chunks``.
 
 from __future__ import annotations
 
-from megatron.cost.parts import Sizes, vocabulary
+from megatron.cost.parts import Sizes, known_vocab_size
 from megatron.loss_chunks import WHOLE, tokens_at_once
 
 
@@ -25,8 +25,8 @@ def loss_bytes(
         width: bytes of a weight.
         forwards: micro-batches that wait for their backward.
     """
-    words, wide, h = -(-vocabulary(sizes) // tensor), max(width, 4), sizes.hidden_size
-    at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, vocabulary(sizes), h, is_on_cpu=is_on_cpu)
+    words, wide, h = -(-known_vocab_size(sizes) // tensor), max(width, 4), sizes.hidden_size
+    at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, known_vocab_size(sizes), h, is_on_cpu=is_on_cpu)
     if at_once == WHOLE:
         return tokens * words * (width + (wide if width < wide else 0) + wide * forwards)
     copies = width if width < wide else 0

@@ -64,7 +64,7 @@ def attention_width(sizes: Sizes) -> int:
     return sizes.num_attention_heads * sizes.kv_hidden_size
 
 
-def vocabulary(sizes: Sizes) -> int:
+def known_vocab_size(sizes: Sizes) -> int:
     """Return v.
 
     Raises:
@@ -96,7 +96,7 @@ def feed_forward_parameters(sizes: Sizes, tensor: int = 1) -> int:
 
 def table_parameters(sizes: Sizes, tensor: int = 1) -> int:
     """Return the rows of the word table on one rank times h: the input embedding, and an untied head alike."""
-    return -(-vocabulary(sizes) // tensor) * sizes.hidden_size
+    return -(-known_vocab_size(sizes) // tensor) * sizes.hidden_size
 
 
 def projections_flops(sizes: Sizes, keys: int | None = None) -> int:
@@ -131,7 +131,7 @@ def feed_forward_products(sizes: Sizes, tokens: int, tensor: int) -> tuple[Produ
 
 def head_cost(sizes: Sizes) -> int:
     """Return the cost of one token in the head and its softmax, in FLOPs of a matrix product."""
-    return (2 * sizes.hidden_size + ELEMENTWISE) * vocabulary(sizes)
+    return (2 * sizes.hidden_size + ELEMENTWISE) * known_vocab_size(sizes)
 
 
 def feed_forward_kept(sizes: Sizes) -> int:

@@ -85,7 +85,7 @@ class T5Costs(Costs):
     @property
     def flops_per_sample(self) -> float:
         enc, dec = self._layer_flops()
-        head = 2 * self.sides.dec_seq_length * self.sizes.hidden_size * parts.vocabulary(self.sizes)
+        head = 2 * self.sides.dec_seq_length * self.sizes.hidden_size * parts.known_vocab_size(self.sizes)
         return 3.0 * (self.sides.enc_layers * enc + self.sides.dec_layers * dec + head)
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
@@ -148,7 +148,7 @@ class T5Costs(Costs):
         norm = Work(operations=OPERATIONS["norm"])
         embeddings = [Work(operations=OPERATIONS["embedding"], sums=(size,)) for size in (read, written)]
         head = Work(
-            products=(Product(dec, h, -(-parts.vocabulary(sizes) // tensor)),),
+            products=(Product(dec, h, -(-parts.known_vocab_size(sizes) // tensor)),),
             operations=OPERATIONS["head"],
             sums=(4 * dec,) * 3,
             back=(written,),
@@ -177,7 +177,7 @@ class T5Costs(Costs):
         return [Shared(output, tuple(self._units.dec_layers))]
 
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
-        return samples * self.sides.dec_seq_length * -(-parts.vocabulary(self.sizes) // tensor) * (width + 4)
+        return samples * self.sides.dec_seq_length * -(-parts.known_vocab_size(self.sizes) // tensor) * (width + 4)
 
     def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
         tokens = samples * self.sides.dec_seq_length

@@ -86,7 +86,7 @@ class LaunchAgent(SimpleElasticAgent):
             "MEGATRON_RUN_ID": self._node.run_id,
             "MEGATRON_FAILURE_FILE": str(self._of_this_start().failure_file),
             "MEGATRON_STARTED": str(self._started),
-            progress_file.VARIABLE: str(self._progress),
+            progress_file.PROGRESS_FILE_VARIABLE: str(self._progress),
             "TORCHELASTIC_RUN_ID": self._node.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts.done),

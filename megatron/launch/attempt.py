@@ -96,7 +96,7 @@ class Attempt:
             exits=self._exits,
             late=self._late(),
             was_asked_to_stop=self._stop_deadline is not None,
-            is_said=failure_files.is_said(str(self.failure_file)),
+            is_said=failure_files.is_reported(str(self.failure_file)),
             is_alike=has_teller and bool(own) and all(one.status == 2 for one in own),
         )
 

@@ -11,7 +11,7 @@ from megatron.training import failure_files, position
 def position_of(failure_file: Path, rank: int) -> position.Position:
     """Return its place, what it was at last and whether its run had ended; empty if it did not come so far."""
     try:
-        return position.read(Path(position.page_of(str(failure_file), rank)).read_bytes())
+        return position.read_position(Path(position.page_of(str(failure_file), rank)).read_bytes())
     except OSError:
         return position.Position()
 

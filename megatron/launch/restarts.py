@@ -33,7 +33,7 @@ class Restarts:
     @property
     def durable(self) -> int | None:
         """The step of the newest checkpoint that this job has written, or None."""
-        return progress_file.read(self._progress)
+        return progress_file.committed_step(self._progress)
 
     def against(self, code: int, *, is_node_0: bool) -> str:
         """Return why there is no start after one that ended with ``code``, or "" if there may be.

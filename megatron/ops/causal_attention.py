@@ -108,7 +108,7 @@ def _(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(packed, memory_format=torch.contiguous_format)
 
 
-def _remember(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -116,7 +116,7 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     return _backward(grad, *ctx.saved_tensors)
 
 
-_forward.register_autograd(_gradient, setup_context=_remember)
+_forward.register_autograd(_gradient, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.megatron_tds.causal_self_attention)

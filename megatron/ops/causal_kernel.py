@@ -115,24 +115,24 @@ def _(grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor) -> torch.
     return torch.empty_like(packed, memory_format=torch.contiguous_format)
 
 
-def _remember(ctx: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_kernel_context(ctx: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs, output[1])
 
 
-def _gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def _kernel_gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return backward(grad, *ctx.saved_tensors)
 
 
-forward.register_autograd(_gradient, setup_context=_remember)
+forward.register_autograd(_kernel_gradient, setup_context=_setup_kernel_context)
 
 
 @register_flop_formula(torch.ops.megatron_tds.causal_kernel)
-def _flops(packed: torch.Size, *_: Any, **__: Any) -> int:
+def _kernel_flops(packed: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * products(packed)
 
 
 @register_flop_formula(torch.ops.megatron_tds.causal_kernel_backward)
-def _flops_of_backward(_: torch.Size, packed: torch.Size, *__: Any, **___: Any) -> int:
+def _kernel_backward_flops(_: torch.Size, packed: torch.Size, *__: Any, **___: Any) -> int:
     return 5 * products(packed)
 
 

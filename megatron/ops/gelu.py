@@ -67,12 +67,12 @@ def _(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _remember(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def _setup_gelu_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _gradient(ctx: Any, grad: torch.Tensor) -> Any:
+def _gelu_gradient(ctx: Any, grad: torch.Tensor) -> Any:
     return _gelu_backward(grad, *ctx.saved_tensors)
 
 
-_gelu.register_autograd(_gradient, setup_context=_remember)
+_gelu.register_autograd(_gelu_gradient, setup_context=_setup_gelu_context)

@@ -40,12 +40,12 @@ def _(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(y)
 
 
-def _remember(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def _setup_relu_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _gradient(ctx: Any, grad: torch.Tensor) -> Any:
+def _relu_gradient(ctx: Any, grad: torch.Tensor) -> Any:
     return _relu_backward(grad, *ctx.saved_tensors)
 
 
-_relu.register_autograd(_gradient, setup_context=_remember)
+_relu.register_autograd(_relu_gradient, setup_context=_setup_relu_context)

@@ -37,7 +37,9 @@ def link_of(rank: Rank, sizes: Sequence[int] = SIZES, round_s: float = ROUND_S) 
     for name, kind in KINDS.items():
         rank.tell(f"messages: {name}")
         turns = [(size, kind.make(rank, size)) for size in sizes]
-        samples = [(kind.share(rank.size) * size, _seconds(rank, turn, round_s) / kind.legs) for size, turn in turns]
+        samples = [
+            (kind.share(rank.size) * size, _message_seconds(rank, turn, round_s) / kind.legs) for size, turn in turns
+        ]
         wires[name] = fitted(samples, kind.latencies(rank.size))
     return Link(**wires)
 
@@ -99,7 +101,7 @@ def _send(rank: Rank, size: int) -> Callable[[], object]:
     return turn
 
 
-def _seconds(rank: Rank, turn: Callable[[], object], round_s: float) -> float:
+def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float) -> float:
     """Return the median seconds of a message over the rounds, as the slowest rank has it. Collective."""
     work = _work(rank)
 

@@ -19,7 +19,7 @@ from megatron.tokenizer.tokenizer import Arrays
 SPACE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
 _WORD = re.compile(f" ?[^{SPACE}]+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
 _LONGEST_MEAN = 12
-_MOST_CHARACTERS = 1 << 22
+_CACHE_CHARACTERS = 1 << 22
 ENTRY_CHARACTERS = 16
 """What an entry of a memory of words counts besides its own characters: some 200 bytes are spent on each."""
 
@@ -73,7 +73,7 @@ class KnownWords:
         for text in whole_texts:
             del self._tokens[text]
         self._num_characters -= _size(whole_texts)
-        if self._num_characters > _MOST_CHARACTERS:
+        if self._num_characters > _CACHE_CHARACTERS:
             self._tokens.clear()
             self._num_characters = 0
 

@@ -15,7 +15,7 @@ from megatron.tokenizer.vocabulary import read_vocabulary
 
 _UNK = "[UNK]"
 _CONTROL = ("[PAD]", _UNK, "[CLS]", "[SEP]", "[MASK]")
-_MOST_CHARACTERS = 100
+_MAX_WORD_CHARACTERS = 100
 
 
 def from_bert_files(path: Path) -> LibraryTokenizer:
@@ -31,7 +31,7 @@ def from_bert_files(path: Path) -> LibraryTokenizer:
     ids = read_vocabulary(vocab, _UNK)
     is_lower_case = _is_lower_case(vocab.parent / "tokenizer_config.json", ids)
     library = tokenizers.Tokenizer(
-        models.WordPiece(ids, unk_token=_UNK, max_input_chars_per_word=_MOST_CHARACTERS)  # type: ignore[call-arg]
+        models.WordPiece(ids, unk_token=_UNK, max_input_chars_per_word=_MAX_WORD_CHARACTERS)  # type: ignore[call-arg]
     )
     library.normalizer = normalizers.BertNormalizer(lowercase=is_lower_case)
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

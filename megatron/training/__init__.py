@@ -15,7 +15,7 @@ _HOME = {
     "get_data_paths": "arguments",
     "get_tokenizer": "arguments",
     "get_streams": "arguments",
-    "settle": "accelerator",
+    "configure_device": "accelerator",
     "start": "run",
 }
 

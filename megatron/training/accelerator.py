@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 from megatron.training import determinism, fused
 
 
-def settle(config: Config) -> str:
+def configure_device(config: Config) -> str:
     """Choose the kind of device, and whether it repeats itself to the bit, and return the kind.
 
     A plug-in's device is made ready here, and its adaptors are applied; a second call changes nothing.
@@ -33,7 +33,7 @@ def settle(config: Config) -> str:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     os.environ["DS_ACCELERATOR"] = kind
-    determinism.settle(config, kind)
+    determinism.configure_determinism(config, kind)
     return kind
 
 
@@ -59,7 +59,7 @@ def check_device_fits(config: Config, kind: str) -> None:
         check_device(config, kind == "cuda", kind != "cuda" or device.default_precision(kind) == "bf16")
     elif problem := device.missing_dtype(kind, config.precision.dtype):
         raise ConfigError(problem)
-    fused.check(config, kind)
+    fused.check_fused_kernels(config, kind)
 
 
 def check_agreement(kind: str) -> None:
@@ -88,7 +88,7 @@ def backend_of(kind: str) -> str:
     return get_accelerator().communication_backend_name()
 
 
-def rows(kind: str) -> Iterator[tuple[str, str]]:
+def device_rows(kind: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table that says which adaptors of a plug-in are on."""
     plugin = accelerators.find(kind)
     if plugin is None or not plugin.adaptors:

@@ -18,7 +18,7 @@ WORKSPACES = (":4096:8", ":16:8")
 """Values with which cuBLAS repeats itself, as its documentation on reproducibility has them; the first is faster."""
 
 
-def settle(config: Config, kind: str) -> None:
+def configure_determinism(config: Config, kind: str) -> None:
     """Tell torch and cuBLAS to repeat themselves if the flag asks for it; before CUDA is first used.
 
     Raises:
@@ -40,7 +40,7 @@ def _settle_workspace() -> None:
         )
 
 
-def rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+def determinism_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table that says how exactly a run resumes, where there is something to say."""
     asked = config.run.deterministic
     if kind == "cuda" and asked:

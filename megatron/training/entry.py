@@ -76,7 +76,7 @@ def pretrain(
         raise_own(unsettled)
         providers = (train_valid_test_datasets_provider, model_provider, forward_step)
         position.note_state(position.RUNNING)
-        training.settle(config)  # before DeepSpeed is imported
+        training.configure_device(config)  # before DeepSpeed is imported
         training.start(config, names, *providers, run_name, started, stop)
         position.note_state("")
 

@@ -146,7 +146,7 @@ def _say(error: BaseException, who: str) -> int:
     if _code is not None:
         return _code
     _is_saying = True
-    position.note_said()
+    position.note_reporting()
     if threading.current_thread() is threading.main_thread():
         signal.signal(
             signal.SIGCHLD, signal.SIG_DFL
@@ -168,14 +168,14 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
         failure_files.leave_words(str(failure), int(rank))
         if rank == "0":
             print_line(str(failure))
-            failure_files.note_said()
+            failure_files.note_reported()
     elif isinstance(failure, PeerError | StopRequest):
         at = position.now()
         print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:
         told = failure if isinstance(failure, JobError) else error
         print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(told).__name__}: {told}'}")
-        failure_files.note_said()
+        failure_files.note_reported()
         if not isinstance(failure, JobError) and failure_files.is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
 

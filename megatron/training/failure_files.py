@@ -50,7 +50,7 @@ def leave_words(words: str, rank: int) -> None:
             Path(f"{place}.words-{rank}").write_text(words)
 
 
-def note_said() -> None:
+def note_reported() -> None:
     """Note that this rank has printed why the job ends."""
     place = os.environ.get("MEGATRON_FAILURE_FILE")
     if place:
@@ -63,7 +63,7 @@ def words_of(failure_file: str, rank: int) -> str:
     return _read(f"{failure_file}.words-{rank}")
 
 
-def is_said(failure_file: str) -> bool:
+def is_reported(failure_file: str) -> bool:
     """Return whether a rank of this node has printed why the job ends."""
     return Path(f"{failure_file}.said").exists()
 

@@ -26,7 +26,7 @@ MODULES = ("apex.normalization.fused_layer_norm", "apex.optimizers", "fused_laye
 """What is imported of apex: its Python files, and the extensions without which they fail at the first call."""
 
 
-def check(config: Config, kind: str) -> None:
+def check_fused_kernels(config: Config, kind: str) -> None:
     """Check that apex can be used where it is asked for.
 
     Raises:
@@ -116,7 +116,7 @@ def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Opti
     return CountedAdam(groups, adam_w_mode=True, **settings)
 
 
-def rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+def fused_kernel_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table that says whose kernels are used."""
     if config.parallel.fused_kernels == "apex":
         others = "" if uses_adam(config) else "; the optimizer is not apex's: it has AdamW on the GPU alone"

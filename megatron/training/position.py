@@ -78,7 +78,7 @@ def note_state(state: str) -> None:
     _write(2, state)
 
 
-def note_said() -> None:
+def note_reporting() -> None:
     """Note that this rank says now why it ends."""
     _write(3, repr(time.monotonic()))
 
@@ -90,10 +90,10 @@ def now() -> str | None:
 
 def own() -> Position:
     """Return what this process has noted."""
-    return read(bytes(_page))
+    return read_position(bytes(_page))
 
 
-def read(page: bytes) -> Position:
+def read_position(page: bytes) -> Position:
     """Return what a page's bytes say."""
     lines = (page[start:end].split(b"\0", 1)[0].decode(errors="replace") for start, end in pairwise(_BOUNDS))
     place, doing, state, said_at = lines

@@ -10,12 +10,12 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-VARIABLE = "MEGATRON_PROGRESS_FILE"
+PROGRESS_FILE_VARIABLE = "MEGATRON_PROGRESS_FILE"
 
 
-def tell(step: int) -> None:
+def note_committed_step(step: int) -> None:
     """Say that the checkpoint of this step is durable. Rank 0 calls it; without our launcher it does nothing."""
-    place = os.environ.get(VARIABLE)
+    place = os.environ.get(PROGRESS_FILE_VARIABLE)
     if not place:
         return
     temporary = Path(f"{place}.{os.getpid()}")
@@ -24,7 +24,7 @@ def tell(step: int) -> None:
         temporary.replace(place)
 
 
-def read(place: Path) -> int | None:
+def committed_step(place: Path) -> int | None:
     """Return the step that was told last, or None if none was."""
     try:
         return int(place.read_text())

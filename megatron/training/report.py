@@ -133,12 +133,12 @@ def start_rows(
     """Yield the rows of the table at the start."""
     bounds = bounds_of(config, module)
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
-    yield from accelerator.rows(world.kind)
-    yield from fused.rows(config, world.kind)
+    yield from accelerator.device_rows(world.kind)
+    yield from fused.fused_kernel_rows(config, world.kind)
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
     yield "loss", _loss_row(module)
-    yield from determinism.rows(config, world.kind)
+    yield from determinism.determinism_rows(config, world.kind)
     yield from data_rows
     yield "run folder", str(folder)
     if not config.checkpoint.eval_only:

@@ -29,7 +29,7 @@ def note_durable(run: Run, step: int, path: Path, text: str, values: Mapping[str
     run.saved = path
     tell(run, step, text, values)
     if run.world.rank == 0:
-        progress_file.tell(step)
+        progress_file.note_committed_step(step)
 
 
 def note_failure(run: Run, step: int, error: CheckpointError) -> None:

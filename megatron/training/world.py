@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError, PeerError, marked
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
-from megatron.training.accelerator import backend_of, check_device_fits, settle
+from megatron.training.accelerator import backend_of, check_device_fits, configure_device
 from megatron.training.failure import fault_of_this_rank
 from megatron.training.rendezvous import rendezvous
 from megatron.training.sameness import compare_devices, compare_ranks
@@ -76,7 +76,7 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
         StopRequest: asked to stop while others were missing.
     """
     give_queues(has_pipeline=config.parallel.has_pipeline)
-    kind = settle(config)
+    kind = configure_device(config)
     check_device_fits(config, kind)
     local_rank = int(os.environ.setdefault("LOCAL_RANK", str(config.run.local_rank or 0)))
     asked = config.parallel.distributed_backend

@@ -69,7 +69,7 @@ for word in plan:
             file.write(str(child.pid))
     elif action == "tell":
         from megatron.training import progress_file
-        progress_file.tell(int(value) * (start + 1))
+        progress_file.note_committed_step(int(value) * (start + 1))
     elif action == "at":
         from megatron.training import position
         position.open_page()

@@ -114,7 +114,7 @@ TOLD = (
     Mutant(
         "the launcher repeats what rank 0 has said",
         "megatron/training/failure.py",
-        "            print_line(str(failure))\n            failure_files.note_said()\n",
+        "            print_line(str(failure))\n            failure_files.note_reported()\n",
         "            print_line(str(failure))\n",
         (f"{REASONS}::test_the_launcher_does_not_say_again_what_rank_0_has_said",),
     ),

@@ -219,7 +219,7 @@ def test_what_ranks_do_ahead_of_a_message_is_not_in_its_time(
     monkeypatch.setattr(links, "_work", lambda rank: lasting(work_s))
     monkeypatch.setattr(links, "_agreed", lambda rank, seconds: seconds)
     rank = SimpleNamespace(kind="cpu", meet=lambda: None)
-    assert links._seconds(rank, lasting(message_s), 0.05) == pytest.approx(wanted, rel=1e-6)
+    assert links._message_seconds(rank, lasting(message_s), 0.05) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_only_ranks_on_a_cpu_work_ahead_of_a_message() -> None:

@@ -56,7 +56,7 @@ def test_what_is_remembered_is_bounded_and_texts_without_spaces_are_not(
     check(built, words, corpus[-3:])
     assert len(words._tokens) > 100
     assert words._num_characters == sum(len(word) + known_words.ENTRY_CHARACTERS for word in words._tokens)
-    monkeypatch.setattr(known_words, "_MOST_CHARACTERS", 10)
+    monkeypatch.setattr(known_words, "_CACHE_CHARACTERS", 10)
     check(built, words, corpus[-3:])
     assert not words._tokens
     check(built, words, corpus)

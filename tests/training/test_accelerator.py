@@ -66,30 +66,34 @@ def config_of(kind: str, **parallel: Any) -> Config:
 
 
 def test_a_plug_in_is_opened_once_in_order_and_deepspeed_gets_its_object(calls: list[str]) -> None:
-    assert accelerator.settle(config_of("plugged")) == accelerator.settle(config_of("plugged")) == "plugged"
+    assert (
+        accelerator.configure_device(config_of("plugged"))
+        == accelerator.configure_device(config_of("plugged"))
+        == "plugged"
+    )
     assert calls == ["prepare", "deepspeed", "adaptor"]
     assert os.environ["DS_ACCELERATOR"] == "plugged" and os.adapted_here == "adapted"  # type: ignore[attr-defined]
     accelerator.check_agreement("plugged")
     assert accelerator.backend_of("plugged") == "pccl", "what the plug-in leaves open, DeepSpeed's object says"
-    assert list(accelerator.rows("plugged")) == [("adaptors", "megatron: mine (1)")]
+    assert list(accelerator.device_rows("plugged")) == [("adaptors", "megatron: mine (1)")]
     accelerators.disable("plugged")
     assert os.adapted_here == "old"  # type: ignore[attr-defined]
 
 
 def test_adaptors_that_are_switched_off_are_told(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISABLE_ADAPTOR", "1")
-    accelerator.settle(config_of("plugged"))
+    accelerator.configure_device(config_of("plugged"))
     assert calls == ["prepare", "deepspeed"]
-    assert list(accelerator.rows("plugged")) == [("adaptors", "megatron: mine (1), off")]
+    assert list(accelerator.device_rows("plugged")) == [("adaptors", "megatron: mine (1), off")]
     monkeypatch.setenv("DISABLE_ADAPTOR", "yes")
     accelerators.disable("plugged")
     with pytest.raises(ConfigError, match="the environment's DISABLE_ADAPTOR must be 0 or 1, got 'yes'"):
-        accelerator.settle(config_of("plugged"))
+        accelerator.configure_device(config_of("plugged"))
 
 
 def test_the_cpu_opens_no_plug_in(calls: list[str]) -> None:
-    assert accelerator.settle(config_of("cpu")) == "cpu"
-    assert not calls and not list(accelerator.rows("cpu"))
+    assert accelerator.configure_device(config_of("cpu")) == "cpu"
+    assert not calls and not list(accelerator.device_rows("cpu"))
     accelerator.check_agreement("cpu")
     assert (accelerator.backend_of("cpu"), accelerator.backend_of("cuda")) == ("gloo", "nccl")
 

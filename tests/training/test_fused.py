@@ -70,27 +70,27 @@ def config_of(kernels: str, dtype: str = "fp32", **optimizer: Any) -> Config:
 
 
 def row(config: Config, kind: str) -> str:
-    return dict(fused.rows(config, kind))["fused kernels"]
+    return dict(fused.fused_kernel_rows(config, kind))["fused kernels"]
 
 
 def test_apex_is_refused_where_it_cannot_be() -> None:
     assert parse(["--fused-kernels", "apex", "--dry-run"], world_size=1, env={}).parallel.fused_kernels == "apex"
     with pytest.raises(ConfigError, match="--fused-kernels apex needs a GPU, got --device cpu"):
-        fused.check(config_of("apex"), "cpu")
+        fused.check_fused_kernels(config_of("apex"), "cpu")
     with pytest.raises(ConfigError, match="needs NVIDIA's apex with its CUDA extensions, got No module named 'apex'"):
-        fused.check(config_of("apex"), "cuda")
+        fused.check_fused_kernels(config_of("apex"), "cuda")
     with pytest.raises(ConfigError, match="needs fp32, bf16 or fp16, got --fp64"):
-        fused.check(config_of("apex", "fp64"), "cuda")
+        fused.check_fused_kernels(config_of("apex", "fp64"), "cuda")
     for kernels in ("auto", "torch"):
-        fused.check(config_of(kernels), "cuda")
+        fused.check_fused_kernels(config_of(kernels), "cuda")
         assert row(config_of(kernels), "cuda") == "torch's"
 
 
 def test_apex_without_its_extensions_is_refused(apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    fused.check(config_of("apex"), "cuda")
+    fused.check_fused_kernels(config_of("apex"), "cuda")
     monkeypatch.setitem(sys.modules, "amp_C", None)
     with pytest.raises(ConfigError, match="needs NVIDIA's apex with its CUDA extensions, got .*amp_C"):
-        fused.check(config_of("apex"), "cuda")
+        fused.check_fused_kernels(config_of("apex"), "cuda")
 
 
 def test_the_choice_is_told(apex: list[str]) -> None:

@@ -15,7 +15,7 @@ def test_a_page_holds_what_a_killed_rank_noted_last(tmp_path):
     codes, _, _ = fork_ranks(1, note_and_die, str(tmp_path / "failure"), init=False)
     assert codes == [-signal.SIGKILL]
     page = Path(position.page_of(str(tmp_path / "failure"), 0)).read_bytes()
-    found = position.read(page)
+    found = position.read_position(page)
     assert found[:3] == ("stage 1, tensor 0, data 2", "step 7, forward of micro-batch 3", position.RUNNING)
     assert 0 < found.said_at <= time.monotonic()
 
@@ -27,7 +27,7 @@ def note_and_die(rank: int, failure_file: str) -> None:
     position.note("something with a longer text than the next")
     position.note("step 7, forward of micro-batch 3")
     position.note_state(position.RUNNING)
-    position.note_said()
+    position.note_reporting()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -41,11 +41,11 @@ def test_without_a_launcher_the_process_itself_knows(monkeypatch):
 
 
 def test_progress_is_told_to_a_launcher_alone(tmp_path, monkeypatch):
-    monkeypatch.delenv(progress_file.VARIABLE, raising=False)
-    progress_file.tell(3)
-    assert progress_file.read(tmp_path / "progress") is None
-    monkeypatch.setenv(progress_file.VARIABLE, str(tmp_path / "progress"))
-    progress_file.tell(3)
-    progress_file.tell(40)
-    assert progress_file.read(tmp_path / "progress") == 40
+    monkeypatch.delenv(progress_file.PROGRESS_FILE_VARIABLE, raising=False)
+    progress_file.note_committed_step(3)
+    assert progress_file.committed_step(tmp_path / "progress") is None
+    monkeypatch.setenv(progress_file.PROGRESS_FILE_VARIABLE, str(tmp_path / "progress"))
+    progress_file.note_committed_step(3)
+    progress_file.note_committed_step(40)
+    assert progress_file.committed_step(tmp_path / "progress") == 40
     assert [path.name for path in tmp_path.iterdir()] == ["progress"]

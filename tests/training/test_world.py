@@ -97,12 +97,12 @@ class Settling(Exception):
 def test_a_pipeline_asks_for_many_queues_ahead_of_its_device(
     extra: str, said: str | None, found: str | None, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def settle(config: Config) -> str:
+    def configure_device(config: Config) -> str:
         assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == found
         raise Settling
 
     monkeypatch.setattr(os, "environ", {} if said is None else {"CUDA_DEVICE_MAX_CONNECTIONS": said})
-    monkeypatch.setattr(world, "settle", settle)
+    monkeypatch.setattr(world, "configure_device", configure_device)
     with pytest.raises(Settling):
         world.start(parse_as(pretrain_gpt2, flags(corpus, tmp_path, extra), 2))
 
@@ -125,7 +125,7 @@ def test_over_gloo_ranks_share_the_devices_of_their_host_and_send_through_it(
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(world, "settle", lambda config: "cuda")
+    monkeypatch.setattr(world, "configure_device", lambda config: "cuda")
     monkeypatch.setattr(world, "check_device_fits", lambda *_: None)
     monkeypatch.setattr(world.device, "count", lambda kind: 2)
     monkeypatch.setattr(world.device, "bind", lambda kind, number: bound.append(number) or torch.device(kind, number))

@@ -58,7 +58,8 @@ def _check_backward(name: str) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"the device {name} must be made ready before the first backward of a process, got one that has run some. "
-            "Import the plug-in at the top of the script, and call settle() or pretrain() before anything else"
+            "Import the plug-in at the top of the script, and call configure_device() or pretrain() before anything "
+            "else"
         ) from error
 
 

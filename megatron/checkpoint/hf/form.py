@@ -108,7 +108,7 @@ def by_recipes(
     """
 
     def to_ours(theirs: Tensors, config: Config) -> Tensors:
-        return {name: recipes.to_ours(recipe, theirs) for name, recipe in recipes_of(config).items()}
+        return {name: recipes.to_our_weight(recipe, theirs) for name, recipe in recipes_of(config).items()}
 
     def from_ours(ours: Tensors, config: Config) -> Tensors:
         known, heights = recipes_of(config), heights_of(config)
@@ -119,7 +119,7 @@ def by_recipes(
         for name, tensor in ours.items():
             parts = known[name].names
             each = {part: rows for part in parts for end, rows in heights.items() if part.endswith(end)}
-            theirs.update(recipes.from_ours(known[name], tensor, each if len(each) == len(parts) else None))
+            theirs.update(recipes.from_our_weight(known[name], tensor, each if len(each) == len(parts) else None))
         return theirs
 
     return {"recipes": recipes_of, "to_ours": to_ours, "from_ours": from_ours}

@@ -77,7 +77,7 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torc
     for their_name, tensor in theirs.items():
         found = recipe(name := str(names[their_name]), num_heads)
         assert found is not None  # their names and ours are one table
-        ours[name] = made.to_ours(found, dict.fromkeys(found.names, tensor))
+        ours[name] = made.to_our_weight(found, dict.fromkeys(found.names, tensor))
     if _HEAD in ours and _WORD in ours and torch.equal(ours[_HEAD], ours[_WORD]):
         del ours[_HEAD]
     return ours
@@ -95,7 +95,7 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     for name, tensor in ours.items():
         found = recipe(name, num_heads)
         assert found is not None
-        theirs.update(made.from_ours(found, tensor))
+        theirs.update(made.from_our_weight(found, tensor))
     if _HEAD not in ours and _WORD in ours:
         theirs[_THEIR_HEAD] = theirs["transformer.wte.weight"]
     return theirs

@@ -48,7 +48,7 @@ class Recipe:
     is_transposed: bool = False
 
 
-def to_ours(recipe: Recipe, theirs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def to_our_weight(recipe: Recipe, theirs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return our weight, made of ``theirs``; it shares no memory with them.
 
     Raises:
@@ -61,7 +61,9 @@ def to_ours(recipe: Recipe, theirs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat(blocks, dim=1).flatten(0, 1)
 
 
-def from_ours(recipe: Recipe, ours: torch.Tensor, heights: Mapping[str, int] | None = None) -> dict[str, torch.Tensor]:
+def from_our_weight(
+    recipe: Recipe, ours: torch.Tensor, heights: Mapping[str, int] | None = None
+) -> dict[str, torch.Tensor]:
     """Return their tensors by name, of our weight.
 
     Args:

@@ -78,7 +78,7 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: boo
         if all(part in theirs for part in parts):
             tensors = {part: theirs.pop(part) for part in parts}
             found = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
-            ours[f"{name}.weight"] = made.to_ours(found, tensors)
+            ours[f"{name}.weight"] = made.to_our_weight(found, tensors)
     if theirs:
         raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(theirs)}")
     return ours
@@ -95,7 +95,7 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     for name, parts in _merges_of_ours(rest):
         if name in rest:
             tensor = rest.pop(name)
-            theirs.update(made.from_ours(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor))
+            theirs.update(made.from_our_weight(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor))
     if rest:
         raise CheckpointError(f"these names are not of our T5 with relative positions: {', '.join(rest)}")
     if _THEIR_WORD in theirs:

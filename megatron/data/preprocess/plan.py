@@ -60,7 +60,7 @@ def inputs_of(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
     Raises:
         DataError: a file is no longer there.
     """
-    return [_facts_of(path) for unit in units if not unit.start for path in unit.paths if path != STDIN]
+    return [_file_facts(path) for unit in units if not unit.start for path in unit.paths if path != STDIN]
 
 
 def digest_of(units: Sequence[Unit]) -> str:
@@ -115,7 +115,7 @@ def _told(value: object) -> str:
     return shlex.join(value) if isinstance(value, list) else str(value)
 
 
-def _facts_of(path: str) -> tuple[str, int, int]:
+def _file_facts(path: str) -> tuple[str, int, int]:
     try:
         status = os.stat(path)
     except OSError as error:

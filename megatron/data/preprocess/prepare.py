@@ -48,7 +48,7 @@ def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[P
         inputs=plan.inputs_of(units),
         units=plan.digest_of(units),
         options=_options(job, unit_bytes),
-        tokenizer=_facts_of(tokenizer),
+        tokenizer=_tokenizer_facts(tokenizer),
     )
     if goes_on and earlier is not None:
         plan.check_same(asked, earlier, parts.folder)
@@ -92,7 +92,7 @@ def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
     return not reason
 
 
-def _facts_of(tokenizer: Tokenizer) -> dict[str, object]:
+def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, object]:
     return {"kind": type(tokenizer).__name__, "identity": tokenizer.identity, "size": tokenizer.vocab_size}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron.checkpoint.hf.recipes import Recipe, from_ours, read_into, to_ours
+from megatron.checkpoint.hf.recipes import Recipe, from_our_weight, read_into, to_our_weight
 from megatron.checkpoint.records import part_shape
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
@@ -55,7 +55,7 @@ def theirs_of(recipe: Recipe, heights: dict[str, int]) -> dict[str, torch.Tensor
 def test_there_and_back_is_every_bit(name):
     recipe, heights = RECIPES[name]
     theirs = theirs_of(recipe, heights)
-    back = from_ours(recipe, to_ours(recipe, theirs), heights)
+    back = from_our_weight(recipe, to_our_weight(recipe, theirs), heights)
     assert back.keys() == theirs.keys() and all(torch.equal(back[key], theirs[key]) for key in theirs)
 
 
@@ -64,7 +64,7 @@ def test_any_part_that_is_read_is_that_part_of_the_whole(name):
     recipe, heights = RECIPES[name]
     theirs = theirs_of(recipe, heights)
     shapes = {key: list(tensor.shape) for key, tensor in theirs.items()}
-    whole = to_ours(recipe, theirs)
+    whole = to_our_weight(recipe, theirs)
     rows = whole.shape[0]
     cuts = [(0, start, stop) for start in range(rows) for stop in range(start + 1, rows + 1)]
     cuts += [(1, start, stop) for start in range(COLUMNS) for stop in range(start + 1, COLUMNS + 1)]
@@ -86,7 +86,7 @@ def test_a_rank_of_two_reads_half(name):
 
 def test_queries_keys_and_values_of_a_group_lie_together():
     recipe, heights = RECIPES["grouped queries"]
-    first = to_ours(recipe, theirs_of(recipe, heights))[:, 0]
+    first = to_our_weight(recipe, theirs_of(recipe, heights))[:, 0]
     theirs = theirs_of(recipe, heights)
     group = [theirs["q"][:8, 0], theirs["k"][:2, 0], theirs["v"][:2, 0]]
     assert torch.equal(first[:12], torch.cat(group))
@@ -94,6 +94,6 @@ def test_queries_keys_and_values_of_a_group_lie_together():
 
 def test_rows_that_make_no_blocks_are_named():
     with pytest.raises(CheckpointError, match="q, k: the rows of each part must be 4 blocks .* got 6 rows"):
-        to_ours(Recipe(("q", "k"), blocks=4), {"q": torch.zeros(6, 2), "k": torch.zeros(6, 2)})
+        to_our_weight(Recipe(("q", "k"), blocks=4), {"q": torch.zeros(6, 2), "k": torch.zeros(6, 2)})
     with pytest.raises(CheckpointError, match="q, k: the rows of each part must be 4 blocks .* got 12 rows"):
         read_part(Recipe(("q", "k"), blocks=4), {}, {"q": [6, 2], "k": [6, 2]}, Shard((12, 2), 0, 0, 3))
