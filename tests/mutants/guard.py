@@ -42,9 +42,9 @@ GUARDED = (
     ),
     Mutant(
         "a refused step is told by the loss of one rank, which may be sound",
-        "megatron/training/loop.py",
-        "result = run.guard.as_agreed(own)",
-        "result = own",
+        "megatron/training/guard.py",
+        "replace(result, problem=problem, loss=loss, grad_norm=norm)",
+        "replace(result, problem=problem)",
         (f"{GUARD}::test_a_bad_step_is_left_out_on_all_ranks[grid no number]",),
     ),
     Mutant(
@@ -134,8 +134,9 @@ GUARDED = (
     Mutant(
         "the wish of one rank to save is its own",
         "megatron/training/vote.py",
-        "    stops, by_time, drifted = _any(run, wishes)\n",
-        "    stops, _, drifted = _any(run, wishes)\n    by_time = wishes[1]\n",
+        '    return Vote((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)\n',
+        "    by_time = wants_by_time(run)\n"
+        '    return Vote((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)\n',
         ("tests/training/test_loop.py::test_all_ranks_stop_together_or_none",),
     ),
     Mutant(
