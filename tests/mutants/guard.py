@@ -134,9 +134,8 @@ GUARDED = (
     Mutant(
         "the wish of one rank to save is its own",
         "megatron/training/vote.py",
-        '    return Vote((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)\n',
-        "    by_time = wants_by_time(run)\n"
-        '    return Vote((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)\n',
+        "if stops else None, by_time, drifted)\n",
+        "if stops else None, wants_by_time(run), drifted)\n",
         ("tests/training/test_loop.py::test_all_ranks_stop_together_or_none",),
     ),
     Mutant(
