@@ -63,7 +63,7 @@ class T5Model(nn.Module):
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
-        """Return what is cut into pipeline stages, in the order of ``stages.t5_units``; a tied head is the embedding."""
+        """Return what is cut into pipeline stages, in the order of ``t5_units``; a tied head is the embedding."""
         encoder, decoder = self.encoder, self.decoder
         enc_units = [self.embedding, *encoder.layers, encoder.final_norm]
         dec_units = [self.embedding, *decoder.layers, decoder.final_norm]
