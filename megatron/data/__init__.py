@@ -42,19 +42,19 @@ _MODULES = {
     "TokenFileWriter": "token_writer",
 }
 
-_OF_FAMILIES = {
-    "BertSamples": "megatron.data.bert_samples",
-    "BertTokens": "megatron.data.bert_control",
-    "SpanFiles": "megatron.data.span_files",
-    "SpanFileSamples": "megatron.data.span_file_samples",
-    "T5Samples": "megatron.data.t5_samples",
-    "T5Tokens": "megatron.data.control_tokens",
-    "bert_fields": "megatron.data.bert_layout",
-    "bert_tokens": "megatron.data.bert_control",
-    "build_bert_train_valid_test": "megatron.data.build_bert",
-    "build_t5_train_valid_test": "megatron.data.build_t5",
-    "t5_fields": "megatron.data.fields",
-    "t5_tokens": "megatron.data.control_tokens",
+_OF_FAMILIES: dict[str, str] = {
+    "BertSamples": "megatron.data.bert_samples.BertSamples",
+    "BertTokens": "megatron.data.bert_control.BertTokens",
+    "SpanFiles": "megatron.data.span_files.SpanFiles",
+    "SpanFileSamples": "megatron.data.span_file_samples.SpanFileSamples",
+    "T5Samples": "megatron.data.t5_samples.T5Samples",
+    "T5Tokens": "megatron.data.control_tokens.T5Tokens",
+    "bert_fields": "megatron.data.bert_layout.bert_fields",
+    "bert_tokens": "megatron.data.bert_control.bert_tokens",
+    "build_bert_train_valid_test": "megatron.data.build_bert.build_bert_train_valid_test",
+    "build_t5_train_valid_test": "megatron.data.build_t5.build_t5_train_valid_test",
+    "t5_fields": "megatron.data.fields.t5_fields",
+    "t5_tokens": "megatron.data.control_tokens.t5_tokens",
 }
 """Names of BERT and T5 that were here -> where they are."""
 
@@ -79,9 +79,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _OF_FAMILIES:
-        home = _OF_FAMILIES[name]
-        warnings.warn(f"megatron.data.{name} is {home}.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(home), name)
+        home, _, its_name = _OF_FAMILIES[name].rpartition(".")
+        warnings.warn(f"megatron.data.{name} is {home}.{its_name} now", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(home), its_name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
