@@ -29,8 +29,8 @@ GUARDED = (
     Mutant(
         "a bad step counts among those that the next is judged by",
         "megatron/training/guard.py",
-        "            return replace(result, problem=problem, loss=loss, grad_norm=norm)\n        self.losses.add(loss)\n",
-        "            result = replace(result, loss=loss, grad_norm=norm)\n        self.losses.add(loss)\n",
+        "            return replace(result, problem=problem, loss=loss, grad_norm=norm)\n",
+        "            result = replace(result, loss=loss, grad_norm=norm)\n",
         (f"{GUARD}::test_too_many_bad_steps_in_a_row_end_the_run_with_advice",),
     ),
     Mutant(
