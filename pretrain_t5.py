@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron import cost, data, model, mpu, pipe
+from megatron import cost, model, mpu, pipe
 from megatron.training import get_args, get_config, get_data_paths, get_streams, get_tokenizer, pretrain
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron.data.control_tokens import T5Tokens
 
 DEFAULTS = {"activation": "relu", "layernorm_epsilon": 1e-6}
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
     """Return the samples of the three splits; a split that nobody will ask for is None."""
+    from megatron.data.build_t5 import build_t5_train_valid_test
+
     args, settings = get_args(), get_config().t5
-    return data.build_t5_train_valid_test(
+    return build_t5_train_valid_test(
         get_data_paths(),
         enc_seq_length=settings.enc_seq_length,
         dec_seq_length=settings.dec_seq_length,
@@ -29,17 +33,21 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
     )
 
 
-def t5_tokens() -> data.T5Tokens:
+def t5_tokens() -> T5Tokens:
     """Return which ids are sentinels, end of sequence, start of the decoder and padding."""
+    from megatron.data import control_tokens
+
     settings = get_config().t5
-    return data.t5_tokens(get_tokenizer(), settings.vocab_extra_ids, settings.kinds)
+    return control_tokens.t5_tokens(get_tokenizer(), settings.vocab_extra_ids, settings.kinds)
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """Return inputs, decoder inputs, labels, loss mask and documents of a micro-batch on all ranks of the group."""
+    from megatron.data.fields import t5_fields
+
     fields = mpu.broadcast_data(["inputs", "targets"], batch, "int64")  # [b, s_e], [b, s_d]
     fields |= mpu.broadcast_data(["enc_segments", "dec_segments"], batch, "int32")  # padding is in them
-    return data.t5_fields(**fields, tokens=t5_tokens(), has_segments=has_documents())
+    return t5_fields(**fields, tokens=t5_tokens(), has_segments=has_documents())
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""How long T5's inputs and targets are: arithmetic alone; and where texts lie whose spans are cut out already.
+"""How long T5's inputs and targets are: arithmetic alone.
 
 A text of ``length`` tokens loses ``noise`` of them in ``spans`` pieces, each of which leaves one sentinel behind:
 
@@ -28,7 +28,6 @@ section 3.1.4 (lengths as in seqio); Tay et al. 2022, "UL2: unifying language le
 from __future__ import annotations
 
 import math
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,14 +35,6 @@ from dataclasses import dataclass
 KINDS = ("R", "X", "S")
 SHORTEST_TEXT = 2
 """A span needs a token, and a token before it."""
-SET_SUFFIXES = ("_context", "_target", "_target_offset")
-"""What follows the path in the names of CPM's sets in three files, whose spans were cut out when they were made."""
-
-
-def is_set(prefix: str) -> bool:
-    """Return whether ``prefix`` names a set in three files: parts of one are there, and no ordinary token file."""
-    is_there = any(os.path.exists(f"{prefix}{suffix}.idx") for suffix in SET_SUFFIXES)
-    return is_there and not os.path.exists(f"{prefix}.idx")
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
     samples = script.train_valid_test_datasets_provider(wanted)[SUBSETS.index(flags.subset)]
     tokenizer = arguments.get_tokenizer()
     streams_of = stream.t5_streams if flags.model == "t5" else stream.gpt2_streams
-    words = Words(tokenizer, script.t5_tokens() if flags.model == "t5" else None)
+    words = Words(tokenizer, script.t5_tokens().names if flags.model == "t5" else None)
     for line in order_lines(samples):
         console.print(line, soft_wrap=True)
     batches = ReplicaBatches(

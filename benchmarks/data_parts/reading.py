@@ -24,7 +24,9 @@ from benchmarks.sizes import GPTSizes, T5Sizes
 from benchmarks.turns import Work
 from benchmarks.turns import take_turns as steps_in_turns
 from megatron import spans
-from megatron.data import GPT2Samples, ReplicaBatches, T5Samples, T5Tokens, TokenFile, TokenFileWriter
+from megatron.data import GPT2Samples, ReplicaBatches, TokenFile, TokenFileWriter
+from megatron.data.control_tokens import T5Tokens
+from megatron.data.t5_samples import T5Samples
 
 TIMES = 10.0
 SEQ_LENGTH = 1024

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import cost, data, model, mpu, pipe, tokenizer  # noqa: E402
+from megatron import cost, model, mpu, pipe, tokenizer  # noqa: E402
 from megatron.training import (  # noqa: E402
     get_args,
     get_config,
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
     """Return the samples of the three splits; a split that nobody will ask for is None."""
+    from megatron.data.bert_control import bert_tokens
+    from megatron.data.build_bert import build_bert_train_valid_test
+
     args, vocabulary = get_args(), get_tokenizer()
-    return data.build_bert_train_valid_test(
+    return build_bert_train_valid_test(
         get_data_paths(),
         seq_length=args.seq_length,
-        tokens=data.bert_tokens(vocabulary),
+        tokens=bert_tokens(vocabulary),
         seed=args.seed,
         has_pairs=args.binary_head,
         mask_prob=args.mask_prob,
@@ -41,11 +44,13 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """Return tokens, token types, padding and what is to be predicted, on all ranks of the tensor group."""
+    from megatron.data.bert_layout import bert_fields
+
     names = ["text", "labels", *(("is_random", "step_predictions") if get_args().binary_head else ())]
     sample = mpu.broadcast_data(names, batch, "int64")  # [b, s], [b, s], [b], [2]
     sample |= mpu.broadcast_data(["parts"], batch, "int32")
     told = {name: sample.pop(name) for name in names[3:]}
-    return data.bert_fields(**sample, has_segments=is_padded()) | told
+    return bert_fields(**sample, has_segments=is_padded()) | told
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

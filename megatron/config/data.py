@@ -9,11 +9,13 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from megatron import mixtures, spans
+from megatron import mixtures
 from megatron.config.option import DECODERS, option
 
 OWN_DATA = "none"
 """As --data-path: the script brings its own data, and no file is looked for."""
+SET_SUFFIXES = ("_context", "_target", "_target_offset")
+"""What follows the path in the names of CPM's sets in three files, whose spans were cut out when they were made."""
 PATHS = {
     "data_path": "--data-path",
     "train_data_path": "--train-data-path",
@@ -152,7 +154,7 @@ class DataConfig:
     @property
     def flag_of_set(self) -> dict[str, str]:
         """Return each corpus that is a set of CPM's three files, whose spans are fixed, and the flag that names it."""
-        return {prefix: flag for prefix, flag in self.flag_of_prefix.items() if spans.is_set(prefix)}
+        return {prefix: flag for prefix, flag in self.flag_of_prefix.items() if is_set(prefix)}
 
     @property
     def cuts_spans(self) -> bool:
@@ -226,9 +228,15 @@ class DataConfig:
                 )
 
 
+def is_set(prefix: str) -> bool:
+    """Return whether ``prefix`` names a set in three files: parts of one are there, and no ordinary token file."""
+    is_there = any(os.path.exists(f"{prefix}{suffix}.idx") for suffix in SET_SUFFIXES)
+    return is_there and not os.path.exists(f"{prefix}.idx")
+
+
 def _space_problems(text: str, flag: str) -> Iterator[str]:
     """Yield that a path with a space in it, whose first word is a number, is read as a weight and a path."""
-    if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or spans.is_set(text)):
+    if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or is_set(text)):
         weight, path = text.split()
         yield (
             f"{flag} {text} is read as the weight {weight} and the path {path}, yet token files {text} are there. For "
@@ -237,7 +245,7 @@ def _space_problems(text: str, flag: str) -> Iterator[str]:
 
 
 def _missing(prefix: str, family: str) -> list[str]:
-    parts = spans.SET_SUFFIXES if family == "t5" and spans.is_set(prefix) else ("",)
+    parts = SET_SUFFIXES if family == "t5" and is_set(prefix) else ("",)
     names = [prefix + part + suffix for part in parts for suffix in (".idx", ".bin")]
     return [name for name in names if not os.access(name, os.R_OK)]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from megatron.config.data import is_set
 from megatron.data import checks
 from megatron.data.build_splits import Opened, Three, build_splits
 from megatron.data.cache import Cache
@@ -17,7 +18,7 @@ from megatron.data.span_files import SpanFiles
 from megatron.data.t5_samples import T5Samples
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
-from megatron.spans import Denoiser, has_modes, is_set, raw_length
+from megatron.spans import Denoiser, has_modes, raw_length
 
 
 def build_t5_train_valid_test(

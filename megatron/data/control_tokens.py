@@ -64,6 +64,12 @@ class T5Tokens:
         used = (self.eos_id, self.start_id, self.pad_id, *self.sentinels, *self.modes.values())
         return max(self.text_vocab_size, max(used) + 1)
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Return what a person reads: sentinels are <1>, <2>, ... in the order of their spans, modes <R>, <X>, <S>."""
+        sentinels = {token: f"<{number}>" for number, token in enumerate(self.sentinels, 1)}
+        return sentinels | {token: f"<{kind}>" for kind, token in self.modes.items()}
+
     def require_sentinels(self, needed: int, asked_by: str) -> None:
         """Check that there is a sentinel for each of ``needed`` spans.
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.config.data import SET_SUFFIXES
 from megatron.data.cache import Cache
 from megatron.data.token_file import TokenFile
 from megatron.errors import DataError
-from megatron.spans import SET_SUFFIXES
 
 _DOCUMENTS_LOOKED_AT = 1000
 

@@ -1,7 +1,7 @@
 """What one rank holds of a model that generates, whoever built it.
 
-A model is a list of units, as it is cut into pipeline stages: GPT-2 is embedding, layers, norm, head; T5 as in
-``megatron.stages.t5_units``. A rank has some of them, and knows which stage has each of the others.
+A model is a list of units, as it is cut into pipeline stages: a decoder is embedding, layers, norm, head. A rank has
+some of them, and knows which stage has each of the others.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.model.sizes import Place, Sizes, T5Sizes
+from megatron.model.sizes import Place, Sizes
 from megatron.mpu.groups import SINGLE, Group
-from megatron.stages import pieces_on, t5_units
+from megatron.stages import pieces_on
 
 
 @dataclass(frozen=True)
@@ -74,29 +74,19 @@ def part_of(model: Any) -> Part:
         return model
     engine = getattr(model, "engine", model)
     module = getattr(engine, "module", engine)
-    if not hasattr(module, "sizes") or not hasattr(module, "place"):
+    has_units = hasattr(module, "forward_funcs") or hasattr(module, "units")
+    if not has_units or not hasattr(module, "sizes") or not hasattr(module, "place"):
         raise TypeError(
             f"the model must be a GPT2Model, a T5Model, or the engine that trains one, got {type(model).__name__}. "
-            "A model of your own needs the attributes sizes and place."
+            "A model of your own needs the attributes sizes and place, and a method units."
         )
     return _of_pipeline(engine, module) if hasattr(module, "forward_funcs") else _of_whole(module)
 
 
 def _of_whole(module: Any) -> Part:
-    sizes, biases = module.sizes, {}
-    head = module.embedding if module.head is None else module.head
-    if isinstance(sizes, T5Sizes):
-        encoder, decoder, numbers = module.encoder, module.decoder, t5_units(sizes.enc_layers, sizes.dec_layers)
-        listed = [
-            *(module.embedding, *encoder.layers, encoder.final_norm),
-            *(module.embedding, *decoder.layers, decoder.final_norm, head),
-        ]
-        for side, layers in ((encoder, numbers.enc_layers), (decoder, numbers.dec_layers)):
-            biases.update(dict.fromkeys(layers, side.bias))
-    else:
-        listed = [module.embedding, *module.layers, module.final_norm, head]
-    units = dict(enumerate(listed))
-    return Part(module, sizes, module.place, units, [0] * len(units), biases=biases)
+    units = dict(enumerate(module.units()))
+    biases = module.biases_by_unit() if hasattr(module, "biases_by_unit") else {}
+    return Part(module, module.sizes, module.place, units, [0] * len(units), biases=biases)
 
 
 def _of_pipeline(engine: Any, module: Any) -> Part:

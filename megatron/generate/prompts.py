@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from megatron.data import T5Tokens
+from megatron.data.control_tokens import T5Tokens
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 

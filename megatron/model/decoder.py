@@ -43,6 +43,10 @@ class DecoderModel(nn.Module):
         self.final_norm = self.place.on_part(norm(sizes))
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
+    def units(self) -> list[nn.Module]:
+        """Return what is cut into pipeline stages, in order; a tied head is the embedding."""
+        return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
+
     def finish(
         self, x: torch.Tensor, labels: torch.Tensor | None, loss_mask: torch.Tensor | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

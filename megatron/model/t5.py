@@ -15,6 +15,7 @@ from megatron.model.t5_embedding import T5Embedding, embed, make_final_norm, mak
 from megatron.model.t5_layer import T5DecoderLayer, T5EncoderLayer
 from megatron.mpu.mappings import gather_from_sequence_region
 from megatron.ops.shared_table import shared_table
+from megatron.stages import t5_units
 
 __all__ = [
     "RelativeBias",
@@ -60,6 +61,19 @@ class T5Model(nn.Module):
         self.encoder = T5Encoder(sizes, self.place)
         self.decoder = T5Decoder(sizes, self.place)
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
+
+    def units(self) -> list[nn.Module]:
+        """Return what is cut into pipeline stages, in the order of ``t5_units``; a tied head is the embedding."""
+        encoder, decoder = self.encoder, self.decoder
+        enc_units = [self.embedding, *encoder.layers, encoder.final_norm]
+        dec_units = [self.embedding, *decoder.layers, decoder.final_norm]
+        return [*enc_units, *dec_units, self.embedding if self.head is None else self.head]
+
+    def biases_by_unit(self) -> dict[int, nn.Module | None]:
+        """Return the relative bias that each layer takes, by the number of its unit."""
+        units = t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
+        enc_biases = dict.fromkeys(units.enc_layers, self.encoder.bias)
+        return enc_biases | dict.fromkeys(units.dec_layers, self.decoder.bias)
 
     def forward(
         self,

@@ -18,7 +18,7 @@ from megatron.model.sizes import t5_sizes_from
 from megatron.mpu.counted import CountedDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import Arrival, LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
-from megatron.training import arriving, fused
+from megatron.training import arriving, fused, position
 from megatron.training.accelerator import check_agreement
 from megatron.training.compiled import compile_layers
 from megatron.training.cpu_adam import deepspeed_adam
@@ -64,6 +64,7 @@ def build_engine(
         built = PipelineEngine(engine, streams=streams, **numbers)
     else:
         built = SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
+    built.on_activity = position.note
     if config.debug.is_on:
         from megatron.training.debugging import attach  # imported where it is asked for alone
 

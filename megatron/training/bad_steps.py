@@ -22,16 +22,13 @@ MOST_RETURNS = 3
 """To one checkpoint, without a good one after it: what fails so often has another cause than its data."""
 
 
-def after_step(run: Run, result: StepResult, samples: StepSamples) -> bool:
-    """Judge a finished step and do what follows; return whether the run has gone back. Collective.
+def after_bad_step(run: Run, result: StepResult, samples: StepSamples) -> bool:
+    """Do what follows a step that the guard has found bad; return whether the run has gone back. Collective.
 
     Raises:
         NumericsError: too many bad steps in a row, and no way back; the same on every rank.
     """
-    guard = run.guard
-    reason = guard.note(result, samples.step)
-    if reason is None:
-        return False
+    guard, reason = run.guard, result.problem or ""
     _say(run, f"step {samples.step} | {'skipped' if result.is_refused else 'spike'}: {reason} | {samples.text}")
     if not result.is_refused:
         return False

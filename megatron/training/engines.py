@@ -17,7 +17,6 @@ from megatron.errors import DataError
 from megatron.mpu.groups import Grid
 from megatron.mpu.random import DropoutStreams, Position
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import position
 from megatron.training.losses import as_weighted, reading_pairs, scalars
 from megatron.training.step_result import FiniteOnly, StepResult, result_of
 from tds import reduce_gradients
@@ -40,6 +39,7 @@ class StepEngine(Protocol):
     Attributes:
         engine: DeepSpeed's or tds's.
         on_loss: called on every rank with the mean loss of a step, ahead of its update.
+        on_activity: called with what the engine is at, ahead of each action of a step.
         micro_losses: of the last step, this rank's own losses (or sums of losses) by micro-batch, on the last stage.
         has_weighted_loss: on the last stage, as soon as there was a loss: whether it is a pair (sum, count).
     """
@@ -47,6 +47,7 @@ class StepEngine(Protocol):
     module: torch.nn.Module
     optimizer: MixedPrecisionOptimizer
     on_loss: Callable[[float], None]
+    on_activity: Callable[[str], None]
     micro_losses: dict[int, torch.Tensor]
     has_weighted_loss: bool | None
     engine: Any
@@ -103,6 +104,7 @@ class SingleStageEngine:
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self.device = torch.device(engine.device)
         self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
+        self.on_activity: Callable[[str], None] = lambda text: None
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
         self._clock = clock_for(self.device)
@@ -122,19 +124,19 @@ class SingleStageEngine:
         began = self._clock.mark()
         for micro_batch in range(number):
             self.streams.position = Position(step, micro_batch, number)
-            position.note(f"step {step + 1}, forward of micro-batch {micro_batch}")
+            self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
             reported = scalars(report, loss)
             share = meter.add(as_weighted(loss), micro_batch)
             self.has_weighted_loss = meter.is_weighted
             self.micro_losses[micro_batch] = share.detach()
-            position.note(f"step {step + 1}, backward of micro-batch {micro_batch}")
+            self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
             if micro_batch == number - 1:
                 self.optimizer.begin_last_backward()
             self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
             self.optimizer.end_micro_batch()
         self._busy.note(began, self._clock.mark(), [])
-        position.note(f"step {step + 1}, reduction and update")
+        self.on_activity(f"step {step + 1}, reduction and update")
         agreement = self._agree(meter)
         self._sum_over_replicas()
         read_ahead(data)
@@ -205,11 +207,12 @@ class PipelineEngine:
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
         self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
+        self.on_activity: Callable[[str], None] = lambda text: None
         engine.agrees_on_data = False  # ReplicaBatches never end
         engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
         engine.module.loss_fn = self._noting(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
-        engine.on_action = lambda action: position.note(f"step {self._step + 1}, {action}")
+        engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
         engine.on_loss = lambda _: self.on_loss(_told(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:

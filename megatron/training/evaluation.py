@@ -12,7 +12,6 @@ from megatron.training.data_order import numbers_text
 from megatron.training.parts import Run
 from megatron.training.phases import EVALUATING
 from megatron.training.stop import how_to_go_on
-from megatron.training.vote import is_signalled
 
 SPLITS = {"valid": "validation", "test": "test"}
 """What a person reads of each."""
@@ -50,7 +49,8 @@ def _mean_loss(run: Run, kind: str, corpus: str | None) -> float | None:
     loss = 0.0
     for _ in range(iterations):
         loss += run.engine.evaluate_batch(batches) / iterations
-        if is_signalled(run):
+        is_signalled, *_ = run.world.any([run.stop.signal_name is not None])
+        if is_signalled:
             if kind == "test":
                 raise StopRequest(
                     f"stopped in the evaluation on the test split; the run is saved in {run.folder}. "

@@ -98,33 +98,28 @@ class Guard:
         """Return what is wrong with a step of this loss and gradient norm, or None."""
         return self.losses.problem("loss", loss) or self.norms.problem("gradient norm", norm)
 
-    def note(self, result: StepResult, step: int) -> str | None:
-        """Take note of a finished step; return why it is bad, or None.
+    def note(self, result: StepResult, step: int) -> StepResult:
+        """Take note of a finished step; return it with the problem that it has, if any.
+
+        A refused one comes back with the numbers that all ranks found: those of this rank may be sound.
 
         Args:
             step: steps done, with this one.
         """
         if result.is_overflow:
-            return None
+            return result
         if self.settings.is_guarded:
-            (loss, norm), reason = self.seen, self._reason
+            (loss, norm), problem = self.seen, self._reason
         else:
             loss, norm = result.loss, result.grad_norm
-            reason = self.problem(loss, norm)
+            problem = self.problem(loss, norm)
         if result.is_refused:
             self.history.streak += 1
-            return reason
+            return replace(result, problem=problem, loss=loss, grad_norm=norm)
         self.losses.add(loss)
         self.norms.add(norm)
         self.history.streak, self.history.good_step = 0, step
-        return reason
-
-    def as_agreed(self, result: StepResult) -> StepResult:
-        """Return a refused step with what all ranks found of it, whose own loss may be sound; others as they are."""
-        if not result.is_refused:
-            return result
-        loss, norm = self.seen
-        return replace(result, loss=loss, grad_norm=norm)
+        return replace(result, problem=problem) if problem else result
 
     @property
     def may_go_back(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from megatron.errors import NumericsError, StopRequest
-from megatron.training.bad_steps import after_step
+from megatron.training.bad_steps import after_bad_step
 from megatron.training.culprit import explained
 from megatron.training.drift import Copies, Drift, error_of, find_copies, find_drift
 from megatron.training.evaluation import evaluate as evaluate
@@ -19,7 +19,7 @@ from megatron.training.samples import StepSamples
 from megatron.training.saver import await_saves, finish_saves, save, save_when_due
 from megatron.training.step_result import StepResult
 from megatron.training.stop import how_to_go_on
-from megatron.training.telling import before_step, tell_step
+from megatron.training.telling import tell_step
 from megatron.training.vote import Vote, vote
 
 
@@ -45,16 +45,18 @@ def train_step(run: Run) -> bool:
     lr = run.learning_rate.at(run.progress.updates)
     set_learning_rate(run.engine.optimizer, lr)
     span = StepSamples(run.progress.step + 1, run.progress.samples_consumed, samples, batch.batch_size, replicas)
-    before_step(run)
+    if run.layer_norms is not None:
+        run.layer_norms.is_wanted = run.is_log_step(span.step)
     try:
         own = run.engine.train_step(run.batches, run.progress.step, span.num_micro_batches)
-        result = run.guard.as_agreed(own)
+        result = run.guard.note(own, span.step)
     except NumericsError as error:
         await_saves(run)  # a failure of it must not hide this one
         raise explained(error, run.engine, run.world.grid, span) from error
     _advance(run, result, samples)
-    tell_step(run, result, lr, span)
-    return after_step(run, result, span)
+    if run.is_log_step(span.step):
+        tell_step(run, result, lr, span)
+    return result.is_bad and after_bad_step(run, result, span)
 
 
 def _prepare(run: Run) -> list[Copies]:
@@ -122,6 +124,9 @@ def _advance(run: Run, result: StepResult, samples: int) -> None:
     progress.updates += 0 if result.is_skipped else 1
     progress.samples_consumed += samples
     run.last_loss = result.loss
+    if run.screen is not None and run.rates is not None:
+        run.rates.count_step(samples)
+        run.screen.advance(progress.step, result.loss)
 
 
 class _Pause:

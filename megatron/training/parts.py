@@ -71,3 +71,7 @@ class Run:
     def __post_init__(self) -> None:
         self.compiling = CompileMeter(self.config.parallel.compile)
         self.guard = Guard(self.config.stability)
+
+    def is_log_step(self, step: int) -> bool:
+        """Whether the numbers of ``step`` are told: once per log interval, and those of the first step and the last."""
+        return step % self.config.run.log_interval == 0 or step in (1, self.config.batch.train_iters)

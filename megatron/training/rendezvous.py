@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from megatron.errors import ConfigError, JobError, PeerError, StopRequest, marked
-from megatron.training.sameness import told_ranks
 
 ALL = "all"
 _CLAIMS, _HEARTBEATS, _HOLDERS, _SIZE = "claims", "heartbeats", "holders", "size"
@@ -197,3 +196,14 @@ def _asked_to_stop(name: str | None) -> StopRequest:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def told_ranks(ranks: Sequence[int]) -> str:
+    """Return "0, 2-5" for such ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -24,6 +24,7 @@ from megatron.config import Config
 from megatron.device import identity
 from megatron.errors import ConfigError
 from megatron.mpu.groups import Grid
+from megatron.training.rendezvous import told_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("torch", "deepspeed", "numpy", "tokenizers", "sentencepiece")
@@ -161,14 +162,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def told_ranks(ranks: Sequence[int]) -> str:
-    """Return "0, 2-5" for such ranks."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from megatron.config import Config
-from megatron.data import BertSamples, T5Samples
+from megatron.data.bert_control import BertTokens
+from megatron.data.bert_samples import BertSamples
+from megatron.data.control_tokens import T5Tokens
+from megatron.data.t5_samples import T5Samples
 from megatron.training.vocabulary import tokens_of
 
 EOD_ID = 0
@@ -73,15 +76,17 @@ def stand_in_tokenizer(config: Config) -> StandInTokenizer:
 
 def random_data(config: Config, seed: int | None = None) -> Any:
     """Return a data set of random samples for the model of ``config``; ``seed`` None: that of the run."""
-    return RANDOM_DATA[config.family](config, config.run.seed if seed is None else seed)
+    tokenizer = stand_in_tokenizer(config)
+    tokens, seed = tokens_of(tokenizer, config), config.run.seed if seed is None else seed
+    return RANDOM_DATA[config.family](config, tokenizer, tokens, seed)
 
 
-def _random_tokens(config: Config, seed: int) -> RandomTokens:
-    return RandomTokens(stand_in_tokenizer(config).vocab_size, config.batch.seq_length, seed)
+def _random_tokens(config: Config, tokenizer: StandInTokenizer, tokens: Any, seed: int) -> RandomTokens:
+    return RandomTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
 
 
-def _random_spans(config: Config, seed: int) -> T5Samples:
-    tokenizer, settings = stand_in_tokenizer(config), config.t5
+def _random_spans(config: Config, tokenizer: StandInTokenizer, tokens: T5Tokens, seed: int) -> T5Samples:
+    settings = config.t5
     texts = RandomDocuments(tokenizer.vocab_size, seed)
     return T5Samples(
         texts,
@@ -89,20 +94,20 @@ def _random_spans(config: Config, seed: int) -> T5Samples:
         enc_seq_length=settings.enc_seq_length,
         dec_seq_length=settings.dec_seq_length,
         denoisers=settings.kinds,
-        tokens=tokens_of(tokenizer, config),
+        tokens=tokens,
         seed=seed,
         reset_attention_mask=config.data.reset_attention_mask,
     )
 
 
-def _random_pairs(config: Config, seed: int) -> BertSamples:
-    tokenizer, settings = stand_in_tokenizer(config), config.bert
+def _random_pairs(config: Config, tokenizer: StandInTokenizer, tokens: BertTokens, seed: int) -> BertSamples:
+    settings = config.bert
     texts, every_third = RandomDocuments(tokenizer.vocab_size, seed), np.arange(tokenizer.vocab_size) % 3 != 0
     return BertSamples(
         texts,
         documents=(0, texts.num_documents),
         seq_length=config.batch.seq_length,
-        tokens=tokens_of(tokenizer, config),
+        tokens=tokens,
         seed=seed,
         has_pairs=settings.binary_head,
         mask_prob=settings.mask_prob,
@@ -111,11 +116,11 @@ def _random_pairs(config: Config, seed: int) -> BertSamples:
     )
 
 
-RANDOM_DATA: Mapping[str, Callable[[Config, int], Any]] = {
+RANDOM_DATA: Mapping[str, Callable[[Config, StandInTokenizer, Any, int], Any]] = {
     "gpt2": _random_tokens,
     "t5": _random_spans,
     "llama": _random_tokens,
     "mpt": _random_tokens,
     "bert": _random_pairs,
 }
-"""Family -> its random samples, given a configuration and a seed."""
+"""Family -> its random samples, of a configuration, a tokenizer, the ids that samples hold (``tokens_of``), a seed."""

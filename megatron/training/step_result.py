@@ -14,7 +14,7 @@ class StepResult:
     """What one optimizer step gave, the same on every rank.
 
     ``is_skipped``: the weights are as before. ``is_refused``: because whoever judges steps said so, not for an overflow
-    of fp16.
+    of fp16. ``problem``: what the guard found wrong with the step, in words.
     """
 
     loss: float
@@ -23,6 +23,12 @@ class StepResult:
     is_skipped: bool
     losses: dict[str, float] = field(default_factory=dict)
     is_refused: bool = False
+    problem: str | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the guard found something wrong with the step."""
+        return self.problem is not None
 
     @property
     def is_overflow(self) -> bool:

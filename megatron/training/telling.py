@@ -21,23 +21,9 @@ from megatron.training.step_result import StepResult
 from megatron.training.straggler import slowest
 
 
-def before_step(run: Run) -> None:
-    """Let what is taken within the coming step be taken, if its numbers will be written down."""
-    if run.layer_norms is not None:
-        run.layer_norms.is_wanted = _is_told(run, run.progress.step + 1)
-
-
 def tell_step(run: Run, result: StepResult, lr: float, span: StepSamples) -> None:
-    """Say and write down the numbers of this log interval, and of the first step and the last.
-
-    Collective: all ranks measure bubble, work and waits.
-    """
+    """Say and write down the numbers since the last log step. Collective: all ranks measure bubble, work and waits."""
     step, total = run.progress.step, run.config.batch.train_iters
-    if run.screen is not None and run.rates is not None:
-        run.rates.count_step(span.count)
-        run.screen.advance(step, result.loss)
-    if not _is_told(run, step):
-        return
     bubble, ranks = run.engine.bubble(), gather(run)
     if run.screen is None or run.rates is None:
         return
@@ -56,10 +42,6 @@ def tell_step(run: Run, result: StepResult, lr: float, span: StepSamples) -> Non
         run.screen.line(f"step {step} | {told}")
     if run.metrics is not None:
         run.metrics.write("train", step, _values(run, result, lr, rates, ranks) | compiled)
-
-
-def _is_told(run: Run, step: int) -> bool:
-    return step % run.config.run.log_interval == 0 or step in (1, run.config.batch.train_iters)
 
 
 def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any], ranks: OfRanks) -> dict[str, Any]:

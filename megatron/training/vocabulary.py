@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron import data
 from megatron.config import Config
+from megatron.data.bert_control import bert_tokens
+from megatron.data.control_tokens import t5_tokens
 from megatron.errors import ConfigError
 from megatron.tokenizer import build as build_tokenizer
 
@@ -46,7 +47,7 @@ def tokens_of(tokenizer: Any, config: Config) -> Any:
 
 
 TOKENS: Mapping[str, Callable[[Any, Config], Any]] = {
-    "t5": lambda tokenizer, config: data.t5_tokens(tokenizer, config.t5.vocab_extra_ids, config.t5.kinds),
-    "bert": lambda tokenizer, config: data.bert_tokens(tokenizer),
+    "t5": lambda tokenizer, config: t5_tokens(tokenizer, config.t5.vocab_extra_ids, config.t5.kinds),
+    "bert": lambda tokenizer, config: bert_tokens(tokenizer),
 }
 """Family that puts ids behind those of the text -> all of them."""

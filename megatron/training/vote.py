@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from megatron.mpu.mappings import all_reduce
 from megatron.training.failure_files import asked_through_launcher
 from megatron.training.parts import Run
 from megatron.training.saver import wants_by_time
@@ -26,18 +22,6 @@ class Vote(NamedTuple):
 def vote(run: Run, has_drift: bool = False) -> Vote:
     """Return what the run does after this step: what any rank wants. Collective."""
     reason = run.stop.reason(run.progress.step)
-    wishes = [reason is not None, wants_by_time(run), has_drift]
-    stops, by_time, drifted = _any(run, wishes)
+    stops, by_time, drifted = run.world.any([reason is not None, wants_by_time(run), has_drift])
     asked = asked_through_launcher() if stops and reason is None else None  # its signal is on the way here, too
     return Vote((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)
-
-
-def is_signalled(run: Run) -> bool:
-    """Return whether a signal has asked any rank to stop. Collective."""
-    return _any(run, [run.stop.signal_name is not None])[0]
-
-
-def _any(run: Run, wishes: list[bool]) -> list[bool]:
-    group, place = run.world.council
-    votes = torch.tensor(wishes, dtype=torch.float32, device=place)
-    return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]

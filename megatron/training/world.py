@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +15,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError, PeerError, marked
 from megatron.mpu.groups import Grid, Group
 from megatron.mpu.initialize import initialize_model_parallel
+from megatron.mpu.mappings import all_reduce
 from megatron.training.accelerator import backend_of, check_device_fits, configure_device
 from megatron.training.failure import fault_of_this_rank
 from megatron.training.rendezvous import rendezvous
@@ -51,6 +52,12 @@ class World:
         """
         on_host = torch.device("cpu")
         return (self.grid.world if self.device == on_host else self.grid.host), on_host
+
+    def any(self, wishes: Sequence[bool]) -> list[bool]:
+        """Return, for each of this rank's ``wishes``, whether any rank has it. Collective."""
+        group, place = self.council
+        votes = torch.tensor(wishes, dtype=torch.float32, device=place)
+        return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]
 
     @property
     def name(self) -> str:

@@ -41,6 +41,7 @@ from megatron.config import Config, parse
 from megatron.config.config import SECTIONS, all_options
 from megatron.config.deepspeed import engine_dict
 from megatron.config.option import Option
+from megatron.data import bert_control, build_bert, build_t5
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
@@ -265,10 +266,12 @@ def sizes(config: Config) -> Any:
 
 def provider(config: Config) -> Any:
     given: list[Any] = []
-    for name in ("build_train_valid_test", "build_t5_train_valid_test", "build_bert_train_valid_test"):
-        setattr(data, name, lambda *args, **how: given.append((args, how)) or (None, None, None))
+    homes = ((data, ""), (build_t5, "t5_"), (build_bert, "bert_"))
+    for home, family in homes:
+        name = f"build_{family}train_valid_test"
+        setattr(home, name, lambda *args, **how: given.append((args, how)) or (None, None, None))
     data.fim_from = lambda _, *rates: rates  # type: ignore[assignment]
-    data.bert_tokens = lambda _: None  # type: ignore[assignment]
+    bert_control.bert_tokens = lambda _: None  # type: ignore[assignment]
     tokenizer.word_starts = lambda _: "the starts of words"  # type: ignore[assignment]
     arguments.set_current(config, stand_in(config), None)
     SCRIPTS[config.family].train_valid_test_datasets_provider([1, 1, 1])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron import spans
 from megatron.config import Config, ModelConfig, T5Config, flags_doc, parse
+from megatron.config.data import SET_SUFFIXES
 from megatron.config.validate import find_problems
 from megatron.errors import ConfigError
 
@@ -245,7 +245,7 @@ def test_help_of_gpt2_shows_no_flag_of_t5(capsys):
 
 
 def make_set(prefix: Path, *parts: str) -> Path:
-    for part in parts or spans.SET_SUFFIXES:
+    for part in parts or SET_SUFFIXES:
         for suffix in (".idx", ".bin"):
             Path(f"{prefix}{part}{suffix}").touch()
     return prefix

@@ -7,17 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import (
-    BertSamples,
-    BertTokens,
-    DataPaths,
-    ReplicaBatches,
-    TokenFile,
-    bert_fields,
-    bert_tokens,
-    build_bert_train_valid_test,
-)
-from megatron.data.bert_control import NAMES
+from megatron.data import DataPaths, ReplicaBatches, TokenFile
+from megatron.data.bert_control import NAMES, BertTokens, bert_tokens
+from megatron.data.bert_layout import bert_fields
+from megatron.data.bert_samples import BertSamples
+from megatron.data.build_bert import build_bert_train_valid_test
 from megatron.data.step_predictions import KEY
 from megatron.data.windows import Windows
 from megatron.errors import DataError

@@ -6,7 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import DataPaths, SpanFileSamples, T5Samples, T5Tokens, build_t5_train_valid_test
+from megatron.data import DataPaths
+from megatron.data.build_t5 import build_t5_train_valid_test
+from megatron.data.control_tokens import T5Tokens
+from megatron.data.span_file_samples import SpanFileSamples
+from megatron.data.t5_samples import T5Samples
 from megatron.errors import DataError
 from megatron.spans import parse_denoisers
 from tests.data.span_set import VOCAB_SIZE, counting, write_set

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data import T5Tokens, t5_tokens
+from megatron.data.control_tokens import T5Tokens, t5_tokens
 from megatron.errors import DataError
 from megatron.spans import parse_denoisers
 

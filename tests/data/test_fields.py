@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import T5Tokens
+from megatron.data.control_tokens import T5Tokens
 from megatron.data.fields import gpt2_fields, t5_fields
 from megatron.model.gpt2 import GPT2Model
 from tests.model.samples import VOCAB, filled, small_sizes

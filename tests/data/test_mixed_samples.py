@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import Fim, MixedSamples, ReplicaBatches, T5Tokens, TokenFile, TokenFileWriter, resumed_order
+from megatron.data import Fim, MixedSamples, ReplicaBatches, TokenFile, TokenFileWriter, resumed_order
+from megatron.data.control_tokens import T5Tokens
 from megatron.data.readers import READERS, PreadReader
 from megatron.errors import CheckpointError, DataError
 from tests.data import test_build, test_build_t5

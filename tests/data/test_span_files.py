@@ -8,7 +8,11 @@ import pytest
 from pytest import MonkeyPatch
 
 from megatron import log
-from megatron.data import DataPaths, SpanFiles, SpanFileSamples, T5Tokens, build_t5_train_valid_test
+from megatron.data import DataPaths
+from megatron.data.build_t5 import build_t5_train_valid_test
+from megatron.data.control_tokens import T5Tokens
+from megatron.data.span_file_samples import SpanFileSamples
+from megatron.data.span_files import SpanFiles
 from megatron.data.windows import Windows
 from megatron.errors import DataError
 from megatron.spans import parse_denoisers

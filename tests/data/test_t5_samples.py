@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import GPT2Samples, ReplicaBatches, T5Samples, T5Tokens, TokenFile
+from megatron.data import GPT2Samples, ReplicaBatches, TokenFile
+from megatron.data.control_tokens import T5Tokens
+from megatron.data.t5_samples import T5Samples
 from megatron.data.windows import Windows
 from megatron.errors import DataError
 from megatron.spans import longest_target, parse_denoisers, raw_length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.data import T5Tokens, t5_tokens
+from megatron.data.control_tokens import T5Tokens, t5_tokens
 from megatron.errors import DataError
 from megatron.generate.prompts import UNKNOWN, Prompts
 from megatron.generate.writer import streaming

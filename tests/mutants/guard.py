@@ -29,8 +29,8 @@ GUARDED = (
     Mutant(
         "a bad step counts among those that the next is judged by",
         "megatron/training/guard.py",
-        "            self.history.streak += 1\n            return reason\n",
-        "            self.history.streak += 1\n",
+        "            return replace(result, problem=problem, loss=loss, grad_norm=norm)\n",
+        "            result = replace(result, loss=loss, grad_norm=norm)\n",
         (f"{GUARD}::test_too_many_bad_steps_in_a_row_end_the_run_with_advice",),
     ),
     Mutant(
@@ -42,9 +42,9 @@ GUARDED = (
     ),
     Mutant(
         "a refused step is told by the loss of one rank, which may be sound",
-        "megatron/training/loop.py",
-        "result = run.guard.as_agreed(own)",
-        "result = own",
+        "megatron/training/guard.py",
+        "replace(result, problem=problem, loss=loss, grad_norm=norm)",
+        "replace(result, problem=problem)",
         (f"{GUARD}::test_a_bad_step_is_left_out_on_all_ranks[grid no number]",),
     ),
     Mutant(
@@ -134,8 +134,8 @@ GUARDED = (
     Mutant(
         "the wish of one rank to save is its own",
         "megatron/training/vote.py",
-        "    stops, by_time, drifted = _any(run, wishes)\n",
-        "    stops, _, drifted = _any(run, wishes)\n    by_time = wishes[1]\n",
+        "if stops else None, by_time, drifted)\n",
+        "if stops else None, wants_by_time(run), drifted)\n",
         ("tests/training/test_loop.py::test_all_ranks_stop_together_or_none",),
     ),
     Mutant(

@@ -235,9 +235,9 @@ OF_REPORTS = (
     ),
     Mutant(
         "the first step is told only where the interval says so",
-        "megatron/training/telling.py",
-        "step in (1, run.config.batch.train_iters)",
-        "step == run.config.batch.train_iters",
+        "megatron/training/parts.py",
+        "step in (1, self.config.batch.train_iters)",
+        "step == self.config.batch.train_iters",
         ("tests/training/test_loop.py::test_the_first_step_and_the_last_are_told_whatever_the_interval",),
     ),
     Mutant(

@@ -95,7 +95,7 @@ STEPS = (
     ),
     Mutant(
         "a rank that is asked to stop stops alone",
-        "megatron/training/vote.py",
+        "megatron/training/world.py",
         "all_reduce(votes, group, dist.ReduceOp.MAX).tolist()",
         "votes.tolist()",
         (f"{LOOP}::test_all_ranks_stop_together_or_none",),

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from megatron.data import T5Tokens, gpt2_fields, t5_fields
+from megatron.data import gpt2_fields
+from megatron.data.control_tokens import T5Tokens
+from megatron.data.fields import t5_fields
 from megatron.data.inspect import view
 from megatron.data.inspect.stream import Section, Stream, gpt2_streams, sections, t5_streams
 from megatron.data.inspect.words import Words
@@ -86,11 +88,11 @@ def test_t5_shows_inputs_decoder_inputs_and_targets_with_sentinels() -> None:
     }
     fields = t5_fields(**{k: torch.tensor([v]) for k, v in row.items()}, tokens=tokens, has_segments=True)
     streams = t5_streams(fields, EOD)
-    texts = [shown(stream, Words(Letters(), tokens)).splitlines() for stream in streams]
+    texts = [shown(stream, Words(Letters(), tokens.names)).splitlines() for stream in streams]
     assert [text[0] for text in texts] == ["inputs, 5 tokens", "decoder inputs, 5 tokens", "targets, 5 tokens"]
     assert [text[2] for text in texts] == ["a<1>d<eod>", "<eod><1>bc", "<1>bc<eod>"]
     assert texts[2][3:] == ["---- padding: tokens 4-4", "[no loss: <eod>]"]
-    assert "29 <1>" in shown(streams[1], Words(Letters(), tokens), num_rows=5)
+    assert "29 <1>" in shown(streams[1], Words(Letters(), tokens.names), num_rows=5)
 
 
 def test_the_text_of_a_document_cannot_colour_or_hide_anything() -> None:

@@ -247,6 +247,18 @@ def test_several_corpora_are_evaluated_one_by_one_and_weighed(make: Any) -> None
     )
 
 
+def test_an_ordinary_step_neither_logs_nor_asks_what_follows_a_bad_one(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, _ = make("--train-iters 7 --log-interval 3 --eval-iters 0")
+    logged: list[int] = []
+    tell_step = loop.tell_step
+    monkeypatch.setattr(loop, "tell_step", lambda run, *rest: logged.append(run.progress.step) or tell_step(run, *rest))
+    monkeypatch.setattr(loop, "after_bad_step", lambda *_: pytest.fail("no step was bad"))
+    loop.train(this)
+    assert logged == [1, 3, 6, 7]
+
+
 def test_the_longest_wait_for_data_is_told_as_a_share(make: Any) -> None:
     this, _ = make("--train-iters 2 --log-interval 1 --eval-iters 0")
     lines: list[str] = []

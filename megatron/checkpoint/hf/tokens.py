@@ -24,7 +24,7 @@ import tokenizers
 from megatron import files
 from megatron.checkpoint.hf.folder import write_json
 from megatron.config import Config
-from megatron.data import T5Tokens, t5_tokens
+from megatron.data.control_tokens import T5Tokens, t5_tokens
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer, build
 from megatron.tokenizer.huggingface import LibraryTokenizer

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from megatron.data.control_tokens import T5Tokens
-
 PART_OF_A_CHARACTER = "(part of a character)"
 
 
@@ -29,15 +27,12 @@ class Words:
     """Names and texts of ids.
 
     Args:
-        t5_tokens: of a T5: sentinels are then called <1>, <2>, ... in the order of their spans, modes <R>, <X>, <S>.
+        names: of control tokens that the tokenizer has no names of, or others.
     """
 
-    def __init__(self, tokenizer: Decoder, t5_tokens: T5Tokens | None = None) -> None:
+    def __init__(self, tokenizer: Decoder, names: Mapping[int, str] | None = None) -> None:
         self._tokenizer = tokenizer
-        self.names: dict[int, str] = {token: name for name, token in tokenizer.control_tokens.items()}
-        if t5_tokens is not None:
-            self.names |= {token: f"<{number}>" for number, token in enumerate(t5_tokens.sentinels, 1)}
-            self.names |= {token: f"<{kind}>" for kind, token in t5_tokens.modes.items()}
+        self.names = {token: name for name, token in tokenizer.control_tokens.items()} | dict(names or {})
 
     def is_control(self, token: int) -> bool:
         """Whether ``token`` stands for itself rather than for text."""
