@@ -7,8 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch._C import _swap_tensor_impl
+
+from tds.compatibility import theirs
+
+
+def get_accelerator() -> Any:
+    """Return DeepSpeed's accelerator, which DeepSpeed chooses when it is first asked for."""
+    return theirs("deepspeed.accelerator").get_accelerator()
 
 
 def own(local_rank: int) -> torch.device:

@@ -10,4 +10,4 @@ from tds.module import PipelineModule as PipelineModule
 from tds.sharing import Shared as Shared
 from tds.sharing import SharingLayerSpec as SharingLayerSpec
 
-follow(__name__, ("PipelineModule", "Shared", "SharingLayerSpec"))
+follow(__name__, {"PipelineModule": "tds.module", "Shared": "tds.sharing", "SharingLayerSpec": "tds.sharing"})

@@ -10,8 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.utils import groups as _deepspeed_groups
 from torch.distributed import distributed_c10d
+
+from tds.compatibility import theirs
 
 NCCL_GRACE = timedelta(seconds=2)
 """NCCL's own watchdog aborts the process without a word of ours, so it comes after the one in ``tds.watchdog``."""
@@ -45,7 +46,7 @@ def groups_of(module: Any) -> Iterator[Any]:
     """Yield the process groups of a pipeline module, its grid and DeepSpeed's engine that this rank is in."""
     made = [module.world_group, *(getattr(module._grid, name, None) for name in GRID_GROUPS)]
     made += [tie["group"] for tie in getattr(module, "tied_comms", {}).values()]
-    made.append(_deepspeed_groups._WORLD_GROUP)
+    made.append(theirs("deepspeed.utils.groups")._WORLD_GROUP)
     for group in made:
         if isinstance(group, dist.ProcessGroup):
             yield group
