@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from deepspeed.pipe import LayerSpec as LayerSpec
-from deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
-
+from tds.deepspeed_api import LayerSpec as LayerSpec
+from tds.deepspeed_api import TiedLayerSpec as TiedLayerSpec
 from tds.finder import follow
 from tds.module import PipelineModule as PipelineModule
 from tds.sharing import Shared as Shared
