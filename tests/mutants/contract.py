@@ -51,8 +51,8 @@ CONTRACT = (
     Mutant(
         "every rank has a sampler of its own",
         "tds/batches.py",
-        "        rank=engine.grid.get_data_parallel_rank(),\n        shuffle=False,\n",
-        "        rank=engine.global_rank % engine.grid.data_parallel_size if engine.is_first_stage() else 0,\n"
+        "        rank=grid.get_data_parallel_rank(),\n        shuffle=False,\n",
+        "        rank=grid.get_global_rank() % grid.data_parallel_size if grid.get_stage_id() == 0 else 0,\n"
         "        shuffle=False,\n",
         (f"{AGREES}::test_middle_stages_open_no_sample_and_replicas_share_them",),
     ),
@@ -197,7 +197,7 @@ CONTRACT = (
     ),
     Mutant(
         "chunks keep the functions that were there before they were compiled",
-        "tds/module.py",
+        "tds/deepspeed_api.py",
         "        return self._module.forward_funcs[self._own]\n",
         '        return self.__dict__.setdefault("kept", self._module.forward_funcs[self._own])\n',
         ("tests/tds/test_programs.py::test_compile_reaches_functions_of_every_chunk",),
