@@ -28,14 +28,16 @@ class GradientSource(Protocol):
         are_multiplied_in_step: the optimizer multiplies by its ``gradient_factor`` in its own step, and gives the norm
             of what lies there ahead of that (``norm_of_sums``; it takes it back as ``raw_norm``): so loss and norm come
             to the host in one copy.
-        clips_itself: the optimizer takes norm and clips in its own step.
     """
 
     come_in_hooks: bool
     norm_is_scaled: bool
     takes_unfrozen: bool
     are_multiplied_in_step: bool
-    clips_itself: bool
+
+    @property
+    def clips_itself(self) -> bool:
+        """Whether the optimizer takes norm and clips in its own step."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the accumulated gradient; zeros where this rank has none, so that all ranks agree."""

@@ -45,10 +45,13 @@ class Gradients:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.are_multiplied_in_step = hasattr(optimizer, "gradient_factor")
-        self.clips_itself = bool(getattr(optimizer, "clips_gradients", has_own_norm(optimizer)))
         self._place: Callable[[torch.Tensor], torch.Tensor | None] = getattr(
             optimizer, "gradient_of", lambda parameter: parameter.grad
         )
+
+    @property
+    def clips_itself(self) -> bool:
+        return bool(getattr(self.optimizer, "clips_gradients", has_own_norm(self.optimizer)))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = self._place(parameter)

@@ -187,7 +187,8 @@ class Stage:
         return self.splitter.active() if _key(action) in self._put_off else nullcontext()
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        return self.recompute.running(self.module) if self.module.activation_checkpoint_interval else nullcontext()
+        is_on = getattr(self.module, "activation_checkpoint_interval", 0)
+        return self.recompute.running(self.module) if is_on else nullcontext()
 
     def _putting_off(self, action: Action) -> AbstractContextManager[None]:
         return self.splitter.putting_off(_key(action)) if isinstance(action, BackwardInput) else nullcontext()

@@ -168,6 +168,27 @@ CONTRACT = (
         refuses=True,
     ),
     Mutant(
+        "any DeepSpeed will do",
+        "tds/compatibility.py",
+        "    check_versions()\n    spare",
+        "    spare",
+        ("tests/tds/test_lazy.py::test_a_deepspeed_of_another_version_is_refused_at_the_first_name_of_it",),
+    ),
+    Mutant(
+        "a module of DeepSpeed is loaded a second time under our name",
+        "tds/finder.py",
+        "            sys.modules.pop(fullname, None)\n",
+        "            pass\n",
+        ("tests/tds/test_lazy.py::test_names_that_need_them_are_there_all_the_same_whatever_comes_first",),
+    ),
+    Mutant(
+        "a rank that is stuck leaves before the others have read the verdict",
+        "megatron/training/watch.py",
+        "        self._on_stuck(found, own, self._alarms.linger)",
+        "        self._on_stuck(found, own, None)",
+        ("tests/training/test_watch.py::test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then",),
+    ),
+    Mutant(
         "libraries are known by the folder of one Python",
         "tds/stacks.py",
         " or not _INSTALLED.isdisjoint(path.split(os.sep))\n",
