@@ -4,34 +4,37 @@ Every public name of ``deepspeed`` is reachable here, looked up in DeepSpeed at 
 it under its name in tds. Ours are ``initialize`` (a pipeline model gets our engine, anything else exactly what
 DeepSpeed does), ``PipelineEngine``, ``PipelineModule``, ``Weighted`` (a loss as a mean over tokens),
 ``reduce_gradients`` and ``quiet``.
+
+The import alone brings neither torch nor DeepSpeed: they come with the first name that needs them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tds.compatibility import check_torch, check_versions, spare_the_compiler
-
-check_torch()
-check_versions()
-spare_the_compiler()
-
-from tds import pipe as pipe  # noqa: E402
-from tds import runtime as runtime  # noqa: E402
-from tds.chatter import quiet as quiet  # noqa: E402
-from tds.engine import PipelineEngine as PipelineEngine  # noqa: E402
-from tds.finder import follow, install  # noqa: E402
-from tds.gradients import reduce_gradients as reduce_gradients  # noqa: E402
-from tds.initialize import initialize as initialize  # noqa: E402
-from tds.loss import Weighted as Weighted  # noqa: E402
-from tds.module import PipelineModule as PipelineModule  # noqa: E402
+from tds.finder import follow, install
 
 follow(
     __name__,
-    ("PipelineEngine", "PipelineModule", "Weighted", "initialize", "pipe", "quiet", "reduce_gradients", "runtime"),
+    {
+        "PipelineEngine": "tds.engine",
+        "PipelineModule": "tds.module",
+        "Weighted": "tds.loss",
+        "initialize": "tds.initialize",
+        "quiet": "tds.chatter",
+        "reduce_gradients": "tds.gradients",
+    },
 )
 install()
 
 if TYPE_CHECKING:
+    from tds import pipe as pipe
+    from tds import runtime as runtime
+    from tds.chatter import quiet as quiet
+    from tds.engine import PipelineEngine as PipelineEngine
+    from tds.gradients import reduce_gradients as reduce_gradients
+    from tds.initialize import initialize as initialize
+    from tds.loss import Weighted as Weighted
+    from tds.module import PipelineModule as PipelineModule
 
     def __getattr__(name: str) -> Any: ...

@@ -18,9 +18,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from tds import stacks
+from tds.torch_api import default_store
 from tds.verdict import Report, verdict
 
 POLL_S = 0.2
@@ -113,7 +113,7 @@ def tell(line: str, own: Report) -> None:
 def own_store(run: str, prefix: str = "tds/watchdog") -> Any:
     """Return a connection to the store of the default process group, for ``run`` alone; None if it has none."""
     try:
-        store: Any = distributed_c10d._get_default_store()
+        store: Any = default_store()
     except (RuntimeError, ValueError):
         return None
     copy = dist.PrefixStore(f"{prefix}/{run}", store.clone())

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from deepspeed.runtime.dataloader import RepeatingLoader
 
 from tds.data_agreement import ENDED, NO_READER, READY, DataAgreement, DataEnded, checksum
+from tds.deepspeed_api import RepeatingLoader
 from tds.nesting import as_pair, refuse_input
 from tds.structure import entered
-
-if TYPE_CHECKING:
-    from tds.engine import PipelineEngine
 
 
 class BatchSource:
@@ -167,26 +164,31 @@ class TrainingLoader(RepeatingLoader):
         self.loader.post_process_func = function
 
 
-def training_loader(engine: PipelineEngine) -> TrainingLoader:
-    """Return a loader over ``training_data`` that gives each replica its part and starts anew at the end.
+def training_loader(data: Any, grid: Any, make_loader: Callable[..., Any], *, has_curriculum: bool) -> TrainingLoader:
+    """Return a loader over ``data`` that gives each replica its part and starts anew at the end.
+
+    Args:
+        make_loader: of DeepSpeed's engine, from data and a sampler.
+        has_curriculum: the JSON asks for DeepSpeed's curriculum sampler.
 
     Raises:
         NotImplementedError: DeepSpeed's curriculum sampler on several stages.
     """
-    if engine.curriculum_learning_enabled() and engine.num_stages > 1:
+    if has_curriculum and grid.pipe_parallel_size > 1:
         raise NotImplementedError(
             "DeepSpeed's curriculum sampler draws on rank 0 for ranks of its own data-parallel group, so it cannot "
-            f'feed the last of {engine.num_stages} stages: "data_efficiency.data_sampling.curriculum_learning" needs '
+            f"feed the last of {grid.pipe_parallel_size} stages: "
+            '"data_efficiency.data_sampling.curriculum_learning" needs '
             "one stage. Pass an iterator to train_batch, and cut sequences to the length of DeepSpeed's "
             "CurriculumScheduler in the batch function (set_batch_fn): shapes may change from call to call."
         )
     sampler: Any = torch.utils.data.distributed.DistributedSampler(
-        engine.training_data,
-        num_replicas=engine.grid.data_parallel_size,
-        rank=engine.grid.get_data_parallel_rank(),
+        data,
+        num_replicas=grid.data_parallel_size,
+        rank=grid.get_data_parallel_rank(),
         shuffle=False,
     )
-    return TrainingLoader(engine.deepspeed_io(engine.training_data, data_sampler=sampler))
+    return TrainingLoader(make_loader(data, data_sampler=sampler))
 
 
 def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:

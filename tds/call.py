@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from tds.batches import BatchSource
+from tds.gradients import GradientSource
 from tds.loss import LossMeter
-from tds.optimizers import Gradients
 from tds.reduction import Reduction
 from tds.report import untimed
 from tds.schedule import Action, Backward, BackwardWeight
@@ -29,7 +29,7 @@ class Call:
     is_training: bool
     meter: LossMeter
     loss_fn: Callable[[Any, Any], Any] | None
-    gradients: Gradients | None = None
+    gradients: GradientSource | None = None
     reduction: Reduction | None = None
     loss_scale: float = 1.0
     on_micro_batch: Callable[[int], None] | None = None

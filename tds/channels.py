@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tds import host_copies
+from tds import host_copies, torch_api
 from tds.device import is_host, sends_over_host
 from tds.peers import waiting_together
 from tds.schedule import Kind
 from tds.transport import Route
-from tds.waiting import NCCL_GRACE, default_timeout
+from tds.waiting import NCCL_GRACE
 
 MATCHES_TAGS = ("gloo", "mpi")
 """Backends that tell messages apart by their tags; all others are taken to be as NCCL is."""
@@ -47,7 +47,7 @@ def message_groups(
         ValueError: the backend cannot send what lies on ``device``.
     """
     own = grid.get_pipe_parallel_group()
-    backend = own._get_backend(device).name()
+    backend = torch_api.backend(own, device).name()
     if not is_host(device) and not sends_over_host() and not isinstance(own, host_copies.HostCopies):
         refuse_host_backend(backend, grid.pipe_parallel_size, device)
     stage = grid.get_stage_id()
@@ -78,7 +78,7 @@ def routes(num_stages: int, num_chunks: int = 1) -> list[Route]:
 
 def _route_groups(ranks: list[int], own_rank: int, backend: str, num_chunks: int, limit: timedelta | None) -> Groups:
     """Make the groups of one pipeline; return those of the routes from and to this rank."""
-    limit = default_timeout() if limit is None else limit
+    limit = torch_api.default_timeout() if limit is None else limit
     grace = NCCL_GRACE if backend == "nccl" else timedelta()
     timeout = None if limit is None else limit + grace
     headers = dist.new_group(ranks, backend="gloo", timeout=limit)

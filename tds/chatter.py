@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import builtins
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.runtime import utils as _runtime_utils
-from deepspeed.runtime.pipe import module as _pipe_module
-from deepspeed.runtime.pipe import topology as _pipe_topology
-from deepspeed.utils import logger as _deepspeed_logger
+from tds.compatibility import IS_VERBOSE, log_from, theirs
 
-SPEAKERS = (_pipe_module, _pipe_topology, _runtime_utils)
-_is_quiet = os.environ.get("TDS_VERBOSE", "0") in ("", "0")
+SPEAKERS = ("deepspeed.runtime.pipe.module", "deepspeed.runtime.pipe.topology", "deepspeed.runtime.utils")
+"""Modules with a ``print``."""
+_is_quiet = not IS_VERBOSE
 
 
 def quiet(on: bool = True) -> None:
     """Switch DeepSpeed's informational lines off (``on``) or on; warnings always show."""
     global _is_quiet
     _is_quiet = on
-    level = logging.WARNING if on else logging.INFO
-    _deepspeed_logger.setLevel(level)
-    for handler in _deepspeed_logger.handlers:
-        handler.setLevel(level)
+    log_from(logging.WARNING if on else logging.INFO)
 
 
 @contextmanager
@@ -34,18 +28,15 @@ def without_prints() -> Iterator[None]:
     if not _is_quiet:
         yield
         return
-    for module in SPEAKERS:
-        module.print = _drop  # type: ignore[attr-defined]
+    modules = [theirs(name) for name in SPEAKERS]
+    for module in modules:
+        module.print = _drop
     try:
         yield
     finally:
-        for module in SPEAKERS:
-            module.print = builtins.print  # type: ignore[attr-defined]
+        for module in modules:
+            module.print = builtins.print
 
 
 def _drop(*_: Any, **__: Any) -> None:
     return None
-
-
-if not _is_quiet:
-    quiet(False)

@@ -7,8 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
-from torch._C import _swap_tensor_impl
+
+from tds import torch_api
+from tds.compatibility import theirs
+
+
+def get_accelerator() -> Any:
+    """Return DeepSpeed's accelerator, which DeepSpeed chooses when it is first asked for."""
+    return theirs("deepspeed.accelerator").get_accelerator()
 
 
 def own(local_rank: int) -> torch.device:
@@ -39,7 +45,7 @@ def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor
     for parameter in module.parameters():
         made = function(parameter)
         if made.device != parameter.device:
-            _swap_tensor_impl(parameter, torch.nn.Parameter(made, parameter.requires_grad))
+            torch_api.swap(parameter, torch.nn.Parameter(made, parameter.requires_grad))
 
 
 def sends_over_host() -> bool:

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.module import PipelineError
 
 from tds import assembly, boundary, evaluation, section, train_step
 from tds.agreement import Means
@@ -15,6 +14,7 @@ from tds.announce import announce
 from tds.batches import BatchSource, training_loader
 from tds.bubble import Row
 from tds.call import Call
+from tds.deepspeed_api import BaseEngine, PipelineError, grid_of, limit_waits
 from tds.device import is_host
 from tds.exchange import Exchange
 from tds.host_memory import keep_freed
@@ -24,10 +24,11 @@ from tds.report import StepReport
 from tds.saving import LayerCheckpoints
 from tds.schedule import Action
 from tds.seeing import Seeing
-from tds.waiting import default_timeout, limit_waits
+from tds.stock_names import StockNames
+from tds.torch_api import default_timeout
 
 
-class PipelineEngine(LayerCheckpoints):
+class PipelineEngine(LayerCheckpoints, StockNames, BaseEngine):
     """Trains a ``PipelineModule``: ``train_batch`` runs a schedule of forwards and backwards and one step.
 
     ``tds.initialize`` makes it. Attributes that a program may set:
@@ -47,7 +48,7 @@ class PipelineEngine(LayerCheckpoints):
         self.enable_backward_allreduce = False
         if is_host(torch.device(self.device)):
             keep_freed()
-        self.grid = self.module._grid
+        self.grid = grid_of(self.module)
         self.global_rank = self.grid.get_global_rank()
         self.num_stages = self.grid.pipe_parallel_size
         self.stage_id = self.grid.get_stage_id()
@@ -55,7 +56,7 @@ class PipelineEngine(LayerCheckpoints):
         self.micro_batches = self.gradient_accumulation_steps()
         self.nominal_weight = 1.0
         self.agrees_on_data = True
-        self._compares_data = section.compares_data(self._config.pipeline)
+        self._compares_data = section.compares_data(self.pipeline_section)
         self.on_micro_batch: Callable[[int], None] | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.on_loss: Callable[[torch.Tensor], None] | None = None
@@ -66,10 +67,10 @@ class PipelineEngine(LayerCheckpoints):
         self.batch_fn: Callable[[Any], Any] | None = getattr(self.module, "_megatron_batch_fn", None)
         self._force_grad_boundary = False
         self._has_told_split = False
-        self.report = StepReport(self)
-        limit_waits(self.module, section.wait_limit(self._config.pipeline, default_timeout()))
+        self.report = StepReport(self, lambda: self._seeing.bubble("report"))
+        limit_waits(self.module, section.wait_limit(self.pipeline_section, default_timeout()))
         assembly.refuse_unsupported(self)
-        section.check_keys(self._config.pipeline)
+        section.check_keys(self.pipeline_section)
         assembly.tell_what_acts_on_nothing(self)
         assembly.configure_recompute(self)
         self._plan = assembly.make_plan(self)
@@ -78,9 +79,12 @@ class PipelineEngine(LayerCheckpoints):
         self._trained_at_start = frozenset(train_step.trained(self))
         self._has_untaken_gradients = False
         self._stage = assembly.make_stage(self)
-        self._seeing = Seeing(self)
+        self._data_agreement = assembly.make_data_agreement(self, self._compares_data)
+        self._seeing = Seeing(self, self._stage, self._plan)
         if self.training_data and self._reads_data():
-            self.set_dataloader(training_loader(self))
+            has_curriculum = self.curriculum_learning_enabled()
+            loader = training_loader(self.training_data, self.grid, self.deepspeed_io, has_curriculum=has_curriculum)
+            self.set_dataloader(loader)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on one global batch and return its mean loss, the same on every rank. Collective.
@@ -176,7 +180,8 @@ class PipelineEngine(LayerCheckpoints):
             on_micro_batch=self.on_micro_batch,
             on_action=self.on_action,
             part=self.report.part,
-            recomputes_reentrantly=recomputes_reentrantly(self.module),
+            recomputes_reentrantly=self.module.activation_checkpoint_interval > 0
+            and recomputes_reentrantly(self.module),
         )
 
     def _evaluation_call(self, data_iter: Iterator[Any] | None, number: int, compute_loss: bool) -> Call:
@@ -190,9 +195,8 @@ class PipelineEngine(LayerCheckpoints):
         )
 
     def _source(self, iterator: Iterator[Any] | None) -> BatchSource:
-        agreement = assembly.make_data_agreement(self, self._compares_data)
         is_asked = self.agrees_on_data or self._compares_data
-        return BatchSource(iterator, self.batch_fn, self.stage_id, agreement if is_asked else None)
+        return BatchSource(iterator, self.batch_fn, self.stage_id, self._data_agreement if is_asked else None)
 
     def _tell_what_is_split(self) -> None:
         """Say once, on one rank of each stage, whose backward a schedule could split."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from tds import report, train_step
 from tds.call import Call
+from tds.deepspeed_api import checkpointing
 from tds.device import random_numbers_kept
+from tds.engine_parts import EngineParts
 from tds.module import forwards_uncounted
-
-if TYPE_CHECKING:
-    from tds.engine import PipelineEngine
 
 
 @contextmanager
@@ -45,12 +43,14 @@ def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
         raise ValueError(f"num_micro_batches must be a whole number of 1 or more, got {num_micro_batches!r}")
 
 
-def result(engine: PipelineEngine, call: Call, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
+def result(engine: EngineParts, call: Call, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
     """Return the loss or the outputs as ``eval_batch`` promises. Collective."""
     check_arguments(reduce_output, len(call.outputs) or 1)
     is_last = engine.is_last_stage()
     if not compute_loss:
-        return _outputs(engine, call.outputs, reduce_output) if is_last else None
+        if not is_last or reduce_output is None:
+            return call.outputs if is_last else None
+        return mean_output(call.outputs, engine.grid)
     means = train_step.agree(engine, call.meter).means()
     report.write_evaluation(engine, means)
     if reduce_output is None:
@@ -60,11 +60,7 @@ def result(engine: PipelineEngine, call: Call, compute_loss: bool, reduce_output
     return means.loss if len(means.own) == 1 else means.own
 
 
-def _outputs(engine: PipelineEngine, outputs: list[Any], reduce_output: str | None) -> Any:
-    return outputs if reduce_output is None else mean_output(engine, outputs)
-
-
-def mean_output(engine: PipelineEngine, outputs: Sequence[Any]) -> Any:
+def mean_output(outputs: Sequence[Any], grid: Any) -> Any:
     """Return the mean of the model's outputs over micro-batches and replicas, tensor by tensor. Collective.
 
     Raises:
@@ -72,16 +68,16 @@ def mean_output(engine: PipelineEngine, outputs: Sequence[Any]) -> Any:
     """
     first = outputs[0]
     if isinstance(first, Mapping):
-        return {key: mean_output(engine, [output[key] for output in outputs]) for key in first}
+        return {key: mean_output([output[key] for output in outputs], grid) for key in first}
     if isinstance(first, (tuple, list)):
-        return [mean_output(engine, parts) for parts in zip(*outputs, strict=True)]
+        return [mean_output(parts, grid) for parts in zip(*outputs, strict=True)]
     if not isinstance(first, torch.Tensor):
         raise TypeError(
             f'reduce_output="avg" takes the mean of tensors, got an output of {type(first).__name__}. '
             "Pass reduce_output=None to have the outputs as they are."
         )
     mean = sum(outputs) / len(outputs)
-    if engine.grid.data_parallel_size > 1:
-        dist.all_reduce(mean, group=engine.grid.get_data_parallel_group())
-        mean = mean / engine.grid.data_parallel_size
+    if grid.data_parallel_size > 1:
+        dist.all_reduce(mean, group=grid.get_data_parallel_group())
+        mean = mean / grid.data_parallel_size
     return mean

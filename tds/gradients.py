@@ -4,12 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 BUCKET_BYTES = 32 * 2**20
+
+
+class GradientSource(Protocol):
+    """Where the gradients of an optimizer lie, and who does what with them.
+
+    ``before_backward`` and ``after_backward`` surround each run of autograd: a whole backward, or either half of one
+    that is split. Between them autograd may add to any parameter's ``grad``, more than once (recompute, tied layers in
+    one stage), and run its hooks. Between ``after_backward`` and the next ``before_backward`` nothing touches
+    gradients but ``of``, from which sums over replicas may start once no backward will add to a gradient any more.
+
+    Attributes:
+        come_in_hooks: a gradient is where it lies once the parameter's own hooks have run, ahead of
+            ``after_backward``: sums may start within a backward.
+        norm_is_scaled: the norm that the optimizer leaves is that of the scaled loss's gradients.
+        takes_unfrozen: the optimizer steps on whatever its groups hold, weights unfrozen since ``initialize`` too.
+        are_multiplied_in_step: the optimizer multiplies by its ``gradient_factor`` in its own step, and gives the norm
+            of what lies there ahead of that (``norm_of_sums``; it takes it back as ``raw_norm``): so loss and norm come
+            to the host in one copy.
+    """
+
+    come_in_hooks: bool
+    norm_is_scaled: bool
+    takes_unfrozen: bool
+    are_multiplied_in_step: bool
+
+    @property
+    def clips_itself(self) -> bool:
+        """Whether the optimizer takes norm and clips in its own step."""
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the accumulated gradient; zeros where this rank has none, so that all ranks agree."""
+
+    def loss_scale(self) -> float:
+        """Return what each loss is multiplied by ahead of its backward."""
+
+    def before_backward(self) -> None:
+        """Called ahead of each run of autograd."""
+
+    def after_backward(self) -> None:
+        """Called after each run of autograd."""
+
+    def before_step(self) -> None:
+        """Called once the gradients of the global batch are complete, ahead of the optimizer's step."""
+
+    def after_step(self) -> None:
+        """Called after the optimizer's step."""
+
+    def forget(self) -> None:
+        """Drop the gradients of a batch on which no step is taken."""
 
 
 def reduce_gradients(

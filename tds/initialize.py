@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-
 from tds.chatter import without_prints
+from tds.deepspeed_api import TORCH_DISTRIBUTED_DEFAULT_PORT, deepspeed
 from tds.engine import PipelineEngine
 from tds.section import UNSUPPORTED, accepted
 

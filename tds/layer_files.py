@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.pipe import TiedLayerSpec
 
+from tds.deepspeed_api import TiedLayerSpec, first_layer, grid_of, layer_specs, weight_named
 from tds.sharing import sharing_layers
 
 
@@ -32,7 +32,7 @@ def layer_numbers(module: Any) -> list[int]:
 
 def index_in_one_run(module: Any, local_index: int) -> int:
     """Return the index that DeepSpeed's path functions want, which take a stage's layers for one run."""
-    return layer_numbers(module)[local_index] - module._local_start
+    return layer_numbers(module)[local_index] - first_layer(module)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SavedLayer:
 
 def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
     """Yield what this stage reads from ``folder``; a path that is not there says which file is missing."""
-    slice_rank = module._grid.get_slice_parallel_rank()
+    slice_rank = grid_of(module).get_slice_parallel_rank()
     for index, layer in enumerate(module.forward_funcs):
         if hasattr(layer, "load_state_dict"):
             files = module.ckpt_layer_path_list(folder, index)
@@ -60,7 +60,7 @@ def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
     for key, index in _only_as_functions(module).items():
         own = tied_path(module, folder, index)
         path = own if os.path.exists(own) else _path_of_first(module, key, own)
-        yield SavedLayer(module.tied_modules[key], path, module._grid.get_slice_parallel_world_size(), path != own)
+        yield SavedLayer(module.tied_modules[key], path, grid_of(module).get_slice_parallel_world_size(), path != own)
     for key in _shared_here(module):
         files = glob.glob(os.path.join(glob.escape(folder), f"shared_{key}-*model_states.pt"))
         yield SavedLayer(module.tied_modules[key], shared_path(module, folder, key), len(files))
@@ -72,7 +72,7 @@ def save_tied_rest(module: Any, folder: str, checkpoint_engine: Any) -> None:
     DeepSpeed writes a tied module where it is a layer, and not where only its ``forward_fn`` is. A shared module is
     written by the first stage that holds it.
     """
-    if module._grid.data_parallel_id != 0:
+    if grid_of(module).data_parallel_id != 0:
         return
     for key, index in _only_as_functions(module).items():
         state = module.tied_modules[key].state_dict()
@@ -103,14 +103,14 @@ def tied_path(module: Any, folder: str, local_index: int) -> str:
 def _shared_here(module: Any) -> dict[str, list[int]]:
     """Return the numbers of the layers in the whole model that share each module, for those that this stage holds."""
     own = set(layer_numbers(module))
-    return {key: layers for key, layers in sharing_layers(module._layer_specs).items() if own & set(layers)}
+    return {key: layers for key, layers in sharing_layers(layer_specs(module)).items() if own & set(layers)}
 
 
 def _only_as_functions(module: Any) -> dict[str, int]:
     """Return the local index of the first layer of each tied module that is no layer itself on this stage."""
     found: dict[str, int] = {}
     for index, number in enumerate(layer_numbers(module)):
-        spec = module._layer_specs[number]
+        spec = layer_specs(module)[number]
         if isinstance(spec, TiedLayerSpec):
             found.setdefault(spec.key, index)
     layers = [id(layer) for layer in module.forward_funcs]
@@ -118,7 +118,7 @@ def _only_as_functions(module: Any) -> dict[str, int]:
 
 
 def _tied_specs(module: Any, key: str) -> list[tuple[int, TiedLayerSpec]]:
-    return [(n, s) for n, s in enumerate(module._layer_specs) if isinstance(s, TiedLayerSpec) and s.key == key]
+    return [(n, s) for n, s in enumerate(layer_specs(module)) if isinstance(s, TiedLayerSpec) and s.key == key]
 
 
 def _has_layer(module: Any, key: str) -> bool:
@@ -128,7 +128,7 @@ def _has_layer(module: Any, key: str) -> bool:
 def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
     """True if every tensor of ``state`` is a tied weight, which lies in the file of its layer too."""
     part = module.tied_modules[key]
-    tied = {module._recursive_getattr(part, name).data_ptr() for name in module.tied_weight_attrs[key]}
+    tied = {weight_named(module, part, name).data_ptr() for name in module.tied_weight_attrs[key]}
     return all(torch.is_tensor(value) and value.data_ptr() in tied for value in state.values())
 
 

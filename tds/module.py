@@ -6,24 +6,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule as _DeepSpeedModule
 
 from tds import device
 from tds.chatter import without_prints
+from tds.deepspeed_api import BaseModule, LayerRun, deepspeed, layer_specs, limit_waits
 from tds.layer_files import index_in_one_run
 from tds.profile import ProfiledCut, profiled_cut
 from tds.sharing import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
-from tds.waiting import limit_waits
 
 
 class PartitionError(ValueError):
     """Layers that cannot be cut as ``partition_method`` says."""
 
 
-class PipelineModule(_DeepSpeedModule):
+class PipelineModule(BaseModule):
     """DeepSpeed's ``PipelineModule`` with several chunks per stage and more ways to cut.
 
     Args:
@@ -55,7 +53,7 @@ class PipelineModule(_DeepSpeedModule):
         self.profile: ProfiledCut | None = None
         self._profile_batch = profile_batch
         self._recomputes = bool(kwargs.get("activation_checkpoint_interval", 0))
-        self._runs: list[_Run] = []
+        self._runs: list[LayerRun] = []
         with without_prints():
             super().__init__(layers, *args, **kwargs)
 
@@ -63,7 +61,7 @@ class PipelineModule(_DeepSpeedModule):
         """Run the layers of ``chunk`` on this stage."""
         if self.chunks == 1:
             return super().forward(forward_input)
-        return _DeepSpeedModule.forward(self._runs[chunk], forward_input)
+        return self._runs[chunk].forward(forward_input)
 
     def made_output(self, output: Any) -> Any:
         """Return what ``eval_batch`` gives in place of an output of the last layer: for a subclass to overwrite.
@@ -89,31 +87,27 @@ class PipelineModule(_DeepSpeedModule):
         """Return the stage that holds a layer of the whole model."""
         return piece_of(self.parts, layer_idx) % self.num_stages
 
-    def _build(self) -> None:
+    def build_layers(self) -> None:
         with held_in(self.tied_modules):
             if self.chunks == 1:
-                super()._build()
+                super().build_layers()
                 return
             for start, stop in own_pieces(self.parts, self.num_stages, self.stage_id):
-                self._set_bounds(start=start, stop=stop)
+                self.set_bounds(start, stop)
                 first = len(self.forward_funcs)
-                super()._build()
-                self._runs.append(_Run(self, start, slice(first, len(self.forward_funcs))))
+                super().build_layers()
+                self._runs.append(LayerRun(self, start, slice(first, len(self.forward_funcs))))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        device.convert_parameters(self, fn)
-        return super()._apply(fn, recurse)
+    def count_layer_parameters(self) -> list[int]:
+        own = super().count_layer_parameters()
+        return [number + shared for number, shared in zip(own, count_shared(layer_specs(self)), strict=True)]
 
-    def _count_layer_params(self) -> list[int]:
-        own = super()._count_layer_params()
-        return [number + shared for number, shared in zip(own, count_shared(self._layer_specs), strict=True)]
-
-    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        return {**super()._index_tied_modules(), **index_shared_modules(self)}
+    def index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        return {**super().index_tied_modules(), **index_shared_modules(self)}
 
     def _profiled_cut(self) -> ProfiledCut:
         return profiled_cut(
-            self._layer_specs,
+            layer_specs(self),
             num_stages=self.num_stages,
             num_chunks=self.chunks,
             batch=self._profile_batch,
@@ -122,48 +116,30 @@ class PipelineModule(_DeepSpeedModule):
             recomputes=self._recomputes,
         )
 
-    def _precompute_checkpointable_values(self) -> None:
-        for run in self._runs or [self]:
-            _DeepSpeedModule._precompute_checkpointable_values(run)
+    def choose_recomputed(self) -> None:
+        if not self._runs:
+            super().choose_recomputed()
+        for run in self._runs:
+            run.choose_recomputed()
 
-    def _synchronize_tied_weights(self) -> None:
+    def synchronize_tied_weights(self) -> None:
         limit_waits(self)
         with torch.no_grad():  # else autograd takes the broadcast for a step that it would have to differentiate
-            super()._synchronize_tied_weights()
+            super().synchronize_tied_weights()
 
-    def _partition_layers(self, method: Any = "uniform") -> None:
-        number = len(self._layer_specs)
+    def partition_layers(self, method: Any) -> None:
+        number = len(layer_specs(self))
         num_pieces = self.num_stages * self.chunks
         if isinstance(method, str) and method.lower() == "profile":
             self.profile = self._profiled_cut()
             self.parts = self.profile.bounds
         elif isinstance(method, str):
-            with _as_stages(self, num_pieces), _told_by_classes(self._layer_specs, method):
-                super()._partition_layers(method=method)
+            with _as_stages(self, num_pieces), _told_by_classes(layer_specs(self), method):
+                super().partition_layers(method)
         else:
             self.parts = check_bounds(method, number, num_pieces)
         refuse_empty_pieces(self.parts, number, method, self.chunks)
-        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
-
-
-class _Run:
-    """The layers of one chunk as DeepSpeed's ``PipelineModule.forward`` takes them; all else is the module's."""
-
-    def __init__(self, module: PipelineModule, start: int, own: slice) -> None:
-        self._module = module
-        self._local_start = start
-        self._own = own
-        self.micro_offset = 0
-        self.is_checkpointable_results: list[bool] = []
-        self.is_checkpointable_results_interval: int | None = None
-
-    @property
-    def forward_funcs(self) -> list[Any]:
-        """Return the layers as they are now: ``engine.compile()`` replaces those that are functions."""
-        return self._module.forward_funcs[self._own]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        self.set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
 
 @contextmanager

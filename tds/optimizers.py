@@ -3,6 +3,7 @@
 | optimizer | gradient of a parameter | scale of the loss | norm and clipping |
 |---|---|---|---|
 | torch's own | ``param.grad`` | 1 | ours, in fp64 |
+| one with ``gradient_source`` | what that says (``tds.gradients.GradientSource``) | the same | the same |
 | one with ``gradient_of(param)`` | what it returns | its ``loss_scale`` | its own if it has ``_global_grad_norm`` |
 | FP16_Optimizer, FP16_UnfusedOptimizer | ``param.grad`` in fp16 | its own | its own, over all stages |
 | BF16_Optimizer (bf16, with ZeRO 1 in fp32) | its buffer of ``grad_accum_dtype`` | 1 | its own, over all stages |
@@ -17,34 +18,25 @@ all skip the same and keep one scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from tds.deepspeed_api import (
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+    has_own_norm,
+    make_contiguous,
+    summed_already,
+)
+from tds.gradients import GradientSource
 
 
 class Gradients:
-    """Gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` says.
-
-    ``before_backward`` and ``after_backward`` surround each run of autograd: a whole backward, or either half of one
-    that is split. Between them autograd may add to any parameter's ``grad``, more than once (recompute, tied layers in
-    one stage), and run its hooks. Between ``after_backward`` and the next ``before_backward`` nothing touches
-    gradients but ``of``, from which sums over replicas may start once no backward will add to a gradient any more.
-
-    An optimizer with ``gradient_factor`` multiplies by it in its own step, and gives the norm of what lies there ahead
-    of that (``norm_of_sums``; it takes it back as ``raw_norm``): so loss and norm come to the host in one copy.
-
-    Attributes:
-        come_in_hooks: a gradient is where it lies once the parameter's own hooks have run, ahead of
-            ``after_backward``: sums may start within a backward.
-        norm_is_scaled: the norm that the optimizer leaves is that of the scaled loss's gradients.
-        takes_unfrozen: the optimizer steps on whatever its groups hold, weights unfrozen since ``initialize`` too.
-    """
+    """A ``GradientSource``: gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` says."""
 
     come_in_hooks = True
     takes_unfrozen = True
@@ -57,8 +49,11 @@ class Gradients:
             optimizer, "gradient_of", lambda parameter: parameter.grad
         )
 
+    @property
+    def clips_itself(self) -> bool:
+        return bool(getattr(self.optimizer, "clips_gradients", has_own_norm(self.optimizer)))
+
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the accumulated gradient; zeros where this rank has none, so that all ranks agree."""
         gradient = self._place(parameter)
         if gradient is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -71,26 +66,23 @@ class Gradients:
         return gradient
 
     def loss_scale(self) -> float:
-        """Return what each loss is multiplied by ahead of its backward."""
         scale = getattr(self.optimizer, "loss_scale", None)
         return 1.0 if scale is None else float(scale)
 
     def before_backward(self) -> None:
-        """Called ahead of each run of autograd."""
+        return None
 
     def after_backward(self) -> None:
-        """Called after each run of autograd."""
+        return None
 
     def before_step(self) -> None:
-        """Called once the gradients of the global batch are complete, ahead of the optimizer's step."""
+        return None
 
     def after_step(self) -> None:
-        """Called after the optimizer's step."""
         if hasattr(self.optimizer, "gradient_of"):
             self.optimizer.zero_grad()
 
     def forget(self) -> None:
-        """Drop the gradients of a batch on which no step is taken."""
         self.optimizer.zero_grad()
 
 
@@ -159,7 +151,7 @@ class ZeroGradients(Gradients):
         super().__init__(optimizer)
         self._name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
         self._dtype = optimizer.gradient_accumulation_dtype if optimizer.use_grad_accum_attribute else None
-        _make_contiguous(optimizer)
+        make_contiguous(optimizer)
         largest = sum(parameter.numel() for group in optimizer.bit16_groups for parameter in group)
         optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(largest, 1))  # it allocates this much
 
@@ -174,34 +166,14 @@ class ZeroGradients(Gradients):
         """Let ZeRO take the part of the sums that this replica updates, to the CPU if it is told so."""
         optimizer = self.optimizer
         optimizer.set_gradient_accumulation_boundary(True)
-        with _summed_already(optimizer):
+        with summed_already(optimizer):
             optimizer.reduce_gradients(pipeline_parallel=True)
 
     def after_step(self) -> None:
         return None
 
 
-def _make_contiguous(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Let ``optimizer`` keep gradients in one buffer, whatever the JSON says: so it takes over sums."""
-    if optimizer.contiguous_gradients:
-        return
-    optimizer.contiguous_gradients = True
-    optimizer._release_ipg_buffers()
-    if not optimizer._grad_acc_hooks:
-        optimizer.create_gradient_handling_hooks()
-
-
-@contextmanager
-def _summed_already(optimizer: DeepSpeedZeroOptimizer) -> Iterator[None]:
-    """Let its reduction go through all but the sum and mean over replicas."""
-    optimizer.average_tensor = optimizer._add_full_reduction_to_compact_grad_partition
-    try:
-        yield
-    finally:
-        del optimizer.average_tensor
-
-
-def gradients_of(optimizer: Any, zero_stage: int) -> Gradients:
+def gradients_of(optimizer: Any, zero_stage: int) -> GradientSource:
     """Return the view of ``optimizer`` that the engine works with.
 
     Raises:
@@ -223,9 +195,5 @@ def gradients_of(optimizer: Any, zero_stage: int) -> Gradients:
             f"the pipeline engine of tds cannot work with DeepSpeed's {type(optimizer).__name__} (ZeRO stage "
             f"{zero_stage}). Use ZeRO 0, or ZeRO 1 without ZenFlow."
         )
-    return Gradients(optimizer)
-
-
-def clips_itself(optimizer: Any) -> bool:
-    """True if the optimizer takes norm and clips in its own step."""
-    return bool(getattr(optimizer, "clips_gradients", hasattr(optimizer, "_global_grad_norm")))
+    source: GradientSource | None = getattr(optimizer, "gradient_source", None)
+    return Gradients(optimizer) if source is None else source

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from deepspeed.pipe import LayerSpec as LayerSpec
-from deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
-
+from tds.deepspeed_api import LayerSpec as LayerSpec
+from tds.deepspeed_api import TiedLayerSpec as TiedLayerSpec
 from tds.finder import follow
 from tds.module import PipelineModule as PipelineModule
 from tds.sharing import Shared as Shared
 from tds.sharing import SharingLayerSpec as SharingLayerSpec
 
-follow(__name__, ("PipelineModule", "Shared", "SharingLayerSpec"))
+follow(__name__, {"PipelineModule": "tds.module", "Shared": "tds.sharing", "SharingLayerSpec": "tds.sharing"})

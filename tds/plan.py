@@ -33,6 +33,7 @@ class Plan:
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
         self._actions: dict[int, list[Action]] = {}
+        self._windows: dict[tuple[int, bool], int] = {}
 
     def training(self, num_micro_batches: int) -> list[Action]:
         """Return the actions of a train_batch; a user's own order is proven to run first."""
@@ -51,10 +52,13 @@ class Plan:
 
     def window(self, num_micro_batches: int, *, is_training: bool = True) -> int:
         """Return how many messages of a kind may wait for a neighbour to take them."""
-        if is_training:
-            self._prove(num_micro_batches)
-        order = self.order if is_training else _forwards(self.num_chunks)
-        return send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
+        key = num_micro_batches, is_training
+        if key not in self._windows:
+            if is_training:
+                self._prove(num_micro_batches)
+            order = self.order if is_training else _forwards(self.num_chunks)
+            self._windows[key] = send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
+        return self._windows[key]
 
 
 @functools.lru_cache

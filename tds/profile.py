@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from tds import device as seam
 from tds.balance import partition_by_times
 from tds.batches import to_device
 from tds.clock import Clock, clock_for
+from tds.deepspeed_api import LayerSpec, TiedLayerSpec, checkpointing
 from tds.loss import Weighted, named_losses
 from tds.sharing import held_in, layer_parameters
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tds.announce import announce
+from tds.deepspeed_api import checkpointing
 from tds.device import drawing_from, host_copy, random_states
 from tds.specs import TensorSpec
 from tds.structure import Structure, entered, flatten
+from tds.torch_api import changes_of
 from tds.wire import Layout, Slice
 
 
@@ -71,9 +72,9 @@ class Recompute:
 
     def _keep(self, x: torch.Tensor) -> _Kept:
         version, kept = self._kept.get(x, (None, None))
-        if kept is None or version != x._version:
+        if kept is None or version != changes_of(x):
             kept = _Kept(x)
-            self._kept[x] = x._version, kept
+            self._kept[x] = changes_of(x), kept
         return kept
 
     def _tell(self) -> None:

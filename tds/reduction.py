@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from tds.gradients import BUCKET_BYTES, Flight, buckets, fly
-from tds.optimizers import Gradients
+from tds.gradients import BUCKET_BYTES, Flight, GradientSource, buckets, fly
 
 
 class Reduction:
@@ -40,7 +39,7 @@ class Reduction:
         every: Iterable[torch.nn.Parameter],
         chunks: Sequence[Sequence[torch.nn.Parameter]],
         tied: Iterable[torch.nn.Parameter],
-        gradients: Gradients,
+        gradients: GradientSource,
         group: Any,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,

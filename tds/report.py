@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
-
-from deepspeed.utils import log_dist
-from deepspeed.utils import logger as _deepspeed_logger
 
 from tds.agreement import Means
-
-if TYPE_CHECKING:
-    from tds.engine import PipelineEngine
+from tds.deepspeed_api import log_dist
+from tds.deepspeed_api import logger as _deepspeed_logger
+from tds.engine_parts import EngineParts
 
 FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH = "forward", "backward", "reduction", "step", "train_batch"
 PARTS = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
@@ -33,10 +29,14 @@ def untimed(_: str) -> AbstractContextManager[None]:
 
 
 class StepReport:
-    """Measures the training steps of one engine."""
+    """Measures the training steps of one engine.
 
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
+    Args:
+        bubble: returns that of the steps since it was last called. Collective over the pipeline.
+    """
+
+    def __init__(self, engine: EngineParts, bubble: Callable[[], float | None]) -> None:
+        self._engine, self._measured = engine, bubble
         self._num_steps = 0
         self._elapsed_s = 0.0
         self.part = self._timed if engine.wall_clock_breakdown() else untimed
@@ -66,7 +66,7 @@ class StepReport:
 
     def _bubble(self) -> float | None:
         """Return the bubble since the last line, told to the monitors too. Collective over the pipeline."""
-        bubble = self._engine._seeing.bubble("report")
+        bubble = self._measured()
         if bubble is not None:
             _write_events(self._engine, {"bubble": bubble})
         return bubble
@@ -88,7 +88,7 @@ class StepReport:
             )
 
 
-def write_training(engine: PipelineEngine, means: Means) -> None:
+def write_training(engine: EngineParts, means: Means) -> None:
     """Tell the monitors the losses of a step, the learning rate and, with fp16, the scale of the loss."""
     loss, *others = means.numbers.items()
     values = {"train_loss": loss[1]} | dict(others)
@@ -98,13 +98,13 @@ def write_training(engine: PipelineEngine, means: Means) -> None:
     _write_events(engine, values)
 
 
-def write_evaluation(engine: PipelineEngine, means: Means) -> None:
+def write_evaluation(engine: EngineParts, means: Means) -> None:
     """Tell the monitors the losses of an evaluation."""
     loss, *others = means.numbers.items()
     _write_events(engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in others}})
 
 
-def _write_events(engine: PipelineEngine, values: dict[str, float]) -> None:
+def _write_events(engine: EngineParts, values: dict[str, float]) -> None:
     if engine.global_rank == 0 and engine.monitor.enabled:
         engine.monitor.write_events(
             [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
+
+from tds.deepspeed_api import DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # beats what DeepSpeed passes to ``torch.load``
 _NAME = re.compile(r"(?:GLOBAL|class) ([\w.]+)")

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from tds.deepspeed_api import BF16_Optimizer
 from tds.layer_files import layer_numbers, layers_to_load, save_tied_rest
 from tds.safe_loading import UnsafeFileError, make_safe, weights_only
-from tds.stock_names import StockNames
+from tds.torch_api import has_rates
 
 _log = logging.getLogger("tds")
 
@@ -30,11 +30,26 @@ class CheckpointError(RuntimeError):
     """A checkpoint that is incomplete, or that does not fit the model."""
 
 
-class LayerCheckpoints(StockNames):
-    """The part of the engine that saves and loads."""
+class LayerCheckpoints:
+    """The part of the engine that saves and loads, ahead of DeepSpeed's own in the order of the engine's classes."""
 
+    module: Any
+    grid: Any
+    optimizer: Any
+    lr_scheduler: Any
+    checkpoint_engine: Any
+    checkpoint_folder: str | None
+    stage_id: int
+    global_rank: int
+    mp_world_size: int
+    seq_dp_world_size: int
+    writes_layers_in_parallel: bool
+    zero_optimization: Callable[[], bool]
+    load_universal_checkpoint: Callable[[], bool]
+    stage_files: Callable[[str, str], list[str]]
+    load_zero_states: Callable[[str, str], None]
+    zero_shapes: Callable[[], Any]
     _loads_optimizer = False
-    _curr_ckpt_path: str | None = None
 
     def load_checkpoint(
         self,
@@ -65,14 +80,14 @@ class LayerCheckpoints(StockNames):
             return None, None
         self._loads_optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
         with self._reading(is_trusted):
-            path, state = super().load_checkpoint(
+            path, state = super().load_checkpoint(  # type: ignore[misc]
                 load_dir, chosen, load_module_strict,
                 load_optimizer_states and not self._is_bf16_without_zero(), load_lr_scheduler_states, load_module_only,
             )  # fmt: skip
             if path is None or state is None:
                 return path, state
             if self._loads_optimizer and self._is_bf16_without_zero():
-                self._load_zero_checkpoint(load_dir, chosen)
+                self.load_zero_states(load_dir, chosen)
                 state.pop("optimizer", None)
         if not load_optimizer_states and not self.zero_optimization():
             getattr(self.optimizer, "refresh_fp32_params", _nothing)()  # else the next step writes the old weights back
@@ -99,8 +114,7 @@ class LayerCheckpoints(StockNames):
         finally:
             engine_load.is_trusted = False
 
-    def _configure_checkpointing(self) -> None:
-        super()._configure_checkpointing()
+    def checkpoint_engine_made(self) -> None:
         make_safe(self.checkpoint_engine)
 
     def _is_bf16_without_zero(self) -> bool:
@@ -109,37 +123,37 @@ class LayerCheckpoints(StockNames):
 
     def _take_rate_from_scheduler(self) -> None:
         """Set the learning rates, which torch keeps with the optimizer's states, to those that the scheduler saved."""
-        if self.optimizer is None or not hasattr(self.lr_scheduler, "_last_lr"):
+        if self.optimizer is None or not has_rates(self.lr_scheduler):
             return
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
     def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
         """Write this stage's layers and return None while a checkpoint is saved; else return the stage's state."""
-        if self._curr_ckpt_path is None:
-            return super().module_state_dict(*args, exclude_frozen_parameters=exclude_frozen_parameters, **kwargs)
-        self.module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
+        if self.checkpoint_folder is None:
+            options = {"exclude_frozen_parameters": exclude_frozen_parameters, **kwargs}
+            return super().module_state_dict(*args, **options)  # type: ignore[misc]
+        self.module.checkpoint_parallel_write_pipeline = self.writes_layers_in_parallel
         self.module.save_state_dict(
-            self._curr_ckpt_path,
+            self.checkpoint_folder,
             checkpoint_engine=self.checkpoint_engine,
             exclude_frozen_params=exclude_frozen_parameters,
         )
-        save_tied_rest(self.module, self._curr_ckpt_path, self.checkpoint_engine)
+        save_tied_rest(self.module, self.checkpoint_folder, self.checkpoint_engine)
         return None
 
     def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
         """Read this stage's layers while a checkpoint is loaded, or take a state given as ``checkpoint["module"]``."""
-        folder, self._curr_ckpt_path = self._curr_ckpt_path, None
+        folder, self.checkpoint_folder = self.checkpoint_folder, None
         if folder is None or isinstance(checkpoint.get("module"), dict):
-            super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
+            super().load_module_state_dict(checkpoint, strict, *args, **kwargs)  # type: ignore[misc]
             return
         if self._loads_optimizer:
             told_together(_other_layout(self, checkpoint))
         told_together(_load_layers(self, folder, strict))
 
-    def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = super()._common_checkpoint_state(*args, **kwargs)
-        return {**state, LAYOUT_KEY: {"layers": layer_numbers(self.module)}}
+    def added_checkpoint_state(self) -> dict[str, Any]:
+        return {LAYOUT_KEY: {"layers": layer_numbers(self.module)}}
 
 
 def told_together(problem: str | None) -> None:
@@ -214,7 +228,7 @@ def _nothing() -> None:
 def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | None:
     """Return what is wrong with the names of the files that this rank reads."""
     folder = os.path.join(load_dir, tag)
-    if not engine._get_all_ckpt_names(load_dir, tag):
+    if not engine.stage_files(load_dir, tag):
         return f"a checkpoint must have files mp_rank_*_model_states.pt, got none in {folder}. Check load_dir and tag"
     if engine.load_universal_checkpoint():
         return None
@@ -271,7 +285,7 @@ def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | N
         if replicas != here:
             return f"they were cut over {replicas} replicas, now {here}"
     if engine.zero_optimization():
-        shapes, wanted = checkpoint["param_shapes"], engine._get_zero_param_shapes()
+        shapes, wanted = checkpoint["param_shapes"], engine.zero_shapes()
         return None if shapes == wanted else f"ZeRO's states were saved for {_told(shapes)}, now {_told(wanted)}"
     return _other_shapes(engine.optimizer, checkpoint["optimizer"])
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,23 @@ from tds.alarm import own_store
 from tds.auto import Auto
 from tds.bubble import BubbleMeter, Row, gathered_bubble
 from tds.clock import clock_for, offset_to_wall_ns
+from tds.deepspeed_api import place_of
+from tds.engine_parts import EngineParts
 from tds.recorder import Recorder, Work
 from tds.tracing import Tracing, asked_window
 
-if TYPE_CHECKING:
-    from tds.engine import PipelineEngine
-
 
 class Seeing:
-    """Made by the engine once its stage stands. Collective over all ranks."""
+    """Made by the engine once its stage stands. Collective over all ranks.
 
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
-        self._stage = engine._stage
-        self._exchange = engine._stage.exchange
+    Args:
+        stage, plan: the engine's; a schedule that is measured to be better is set in ``plan``.
+    """
+
+    def __init__(self, engine: EngineParts, stage: Any, plan: Any) -> None:
+        self._engine, self._plan = engine, plan
+        self._stage = stage
+        self._exchange = stage.exchange
         self._device = torch.device(engine.device)
         self._exchange.clock = clock_for(self._device)
         self._recorder = Recorder(self._exchange)
@@ -48,7 +51,7 @@ class Seeing:
             self._auto.before_step(self._engine.micro_batches)
         is_traced = self._tracing is not None and self._tracing.wants_step
         is_recorded = is_traced or (self._auto is not None and self._auto.measures)
-        about = {"step": self._engine.global_steps, "schedule": self._engine._plan.name}
+        about = {"step": self._engine.global_steps, "schedule": self._plan.name}
         self._stage.recorder = self._recorder if is_recorded else None
         self._stage.span = None
         work: list[Work] | None = None
@@ -64,7 +67,8 @@ class Seeing:
                 if is_traced and work is not None and self._tracing is not None:
                     self._tracing.write(work, num_micro_batches=self._engine.micro_batches, **about)
             if self._stage.span is not None:
-                self._bubble.note(*self._stage.span, list(self._exchange.waits))
+                began, ended = self._stage.span
+                self._bubble.note(began, ended, list(self._exchange.waits))
             if self._auto is not None:
                 self._auto.observe(work, self._engine.micro_batches)
 
@@ -105,30 +109,30 @@ class Seeing:
         return int(now)
 
     def _make_watchdog(self, origin_ns: int) -> watchdog.Watchdog:
-        topology, limit = self._engine.grid._topo, self._exchange.links.timeout
-        names = [watchdog.name_of(rank, topology.get_coord(rank)) for rank in range(dist.get_world_size())]
+        grid, limit = self._engine.grid, self._exchange.links.timeout
+        names = [watchdog.name_of(rank, place_of(grid, rank)) for rank in range(dist.get_world_size())]
         store = own_store(str(origin_ns)) if len(names) > 1 else None
         limit_s = math.inf if limit is None else limit.total_seconds()
         return watchdog.Watchdog(self._exchange, store, dist.get_rank(), names, limit_s)
 
     def _make_tracing(self, origin_ns: int, offset_ns: int) -> Tracing | None:
-        asked = asked_window(self._engine._config.pipeline)
+        asked = asked_window(self._engine.pipeline_section)
         if asked is None:
             return None
         engine, grid = self._engine, self._engine.grid
         about = {
             "stage": engine.stage_id, "num_stages": engine.num_stages, "num_chunks": self._stage.num_chunks,
-            "num_micro_batches": engine.micro_batches, "schedule": engine._plan.name,
+            "num_micro_batches": engine.micro_batches, "schedule": self._plan.name,
             "replica": grid.get_data_parallel_rank(), "tensor_rank": grid.get_slice_parallel_rank(),
         }  # fmt: skip
         return Tracing(engine, *asked, dist.get_rank(), about, origin_ns=origin_ns, offset_ns=offset_ns)
 
     def _make_auto(self) -> Auto | None:
-        name: Any = self._engine._config.pipeline.get("schedule")
+        name: Any = self._engine.pipeline_section.get("schedule")
         if not isinstance(name, str) or name.lower() != "auto":
             return None
         engine = self._engine
         return Auto(
-            engine._plan.set, num_stages=engine.num_stages, num_chunks=self._stage.num_chunks,
+            self._plan.set, num_stages=engine.num_stages, num_chunks=self._stage.num_chunks,
             stage=engine.stage_id, group=engine.module.world_group, device=self._device,
         )  # fmt: skip

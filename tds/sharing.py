@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
+
+from tds.deepspeed_api import LayerSpec, TiedLayerSpec, deepspeed, grid_of, layer_specs
 
 
 class Shared:
@@ -138,9 +138,9 @@ def index_shared_modules(module: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if module.num_stages == 1:
         return found
-    for key, layers in sharing_layers(module._layer_specs).items():
+    for key, layers in sharing_layers(layer_specs(module)).items():
         stages = sorted({module.stage_owner(layer) for layer in layers})
-        for ranks in _by_replica(module._grid, stages):
+        for ranks in _by_replica(grid_of(module), stages):
             group = deepspeed.comm.new_group(ranks=ranks)
             if module.global_rank not in ranks:
                 continue

@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch.autograd.graph import get_gradient_edge
 
 from tds.batches import stage_inputs, to_device
 from tds.call import Call, InFlight, last_of_chunks
+from tds.deepspeed_api import checkpointing
 from tds.exchange import Exchange
+from tds.gradients import GradientSource
 from tds.loss import NO_LOSS_FN, has_loss_function
 from tds.nesting import nesting
-from tds.optimizers import Gradients
 from tds.recompute import Recompute
 from tds.report import BACKWARD, FORWARD
 from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, Message, received, sent
@@ -33,7 +33,7 @@ class Stage:
         span: marks of the clock around the actions of the last run.
     """
 
-    def __init__(self, module: torch.nn.Module, exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, module: Any, exchange: Exchange, device: torch.device) -> None:
         self.module = module
         self.exchange = exchange
         self.device = device
@@ -128,7 +128,7 @@ class Stage:
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
         told = _telling(lambda: f"the first layer was given {nesting(inputs)}", incoming is None)
-        with call.part(FORWARD), told, self._splitting(action), self.recompute.running(self.module):
+        with call.part(FORWARD), told, self._splitting(action), self._recomputing():
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if not call.is_training:
             checkpointing.reset()  # DeepSpeed's buffers count a forward's inputs, which no backward takes out here
@@ -185,6 +185,10 @@ class Stage:
     def _splitting(self, action: Action) -> AbstractContextManager[None]:
         """Let linear layers be ones that can be split if the backward of this micro-batch is; recompute runs them."""
         return self.splitter.active() if _key(action) in self._put_off else nullcontext()
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        is_on = getattr(self.module, "activation_checkpoint_interval", 0)
+        return self.recompute.running(self.module) if is_on else nullcontext()
 
     def _putting_off(self, action: Action) -> AbstractContextManager[None]:
         return self.splitter.putting_off(_key(action)) if isinstance(action, BackwardInput) else nullcontext()
@@ -256,7 +260,7 @@ def _key(action: Action) -> tuple[int, int]:
     return action.micro_batch, action.chunk
 
 
-def _gradients(call: Call) -> Gradients:
+def _gradients(call: Call) -> GradientSource:
     if call.gradients is None:
         raise RuntimeError("a backward needs an optimizer; pass one to initialize")
     return call.gradients

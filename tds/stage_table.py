@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tds.announce import announce
+from tds.deepspeed_api import layer_specs
 from tds.peers import waiting_together
 from tds.profile import LayerCost, name_of_layer
 
@@ -69,7 +70,7 @@ def write(module: Any, stage: int, group: Any, device: torch.device) -> None:
     num_chunks = getattr(module, "chunks", 1)
     counts = _gathered(module, stage, num_chunks, group, device)
     cut = getattr(module, "profile", None)
-    names = [name_of_layer(spec) for spec in module._layer_specs]
+    names = [name_of_layer(spec) for spec in layer_specs(module)]
     pieces = []
     for index, (start, stop) in enumerate(itertools.pairwise(module.parts)):
         chunk, owner = divmod(index, len(counts))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
-
 from tds.recompute import recomputes_reentrantly
 
 
-class StockNames(DeepSpeedEngine):
+class StockNames:
     """The part of the engine that is there for programs written for DeepSpeed's."""
 
+    module: Any
     grid: Any
     stage_id: int
     micro_batch_size: int
@@ -47,7 +46,7 @@ class StockNames(DeepSpeedEngine):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the global batch size by another size of each micro-batch, which the data must have."""
-        super().set_train_micro_batch_size(micro_batch_size)
+        super().set_train_micro_batch_size(micro_batch_size)  # type: ignore[misc]  # DeepSpeed's engine has it
         self.micro_batch_size = micro_batch_size
 
     def set_has_attention_mask(self, value: bool) -> None:

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tds import report
 from tds.agreement import Agreement, agree_on_loss
 from tds.batches import BatchSource
-from tds.gradients import reduce_gradients, sum_tied
+from tds.engine_parts import EngineParts
+from tds.gradients import GradientSource, reduce_gradients, sum_tied
 from tds.loss import LossMeter
 from tds.norm import clip, global_norm, is_counted
-from tds.optimizers import Gradients, clips_itself
 from tds.peers import waiting_together
 from tds.reduction import Reduction
 from tds.report import REDUCTION, STEP
 
-if TYPE_CHECKING:
-    from tds.engine import PipelineEngine
-
 
 def finish(
-    engine: PipelineEngine,
+    engine: EngineParts,
     meter: LossMeter,
-    gradients: Gradients | None,
+    gradients: GradientSource | None,
     reduction: Reduction | None = None,
     source: BatchSource | None = None,
 ) -> torch.Tensor:
@@ -67,13 +64,12 @@ def finish(
     return means.loss
 
 
-def add_up_tied(engine: PipelineEngine, gradients: Gradients) -> None:
+def add_up_tied(engine: EngineParts, gradients: GradientSource) -> None:
     """Give each copy of a tied weight the gradient of all, on this replica; ahead of the replicas' sum. Collective."""
-    dtype = None if engine._config.communication_data_type is None else engine.communication_data_type
-    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, dtype)
+    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, engine.sums_dtype)
 
 
-def add_up_replicas(engine: PipelineEngine, gradients: Gradients, reduction: Reduction | None, factor: float) -> None:
+def add_up_replicas(engine: EngineParts, gradients: GradientSource, reduction: Reduction | None, factor: float) -> None:
     """Replace each gradient by the sum over the replicas times ``factor``; await what is under way. Collective."""
     if reduction is not None:
         reduction.finish(factor)
@@ -88,7 +84,7 @@ def read_with_norm(optimizer: Any, agreement: Agreement) -> None:
     optimizer.gradient_factor = agreement.factor
 
 
-def take_step(engine: PipelineEngine, gradients: Gradients) -> None:
+def take_step(engine: EngineParts, gradients: GradientSource) -> None:
     """Let DeepSpeed clip, step and count, with gradients as they are to be. Collective."""
     scale = gradients.loss_scale()
     engine._force_grad_boundary = True
@@ -96,17 +92,17 @@ def take_step(engine: PipelineEngine, gradients: Gradients) -> None:
     try:
         with engine.report.part(STEP):
             gradients.before_step()
-            engine._take_model_step(None)
+            engine.take_model_step()
     finally:
         engine._force_grad_boundary = False
     engine._has_untaken_gradients = False
     gradients.after_step()
     if gradients.norm_is_scaled:
-        engine._global_grad_norm = float(engine._global_grad_norm) / scale
+        engine.grad_norm = float(engine.grad_norm) / scale
 
 
 @contextmanager
-def forgetting(engine: PipelineEngine, gradients: Gradients | None) -> Iterator[None]:
+def forgetting(engine: EngineParts, gradients: GradientSource | None) -> Iterator[None]:
     """Let an error within leave no gradients behind, which the next batch would add to."""
     try:
         yield
@@ -115,7 +111,7 @@ def forgetting(engine: PipelineEngine, gradients: Gradients | None) -> Iterator[
         raise
 
 
-def forget(engine: PipelineEngine, gradients: Gradients | None) -> None:
+def forget(engine: EngineParts, gradients: GradientSource | None) -> None:
     """Drop the gradients of a batch that took no step."""
     engine.zero_grad()
     if gradients is not None:
@@ -123,7 +119,7 @@ def forget(engine: PipelineEngine, gradients: Gradients | None) -> None:
     engine._has_untaken_gradients = False
 
 
-def agree(engine: PipelineEngine, meter: LossMeter) -> Agreement:
+def agree(engine: EngineParts, meter: LossMeter) -> Agreement:
     """Return what the losses of all replicas came to, the same on every rank. Collective."""
     grid = engine.grid
     with waiting_together(engine.stage_id, "agreeing on the loss"):
@@ -138,12 +134,14 @@ def agree(engine: PipelineEngine, meter: LossMeter) -> Agreement:
         )
 
 
-def trained(engine: PipelineEngine) -> list[torch.nn.Parameter]:
+def trained(engine: EngineParts) -> list[torch.nn.Parameter]:
     """Return this stage's parameters that have gradients, in the order of the module."""
     return [p for p in engine.module.parameters() if p.requires_grad]
 
 
-def refuse_unfrozen(engine: PipelineEngine, gradients: Gradients | None, known: Collection[torch.nn.Parameter]) -> None:
+def refuse_unfrozen(
+    engine: EngineParts, gradients: GradientSource | None, known: Collection[torch.nn.Parameter]
+) -> None:
     """Raise where a weight has been unfrozen that DeepSpeed's optimizer would never update.
 
     Args:
@@ -161,9 +159,9 @@ def refuse_unfrozen(engine: PipelineEngine, gradients: Gradients | None, known: 
 
 
 @torch.no_grad()
-def clip_gradients(engine: PipelineEngine, gradients: Gradients | None) -> None:
+def clip_gradients(engine: EngineParts, gradients: GradientSource | None) -> None:
     """Clip to the JSON's gradient_clipping and record the norm, unless the optimizer does so itself. Collective."""
-    if gradients is None or clips_itself(engine.optimizer):
+    if gradients is None or gradients.clips_itself:
         return
     parameters = trained(engine)
     tensor_rank = engine.grid.get_slice_parallel_rank()
@@ -171,4 +169,4 @@ def clip_gradients(engine: PipelineEngine, gradients: Gradients | None) -> None:
     with waiting_together(engine.stage_id, "taking the norm of the gradients"):
         norm = global_norm(counted, engine.grid.get_model_parallel_group(), engine.device)
     clip([gradients.of(p) for p in parameters], norm, engine.gradient_clipping())
-    engine._global_grad_norm = float(norm)
+    engine.grad_norm = float(norm)

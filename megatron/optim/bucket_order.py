@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.grads import accurate_dtype
-from megatron.mpu.groups import Group
 from megatron.optim import backward
 
 BUCKET_BYTES = 32 * 2**20
@@ -30,7 +29,7 @@ class BucketOrder:
     ``arrived`` and ``rest`` return buckets that the caller then sums, on every replica the same in the same order.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._parameters: list[torch.nn.Parameter] = []
         self._guess: list[Bucket] = []
@@ -107,7 +106,7 @@ class BucketOrder:
         if not turns:
             return
         latest = torch.tensor(turns, dtype=torch.int32, device=self._parameters[0].device)
-        dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group.handle)
+        dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group)
         told = latest.tolist()
         self._arrange(sorted(self._guess, key=lambda bucket: told[self._number_of[bucket[0]]]))
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.groups import Group
 from megatron.optim.gradients import multiply
 
 
@@ -32,7 +31,7 @@ class Flight:
 
 
 @torch.no_grad()
-def fly(gradients: Sequence[torch.Tensor], group: Group) -> Flight:
+def fly(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Flight:
     """Start the sum over ``group`` of gradients of one dtype, in one message. Collective.
 
     Raises:
@@ -42,4 +41,4 @@ def fly(gradients: Sequence[torch.Tensor], group: Group) -> Flight:
         raise ValueError("sparse gradients cannot be summed, got one; build the embedding with sparse=False")
     lies_whole = len(gradients) == 1 and gradients[0].is_contiguous()
     flat = gradients[0].view(-1) if lies_whole else torch.cat([gradient.reshape(-1) for gradient in gradients])
-    return Flight(gradients, flat, dist.all_reduce(flat, group=group.handle, async_op=True))
+    return Flight(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))

@@ -38,7 +38,7 @@ class GradientParts:
         self.holders = masters.data_group
         self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._arrived: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._order = BucketOrder(self.holders)
+        self._order = BucketOrder(self.holders.handle)
         self._flight: Sum | None = None
 
     def adopt(self, parameter: torch.nn.Parameter) -> None:

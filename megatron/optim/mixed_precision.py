@@ -18,7 +18,7 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.arrival import Arrival
 from megatron.optim.gradient_parts import GradientParts
-from megatron.optim.gradients import Gradients, WholeGradients
+from megatron.optim.gradients import EngineGradients, Gradients, WholeGradients
 from megatron.optim.host import NOTHING, Offload
 from megatron.optim.masters import Masters
 from megatron.optim.optimizer_state import state_of, take_state
@@ -102,6 +102,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """The factor on the loss, for the backward pass of the next micro-batch."""
         return self.scaler.scale
+
+    @property
+    def gradient_source(self) -> EngineGradients:
+        """What a pipeline's engine asks where gradients lie."""
+        return EngineGradients(self)
 
     @property
     def grad_norm(self) -> float:

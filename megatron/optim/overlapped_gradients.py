@@ -28,7 +28,7 @@ class OverlappedGradients(WholeGradients):
 
     def __init__(self, masters: Masters) -> None:
         super().__init__(masters)
-        self._group = masters.data_group
+        self._group = masters.data_group.handle
         self._order = BucketOrder(self._group)
         self._is_last = False
         self._final: set[torch.Tensor] = set()

@@ -24,14 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron import device, log
 from megatron.config import Config
+from megatron.errors import PeerError
 from megatron.mpu.groups import Grid
-from megatron.training import position
+from megatron.training import failure, position
 from megatron.training.watch import Watch
 from megatron.training.world import World
 from tds.alarm import Alarms, own_store
 from tds.engine import PipelineEngine
 from tds.peers import waiting_together
+from tds.verdict import Report
 from tds.waiting import limit_groups
 
 STARTING = "starting"
@@ -73,7 +76,12 @@ class Phases:
         names = [world.name_of(rank) for rank in range(world.grid.world.size)]
         titles = {handle.group_name: axis for axis, handle in _handles(world.grid)}
         alarms = Alarms(store, world.rank, names)
-        self._watch = Watch(alarms, world.name, self._where, self._long_s, titles, world.device)
+        self._watch = Watch(
+            alarms, world.name, self._where, self._long_s, titles,
+            is_busy=lambda: device.is_busy(world.device),
+            on_stuck=self._leave,
+            warn=log.warning,
+        )  # fmt: skip
         self._limit(self._long_s)
 
     def follow(self, engine: Any) -> None:
@@ -142,6 +150,9 @@ class Phases:
     def _limit_of(self, name: str) -> float:
         return self._step_s if name == STEP else self._long_s
 
+    def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
+        leave_stuck(found, own, linger, self._world.name, self._watch.limit_s if self._watch else self._long_s)
+
     def _limit(self, limit_s: float) -> None:
         """Bound the waits of what is started from now on, a while after the limit of the watch."""
         if self._watch is None:
@@ -151,6 +162,22 @@ class Phases:
         limit_groups(handles, timedelta(seconds=limit_s + NET_S))
         if self._limit_waits is not None:
             self._limit_waits(limit_s + NET_S)
+
+
+def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name: str, limit_s: float) -> None:
+    """End this process, because a rank got no further for too long.
+
+    Args:
+        found: who did not come.
+        own, name: what this rank is at, and what it is called.
+        linger: what to wait for behind the last words.
+    """
+    is_named = found.startswith(name)
+    if is_named:
+        position.note_state(position.LATE)  # the launcher, too, is to name this rank
+    told = found if is_named else f"{found}. This rank {own.words}"
+    limit = f"{limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
+    failure.leave(PeerError(f"{told}. It may get no further for {limit}"), name, linger)
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:

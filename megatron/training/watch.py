@@ -3,7 +3,8 @@
 One looks at what its own main thread is at, three times a second, and needs nobody for it. Once that has not changed
 for longer than the limit of the phase, it has the alarm raised. The other one speaks with the process group's store,
 which may not answer: it hears the alarms of others, answers them, and learns who did not come (``tds.alarm``). Every
-rank then says what it is at, with its last operations and, if it waits for nobody, its stack, and leaves with code 4.
+rank then says what it is at, with its last operations and, if it waits for nobody, its stack, and does what it is told
+to do then: the run leaves with code 4.
 
 Nothing is asked of the main thread but that it names its phase and counts its steps.
 """
@@ -16,11 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from megatron import device, log
-from megatron.errors import PeerError
-from megatron.training import failure, position, watch_record
+from megatron.training import watch_record
 from tds import peers, stacks
 from tds.alarm import LINGER_S, PATIENCE_S, Alarms, tell
 from tds.verdict import Report, State, report, told_messages
@@ -51,7 +48,10 @@ class Watch:
         where: tells what the main thread is in, such as "saving"; called by the threads.
         limit_s: for how long the main thread may get no further; may change at any time.
         groups: the name of a process group -> what to call it.
-        device: where this rank computes.
+        is_busy: tells whether the device still has work.
+        on_stuck: called once with who did not come, what this rank is at, and what to wait for ahead of leaving (the
+            others may still read the verdict from a store of this rank), if anything.
+        warn: called with what is to be said in a line of the log.
 
     Attributes:
         progress: counts what the main thread has got done; it adds to it.
@@ -65,12 +65,16 @@ class Watch:
         where: Callable[[], str],
         limit_s: float,
         groups: Mapping[str, str],
-        device: torch.device,
+        *,
+        is_busy: Callable[[], bool],
+        on_stuck: Callable[[str, Report, Callable[[], None] | None], object],
+        warn: Callable[[str], object],
     ) -> None:
         self.limit_s, self.progress = limit_s, 0
         self.exchange: Any = NoPipeline()
         self._alarms, self._name, self._where = alarms, name, where
-        self._groups, self._device = groups, device
+        self._groups = groups
+        self._is_busy, self._on_stuck, self._warn = is_busy, on_stuck, warn
         self._seen: State | None = None
         self._since = self._looked = time.monotonic()
         self._armed = 0.0, 0.0
@@ -101,7 +105,7 @@ class Watch:
             if not self._settled.wait(PATIENCE_S + LINGER_S):
                 own = self._report()
                 self._tell(own)
-                self._leave(STORE_LOST, own, None)
+                self._on_stuck(STORE_LOST, own, None)
 
     def _arm(self) -> None:
         """Have the stacks shown, without Python's help, where this thread is not called for so long as the limit.
@@ -111,7 +115,7 @@ class Watch:
         """
         now, limit_s = time.monotonic(), self.limit_s
         if now - self._armed[0] > self._armed[1] > 0:
-            log.warning(
+            self._warn(
                 f"{self._name}: the stacks above were shown because nothing ran here for {now - self._armed[0]:.0f} s: "
                 "the process was stopped, its machine slept, or code held Python's lock. It goes on now"
             )
@@ -139,7 +143,7 @@ class Watch:
         found = self._alarms.answer(own)
         self._settled.set()
         found = found or "a rank raised the alarm and left before it could say who did not come"
-        self._leave(found, own, self._alarms.linger)
+        self._on_stuck(found, own, self._alarms.linger)
 
     def _is_late(self) -> bool:
         """Return whether this rank has got no further for longer than it may."""
@@ -174,7 +178,7 @@ class Watch:
             words += f", {state.phase.partition(', ')[0]}"
         if operation is not None and not own.is_waiting:
             words += f", waiting in {operation}"
-        is_waiting = own.is_waiting or operation is not None or device.is_busy(self._device)
+        is_waiting = own.is_waiting or operation is not None or self._is_busy()
         return Report(is_waiting, own.waits_for, since_s, f"{words}, at {stacks.told_place(frame)}")
 
     def _tell(self, own: Report) -> None:
@@ -183,11 +187,3 @@ class Watch:
         if self.exchange.history:
             told.append(told_messages(self.exchange.history))
         tell("; ".join(told), own)
-
-    def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
-        is_named = found.startswith(self._name)
-        if is_named:
-            position.note_state(position.LATE)  # the launcher, too, is to name this rank
-        told = found if is_named else f"{found}. This rank {own.words}"
-        limit = f"{self.limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
-        failure.leave(PeerError(f"{told}. It may get no further for {limit}"), self._name, linger)

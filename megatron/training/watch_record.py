@@ -6,14 +6,13 @@ The recorder runs in any case, over gloo and NCCL alike; it is read only once a 
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch._C import _distributed_c10d
+from tds.torch_api import flight_record
 
 NUMBER = 20
 _CLOCK_S = time.time() - time.monotonic()
@@ -34,8 +33,7 @@ def operations(groups: Mapping[str, str] | None = None) -> list[Operation]:
     Args:
         groups: the name of a process group -> what to call it.
     """
-    recorder: Any = _distributed_c10d
-    traced = json.loads(recorder._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    traced = flight_record()
     main = threading.main_thread().ident
     background = {str(each.ident) for each in threading.enumerate() if each.ident != main}
     entries = [each for each in traced.get("entries", []) if each.get("thread_id") not in background]

@@ -124,7 +124,7 @@ def _backend(asked: str | None, kind: str, *, is_through_host: bool) -> str:
     """Return torch.distributed's backend."""
     if not is_through_host:
         return asked or backend_of(kind)
-    from tds import host_copies  # DeepSpeed, which comes with it, has been told of the device by now
+    from tds import host_copies
 
     host_copies.register()
     return host_copies.NAME

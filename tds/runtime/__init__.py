@@ -5,4 +5,4 @@ from __future__ import annotations
 from tds.finder import follow
 from tds.runtime import pipe as pipe
 
-follow(__name__, ("pipe",))
+follow(__name__, {})

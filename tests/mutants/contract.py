@@ -51,8 +51,8 @@ CONTRACT = (
     Mutant(
         "every rank has a sampler of its own",
         "tds/batches.py",
-        "        rank=engine.grid.get_data_parallel_rank(),\n        shuffle=False,\n",
-        "        rank=engine.global_rank % engine.grid.data_parallel_size if engine.is_first_stage() else 0,\n"
+        "        rank=grid.get_data_parallel_rank(),\n        shuffle=False,\n",
+        "        rank=grid.get_global_rank() % grid.data_parallel_size if grid.get_stage_id() == 0 else 0,\n"
         "        shuffle=False,\n",
         (f"{AGREES}::test_middle_stages_open_no_sample_and_replicas_share_them",),
     ),
@@ -168,6 +168,27 @@ CONTRACT = (
         refuses=True,
     ),
     Mutant(
+        "any DeepSpeed will do",
+        "tds/compatibility.py",
+        "    check_versions()\n    spare",
+        "    spare",
+        ("tests/tds/test_lazy.py::test_a_deepspeed_of_another_version_is_refused_at_the_first_name_of_it",),
+    ),
+    Mutant(
+        "a module of DeepSpeed is loaded a second time under our name",
+        "tds/finder.py",
+        "            sys.modules.pop(fullname, None)\n",
+        "            pass\n",
+        ("tests/tds/test_lazy.py::test_names_that_need_them_are_there_all_the_same_whatever_comes_first",),
+    ),
+    Mutant(
+        "a rank that is stuck leaves before the others have read the verdict",
+        "megatron/training/watch.py",
+        "        self._on_stuck(found, own, self._alarms.linger)",
+        "        self._on_stuck(found, own, None)",
+        ("tests/training/test_watch.py::test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then",),
+    ),
+    Mutant(
         "libraries are known by the folder of one Python",
         "tds/stacks.py",
         " or not _INSTALLED.isdisjoint(path.split(os.sep))\n",
@@ -197,7 +218,7 @@ CONTRACT = (
     ),
     Mutant(
         "chunks keep the functions that were there before they were compiled",
-        "tds/module.py",
+        "tds/deepspeed_api.py",
         "        return self._module.forward_funcs[self._own]\n",
         '        return self.__dict__.setdefault("kept", self._module.forward_funcs[self._own])\n',
         ("tests/tds/test_programs.py::test_compile_reaches_functions_of_every_chunk",),

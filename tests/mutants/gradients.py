@@ -81,9 +81,9 @@ GRADIENTS = (
     Mutant(
         "tied gradients are not summed under ZeRO",
         "tds/train_step.py",
-        "    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, dtype)\n",
+        "    sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, engine.sums_dtype)\n",
         "    if not engine.zero_optimization():\n"
-        "        sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, dtype)\n",
+        "        sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, engine.sums_dtype)\n",
         ("tests/tds/test_optimizers.py::test_zero_1_is_zero_0_to_the_bit_over_20_steps",),
     ),
     Mutant(

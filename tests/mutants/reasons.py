@@ -70,9 +70,9 @@ TOLD = (
     ),
     Mutant(
         "a rank that all ranks name does not tell the launcher",
-        "megatron/training/watch.py",
-        "        if is_named:\n",
-        "        if not found:\n",
+        "megatron/training/phases.py",
+        "    if is_named:\n",
+        "    if not found:\n",
         ("tests/training/test_watch.py::test_a_rank_that_the_others_waited_for_says_so_to_the_launcher",),
     ),
     Mutant(

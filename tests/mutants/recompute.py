@@ -184,7 +184,7 @@ RECOMPUTE = (
     Mutant(
         "a recomputed run starts from what an earlier one was given",
         "tds/recompute.py",
-        "        if kept is None or version != x._version:\n",
+        "        if kept is None or version != changes_of(x):\n",
         "        if kept is None:\n",
         (f"{IN_TDS}::test_a_tensor_that_a_run_changes_is_kept_for_each",),
     ),

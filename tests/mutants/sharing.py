@@ -10,8 +10,8 @@ SHARING = (
     Mutant(
         "gradients of shared modules are not summed over the stages",
         "tds/module.py",
-        "return {**super()._index_tied_modules(), **index_shared_modules(self)}",
-        "index_shared_modules(self)\n        return super()._index_tied_modules()",
+        "return {**super().index_tied_modules(), **index_shared_modules(self)}",
+        "index_shared_modules(self)\n        return super().index_tied_modules()",
         (EQUAL,),
     ),
     Mutant(

@@ -70,8 +70,8 @@ WATCHED = (
     Mutant(
         "a rank that waits in a collective is taken for the one that is stuck",
         WATCH,
-        "own.is_waiting or operation is not None or device.is_busy",
-        "own.is_waiting or device.is_busy",
+        "own.is_waiting or operation is not None or self._is_busy",
+        "own.is_waiting or self._is_busy",
         (f"{ALONE}::test_a_rank_in_a_collective_says_that_it_waits",),
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from megatron.mpu.shard import Shard, set_shard
 from megatron.mpu.topology import Topology
 from megatron.optim import LossScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.optim.param_groups import decay_groups
+from tds.gradients import GradientSource
+from tds.optimizers import Gradients, gradients_of
 from tests.harness import run_ranks
 from tests.mpu.whole import random
 
@@ -97,6 +100,25 @@ def test_many_tiny_gradients_add_up_in_fp32(dtype):
         (parameter * scale).sum().backward()
     assert parameter.grad is None, "the 16-bit gradient is freed at once"
     assert torch.equal(optimizer.gradient_of(parameter), torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_pipelines_engine_is_told_of_gradients_what_it_would_find_out_by_itself(dtype):
+    """tds.optimizers has a view of each optimizer that DeepSpeed knows; ours brings its own, which says the same."""
+    parameter, optimizer = one_weight(dtype, scaler=LossScaler(4.0))
+    source, found = gradients_of(optimizer, 0), Gradients(optimizer)
+    assert type(source).__module__ == "megatron.optim.gradients"
+    for name in (*get_type_hints(GradientSource), "clips_itself"):
+        assert getattr(source, name) == getattr(found, name), name
+    assert source.loss_scale() == found.loss_scale() == 4.0
+    assert torch.equal(source.of(parameter), torch.zeros(4)) and source.of(parameter) is found.of(parameter)
+    other = torch.nn.Parameter(torch.ones(2))
+    assert source.of(other) is other.grad is found.of(other)
+    for clear in (source.after_step, source.forget):
+        (parameter * 2.0).sum().backward()
+        assert source.of(parameter) is found.of(parameter) and source.of(parameter).sum() == 8.0
+        clear()
+        assert source.of(parameter).sum() == 0.0
 
 
 def test_many_tiny_updates_move_a_bf16_weight():

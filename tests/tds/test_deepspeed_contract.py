@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,8 @@ from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
 from tds.chatter import SPEAKERS
+from tds.deepspeed_api import GRID_GROUPS
 from tds.section import KEYS
-from tds.waiting import GRID_GROUPS
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -94,7 +96,7 @@ def test_tied_modules_are_indexed_in_the_form_in_which_we_add_shared_ones() -> N
 
 
 def test_the_prints_that_we_silence_are_the_builtin_ones() -> None:
-    for module in SPEAKERS:
+    for module in map(importlib.import_module, SPEAKERS):
         assert "print(" in _source(module)
         assert "print" not in vars(module) or vars(module)["print"] is print
 
@@ -147,6 +149,21 @@ def test_groups_can_be_given_a_timeout_and_waits_too() -> None:
     assert all(f"self.{name} = " in _source(pipe_topology.PipelineParallelGrid) for name in GRID_GROUPS)
     assert "self.world_group = " in _source(deepspeed.PipelineModule.__init__)
     assert hasattr(groups, "_WORLD_GROUP")
+
+
+def test_torch_has_the_private_names_of_its_own_that_we_use() -> None:
+    weight, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(3))
+    torch._C._swap_tensor_impl(weight, other)
+    assert weight.shape == (3,) and other.shape == (2,)
+    before = weight._version
+    with torch.no_grad():
+        weight.add_(1)
+    assert weight._version == before + 1
+    assert list(inspect.signature(torch.nn.Module._apply).parameters) == ["self", "fn", "recurse"]
+    assert callable(distributed_c10d._get_default_group) and hasattr(dist.ProcessGroup, "_device_types")
+    assert hasattr(dist.ProcessGroupGloo._Options, "_timeout")
+    record = torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
+    assert isinstance(json.loads(record), dict)
 
 
 def _engine_parts(rank: int) -> dict[str, bool]:

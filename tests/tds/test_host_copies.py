@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tds import channels, host_copies, transport, waiting
+from tds import channels, host_copies, torch_api, transport, waiting
 from tds.peers import PeerLost
 from tds.schedule import Kind, Message
 from tds.transport import Links, Transport
@@ -259,7 +259,7 @@ def _limits(rank: int) -> Any:
     waiting.limit_groups([group], timedelta(seconds=7))
     found = [group._get_backend(place).options._timeout for place in (CPU, CUDA)]
     distributed_c10d._update_default_pg(group)
-    return found, waiting.default_timeout(), dist.get_backend(group), group._get_backend(CUDA).name()
+    return found, torch_api.default_timeout(), dist.get_backend(group), group._get_backend(CUDA).name()
 
 
 def test_its_time_limit_is_set_and_read_as_gloos() -> None:

@@ -1,4 +1,4 @@
-"""Every private name of DeepSpeed that tds touches has its line in the contract; none is taken by accident."""
+"""Private names of DeepSpeed and torch: in one file each, each with a line in the contract; none by accident."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import tds
@@ -17,15 +18,22 @@ import tds
 TDS = Path(tds.__file__).parent
 THEIRS = Path(deepspeed.__file__).parent
 CONTRACT = (Path(__file__).parent / "test_deepspeed_contract.py").read_text()
+APIS = ("deepspeed_api.py", "torch_api.py")
+ELSEWHERE = {
+    "host_copies.py": "a process group, made of what torch calls on any",
+    "places.py": "of the messages between stages, which do without DeepSpeed",
+}
 
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def _trees() -> Iterator[ast.Module]:
+def _trees(*names: str) -> Iterator[ast.Module]:
+    """Yield the syntax of the files of tds with these names; of all without any."""
     for path in sorted(TDS.rglob("*.py")):
-        yield ast.parse(path.read_text(encoding="utf-8"))
+        if not names or path.name in names:
+            yield ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _used(tree: ast.Module) -> Iterator[str]:
@@ -35,7 +43,7 @@ def _used(tree: ast.Module) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             yield node.value
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("deepspeed", "torch")):
             yield from (alias.name for alias in node.names)
 
 
@@ -50,14 +58,48 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.attr
 
 
-PYTHONS = {"_fields", "_initializing", "_version"}
-"""Private names of Python's named tuples and of its import system, and of torch's count of changes in place."""
+PYTHONS = {"_fields", "_initializing", "_current_frames"}
+"""Private names of Python's named tuples, of its import system and of its threads."""
+DECLARED = {"_input_grad", "_input_type", "_input_pipe_partitioned", "_megatron_batch_fn"}
+"""What a program sets on its own module."""
+
+
+def _touched(*names: str) -> set[str]:
+    """Return the private names that are used in files of tds and are not tds's own."""
+    own = {name for tree in _trees() for name in _defined(tree)} - _overridden()
+    return {name for tree in _trees(*names) for name in _used(tree) if _is_private(name)} - own - PYTHONS - DECLARED
+
+
+def _overridden() -> set[str]:
+    """Return the private methods of DeepSpeed's classes that ours have, too."""
+    nodes = [node for tree in _trees("deepspeed_api.py") for node in ast.walk(tree)]
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and _is_private(node.name)}
+
+
+def test_one_file_imports_deepspeed_and_two_know_what_is_private_there_and_in_torch() -> None:
+    for path in sorted(TDS.rglob("*.py")):
+        if path.name in APIS or path.name in ELSEWHERE:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imported += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        assert not [name for name in imported if name.partition(".")[0] == "deepspeed"], path
+        assert not [name for name in imported if name.startswith("torch._C")], path
+        assert not _touched(path.name) and not {*_defined(tree)} & _overridden(), path
+
+
+def test_each_private_name_of_torch_has_a_line_in_the_contract() -> None:
+    touched = _touched("torch_api.py")
+    named = {name for tree in _trees("host_copies.py") for name in _used(tree) if _is_private(name)}
+    touched |= {name for name in named if hasattr(dist.ProcessGroup, name) or hasattr(dist.Work, name)}
+    assert {"_device_types", "_set_pg_timeout", "_swap_tensor_impl", "_register_backend"} <= touched
+    missing = [name for name in sorted(touched) if not re.search(rf"\b{name}\b", CONTRACT)]
+    assert not missing, " ".join(missing)
 
 
 def test_each_private_name_of_deepspeed_has_a_line_in_the_contract() -> None:
     known = set(re.findall(r"\b_[a-zA-Z]\w*", "\n".join(p.read_text(errors="ignore") for p in THEIRS.rglob("*.py"))))
-    defined = {name for tree in _trees() for name in _defined(tree)}
-    touched = {name for tree in _trees() for name in _used(tree) if _is_private(name)} & known - defined - PYTHONS
+    touched = _touched() & known
     assert {"_config", "_grid", "_take_model_step", "_layer_specs"} <= touched
     missing = [name for name in sorted(touched) if not re.search(rf"\b{name}\b", CONTRACT)]
     assert not missing, " ".join(missing)

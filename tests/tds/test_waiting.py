@@ -14,8 +14,9 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 import tds
+from tds.deepspeed_api import GRID_GROUPS, groups_of
 from tds.pipe import PipelineModule
-from tds.waiting import GRID_GROUPS, default_timeout, groups_of
+from tds.torch_api import default_timeout
 from tests.harness import GROUP_TIMEOUT_S, run_ranks
 from tests.tds.toys import Toy, make_engine
 

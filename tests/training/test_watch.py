@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron import log
 from megatron.mpu.mappings import all_reduce
-from megatron.training import position, watch, watch_record
+from megatron.training import phases, position, watch, watch_record
 from tds import peers, stacks
 from tds.alarm import Alarms
 from tests.harness import run_ranks
-from tests.training.test_phases import CPU, SLACK_S, make_world
+from tests.training.test_phases import SLACK_S, make_world
 
 
 class _Clock:
@@ -39,7 +40,10 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(watch, "time", clock)
     monkeypatch.setattr(watch.threading.Thread, "start", lambda self: None)
     monkeypatch.setattr(watch_record, "idle_s", lambda: clock.now - began[0])
-    dog: Any = watch.Watch(Alarms(dist.HashStore(), 0, ["rank 0"]), "rank 0", lambda: "saving", 10.0, {}, CPU)
+    dog: Any = watch.Watch(
+        Alarms(dist.HashStore(), 0, ["rank 0"]), "rank 0", lambda: "saving", 10.0, {},
+        is_busy=lambda: False, on_stuck=lambda *seen: None, warn=log.warning,
+    )  # fmt: skip
 
     def look(after_s: float) -> bool:
         """Look five times a second, until ``after_s`` have passed; return what was seen last."""
@@ -80,8 +84,9 @@ def test_a_rank_that_the_others_waited_for_says_so_to_the_launcher(
     named: str, state: str, dog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(position, "_page", bytearray(position.SIZE))
-    monkeypatch.setattr(watch.failure, "leave", lambda *words: None)
-    dog._leave(f"{named} did not come: it has been saving for 9 s", dog._report(), None)
+    monkeypatch.setattr(phases.failure, "leave", lambda *words: None)
+    found = f"{named} did not come: it has been saving for 9 s"
+    phases.leave_stuck(found, dog._report(), None, "rank 0", 10.0)
     assert position.own().state == state
 
 
@@ -142,6 +147,14 @@ def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() ->
         assert told.endswith("all_reduce float[2] (data)") and "float[7]" not in told
         assert idle_s < SLACK_S
         assert number == 1 and "20 x all_reduce float[3] (default_pg)" in str(many)
+
+
+def test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then(dog: Any) -> None:
+    told: list[Any] = []
+    dog._on_stuck, dog._is_busy = (lambda *seen: told.append(seen)), (lambda: True)
+    dog._answer()
+    ((found, own, linger),) = told
+    assert found.startswith("no rank is at work") and own.is_waiting and linger == dog._alarms.linger
 
 
 @pytest.mark.parametrize("operation", [None, "all_reduce"])

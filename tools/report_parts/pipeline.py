@@ -21,8 +21,8 @@ def timeline(run: RunFolder) -> Html | None:
     folder = _trace_folder(run)
     if folder is None:
         return None
-    from tds.schedule import simulate  # torch and DeepSpeed come with it: runs without a trace do not need them
-    from tds.trace import read_traces
+    from tds.schedule import simulate
+    from tds.trace import read_traces  # torch comes with it: runs without a trace do not need it
 
     try:
         step = read_traces(folder)[-1]

@@ -10,4 +10,4 @@ from tds.finder import follow
 from tds.module import PipelineModule as PipelineModule
 from tds.runtime.pipe import engine as engine
 
-follow(__name__, ("PipelineModule", "engine"))
+follow(__name__, {"PipelineModule": "tds.module"})

@@ -6,4 +6,4 @@ from tds.engine import PipelineEngine as PipelineEngine
 from tds.finder import follow
 from tds.module import PipelineModule as PipelineModule
 
-follow(__name__, ("PipelineEngine", "PipelineModule"))
+follow(__name__, {"PipelineEngine": "tds.engine", "PipelineModule": "tds.module"})

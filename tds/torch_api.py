@@ -1,0 +1,62 @@
+"""torch's private names, all that tds uses: one function for each, and a line in tests/tds/test_deepspeed_contract.py.
+
+``tds.host_copies`` stands apart: its process group is made of what torch calls on any of them.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d, _swap_tensor_impl
+from torch.distributed import distributed_c10d
+
+
+def swap(parameter: torch.nn.Parameter, other: torch.nn.Parameter) -> None:
+    """Let each of them have what the other one is, device and attributes of the tensor included."""
+    _swap_tensor_impl(parameter, other)
+
+
+def changes_of(tensor: torch.Tensor) -> int:
+    """Return how often ``tensor`` was changed in place."""
+    return tensor._version
+
+
+def backend(group: Any, device: torch.device) -> Any:
+    """Return what ``group`` sends tensors of ``device`` by."""
+    return group._get_backend(device)
+
+
+def default_timeout() -> timedelta | None:
+    """Return the timeout of the default process group; None if its backend has none."""
+    world = distributed_c10d._get_default_group()
+    options = getattr(backend(world, world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def set_timeout(group: Any, limit: timedelta) -> None:
+    """Let the operations that ``group`` starts from now on end after ``limit``."""
+    distributed_c10d._set_pg_timeout(limit, group)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group.
+
+    Raises:
+        RuntimeError, ValueError: there is none.
+    """
+    return distributed_c10d._get_default_store()
+
+
+def flight_record() -> dict[str, Any]:
+    """Return what torch's flight recorder has of the collectives that this process has started."""
+    recorder: Any = _distributed_c10d
+    record: dict[str, Any] = json.loads(recorder._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    return record
+
+
+def has_rates(scheduler: Any) -> bool:
+    """Return whether a scheduler has set learning rates, so that it can tell the last ones."""
+    return hasattr(scheduler, "_last_lr")

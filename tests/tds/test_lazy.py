@@ -1,0 +1,82 @@
+"""What ``import tds`` leaves out until it is needed: torch and DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import subprocess
+import sys
+
+import tds.schedule
+
+WITHOUT_TORCH = ("tds", "tds.balance", "tds.chatter", "tds.compatibility", "tds.finder", "tds.plan", "tds.window",
+                 "megatron.stages",
+                 *(info.name for info in pkgutil.iter_modules(tds.schedule.__path__, "tds.schedule.")))  # fmt: skip
+WITHOUT_DEEPSPEED = (
+    "tds.agreement", "tds.alarm", "tds.auto", "tds.boundary", "tds.bubble", "tds.channels", "tds.clock",
+    "tds.data_agreement", "tds.device", "tds.exchange", "tds.gradients", "tds.header", "tds.host_copies",
+    "tds.host_memory", "tds.loss", "tds.nesting", "tds.norm", "tds.peers", "tds.picture", "tds.places", "tds.recorder",
+    "tds.reduction", "tds.specs", "tds.split", "tds.stacks", "tds.structure", "tds.trace", "tds.tracing",
+    "tds.transport", "tds.verdict", "tds.waiting", "tds.watchdog", "tds.wire",
+)  # fmt: skip
+
+
+def _printed(program: str, **environment: str) -> str:
+    """Return what ``program`` prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_tds_and_its_schedules_bring_neither_torch_nor_deepspeed_and_much_of_the_rest_no_deepspeed() -> None:
+    found = _printed(
+        f"""
+import importlib, sys
+for names, absent in (({WITHOUT_TORCH!r}, ("torch", "deepspeed")), ({WITHOUT_DEEPSPEED!r}, ("deepspeed",))):
+    for name in names:
+        importlib.import_module(name)
+        print(*[f"{{name}} brings {{each}}" for each in absent if each in sys.modules], end="")
+""",
+        TDS_VERBOSE="1",
+    )
+    assert found == ""
+
+
+def test_names_that_need_them_are_there_all_the_same_whatever_comes_first() -> None:
+    """In the order in which a file by the name of a function, and a module of DeepSpeed's, could take their places."""
+    printed = _printed(
+        """
+import tds as deepspeed
+from tds import schedule, pipe
+from tds.initialize import initialize
+assert deepspeed.initialize is initialize and deepspeed.schedule is schedule
+assert deepspeed.runtime.pipe.engine.PipelineEngine is deepspeed.PipelineEngine is not None
+assert deepspeed.pipe is pipe and pipe.PipelineModule is deepspeed.PipelineModule
+import tds.runtime.zero
+assert tds.runtime.zero is deepspeed.zero and tds.runtime.__name__ == "tds.runtime"
+assert tds.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+import logging
+print(logging.getLevelName(tds.utils.logger.level))
+""",
+        TDS_VERBOSE="1",
+    )
+    assert printed.splitlines()[-1] == "INFO"
+
+
+def test_a_deepspeed_of_another_version_is_refused_at_the_first_name_of_it() -> None:
+    printed = _printed(
+        """
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda package: "0.20.0" if package == "deepspeed" else version(package)
+import tds, tds.schedule, tds.loss
+for ask in (lambda: tds.zero, lambda: tds.initialize, lambda: tds.PipelineEngine):
+    try:
+        print("accepted", ask())
+    except ImportError as error:
+        print(error)
+"""
+    )
+    assert printed.count("tds needs deepspeed >=0.19.6,<0.20, got 0.20.0") == 3, printed
