@@ -111,10 +111,10 @@ PREPROCESS = (
         refuses=True,
     ),
     Mutant(
-        "the lock is let go at once",
+        "the lock is one that this process may take twice",
         f"{PLACE}/lock.py",
-        "fcntl.LOCK_EX | fcntl.LOCK_NB",
-        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        '"flock"',
+        '"lockf"',
         (f"{FAULTS}::test_the_second_job_on_a_prefix_is_refused",),
     ),
     Mutant(
