@@ -68,8 +68,8 @@ PREPROCESS = (
     Mutant(
         "workers outlive the job that was killed",
         f"{PLACE}/worker.py",
-        "        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)\n",
-        "        pass\n",
+        "    die_with_parent()\n",
+        "    pass\n",
         (KILLED,),
         refuses=True,
     ),
