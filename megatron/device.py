@@ -7,7 +7,6 @@ has no such call. A plug-in may bring any function marked ``_by_plugin`` itself 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -25,9 +24,6 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT = (2**30, 2**25)
-"""Bytes of the largest tensor that is kept: what newer releases of glibc take, and what older ones do."""
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
@@ -104,25 +100,10 @@ def bind(kind: str, local_rank: int) -> torch.device:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what this process frees; return whether it will.
+    """Let glibc keep what this process frees, as the stages of tds do; return whether it will."""
+    from tds.host_memory import keep_freed
 
-    As it comes, glibc gives a freed tensor of some megabytes back to the system, which hands out zeroed pages for the
-    next one: a training step on a CPU then spends much of its time there. Where another allocator is in charge, or the
-    user has set a variable of glibc's own (``MALLOC_...``, or ``glibc.malloc`` in ``GLIBC_TUNABLES``), nothing is
-    changed.
-
-    Source: mallopt(3), ``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD``.
-    """
-    is_set = any(variable.startswith("MALLOC_") for variable in os.environ)
-    if is_set or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    for size in _LARGEST_KEPT:  # the map threshold first: setting the other one alone freezes it where it is
-        if mallopt(_M_MMAP_THRESHOLD, size):
-            return bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT[0]))
-    return False
+    return keep_freed()
 
 
 @_by_plugin

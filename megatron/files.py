@@ -13,10 +13,13 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 _HELD_BYTES = 1 << 20
+_CRC_POLYNOMIAL = 0xEDB88320  # without its x^32; the highest bit of an int is the coefficient of x^0, as in zlib
+_ONE, _X = 1 << 31, 1 << 30
 
 
 def _nothing(operation: str, path: Path) -> None:
@@ -134,6 +137,38 @@ def segment_crc(path: Path, start: int, stop: int, chunk_bytes: int = 1 << 20) -
             crc = zlib.crc32(buffer[:count], crc)
             start += count
     return crc
+
+
+def crc32_combine(first: int, second: int, second_bytes: int) -> int:
+    """Return the crc32 of A + B, given those of A and of B and the number of bytes in B; nothing is read again.
+
+    A CRC-32 is a remainder of polynomials over {0, 1}: what comes before n bytes is multiplied by x^(8 n).
+
+    Source: Peterson and Brown 1961, "Cyclic codes for error detection"; IEEE 802.3 has the polynomial; Mark Adler's
+    note in zlib's crc32_combine.
+    """
+    return _times(first, _x_to(8 * second_bytes)) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_CRC_POLYNOMIAL if b & 1 else 0)  # times x
+    return product
+
+
+@cache
+def _x_to(power: int) -> int:
+    result, square = _ONE, _X
+    while power:
+        if power & 1:
+            result = _times(result, square)
+        square = _times(square, square)
+        power >>= 1
+    return result
 
 
 def make_folder(folder: Path) -> None:

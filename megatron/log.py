@@ -9,8 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Sequence
 
 _LOGGER = logging.getLogger("megatron")
+_BYTES = {"B": 1} | {f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)}
+_BYTES |= {f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}
 
 
 class _CurrentStderr(logging.StreamHandler):
@@ -54,6 +57,15 @@ def warn_once(message: str) -> None:
 def error(message: str) -> None:
     """Say what went wrong, on any rank."""
     _ready().error(message)
+
+
+def human_bytes(value: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB"), digits: int = 2) -> str:
+    """Return 1.50 GiB for 1610612736: in the largest of ``units`` that it reaches, else in the first.
+
+    Memory is counted in powers of 1024, files and what data sheets say in powers of 1000.
+    """
+    unit = next((each for each in reversed(units) if value >= _BYTES[each]), units[0])
+    return f"{value / _BYTES[unit]:.{0 if unit == 'B' else digits}f} {unit}"
 
 
 def _ready() -> logging.Logger:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron import files
 
@@ -100,3 +102,27 @@ def test_by_itself_the_hook_does_nothing(tmp_path):
     files.remove_file(tmp_path / "a" / "b" / "file")
     assert files.free_bytes(tmp_path) > 0
     assert files.before_operation("write", tmp_path) is None
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_the_crc_of_a_whole_follows_from_those_of_its_pieces(pieces):
+    crc = 0
+    for piece in pieces:
+        crc = files.crc32_combine(crc, zlib.crc32(piece), len(piece))
+    assert crc == zlib.crc32(b"".join(pieces))
+
+
+def test_the_crc_of_a_long_piece_follows_as_that_of_a_short_one():
+    head, tail = b"head", bytes(1 << 20)
+    assert files.crc32_combine(zlib.crc32(head), zlib.crc32(tail), len(tail)) == zlib.crc32(head + tail)
+
+
+def test_the_crc_of_pieces_of_megabytes_follows_too():
+    block = bytes(range(256)) * 4096
+    crc = whole = zlib.crc32(block)
+    for doubled in range(4):
+        crc = files.crc32_combine(crc, crc, len(block) << doubled)
+    for _ in range(15):
+        whole = zlib.crc32(block, whole)
+    assert crc == whole

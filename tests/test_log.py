@@ -62,3 +62,18 @@ def test_standard_output_stays_free(capsys):
     log.configure(0)
     say_everything()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "memory", "disk"),
+    [(0, "0 B", "0 B"), (1000, "1000 B", "1.0 kB"), (1 << 10, "1.00 KiB", "1.0 kB"), (1_250_000, "1.19 MiB", "1.2 MB"),
+     (3 << 29, "1.50 GiB", "1.6 GB"), (2 * 10**15, "1862645.15 GiB", "2000000.0 GB")],
+)  # fmt: skip
+def test_bytes_are_told_in_the_largest_unit_that_they_reach(value: int, memory: str, disk: str) -> None:
+    assert log.human_bytes(value) == memory
+    assert log.human_bytes(value, ("B", "kB", "MB", "GB"), digits=1) == disk
+
+
+def test_bytes_below_the_first_unit_are_told_in_it() -> None:
+    assert log.human_bytes(40_000, ("MB", "GB"), digits=1) == "0.0 MB"
+    assert log.human_bytes(5e8, ("GB", "TB")) == "0.50 GB" and log.human_bytes(1e12, ("GB", "TB")) == "1.00 TB"

@@ -16,9 +16,11 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.one_line_parser import OneLineParser  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.debug.comparison import Comparison, Difference
@@ -26,13 +28,6 @@ if TYPE_CHECKING:
     from megatron.debug.joining import Key
 
 SHOWN = 12
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Ends with code 2 and one line, without the usage in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -14,11 +14,11 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.config.one_line_parser import OneLineParser  # noqa: E402
 from megatron.stages import MANY_CHUNKS, ONE_CHUNK  # noqa: E402
 
 PLANNED = ("schedule", "stages", "micro_batches", "chunks", "costs", "transfer")
@@ -39,13 +39,6 @@ def main() -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Ends with code 2 and one line, without the usage in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def make_parser() -> argparse.ArgumentParser:

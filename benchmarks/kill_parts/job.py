@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import random
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.kill_parts.moments import ALL, LAUNCHER, LOAD, START, Moment, phase_of
 from benchmarks.kill_parts.preload import MODULES
+from megatron.child_process import die_with_parent
 from megatron.launch.__main__ import main
 from megatron.training import position
 
@@ -24,7 +24,6 @@ SCRIPT = Path(__file__).with_name("script.py")
 DEADLINE_S = 240.0
 """A start that has not ended by then hangs."""
 _POLL_S = 0.002
-_PR_SET_PDEATHSIG = 1
 
 
 class Stuck(RuntimeError):
@@ -176,11 +175,6 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def _fork(argv: list[str], place: Path, env: dict[str, str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -189,7 +183,7 @@ def _fork(argv: list[str], place: Path, env: dict[str, str]) -> int:
         return pid
     code = 1
     try:
-        _die_with_parent()
+        die_with_parent()
         tempfile.tempdir = str(place)
         descriptor = os.open(place / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)

@@ -13,7 +13,6 @@ from megatron.mpu.groups import Group
 
 Share = TypeVar("Share")
 Verdict = TypeVar("Verdict")
-Value = TypeVar("Value")
 
 
 def together(world: Group, local: Callable[[], Share], judge: Callable[[list[Share]], Verdict]) -> Verdict:
@@ -39,7 +38,7 @@ def together(world: Group, local: Callable[[], Share], judge: Callable[[list[Sha
             failure = failure or error
             problem = error if isinstance(error, CheckpointError) else CheckpointError(cause(error))
             problem.is_of_this_rank = False  # it names its ranks, and goes to all
-    verdict, problem = broadcast(world, (verdict, problem))
+    verdict, problem = world.broadcast_object((verdict, problem))
     if problem:
         raise problem from (failure if failure is not problem else None)
     return verdict
@@ -54,17 +53,8 @@ def _shares(told: list[tuple[Any, str | None]]) -> list[Any]:
 
 def _gather(world: Group, value: Any) -> list[Any]:
     """Return the values of all ranks in rank order on rank 0, nothing elsewhere."""
-    if world.handle is None:
+    if world.size == 1:
         return [value]
     values: list[Any] | None = [None] * world.size if world.rank == 0 else None
     dist.gather_object(value, values, dst=world.ranks[0], group=world.handle)
     return values or []
-
-
-def broadcast(world: Group, value: Value) -> Value:
-    """Return rank 0's ``value`` on every rank. Collective."""
-    if world.handle is None:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=world.ranks[0], group=world.handle)
-    return box[0]

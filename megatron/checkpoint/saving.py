@@ -18,7 +18,6 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import folders
-from megatron.checkpoint.agree import broadcast
 from megatron.checkpoint.keeping import Keep, remove_old
 from megatron.checkpoint.records import TensorRecord
 from megatron.errors import CheckpointError, ConfigError, marked
@@ -81,7 +80,7 @@ def save_from(
     try:
         path = dcp.save(writer, dcp.RecordSavePlanner(source), world)
     except CheckpointError as error:
-        left = broadcast(world, writer.abandon(str(error)) if world.rank == 0 else "")
+        left = world.broadcast_object(writer.abandon(str(error)) if world.rank == 0 else "")
         raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}{left}") from error
     if world.rank == 0:
         _tidy(root, path, keep)

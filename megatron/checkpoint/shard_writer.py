@@ -16,6 +16,7 @@ import math
 import os
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,9 +32,11 @@ from megatron.checkpoint.causes import in_words
 from megatron.checkpoint.manifest import FileFacts, Manifest
 from megatron.checkpoint.visibility import Patience
 from megatron.errors import CheckpointError
+from megatron.log import human_bytes
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _MANIFEST_BYTES_PER_TENSOR = 400  # generous; for the check of the free space only
+_told_bytes = partial(human_bytes, units=("B", "kB", "MB", "GB"), digits=1)
 
 
 class ShardWriter(StorageWriter):
@@ -132,12 +135,3 @@ def _num_bytes(item: WriteItem) -> int:
     data = item.tensor_data
     assert data is not None  # this project's planner makes items of tensors only
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def _told_bytes(count: int) -> str:
-    """Return ``count`` bytes in the unit that a person would choose."""
-    size, units = float(count), ["B", "kB", "MB", "GB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{count} B"

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from megatron import files
 from megatron.checkpoint.agree import together
-from megatron.checkpoint.crc32 import joined
 from megatron.checkpoint.manifest import FileFacts, Manifest
 from megatron.checkpoint.visibility import Patience
 from megatron.errors import CheckpointError
@@ -79,12 +78,14 @@ def _size_problem(path: Path, facts: FileFacts, patience: Patience) -> str | Non
 
 def _judge(path: Path, content: Manifest, shares: list[_Share]) -> None:
     """Rank 0 only."""
-    crcs = {segment: crc for share in shares for segment, crc in share.crcs.items()}
+    crcs = {segment: value for share in shares for segment, value in share.crcs.items()}
     problems = {name: problem for share in shares for name, problem in share.problems.items()}
     for name, facts in sorted(content.files.items()):
         if name not in problems:
-            parts = segments(name, facts.size)
-            if joined([(crcs[part], part.stop - part.start) for part in parts]) != facts.crc32:
+            crc = 0
+            for part in segments(name, facts.size):
+                crc = files.crc32_combine(crc, crcs[part], part.stop - part.start)
+            if crc != facts.crc32:
                 problems[name] = f"{name} was altered: its checksum does not fit"
     if problems:
         raise CheckpointError(f"{path} is damaged: " + ", ".join(problems[name] for name in sorted(problems)))

@@ -14,6 +14,7 @@ from megatron import accelerators
 from megatron.config import deepspeed
 from megatron.config import defaults as outside
 from megatron.config.config import SECTIONS, Config, all_options, defaults_of
+from megatron.config.one_line_parser import RaisingParser
 from megatron.config.option import RUN_SCRIPTS, Option, options_of, require_family
 from megatron.config.scan import Scan, scan
 from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
@@ -26,11 +27,6 @@ SOURCES = (
     "variable MEGATRON_DEFAULTS (the run script's recipe), else it is the default; "
     "a flag and the JSON that differ are an error. docs/flags.md lists every flag of CPM-Pretrain and Megatron-LM."
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
 
 
 def parse(
@@ -96,7 +92,7 @@ def help_text(
 ) -> str:
     """Return the text of --help: every flag that acts in ``family``, by section, with its default."""
     program, defaults = f"bash {RUN_SCRIPTS[family]}", {**defaults_of(family), **defaults}
-    parser = _Parser(prog=program, usage=f"{program} [flags]", epilog=SOURCES, allow_abbrev=False)
+    parser = RaisingParser(prog=program, usage=f"{program} [flags]", epilog=SOURCES, allow_abbrev=False)
     for name, section in SECTIONS.items():
         options = [option for option in options_of(section) if option.acts_in(family)]
         if options:
@@ -123,7 +119,7 @@ def _add_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> Non
 
 
 def _extra_parser(provider: ExtraArgs | None, family: str) -> tuple[argparse.ArgumentParser, list[str]]:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = RaisingParser(add_help=False, allow_abbrev=False)
     if provider is not None:
         provider(parser)
     flags = [flag for action in parser._actions for flag in action.option_strings]

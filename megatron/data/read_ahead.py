@@ -6,11 +6,9 @@ the whole job is for that process alone: it may save and go on reading meanwhile
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from multiprocessing.connection import wait
@@ -18,13 +16,12 @@ from typing import Any
 
 import torch
 
+from megatron.child_process import die_with_parent
 from megatron.data.collate import GuardedCollate, Samples
 from megatron.data.step_predictions import StepPredictions
 from megatron.errors import SampleError
 
-_PR_SET_PDEATHSIG = 1
 _DEATH_SEEN_AFTER_S = 2.0
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class ReadAhead:
@@ -117,7 +114,6 @@ def _death(who: str, how: str) -> RuntimeError:
 def _become_reader(parent: int, number: int) -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)

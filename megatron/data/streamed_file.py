@@ -12,7 +12,6 @@ from types import TracebackType
 import numpy as np
 
 from megatron import files
-from megatron.data import crc
 from megatron.errors import DataError
 
 _COPIED_AT_ONCE = 1 << 28
@@ -58,7 +57,7 @@ class StreamedFile:
                 return
             self._file.flush()
             self._copy(source.fileno(), num_bytes)
-        self.crc32 = crc.combine(self.crc32, crc32, num_bytes)
+        self.crc32 = files.crc32_combine(self.crc32, crc32, num_bytes)
         self.size += num_bytes
 
     def _copy(self, source: int, num_bytes: int) -> None:

@@ -7,17 +7,12 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megatron import accelerators
+from megatron.config.one_line_parser import RaisingParser
 from megatron.errors import ConfigError, DataError
 
 DTYPES = ("fp32", "bf16", "fp64")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the options)")
 
 
 def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -26,7 +21,9 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     Raises:
         ConfigError: naming everything that cannot be.
     """
-    parser = _Parser(allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RaisingParser(
+        allow_abbrev=False, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
     add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
@@ -47,7 +44,10 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--device", default="auto", help="where to compute: auto, cpu, cuda, or the device of a plug-in (auto)")
     add("--model-parallel-size", type=int, default=1, metavar="T", help="ranks that share each layer (1)")
     add("--pipe-parallel-size", type=int, default=1, metavar="P", help="stages that the layers are cut into (1)")
-    args = parser.parse_args(argv)
+    try:
+        args = parser.parse_args(argv)
+    except ValueError as error:
+        raise ConfigError(f"{error} (--help lists the options)") from None
     problems = [*_device_problems(args), *_input_problems(args), *_number_problems(args), *_layout_problems(args)]
     if problems:
         raise ConfigError("\n".join(problems))

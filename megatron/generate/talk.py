@@ -7,9 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
-
-import torch.distributed as dist
 
 from megatron import log
 from megatron.errors import DataError
@@ -79,10 +76,8 @@ def _read_lines(asked: queue.Queue[bytes]) -> None:
 
 def _next(asked: queue.Queue[bytes], world: Group) -> bytes | None:
     """Return the next line, nothing at the end, None when none came in a round."""
-    box: list[Any] = [None]
+    line = None
     if world.rank == 0:
         with suppress(queue.Empty):
-            box = [asked.get(timeout=ROUND_S)]
-    if world.size > 1:
-        dist.broadcast_object_list(box, src=world.ranks[0], group=world.handle)
-    return box[0]
+            line = asked.get(timeout=ROUND_S)
+    return world.broadcast_object(line)

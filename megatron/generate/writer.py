@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron.generate.gpt2 import generate_gpt2, gpt2_limits
 from megatron.generate.part import Part
 from megatron.generate.prompts import Prompts
@@ -78,7 +76,8 @@ class Writer:
             on_token = streaming(self.prompts, rows[batch[0]], on_text) if on_text is not None else None
             given = {"keys": [keys[place] for place in batch], "on_token": on_token}
             found.update(zip(batch, self._generate([rows[place] for place in batch], **given), strict=True))
-        found = self._of_all(found)
+        told = self.data.gather_objects(found)
+        found = {place: tokens for one in told for place, tokens in one.items()}
         return [
             self._answer(text, row, found[place]) for place, (text, row) in enumerate(zip(texts, rows, strict=True))
         ]
@@ -97,13 +96,6 @@ class Writer:
         if prompts.tokens is not None:
             return generate_t5(self.part, rows, start_id=prompts.tokens.start_id, **given)
         return generate_gpt2(self.part, rows, **given)
-
-    def _of_all(self, found: dict[int, list[int]]) -> dict[int, list[int]]:
-        if self.data.size == 1:
-            return found
-        told: list[Any] = [None] * self.data.size
-        dist.all_gather_object(told, found, group=self.data.handle)
-        return {place: tokens for one in told for place, tokens in one.items()}
 
     def _answer(self, text: str, row: list[int], tokens: list[int]) -> Answer:
         is_ended = tokens[-1] == self.prompts.eos_id

@@ -7,7 +7,6 @@ it once, and what a rank has started (data workers) is ended with it. A rank die
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import runpy
 import signal
@@ -19,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 
+from megatron.child_process import die_with_parent
+
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 """What the launcher has handlers for."""
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class RankProcess:
@@ -125,8 +124,7 @@ def start(
 
 def _become_rank(launcher: int, keeps_input: bool) -> None:
     os.setsid()
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if os.getppid() != launcher:  # it died before the line above
         os._exit(1)
     signal.set_wakeup_fd(-1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron.mpu.topology import Topology
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,20 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def gather_objects(self, value: Value) -> list[Value]:
+        """Return what each rank gives, in rank order, on every rank; pickled on the way. Collective."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+    def broadcast_object(self, value: Value) -> Value:
+        """Return what the first rank gives on every rank; pickled on the way. Collective."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=self.ranks[0], group=self.handle)
+        return box[0]
 
 
 SINGLE = Group(ranks=(0,), rank=0)

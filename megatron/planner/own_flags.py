@@ -5,17 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from megatron.config.one_line_parser import OneLineParser
 from megatron.config.option import FAMILIES
 from megatron.planner.devices import SHEETS
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Ends with code 2 and one line, without the usage in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ waited for, ended by force after the deadline, and dies with its parent.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -25,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from megatron import device
+from megatron.child_process import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 Tell = Callable[[str], None]
 
 
@@ -136,7 +135,7 @@ def _work(rank: Rank, folder: str, function: Callable[..., Any], args: tuple[Any
     assert pipe is not None
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         os.environ.update(
             RANK=str(rank.number), LOCAL_RANK=str(rank.number), WORLD_SIZE=str(rank.size),
             LOCAL_WORLD_SIZE=str(rank.size), MASTER_ADDR="localhost", MASTER_PORT="0",

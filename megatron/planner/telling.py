@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from typing import Any
 
+from megatron.log import human_bytes
 from megatron.planner.devices import SHEETS, SLOWER
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.lines import lines
@@ -18,6 +20,7 @@ NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which it does not set
 SHOWN_REMEDIES = 4
 MOST_ROWS = 8
 """Stages that a table shows; of more, the first two, the fullest and the last."""
+_gigabytes = partial(human_bytes, units=("GB", "TB"))
 
 
 def ranking(found: Found, question: Question) -> Iterator[str]:
@@ -163,10 +166,6 @@ def _exposed(found: Estimate) -> float:
 
 def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
-
-
-def _gigabytes(value: float) -> str:
-    return f"{value / 1e9:.2f} GB" if value < 1e12 else f"{value / 1e12:.2f} TB"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

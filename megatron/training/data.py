@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron import device
 from megatron.config import Config
 from megatron.data import ReplicaBatches, SampleOrder
 from megatron.data.collate import Samples
 from megatron.data.ordered import as_ordered
 from megatron.errors import DataError
-from megatron.mpu.groups import Group
 from megatron.training.data_agreement import KINDS, Told, disagreement
 from megatron.training.timed_batches import TimedBatches, UploadedBatches
 from megatron.training.world import World
@@ -102,17 +99,9 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
             datasets = {kind: dataset for kind, dataset in opened.items() if dataset is not None}
         except DataError as error:
             failure = error
-    told = _tell_all(Told.of(datasets, world.reads_data, failure), world.grid.host)
+    told = world.grid.host.gather_objects(Told.of(datasets, world.reads_data, failure))
     problem = next((one.problem for one in told if one.problem), None) or disagreement(told)
     if problem:
         raise DataError(problem)
     known = next((one for one in told if one.reads), told[0])
     return RunData(datasets, known.fingerprint, known.order, known.corpora, "train" in known.prints)
-
-
-def _tell_all(value: Told, host: Group) -> list[Told]:
-    if host.size == 1:
-        return [value]
-    everyone: list[Any] = [None] * host.size
-    dist.all_gather_object(everyone, value, group=host.handle)
-    return everyone

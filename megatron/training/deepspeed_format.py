@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron import device, files
 from megatron.checkpoint import Checkpoint
@@ -185,7 +184,5 @@ def _joined(shares: list[dict[str, FileFacts]]) -> dict[str, FileFacts]:
 
 def _rng_of_replicas(world: World) -> dict[int, dict[str, torch.Tensor]]:
     """Return the states of the generators of the ranks that hold what this rank holds, by rank. Collective."""
-    states: list[Any] = [device.rng_states(world.kind)] * world.grid.host.size
-    if world.grid.host.handle is not None:
-        dist.all_gather_object(states, states[0], group=world.grid.host.handle)
+    states = world.grid.host.gather_objects(device.rng_states(world.kind))
     return {rank: states[rank] for rank in world.grid.data.ranks}

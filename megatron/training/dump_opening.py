@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.debug.folder import Writer, write_manifest
@@ -45,25 +44,18 @@ def open_dump(config: Config, world: World, modules: Sequence[str], parameters: 
         writer.make()
     except OSError as error:
         problem = f"{world.name}: {error}"
-    if problems := [each for each in _told_by_all(problem, world) if each]:
+    if problems := [each for each in world.grid.host.gather_objects(problem) if each]:
         raise ConfigError(f"--debug-dump must name a folder that every rank can write to, got {'; '.join(problems)}")
     return writer
 
 
 def _check_pattern(pattern: re.Pattern[str], world: World, modules: Sequence[str], parameters: Sequence[str]) -> None:
-    if not any(_told_by_all(any(map(pattern.search, (*modules, *parameters))), world)):
+    is_known = any(map(pattern.search, (*modules, *parameters)))
+    if not any(world.grid.host.gather_objects(is_known)):
         raise ConfigError(
             f"--debug-dump-modules must match a module or parameter, got {pattern.pattern!r}, which matches none of "
             f"{', '.join(modules[:MOST_NAMES])}, ... of {world.name}"
         )
-
-
-def _told_by_all(own: Any, world: World) -> list[Any]:
-    """Return what each rank has to say. Collective."""
-    told = [own] * world.grid.host.size
-    if len(told) > 1:
-        dist.all_gather_object(told, own, group=world.grid.host.handle)
-    return told
 
 
 def _facts(config: Config, world: World) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
 from megatron.mpu.grads import square_of_norm
@@ -63,10 +62,7 @@ def group_of(name: str) -> str:
 
 def _of_all_ranks(names: Iterable[str], world: World) -> list[str]:
     """Return the groups that any rank has, layers by number. Collective."""
-    own, host = sorted(set(names)), world.grid.host
-    every: list[list[str]] = [own] * host.size
-    if host.size > 1:
-        dist.all_gather_object(every, own, group=host.handle)
+    every = world.grid.host.gather_objects(sorted(set(names)))
     return sorted({name for each in every for name in each}, key=_by_number)
 
 

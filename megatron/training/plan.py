@@ -10,10 +10,11 @@ from typing import Any
 from megatron import accelerators, cost
 from megatron.config import Config, T5Config
 from megatron.errors import ConfigError
+from megatron.log import human_bytes
 from megatron.mpu.topology import Topology
 from megatron.stages import AUTO, bubble, by_default, candidates, in_flight, pieces_on, t5_units
 from megatron.training.plan_data import data_text, sample_rows
-from megatron.training.screen import Screen, human_bytes, human_count
+from megatron.training.screen import Screen, human_count
 from megatron.training.stand_in import StandInTokenizer
 from megatron.training.vocabulary import tokens_of, with_tokenizer, with_vocabulary
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron import files, log
@@ -74,7 +73,8 @@ class Profiler:
         folder, rank = self.run.folder / FOLDER, self.run.world.rank
         own = _tried(lambda: _ended(taken)) or []
         _tried(lambda: _write_trace(taken, folder / f"rank{rank}.json.gz"))
-        operators = _of_all_ranks(self.run, own)  # of no rank is it left out: the others wait for it
+        every = self.run.world.grid.host.gather_objects(own)  # of no rank is it left out: the others wait for it
+        operators = joined(every)
         if self.run.screen is None:
             return
         world_size = self.run.world.grid.topology.world_size
@@ -94,14 +94,6 @@ class Profiler:
         taken, self._profile = self._profile, None
         if taken is not None:
             _tried(taken.stop)
-
-
-def _of_all_ranks(run: Run, own: list[Operator]) -> list[Operator]:
-    host = run.world.grid.host
-    every: list[list[Operator]] = [own] * host.size
-    if host.size > 1:
-        dist.all_gather_object(every, own, group=host.handle)
-    return joined(every)
 
 
 def _ended(taken: profile) -> list[Operator]:

@@ -51,10 +51,10 @@ def compare_ranks(config: Config, grid: Grid) -> None:
     mine = facts(config)
     common = sorted((name, told) for name, told in mine.items() if not name.startswith("code"))
     digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
-    found = _gather((digest, mine.get("code")), grid)  # some 100 bytes; all else only if something differs
+    found = grid.host.gather_objects((digest, mine.get("code")))  # some 100 bytes; all else only if something differs
     if len({digest for digest, _ in found}) == 1 and len({code for _, code in found if code is not None}) == 1:
         return
-    rows = list(differences(_gather(mine, grid)))
+    rows = list(differences(grid.host.gather_objects(mine)))
     shown = rows[:MOST_ROWS] + ([f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
     raise ConfigError(
         "all ranks must run the same code with the same versions, arguments and environment; they differ in\n  "
@@ -73,7 +73,8 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
         return
     chosen = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
     ranks_of: dict[tuple[str, str], dict[int, str]] = {}
-    for rank, (host, device_there, told) in enumerate(_gather((gethostname(), identity(place), chosen), grid)):
+    places = grid.host.gather_objects((gethostname(), identity(place), chosen))
+    for rank, (host, device_there, told) in enumerate(places):
         if device_there:
             ranks_of.setdefault((host, device_there), {})[rank] = told
     shared = {which: ranks for which, ranks in ranks_of.items() if len(ranks) > 1}
@@ -141,12 +142,6 @@ def commit(root: Path) -> str:
         return next((line.split()[0] for line in packed if line.endswith(f" {reference}")), "unknown")
     except OSError:
         return "unknown"
-
-
-def _gather(mine: Any, grid: Grid) -> list[Any]:
-    everyone: list[Any] = [None] * grid.world.size
-    dist.all_gather_object(everyone, mine, group=grid.host.handle)
-    return everyone
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

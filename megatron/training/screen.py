@@ -71,14 +71,6 @@ def human_count(value: float) -> str:
     return f"{value:.3g}"
 
 
-def human_bytes(value: float) -> str:
-    """Return 1.5 GiB for 1610612736."""
-    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.0f} B"
-
-
 def human_time(seconds: float) -> str:
     """Return 1:02:03, or 2:03 below an hour."""
     minutes, second = divmod(round(max(seconds, 0)), 60)

@@ -6,9 +6,6 @@ import os
 import platform
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from megatron.checkpoint.visibility import Patience
 from megatron.errors import ConfigError
@@ -25,14 +22,13 @@ def check_shared(folder: Path, world: World) -> None:
         ConfigError: a node does not see it; on all ranks alike.
     """
     host = world.grid.host
-    if host.handle is None:
+    if host.size == 1:
         return
     probe = by_rank_0(world, lambda: _leave_probe(folder))
     if world.local_rank == 0:
         Patience().wait_for(probe)
     is_blind = world.local_rank == 0 and not probe.exists()
-    told: list[Any] = [None] * host.size
-    dist.all_gather_object(told, platform.node() if is_blind else None, group=host.handle)
+    told = host.gather_objects(platform.node() if is_blind else None)
     by_rank_0(world, lambda: _judge(probe, sorted({name for name in told if name is not None})))
 
 

@@ -61,11 +61,9 @@ def test_an_interrupt_ends_its_own_rank_as_it_would_anywhere_and_the_others_say_
 
 def _save_where_one_raises_and_stays(rank, root, error):
     """As ``_save_where_one_raises``; rank 1 takes rank 0's last word, as its exit would end rank 0's telling."""
-    from megatron.checkpoint.agree import broadcast
-
     found = _save_where_one_raises(rank, root, error)
     if rank:
-        broadcast(world_of(rank, 2), None)
+        world_of(rank, 2).broadcast_object(None)
     return found
 
 

@@ -7,22 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron import files
-from megatron.checkpoint import crc32, open_checkpoint, verify
+from megatron.checkpoint import open_checkpoint, verify
 from megatron.errors import CheckpointError
 from tests.checkpoint.samples import assert_holds, save_alone, world_of
 from tests.harness import run_ranks
-
-
-@given(st.lists(st.binary(max_size=40), min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
-def test_the_crc_of_a_whole_is_joined_from_its_parts(parts):
-    whole = b"".join(parts)
-    assert crc32.joined([(zlib.crc32(part), len(part)) for part in parts]) == zlib.crc32(whole)
-
-
-def test_a_long_part_is_joined_as_a_short_one():
-    head, tail = b"head", bytes(1 << 20)
-    assert crc32.joined([(zlib.crc32(head), 4), (zlib.crc32(tail), len(tail))]) == zlib.crc32(head + tail)
 
 
 @given(size=st.integers(0, 40), chunk=st.integers(1, 9), cut=st.integers(0, 40))

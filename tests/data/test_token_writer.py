@@ -8,29 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron.data import TokenFile, TokenFileWriter, crc, index_format, streamed_file
+from megatron.data import TokenFile, TokenFileWriter, index_format, streamed_file
 from megatron.data.index_writer import index_chunks
 from megatron.errors import DataError
 from tests.data.token_data import write
-
-
-@settings(max_examples=30)
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_the_crc_of_two_pieces_follows_from_theirs(first: bytes, second: bytes) -> None:
-    assert crc.combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
-
-
-def test_the_crc_of_pieces_of_gigabytes_follows_too() -> None:
-    block = bytes(range(256)) * 4096
-    crc32 = whole = zlib.crc32(block)
-    for doubled in range(4):
-        crc32 = crc.combine(crc32, crc32, len(block) << doubled)
-    for _ in range(15):
-        whole = zlib.crc32(block, whole)
-    assert crc32 == whole
 
 
 @pytest.mark.parametrize("lengths", [[], [3], [1, 2, 3, 4, 5, 6, 7]])

@@ -10,9 +10,9 @@ import pytest
 
 from megatron import cost
 from megatron.config import parse
+from megatron.log import human_bytes
 from megatron.mpu.topology import Topology
 from megatron.training.plan import stage_memory
-from megatron.training.screen import human_bytes
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIZE = r"[\d.]+ [KMG]iB"

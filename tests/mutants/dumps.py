@@ -275,8 +275,8 @@ DUMPS = (
     Mutant(
         "modules must be found on every stage",
         "megatron/training/dump_opening.py",
-        "    if not any(_told",
-        "    if not all(_told",
+        "    if not any(world",
+        "    if not all(world",
         (f"{OPENING}::test_a_dump_of_no_module_is_refused_and_one_of_another_stage_is_not",),
         refuses=True,
     ),

@@ -161,8 +161,8 @@ GENERATE = (
     Mutant(
         "replicas answer each other's prompts",
         "megatron/generate/writer.py",
-        "        found = self._of_all(found)\n",
-        "        found = self._of_all(dict(zip(sorted(found), found.values(), strict=True)))\n",
+        "self.data.gather_objects(found)",
+        "self.data.gather_objects(dict(zip(sorted(found), found.values(), strict=True)))",
         (f"{LAYOUT}[gpt2-layout4]",),
     ),
     Mutant(

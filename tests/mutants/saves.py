@@ -194,17 +194,25 @@ SAVES = (
     ),
     Mutant(
         "a file that its holder has just removed counts as the lock",
-        "megatron/training/run_lock.py",
-        "        if not _is_file(descriptor, self.path):\n            os.close(descriptor)\n            return None\n",
+        "megatron/file_lock.py",
+        "            if not isinstance(problem, BlockingIOError) and not _is_file(descriptor, self.path):\n"
+        "                return None\n",
         "",
         (f"{LOCK}::test_a_file_that_was_removed_meanwhile_is_no_lock",),
     ),
     Mutant(
         "any job may enter a folder",
-        "megatron/training/run_lock.py",
+        "megatron/file_lock.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         (f"{LOCK}::test_the_second_job_is_told_who_the_first_one_is",),
+    ),
+    Mutant(
+        "what rank 0 has forked holds the folder after it",
+        "megatron/training/run_lock.py",
+        '"lockf"',
+        '"flock"',
+        (f"{LOCK}::test_what_a_rank_has_forked_does_not_hold_its_lock",),
     ),
     Mutant(
         "a holder that has not said who it is counts as nobody's",

@@ -65,10 +65,10 @@ STORE = (
     ),
     Mutant(
         "checksums are joined as if all segments were one byte",
-        "megatron/checkpoint/crc32.py",
-        "_x_to(8 * part[1])",
+        "megatron/files.py",
+        "_x_to(8 * second_bytes)",
         "_x_to(8)",
-        ("tests/checkpoint/test_verify.py::test_a_long_part_is_joined_as_a_short_one",),
+        ("tests/test_files.py::test_the_crc_of_a_long_piece_follows_as_that_of_a_short_one",),
     ),
     Mutant(
         "a missing shard of a local disk is waited for",

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,9 +19,9 @@ from tests.tds.toys import Toy, make_engine
 PROGRAM = """
 import resource
 import torch
-from {module} import {name} as keep
+from tds.host_memory import keep_freed
 
-print(keep())
+print(keep_freed())
 for step in range(25):
     if step == 1:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,33 +31,28 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def later_faults(keep: Any, **environment: str) -> tuple[str, int]:
+def later_faults(**environment: str) -> tuple[str, int]:
     """Return (whether memory is kept, pages that the system hands out for tensors of 36 MiB after the first step).
 
     Above 32 MiB glibc by itself never keeps one; below, that depends on what lies behind it in the heap. Many steps: a
     small object may come to lie within what one step has freed, and the next then takes new pages for a tensor or two.
     """
-    program = PROGRAM.replace("{module}", keep.__module__).replace("{name}", keep.__name__)
     settings = {**os.environ, "DS_ACCELERATOR": "cpu", **environment}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=settings)
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=settings)
     is_kept, faults = result.stdout.split()
     return is_kept, int(faults)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
-@pytest.mark.parametrize(
-    "keep", [host_memory.keep_freed, pytest.param(device.keep_freed_memory, marks=pytest.mark.slow)]
-)
-def test_freed_tensors_are_kept_unless_the_user_has_set_the_allocator(keep: Any) -> None:
-    (is_kept, faults), (is_kept_then, faults_then) = later_faults(keep), later_faults(keep, MALLOC_ARENA_MAX="2")
+def test_freed_tensors_are_kept_unless_the_user_has_set_the_allocator() -> None:
+    (is_kept, faults), (is_kept_then, faults_then) = later_faults(), later_faults(MALLOC_ARENA_MAX="2")
     assert (is_kept, is_kept_then) == ("True", "False")
     assert faults < faults_then / 4
 
 
-@pytest.mark.parametrize("keep", [host_memory.keep_freed, device.keep_freed_memory])
 @pytest.mark.parametrize(("most", "kept"), [(2**40, 2**30), (2**25, 2**25), (0, None)])
 def test_older_releases_of_glibc_keep_what_they_can(
-    monkeypatch: pytest.MonkeyPatch, keep: Any, most: int, kept: int | None
+    monkeypatch: pytest.MonkeyPatch, most: int, kept: int | None
 ) -> None:
     """They refuse more than 32 MiB; the trim threshold alone would make all larger tensors new pages."""
     calls: list[tuple[int, int]] = []
@@ -71,11 +65,17 @@ def test_older_releases_of_glibc_keep_what_they_can(
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
     for variable in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
         monkeypatch.delenv(variable)
-    assert keep() == (kept is not None)
+    assert host_memory.keep_freed() == (kept is not None)
     taken = [] if kept is None else [(host_memory.MMAP_THRESHOLD, kept), (host_memory.TRIM_THRESHOLD, 2**30)]
     assert calls == taken
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")
-    assert not keep() and calls == taken
+    assert not host_memory.keep_freed() and calls == taken
+
+
+def test_a_training_without_a_pipeline_asks_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for will in (True, False):
+        monkeypatch.setattr(host_memory, "keep_freed", lambda will=will: will)
+        assert device.keep_freed_memory() is will
 
 
 def _asked(rank: int) -> int:

@@ -9,12 +9,12 @@ import pytest
 from megatron import cost, device
 from megatron.config import Config, parse
 from megatron.errors import ConfigError, DataError
+from megatron.log import human_bytes
 from megatron.mpu.topology import Topology
 from megatron.training import plan, vocabulary
 from megatron.training.forecast import simulated_bubble
 from megatron.training.plan import dry_run, plan_rows
 from megatron.training.report import Rates
-from megatron.training.screen import human_bytes
 from megatron.training.stand_in import StandInTokenizer
 from megatron.training.vocabulary import with_tokenizer
 

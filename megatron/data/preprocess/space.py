@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron import files
 from megatron.data.preprocess.counts import Counts
 from megatron.data.preprocess.records import Unit
 from megatron.errors import DataError
+from megatron.log import human_bytes
 
 _BYTES_PER_TOKEN_AT_MOST = 8
 """Bytes of text that a token stands for; few tokenizers reach it, so less room than that is never enough."""
 
 _IDX_BYTES_PER_DOCUMENT, _LEN_BYTES_PER_DOCUMENT = 20, 4
+
+_megabytes = partial(human_bytes, units=("MB", "GB"), digits=1)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used up quota, a limit on the size of files."""
@@ -69,7 +73,3 @@ def _check(folder: Path, needed: int, what: str) -> None:
             f"{what} {_megabytes(needed)} in {folder}, {_megabytes(free)} are free. Make room, or give another "
             "--output-prefix."
         )
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import os
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from megatron.child_process import die_with_parent
 from megatron.data.preprocess.compressed import check_is_whole
 from megatron.data.preprocess.counts import Counts, total
 from megatron.data.preprocess.encode import Encoder, in_chunks
@@ -22,8 +22,6 @@ from megatron.data.preprocess.units import read_unit
 from megatron.errors import DataError
 
 _SECONDS_BETWEEN_REPORTS = 0.2
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if os.uname().sysname == "Linux" else None
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ def run(connection: Connection, work: Work, parent: int) -> None:
 
 
 def _become_worker(parent: int) -> None:
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job ends its workers, also on Ctrl-C

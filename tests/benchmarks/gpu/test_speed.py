@@ -22,12 +22,12 @@ from benchmarks.looking import kernels_of, look
 from benchmarks.sizes import GPTSizes, LlamaSizes, T5Sizes
 from benchmarks.turns import PRODUCT, Record, Work
 from megatron import cost
+from megatron.log import human_bytes
 from megatron.mpu.topology import Topology
 from megatron.planner import devices
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
 from megatron.training.plan import plan_rows
-from megatron.training.screen import human_bytes
 
 GIB = 2**30
 SIZES = GPTSizes(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=1024, seq_length=128)
