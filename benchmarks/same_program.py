@@ -210,7 +210,7 @@ def words(job: Job) -> Iterator[Check]:
         yield f"--help of {program}", partial(same_text, job, partial(run_any, command=f"{program} --help"))
     (job.folder / "bad.json").write_text('{"train_batch_size": "some", "no_such_key": 1}', encoding="utf-8")
     for family, ranks, flags in LAYOUTS:
-        command = f"{PROGRAMS[family]} {SIZES} --data-path none --vocab-size 8192 --dry-run {flags}"
+        command = f"{PROGRAMS[family]} {SIZES} {job.data()} --dry-run {flags}"
         run = partial(run_any, command=command, env={"WORLD_SIZE": str(ranks)})
         yield f"--dry-run of {family} on {ranks} ranks {flags}", partial(same_text, job, run, "exit code 0")
     for program, flags in BAD_INPUTS:
@@ -241,7 +241,7 @@ def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") ->
     found = compare.differing_texts("differences (- there, + here)", here, other)
     last = other.rstrip().rpartition("\n")[2]
     if ending and not re.fullmatch(ending, last):
-        found.append(f"the other's must end with {ending!r}, got {last!r}")
+        found.append(f"the other's must end with {ending!r}, got {other.strip()[-500:]!r}")
     return found, f"{len(other.splitlines())} lines" + (f", {last}" if ending else "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,8 +64,9 @@ class Job:
 
     def data(self) -> str:
         """Return the flags of token files of the repository's texts, which the other checkout writes once."""
-        prefix, tokenizer = self.folder / "texts", self.other.root / "tests/golden/tokenizer.json"
+        prefix, tokenizer = self.folder / "texts", self.folder / "tokenizer.json"
         if not prefix.with_suffix(".idx").exists():
+            shutil.copy(self.other.root / "tests/golden/tokenizer.json", tokenizer)
             tokenize(self.other, sorted((self.other.root / "examples/corpus").glob("*/*.txt")), tokenizer, prefix)
         return f"--data-path {prefix} --tokenizer-path {tokenizer}"
 
