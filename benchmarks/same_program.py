@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.same_program_parts import compare  # noqa: E402
-from benchmarks.same_program_parts.cases import BAD_INPUTS, CLIPS, GRID, LAYOUTS, PROGRAMS, SIZES, STOP  # noqa: E402
+from benchmarks.same_program_parts.cases import BAD_INPUTS, CLIPS, GRID, LAYOUTS, NORM_WITHIN, PROGRAMS, SIZES, STOP  # noqa: E402
 from benchmarks.same_program_parts.checkout import Check, Checkout, Found, Job, tokenize  # noqa: E402
 from benchmarks.same_program_parts.speed import BENCHMARKS, speed  # noqa: E402
 
@@ -61,20 +61,22 @@ def same_training(job: Job, family: str, flags: str, within: float) -> Found:
 
 def same_runs(here: Path, other: Path, within: float, steps: int) -> Found:
     """Compare losses, gradient norms and the last checkpoint of two runs; the shorter one says from which step."""
-    told = [read_losses(run) for run in (here, other)]
-    first = max(min(each) for each in told)
-    one, two = ({step: loss for step, loss in each.items() if step >= first} for each in told)
-    found = compare.differing_numbers("loss and norm of step", one, two, within)
+    found: list[str] = []
+    for key, allowed in (("loss", within), ("grad_norm", NORM_WITHIN)):
+        told = [read_metric(run, key) for run in (here, other)]
+        first = max(min(each) for each in told)
+        one, two = ({step: value for step, value in each.items() if step >= first} for each in told)
+        found += compare.differing_numbers(f"{key} of step", one, two, allowed)
     found += compare.differing_numbers("tensor", read_checkpoint(here), read_checkpoint(other), within)
     if max(told[1]) != steps:
         found.append(f"the run of {other} must reach step {steps}, got {max(told[1])}")
-    return found, f"{len(two)} steps, last loss {told[0][max(told[0])][0]:.4f}"
+    return found, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(one)]:.4f}"
 
 
-def read_losses(run: Path) -> dict[int, tuple[float, float]]:
-    """Return by step the loss and the gradient norm."""
+def read_metric(run: Path, key: str) -> dict[int, float]:
+    """Return a metric of training by step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if row["kind"] == "train"}
+    return {row["step"]: row[key] for row in rows if row["kind"] == "train"}
 
 
 def checkpoint_of(run: Path, step: int | None = None) -> Path:
@@ -125,7 +127,15 @@ def same_after_resume(job: Job, family: str, form: str) -> Found:
     run = job.folder / f"resume-{family}-{form}"
     whole = job.other.train(family, run / "other", job.data(), f"{flags} --save-interval {STOP}")
     flags += f" --load {checkpoint_of(whole, STOP)}"
-    return same_runs(job.here.train(family, run / "here", job.data(), flags), whole, 0.0, 6)
+    return same_resumed(job.here.train(family, run / "here", job.data(), flags), whole)
+
+
+def same_resumed(here: Path, whole: Path) -> Found:
+    """Compare a run that went on from step STOP with one that never stopped."""
+    found, told = same_runs(here, whole, 0.0, 6)
+    if (first := min(read_metric(here, "loss"))) != STOP + 1:
+        found.append(f"the resumed run must begin with step {STOP + 1}, began with {first}")
+    return found, told
 
 
 def same_fixtures(job: Job) -> Found:
@@ -180,7 +190,8 @@ def keys_in(path: Path) -> set[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return set(compare.keys_of(json.loads(text)))
-    return {key for row in map(json.loads, text.splitlines()) for key in compare.keys_of(row, row.get("kind", ""))}
+    rows = [json.loads(line) for line in text.splitlines() if line]
+    return {key for row in rows for key in compare.keys_of(row, row.get("kind", ""))}
 
 
 def same_plan(job: Job) -> Found:

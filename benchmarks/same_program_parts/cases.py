@@ -16,6 +16,8 @@ SIZES = (
 GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
 CLIPS = {"--fp32 --clip-grad 0": 0.0, "--fp64 --clip-grad 0.1": 1e-12, "--fp32 --clip-grad 0.1": 1e-6}
 """Flags -> how far apart losses and tensors may be; every step's norm is above 0.1."""
+NORM_WITHIN = 1e-5
+"""How far apart the logged norms may be, which round as they are summed; with --clip-grad 0 they act on nothing."""
 STOP = 3
 """Step whose checkpoint is resumed."""
 LAYOUTS = [

@@ -79,4 +79,4 @@ Check = tuple[str, Callable[[], Found]]
 def tokenize(where: Checkout, texts: Sequence[Path], tokenizer: Path, prefix: Path, code: int = 0) -> None:
     """Write the token files ``prefix`` of ``texts``."""
     inputs = ["--input", *map(str, texts), "--tokenizer-path", str(tokenizer), "--output-prefix", str(prefix)]
-    where.run(["tools/preprocess_data.py", *inputs, "--workers", "2"], code=code)
+    where.run(["tools/preprocess_data.py", *inputs, "--workers", "1"], code=code)

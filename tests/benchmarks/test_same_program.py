@@ -55,6 +55,14 @@ def test_a_planted_loss_is_found_unless_it_is_within_what_is_allowed(
     assert is_same or "step" in found[0] and "most at 4" in found[0]
 
 
+def test_the_last_bit_of_a_norm_may_differ_and_no_more(tmp_path: Path) -> None:
+    other = made_run(tmp_path / "b", LOSSES)
+    last_bit = LOSSES | {4: (LOSSES[4][0], float(np.nextafter(np.float32(1.5), np.float32(2))))}
+    assert same_program.same_runs(made_run(tmp_path / "a", last_bit), other, 0.0, 6)[0] == []
+    more = LOSSES | {4: (LOSSES[4][0], 1.501)}
+    assert "grad_norm of step" in same_program.same_runs(made_run(tmp_path / "c", more), other, 0.0, 6)[0][0]
+
+
 def test_a_planted_weight_is_found_by_its_name(tmp_path: Path) -> None:
     here = made_run(tmp_path / "a", LOSSES, weight=np.nextafter(0.25, 1))
     found, _ = same_program.same_runs(here, made_run(tmp_path / "b", LOSSES), 0.0, 6)
@@ -64,9 +72,11 @@ def test_a_planted_weight_is_found_by_its_name(tmp_path: Path) -> None:
 def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path: Path) -> None:
     other = made_run(tmp_path / "b", LOSSES)
     resumed = {step: loss for step, loss in LOSSES.items() if step > 3}
-    assert same_program.same_runs(made_run(tmp_path / "a", resumed), other, 0.0, 6)[0] == []
-    resumed[5] = (resumed[5][0], 1.25)
-    assert same_program.same_runs(made_run(tmp_path / "c", resumed), other, 0.0, 6)[0] != []
+    assert same_program.same_resumed(made_run(tmp_path / "a", resumed), other) == ([], "3 steps, last loss 6.2500")
+    resumed[5] = (resumed[4][0], 1.5)
+    assert same_program.same_resumed(made_run(tmp_path / "c", resumed), other)[0] != []
+    from_the_start, _ = same_program.same_resumed(made_run(tmp_path / "d", LOSSES), other)
+    assert from_the_start == ["the resumed run must begin with step 4, began with 1"]
 
 
 def test_a_run_that_ends_early_is_not_the_same(tmp_path: Path) -> None:
@@ -110,7 +120,7 @@ def test_a_file_with_another_byte_and_a_key_that_is_lost_are_found(tmp_path: Pat
     assert compare.differing_bytes({"a.bin": b"1"}, {"a.bin": b"1"}) == []
     assert compare.differing_bytes({"a.bin": b"1"}, {"a.bin": b"2"}) == ["a.bin: other bytes"]
     assert compare.differing_bytes({}, {"a.bin": b"2"})[0] == "files: lost a.bin"
-    (tmp_path / "m.jsonl").write_text('{"kind": "train", "a": [{"b": 1}]}\n{"kind": "save", "c": 2}\n')
+    (tmp_path / "m.jsonl").write_text('{"kind": "train", "a": [{"b": 1}]}\n\n{"kind": "save", "c": 2}\n')
     keys = same_program.keys_in(tmp_path / "m.jsonl")
     assert {"train/a", "train/a[]/b", "save/c"} < keys
     assert compare.differing_names("m.jsonl", keys - {"save/c"}, keys) == ["m.jsonl: lost save/c"]
