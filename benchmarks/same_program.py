@@ -67,10 +67,12 @@ def same_runs(here: Path, other: Path, within: float, steps: int) -> Found:
         first = max(min(each) for each in told)
         one, two = ({step: value for step, value in each.items() if step >= first} for each in told)
         found += compare.differing_numbers(f"{key} of step", one, two, allowed)
-    found += compare.differing_numbers("tensor", read_checkpoint(here), read_checkpoint(other), within)
+    tensors = read_checkpoint(here), read_checkpoint(other)
+    found += compare.differing_numbers("tensor", *tensors, within)
     if max(told[1]) != steps:
         found.append(f"the run of {other} must reach step {steps}, got {max(told[1])}")
-    return found, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(one)]:.4f}"
+    apart = f"tensors up to {compare.furthest(*tensors)[0]:.1e} apart"
+    return found, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(one)]:.4f}, {apart}"
 
 
 def read_metric(run: Path, key: str) -> dict[int, float]:
@@ -154,7 +156,7 @@ def fixtures_pass(job: Job) -> Found:
     files = [str(path) for name in names for path in sorted((job.here.root / "tests").rglob(name))]
     if len(files) != len(names):
         return [f"tests must have one {' and one '.join(names)}, found {files}"], ""
-    return [], job.here.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *files]).splitlines()[-1]
+    return [], job.here.run(["-m", "pytest", "-p", "no:cacheprovider", *files]).splitlines()[-1]
 
 
 def files(job: Job) -> Iterator[Check]:

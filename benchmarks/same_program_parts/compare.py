@@ -21,18 +21,26 @@ def differing_numbers(what: str, here: Mapping[Any, Any], other: Mapping[Any, An
     found = differing_names(f"names of {what}", here, other)
     if not other:
         found.append(f"{what}: there are none to compare")
-    worst, where = 0.0, None
     for name in here.keys() & other.keys():
         one, two = np.asarray(here[name]), np.asarray(other[name])
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             found.append(f"{what} {name}: {one.dtype} {one.shape} here, {two.dtype} {two.shape} there")
-        elif one.tobytes() != two.tobytes():
-            distance = float(np.max(np.abs(one.astype(np.float64) - two.astype(np.float64))))
-            if where is None or not distance <= worst:  # NaN is the worst
-                worst, where = distance, name
+    worst, where = furthest(here, other)
     if where is not None and not (within and worst <= within):
         found.append(f"{what}: up to {worst:.2e} apart, most at {where}; allowed {within or 'no bit'}")
     return found
+
+
+def furthest(here: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[float, Any]:
+    """Return the largest absolute difference and its name; (0, None): those of one form are the same to the bit."""
+    worst, where = 0.0, None
+    for name in here.keys() & other.keys():
+        one, two = np.asarray(here[name]), np.asarray(other[name])
+        if (one.shape, one.dtype) == (two.shape, two.dtype) and one.tobytes() != two.tobytes():
+            distance = float(np.max(np.abs(one.astype(np.float64) - two.astype(np.float64))))
+            if where is None or not distance <= worst:  # NaN is the worst
+                worst, where = distance, name
+    return worst, where
 
 
 def differing_names(what: str, here: Iterable[Any], other: Iterable[Any]) -> list[str]:

@@ -41,7 +41,7 @@ def made_job(folder: Path, reasons: dict[str, str] | None = None, pairs: int = 1
 
 def test_equal_runs_are_the_same(tmp_path: Path) -> None:
     here, other = made_run(tmp_path / "a", LOSSES), made_run(tmp_path / "b", LOSSES)
-    assert same_program.same_runs(here, other, 0.0, 6) == ([], "6 steps, last loss 6.2500")
+    assert same_program.same_runs(here, other, 0.0, 6) == ([], "6 steps, last loss 6.2500, tensors up to 0.0e+00 apart")
 
 
 @pytest.mark.parametrize(("within", "is_same"), [(0.0, False), (1e-12, True), (1e-16, False)])
@@ -72,7 +72,10 @@ def test_a_planted_weight_is_found_by_its_name(tmp_path: Path) -> None:
 def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path: Path) -> None:
     other = made_run(tmp_path / "b", LOSSES)
     resumed = {step: loss for step, loss in LOSSES.items() if step > 3}
-    assert same_program.same_resumed(made_run(tmp_path / "a", resumed), other) == ([], "3 steps, last loss 6.2500")
+    assert same_program.same_resumed(made_run(tmp_path / "a", resumed), other) == (
+        [],
+        "3 steps, last loss 6.2500, tensors up to 0.0e+00 apart",
+    )
     resumed[5] = (resumed[4][0], 1.5)
     assert same_program.same_resumed(made_run(tmp_path / "c", resumed), other)[0] != []
     from_the_start, _ = same_program.same_resumed(made_run(tmp_path / "d", LOSSES), other)
