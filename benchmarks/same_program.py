@@ -29,6 +29,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -333,6 +334,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; return the exit code."""
     args = parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the temporary folder goes then, too
     with tempfile.TemporaryDirectory(prefix="same-program-") as folder:
         os.environ["TMPDIR"] = folder  # orders of documents and stores of the runs go with it
         failed = judge(Job(Checkout(ROOT), Checkout(args.other.resolve()), Path(folder), args, args.reasons), args.only)
