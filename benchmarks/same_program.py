@@ -19,7 +19,7 @@ Both checkouts run as subprocesses of this Python with PYTHONPATH of their own. 
 DIFFERS; after a failure the next one goes on. --reasons names a file of lines ``NAME -- reason``: a lost test
 (``test_x.py::test_y``), or a line of words or speed (``words: docs/flags.md``), that may differ; NAME* is a beginning.
 Ends with code 1 if anything differs. All parts but speed take about 15 minutes on 2 cores, speed about 40; speed wants
-a machine that does nothing else.
+a machine that does nothing else, and leaves sample data in both checkouts (data/sample, which git ignores).
 """
 
 from __future__ import annotations

@@ -28,9 +28,13 @@ def same_speed(job: Job, measure: Callable[..., dict[str, float]]) -> Found:
     for number in range(job.args.pairs):
         turns = [job.here, job.other][:: 1 if number % 2 else -1]
         took = {where: measure(job, where) for where in turns}
+        shared: dict[str, list[str]] = {}
         for name in took[job.here].keys() & took[job.other].keys():
-            ratios.setdefault(name, []).append(took[job.here][name] / took[job.other][name])
-            seconds.setdefault(name, []).append(took[job.here][name])
+            shared.setdefault(" ".join(name.split()[:2]), []).append(name)  # cuts of a schedule count as one
+        for what, names in shared.items():
+            each = [took[job.here][name] / took[job.other][name] for name in names]
+            ratios.setdefault(what, []).append(statistics.median(each))
+            seconds.setdefault(what, []).append(statistics.median(took[job.here][name] for name in names))
     return judge_speed(ratios, seconds, job.args.pairs)
 
 
@@ -60,9 +64,9 @@ def step_time(job: Job, where: Checkout, case: str) -> dict[str, float]:
 
 
 def pipeline(job: Job, where: Checkout, case: str) -> dict[str, float]:
-    """Return seconds by schedule and cut: where the two chose other cuts by their times, nothing is compared."""
+    """Return seconds by schedule and cut: cuts, which are chosen by times, are compared where both have them."""
     out = job.folder / "pipeline"
-    flags = f"--cases main --micro-batches 8 --cuts 1 --only {case} --rounds 3 --out {out}"
+    flags = f"--cases main --micro-batches 8 --cuts 3 --only {case} --rounds 3 --out {out}"
     where.run(["benchmarks/pipeline.py", *flags.split(), *(["--smoke"] if job.args.tiny else [])])
     turns: dict[str, list[float]] = {}
     for row in map(json.loads, (out / "turns.jsonl").read_text().splitlines()):

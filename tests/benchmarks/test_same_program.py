@@ -173,6 +173,18 @@ def test_a_slower_checkout_is_found_in_interleaved_pairs(tmp_path: Path, slower:
     assert len(order) == 30 and order[:4] == [job.other, job.here, job.here, job.other]
 
 
+def test_cuts_that_both_have_count_as_one_and_others_not_at_all(tmp_path: Path) -> None:
+    job = made_job(tmp_path, pairs=3)
+    took = {
+        job.here: {"ours 1f1b 4+4": 1.2, "ours 1f1b 3+5": 1.0, "ours 1f1b 2+6": 9.0},
+        job.other: {"ours 1f1b 4+4": 1.0, "ours 1f1b 3+5": 1.0, "ours 1f1b 5+3": 1.0},
+    }
+    found, told = speed.same_speed(job, lambda job, where: took[where])
+    assert told.startswith("ours 1f1b: 1.100 times") and "3 pairs" in told and len(found) == 1
+    del took[job.here]["ours 1f1b 4+4"], took[job.here]["ours 1f1b 3+5"]
+    assert "3 pairs must be comparable" in speed.same_speed(job, lambda job, where: took[where])[0][0]
+
+
 def test_a_slow_help_and_too_few_pairs_are_found() -> None:
     ratios = {"--help": [1.0] * 15}
     assert speed.judge_speed(ratios, {"--help": [0.3] * 15}, 15)[0] == []
