@@ -1,0 +1,1 @@
+"""What ``benchmarks/same_program.py`` is made of."""
