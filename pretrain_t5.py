@@ -19,7 +19,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
     """Return the samples of the three splits; a split that nobody will ask for is None."""
     from megatron.data.build_t5 import build_t5_train_valid_test
 
-    args, settings = get_args(), get_config().t5
+    args, settings = get_args(), get_config().own
     return build_t5_train_valid_test(
         get_data_paths(),
         enc_seq_length=settings.enc_seq_length,
@@ -37,7 +37,7 @@ def t5_tokens() -> T5Tokens:
     """Return which ids are sentinels, end of sequence, start of the decoder and padding."""
     from megatron.data import control_tokens
 
-    settings = get_config().t5
+    settings = get_config().own
     return control_tokens.t5_tokens(get_tokenizer(), settings.vocab_extra_ids, settings.kinds)
 
 
@@ -67,13 +67,13 @@ def forward_step(data_iterator: Any, t5: Any) -> tuple[Any, dict[str, Any]]:
 def has_documents() -> bool:
     """Whether ids of documents travel with the hidden states: documents are kept apart, or inputs are padded."""
     config = get_config()
-    return config.t5.has_segments(config.data.reset_attention_mask)
+    return config.own.has_segments(config.data.reset_attention_mask)
 
 
 def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
-    parallel, settings = config.parallel, config.t5
+    parallel, settings = config.parallel, config.own
     place = model.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
     sizes = model.t5_sizes_from(config.model, settings, **model.recompute_switches(config))
     if not parallel.has_pipeline:

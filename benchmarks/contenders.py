@@ -33,10 +33,10 @@ from benchmarks.sizes import GPTSizes, Sizes
 from megatron import device
 from megatron.checkpoint.hf.gpt2 import from_ours
 from megatron.checkpoint.naming import named_parameters
-from megatron.config.option import PROGRAMS
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.init import Rule, gpt2_rule, initialize
 from megatron.model.sizes import sizes_from
+from megatron.models.registry import FAMILIES
 
 SEED = 1234
 Contender = Callable[[Any, int, str, str], Step]
@@ -64,7 +64,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     from megatron.training.stand_in import stand_in_tokenizer
 
     os.environ.setdefault("DS_ACCELERATOR", kind)
-    script = importlib.import_module(PROGRAMS[sizes.family].removesuffix(".py").replace("/", "."))
+    script = importlib.import_module(FAMILIES[sizes.family].program.removesuffix(".py").replace("/", "."))
     config = config_of(
         sizes,
         f"--batch-size {batch_size} --lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} "

@@ -18,7 +18,7 @@ from megatron.model.t5 import T5Model
 def our_weights(sizes: T5Sizes) -> dict[str, torch.Tensor]:
     """Return the weights that every contender starts from, by our logical names."""
     config = config_of(sizes)
-    full = t5_sizes_from(config.model, config.t5)
+    full = t5_sizes_from(config.model, config.own)
     return filled(T5Model(full), t5_rule(full, config.model.init_method_std))
 
 

@@ -170,9 +170,9 @@ def keep_reference(own: argparse.Namespace, flags: list[str], replicas: int, tra
 
 def program_of(model: str) -> Any:
     """Return the module ``pretrain_<model>``."""
-    from megatron.config.option import PROGRAMS
+    from megatron.models.registry import FAMILIES
 
-    return importlib.import_module(PROGRAMS[model].removesuffix(".py").replace("/", "."))
+    return importlib.import_module(FAMILIES[model].program.removesuffix(".py").replace("/", "."))
 
 
 def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, replicas: int) -> list[Any]:

@@ -96,11 +96,11 @@ def import_(args: argparse.Namespace) -> None:
     """Write the run folder and say how to start from it."""
     from megatron.checkpoint.hf.importing import import_folder
     from megatron.checkpoint.hf.settings import flags
-    from megatron.config.option import PROGRAMS
+    from megatron.models.registry import FAMILIES
 
     path, config = import_folder(args.input, args.output)
     words = ["--load", str(args.output), "--finetune", *flags(config)]
-    log.info(f"{args.input} -> {path}\nstart from it with: {PROGRAMS[config.family]} {shlex.join(words)}")
+    log.info(f"{args.input} -> {path}\nstart from it with: {FAMILIES[config.family].program} {shlex.join(words)}")
     if args.verify:
         compare(path, args.input, None)
 

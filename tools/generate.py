@@ -74,17 +74,17 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Wr
 def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
     """Return the grid of ranks, this rank's device and its name. Collective."""
     from megatron import device
-    from megatron.config import Config
+    from megatron.arguments import config_from_values
     from megatron.mpu.groups import single_grid
     from megatron.training import world
     from megatron.training.accelerator import configure_device
 
     if world_size() == 1:
-        kind = configure_device(Config.of_values({"device": args.device}))
+        kind = configure_device(config_from_values({"device": args.device}))
         return single_grid(), device.bind(kind, 0), "rank 0"
     values: dict[str, Any] = {"pipe_parallel_size": args.pipe_parallel_size, "dtype": args.dtype}
     values |= {"model_parallel_size": args.model_parallel_size, "device": args.device}
-    here = world.start(Config.of_values({**values, "phase_timeout_minutes": TIMEOUT_S / 60}))
+    here = world.start(config_from_values({**values, "phase_timeout_minutes": TIMEOUT_S / 60}))
     log.configure(here.rank)
     return here.grid, here.device, here.name
 

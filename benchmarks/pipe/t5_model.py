@@ -65,7 +65,7 @@ class T5Stages(Model):
 def make_t5_model(case: Case) -> Model:
     """Return the model of ``case``, with the initial weights of a run of its sizes."""
     config = config_of(case.sizes)
-    sizes, place = t5_sizes_from(config.model, config.t5), Place()
+    sizes, place = t5_sizes_from(config.model, config.own), Place()
 
     def loss_fn(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         total, count = model_loss(logits, labels[0], labels[1], sizes, place)
@@ -74,7 +74,7 @@ def make_t5_model(case: Case) -> Model:
     def finish(module: nn.Module) -> None:
         initialize(named_parameters(module), seed=SEED, rule=t5_rule(sizes, config.model.init_method_std))
 
-    lengths = (case.micro_batch_size, config.t5.enc_seq_length, config.t5.dec_seq_length)
+    lengths = (case.micro_batch_size, config.own.enc_seq_length, config.own.dec_seq_length)
     specs = layer_specs(sizes, place)
     return T5Stages(specs, loss_fn, finish, lambda tokens: tokens, sizes, lengths, case.num_stages)
 

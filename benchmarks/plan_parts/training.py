@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.pipe.memory import bytes_alive, measure
 from benchmarks.plan_parts.cases import Case
 from megatron.config import Config, parse, resolve_dtype
-from megatron.config.option import PROGRAMS
+from megatron.models.registry import FAMILIES
 from megatron.planner.ranks import Rank
 from megatron.training import arguments, world
 from megatron.training.assembly import build_engine, make_streams
@@ -62,7 +62,7 @@ def config_of(case: Case, *, is_smoke: bool = False) -> Config:
 
 def program_of(family: str) -> Any:
     """Return the module of ``pretrain_<family>``."""
-    return importlib.import_module(PROGRAMS[family].removesuffix(".py").replace("/", "."))
+    return importlib.import_module(FAMILIES[family].program.removesuffix(".py").replace("/", "."))
 
 
 def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int) -> Measured:

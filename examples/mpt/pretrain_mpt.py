@@ -72,7 +72,7 @@ def model_provider() -> torch.nn.Module:
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel
     place = model.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = model.mpt_sizes_from(config.model, config.mpt, **model.recompute_switches(config))
+    sizes = model.mpt_sizes_from(config.model, config.own, **model.recompute_switches(config))
     if not parallel.has_pipeline:
         return model.MptModel(sizes, place)
     partition: str | list[int] = parallel.partition_method

@@ -30,13 +30,7 @@ class BatchConfig:
         join=" ".join,
         shown_default="the whole global batch in every step",
     )
-    seq_length: int = option(
-        256,
-        "tokens of a sample",
-        minimum=1,
-        families=("gpt2", "llama", "mpt", "bert"),
-        elsewhere="T5 has two lengths; use --enc-seq-length and --dec-seq-length",
-    )
+    seq_length: int = option(256, "tokens of a sample", minimum=1)
     train_iters: int = option(200, "optimizer steps of the run; 0: no step, evaluate and save only", minimum=0)
     eval_iters: int = option(10, "steps of each evaluation; 0: no evaluation", minimum=0)
     eval_interval: int = option(100, "steps between evaluations; 0: never", minimum=0)

@@ -1,6 +1,6 @@
 """``chunks = layers / (stages x layers of a chunk)``: Megatron's way to say how many chunks a stage holds.
 
-The layers of T5 are those of both sides.
+The layers of an encoder-decoder are those of both sides.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.config.scan import Scan
+from megatron.models.registry import FAMILIES
 
 FLAG = "--num-layers-per-virtual-pipeline-stage"
 
@@ -27,8 +28,8 @@ def resolve_chunks(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any]
         return {}
     layers = both.get("num_layers", ModelConfig().num_layers)
     name = "--num-layers"
-    if found.family == "t5":
-        layers = sum(both.get(side) or layers for side in ("enc_layers", "dec_layers"))
+    if sides := FAMILIES[found.family].config.SIDES:
+        layers = sum(both.get(side) or layers for side in sides)
         name = "the layers of both sides"
     if layers % (stages * each):
         found.problems.append(

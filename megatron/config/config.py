@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.batch import BatchConfig
-from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.debug import DebugConfig
 from megatron.config.family import FamilyConfig
-from megatron.config.llama import LlamaConfig
 from megatron.config.model import ModelConfig
-from megatron.config.mpt import MptConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.option import FAMILIES, Option, options_of, require_family
+from megatron.config.option import options_of
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.seeing import SeeingConfig
 from megatron.config.stability import StabilityConfig
-from megatron.config.t5 import T5Config
 from megatron.errors import ConfigError
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
     {
         "model": ModelConfig,
-        "t5": T5Config,
-        "llama": LlamaConfig,
-        "mpt": MptConfig,
-        "bert": BertConfig,
         "parallel": ParallelConfig,
         "batch": BatchConfig,
         "optimizer": OptimizerConfig,
@@ -48,10 +39,13 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "run": RunConfig,
     }
 )
-"""Name in ``Config`` -> dataclass; the groups of --help, in this order.
+"""Name in ``Config`` -> dataclass of the sections that every run has, in the order of --help.
 
-A section with the name of a family counts in that family only; with "model" it says what the model is.
+Behind "model" stands the section of the family, under the family's name; the two say what the model is.
 """
+
+FIRST_FAMILY = "gpt2"
+"""That of the first checkpoints, which name none."""
 
 IDENTITY = (
     "num_layers",
@@ -73,14 +67,14 @@ RANK_BOUND = ("local_rank",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One of each section, and what was said while reading them; of the families' sections only its own counts."""
+    """One of each section, and what was said while reading them; ``config_from_values`` makes it for a family.
 
-    family: str = "gpt2"
+    ``own`` is the family's section, a ``FamilyConfig``: its type is left open, so that its own fields can be read.
+    """
+
+    family: str = FIRST_FAMILY
     model: ModelConfig = field(default_factory=ModelConfig)
-    t5: T5Config = field(default_factory=T5Config)
-    llama: LlamaConfig = field(default_factory=LlamaConfig)
-    mpt: MptConfig = field(default_factory=MptConfig)
-    bert: BertConfig = field(default_factory=BertConfig)
+    own: Any = field(default_factory=FamilyConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -98,10 +92,8 @@ class Config:
     notes: tuple[str, ...] = ()  # to be logged once at the start
 
     def __post_init__(self) -> None:
-        require_family(self.family)
         own = self.own.resolved(self.model, self.data)
-        if self.family in SECTIONS:
-            object.__setattr__(self, self.family, own)
+        object.__setattr__(self, "own", own)
         if own.has_max_positions and not self.model.max_position_embeddings:
             model = replace(self.model, max_position_embeddings=max(self.sequence_lengths))
             object.__setattr__(self, "model", model)
@@ -109,42 +101,24 @@ class Config:
             optimizer = replace(self.optimizer, lr_decay_iters=max(self.batch.train_iters, 1))
             object.__setattr__(self, "optimizer", optimizer)
 
-    @classmethod
-    def of_values(cls, values: Mapping[str, Any], **others: Any) -> Config:
-        """Return a Config from flat field names to values; what is missing takes its default in the family.
+    if not TYPE_CHECKING:
 
-        Raises:
-            TypeError: a name that no section has.
-        """
-        unknown = values.keys() - {option.name for _, option in all_options()}
-        if unknown:
-            raise TypeError(f"each name must be a field of a section, got {', '.join(sorted(unknown))}")
-        values = {**defaults_of(others.get("family", "gpt2")), **values}
-        sections = {
-            name: section(**{o.name: values[o.name] for o in options_of(section) if o.name in values})
-            for name, section in SECTIONS.items()
-        }
-        return cls(**sections, **others)
-
-    @property
-    def own(self) -> FamilyConfig:
-        """The section of this family; of GPT-2, which has none, an empty one."""
-        return getattr(self, self.family) if self.family in SECTIONS else FamilyConfig()
-
-    @property
-    def is_t5(self) -> bool:
-        """Whether it is the one family with an encoder and a decoder."""
-        return self.family == "t5"
+        def __getattr__(self, name: str) -> Any:
+            """Return the family's section under the family's name, as scripts of before read it."""
+            if name == self.__dict__.get("family"):
+                return self.own
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def total_layers(self) -> int:
         """Transformer layers, of both sides."""
-        return self.t5.enc_layers + self.t5.dec_layers if self.is_t5 else self.model.num_layers
+        return int(self.own.total_layers(self.model))
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
         """Tokens that the model reads of a sample: one length, or those of encoder and decoder."""
-        return (self.t5.enc_seq_length, self.t5.dec_seq_length) if self.is_t5 else (self.batch.seq_length,)
+        lengths: tuple[int, ...] = self.own.sequence_lengths(self.batch)
+        return lengths
 
     @property
     def tokens_per_sample(self) -> int:
@@ -157,14 +131,15 @@ class Config:
         return self.sequence_lengths[-1]
 
     def sections(self) -> dict[str, Any]:
-        """Return name -> section of those that count for this family."""
-        return {name: getattr(self, name) for name in SECTIONS if name not in FAMILIES or name == self.family}
+        """Return name -> section, that of the family under its name if it has fields."""
+        own = {self.family: self.own} if dataclasses.fields(self.own) else {}
+        return {"model": self.model, **own, **{name: getattr(self, name) for name in SECTIONS if name != "model"}}
 
     def identity(self) -> dict[str, Any]:
         """Return what two models must share for one's weights to fit the other."""
         own = self.own
         sizes = {name: getattr(self.model, name) for name in IDENTITY if name not in own.NO_IDENTITY}
-        family = {"family": self.family} if self.family in SECTIONS else {}  # the first checkpoints of GPT-2 name none
+        family = {"family": self.family} if self.family != FIRST_FAMILY else {}
         return {**family, **sizes, **{name: getattr(own, name) for name in own.IDENTITY}}
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,8 +158,8 @@ class Config:
         for section in self.sections().values():
             flat.update(dataclasses.asdict(section))
         flat["seq_length"] = self.sequence_lengths[0]  # with T5 the encoder's, as in Megatron
-        for _, option in all_options():
-            if option.name in flat:
+        for section in self.sections().values():
+            for option in options_of(section.__class__):
                 flat.update({_attribute(alias): flat[option.name] for alias in option.aliases})
         flat.update(
             pipe_parallel_size=self.parallel.pipe_parallel_size if self.parallel.has_pipeline else 0,
@@ -227,23 +202,6 @@ class Config:
                 f"{self.model.make_vocab_size_divisible_by} pads to {rows} rows. Leave that flag out, or use "
                 f"--vocab-size {rows}, whose rows are all real"
             )
-
-
-@functools.cache
-def all_options() -> tuple[tuple[str, Option], ...]:
-    """Return (section, option) for every flag of ours."""
-    return tuple((name, item) for name, section in SECTIONS.items() for item in options_of(section))
-
-
-def defaults_of(family: str) -> Mapping[str, Any]:
-    """Return field -> its default in ``family``, of those that differ from the other families'.
-
-    Raises:
-        ValueError: there is no such family.
-    """
-    require_family(family)
-    section = SECTIONS.get(family)
-    return section.DEFAULTS if section is not None and issubclass(section, FamilyConfig) else {}
 
 
 def _attribute(flag: str) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron import mixtures
-from megatron.config.option import DECODERS, option
+from megatron.config.option import option
 
 OWN_DATA = "none"
 """As --data-path: the script brings its own data, and no file is looked for."""
@@ -28,7 +28,7 @@ TOKENIZERS = ("TokenizersJSON", "GPT2BPETokenizer", "SentencePiece", "T5Sentence
 """``megatron.tokenizer.TYPES``, which is on the same floor; a test holds them equal."""
 
 _paths = partial(option, None, join=mixtures.join_words)
-_decoder = partial(option, families=DECODERS)
+_decoder = partial(option, family_kind="decoder", elsewhere="it is for decoders; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,46 +81,30 @@ class DataConfig:
         "concat: documents end to end, cut into samples; best-fit: whole documents into samples that they fill, kept "
         "apart",
         choices=("concat", "best-fit"),
-        elsewhere="T5 cuts its texts out of documents end to end; leave it out",
-        elsewhere_in={"bert": "BERT's samples are pairs of texts; leave it out"},
     )
     fim_rate: float = _decoder(
         0.0,
         "share of documents whose middle is moved to the end (fill in the middle)",
         minimum=0,
         maximum=1,
-        elsewhere="T5 fills gaps anyway; leave it out",
-        elsewhere_in={"bert": "BERT fills gaps anyway; leave it out"},
     )
     fim_spm_rate: float = _decoder(
         0.5,
         "share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle",
         minimum=0,
         maximum=1,
-        elsewhere="T5 fills gaps anyway; leave it out",
-        elsewhere_in={"bert": "BERT fills gaps anyway; leave it out"},
     )
     reset_position_ids: bool = option(
         False,
         "count positions from 0 after each end of document",
-        families=("gpt2", "llama"),
-        elsewhere="T5 keeps documents apart by --reset-attention-mask alone; use that",
-        elsewhere_in={
-            "mpt": "MPT has no positions; --reset-attention-mask alone keeps documents apart",
-            "bert": "BERT reads texts end to end; leave it out",
-        },
     )
     reset_attention_mask: bool = option(
         False,
         "no attention across the end of a document",
-        families=(*DECODERS, "t5"),
-        elsewhere="BERT reads texts end to end; leave it out",
     )
     eod_mask_loss: bool = _decoder(
         False,
         "no loss on the end-of-document token",
-        elsewhere="T5 learns the one end of its targets, and no document's end but those in masked spans; leave it out",
-        elsewhere_in={"bert": "BERT has a loss on masked tokens alone; leave it out"},
     )
 
     @property
@@ -211,15 +195,18 @@ class DataConfig:
         else:
             yield from _problem_of(partial(mixtures.parse_schedule, self.mixture_schedule, number))
 
-    def missing_files(self, family: str = "gpt2") -> Iterator[str]:
+    def missing_files(self, *, reads_span_files: bool = False) -> Iterator[str]:
         """Yield the token files that are not there; a path that itself exists is the script's own.
+
+        Args:
+            reads_span_files: a corpus may be a set of CPM's three files.
 
         With several nodes nothing is looked for: a node whose ranks read no data need not have the files.
         """
         if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") or self.is_own:
             return
         for prefix, flag in self.flag_of_prefix.items():
-            missing = () if os.path.exists(prefix) else _missing(prefix, family)
+            missing = () if os.path.exists(prefix) else _missing(prefix, reads_span_files)
             if missing:
                 yield (
                     f"{flag} must name token files that can be read, got {flag} {prefix}, without "
@@ -244,8 +231,8 @@ def _space_problems(text: str, flag: str) -> Iterator[str]:
         )
 
 
-def _missing(prefix: str, family: str) -> list[str]:
-    parts = SET_SUFFIXES if family == "t5" and is_set(prefix) else ("",)
+def _missing(prefix: str, reads_span_files: bool) -> list[str]:
+    parts = SET_SUFFIXES if reads_span_files and is_set(prefix) else ("",)
     names = [prefix + part + suffix for part in parts for suffix in (".idx", ".bin")]
     return [name for name in names if not os.access(name, os.R_OK)]
 

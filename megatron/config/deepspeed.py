@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import Any
 
+from megatron.arguments.values import all_options
 from megatron.config import deepspeed_keys as keys
 from megatron.config.batch_sizes import resolve_batch
 from megatron.config.chunks import resolve_chunks
-from megatron.config.config import Config, all_options
+from megatron.config.config import Config
 from megatron.config.defaults import step_back
 from megatron.config.json_text import JsonText, read_json
 from megatron.config.option import LARGEST_INT

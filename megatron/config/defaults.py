@@ -11,9 +11,10 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron.config.config import all_options
+from megatron.arguments.values import all_options, options_in
 from megatron.config.data import EACH
 from megatron.config.scan import Scan, scan, unknown
+from megatron.models.registry import FAMILIES
 
 VARIABLE = "MEGATRON_DEFAULTS"
 """Flags, as a shell reads them."""
@@ -29,15 +30,14 @@ def soft_values(
 
 
 def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
-    options = {option.name: option for _, option in all_options()}
+    family, options = FAMILIES[found.family], {option.name: option for _, option in all_options()}
+    taken = {option.name for option in options_in(found.family)}
     checked = {}
     for name, value in defaults.items():
         if name not in options:
             found.problems.append(unknown("name in the defaults of pretrain():", name, options))
-        elif not options[name].acts_in(found.family):
-            found.problems.append(
-                f"{name} in the defaults of pretrain() is refused: {options[name].advice(found.family)}"
-            )
+        elif name not in taken:
+            found.problems.append(f"{name} in the defaults of pretrain() is refused: {family.advice(options[name])}")
         elif problem := options[name].problem(value, f"the default of {name}"):
             found.problems.append(problem)
         else:

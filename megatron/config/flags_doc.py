@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from megatron.arguments.values import all_options, takes
 from megatron.config import deepspeed_keys as keys
-from megatron.config.config import all_options
-from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED, REFUSED_IN
-from megatron.config.option import FAMILIES, Option
+from megatron.config.family import ModelFamily
+from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED
+from megatron.config.option import Option
+from megatron.models.registry import FAMILIES
 
 HEAD = """# Flags
 
@@ -66,7 +68,8 @@ def classify(flag: str) -> tuple[str, str]:
             return _honoured(flag, section, option)
     if flag in ALREADY_SO:
         return "already so", ALREADY_SO[flag]
-    others = [f"; {FAMILIES[family]}: {told[flag]}" for family, told in REFUSED_IN.items() if flag in told]
+    told = {family.title: family.config.REFUSED for family in FAMILIES.values()}
+    others = [f"; {title}: {reasons[flag]}" for title, reasons in told.items() if flag in reasons]
     return "refused", REFUSED[flag] + "".join(others)
 
 
@@ -75,19 +78,32 @@ def _honoured(flag: str, section: str, option: Option) -> tuple[str, str]:
         return "alias", f"of `{option.flag}`"
     if flag in option.constants:
         return "honoured", f"`{section}.{option.name}` = {option.constants[flag]}"
-    return "honoured", f"`{section}.{option.name}`{_elsewhere(option)}"
+    return "honoured", f"`{section}.{option.name}`{_elsewhere(section, option)}"
 
 
-def _elsewhere(option: Option) -> str:
-    """Return in which families ``option`` acts, and what the others are told."""
-    if not option.families:
+def _elsewhere(section: str, option: Option) -> str:
+    """Return in which families ``option`` acts, and what the others are told: first a family of another kind."""
+    acting = _acting(section, option)
+    others = [family for family in FAMILIES.values() if family not in acting]
+    if not others:
         return ""
-    told = [f"; {FAMILIES[family]}: {advice}" for family, advice in option.elsewhere_in.items()]
-    return f"; in {_names(option)} only, elsewhere refused: {option.elsewhere}{''.join(told)}"
+    kinds = {family.kind for family in acting}
+    usual = next(family for family in others if family.kind not in kinds).advice(option)
+    told = [f"; {family.title}: {family.advice(option)}" for family in others if family.advice(option) != usual]
+    return f"; in {_names(section, option)} only, elsewhere refused: {usual}{''.join(told)}"
 
 
-def _names(option: Option) -> str:
-    return ", ".join(FAMILIES[family] for family in option.families)
+def _names(section: str, option: Option) -> str:
+    """Return the families in which ``option`` acts; nothing where it acts in all."""
+    acting = _acting(section, option)
+    return ", ".join(family.title for family in acting) if len(acting) < len(FAMILIES) else ""
+
+
+def _acting(section: str, option: Option) -> list[ModelFamily]:
+    """Return the families in which ``option`` acts: the decoders first where it acts in all of them."""
+    acting = [family for family in FAMILIES.values() if takes(family.name, section, option)]
+    has_all = all(family in acting for family in FAMILIES.values() if family.kind == "decoder")
+    return sorted(acting, key=lambda family: has_all and family.kind != "decoder")
 
 
 def lines() -> Iterator[str]:
@@ -96,10 +112,10 @@ def lines() -> Iterator[str]:
     yield "## What can be set\n\nA flag of some models only names them.\n"
     yield "| flag | other names | model | value | default | meaning |"
     yield "|---|---|---|---|---|---|"
-    for _, option in all_options():
+    for section, option in all_options():
         names = [f"`{flag}`" for flag in option.flags]
         value = "" if option.kind == "bool" else _cell(option.shown_kind)
-        model, default = _names(option), _cell(option.shown_default)
+        model, default = _names(section, option), _cell(option.shown_default)
         yield f"| {names[0]} | {' '.join(names[1:])} | {model} | {value} | {default} | {_cell(option.help)} |"
     yield "\n## Flags of CPM-Pretrain\n" + KINDS
     yield from _rows(list(CPM_FLAGS))

@@ -182,37 +182,7 @@ MEGATRON_REFUSED = {
 }
 
 REFUSED = {**CPM_REFUSED, **MEGATRON_REFUSED, **BY_REASON}
-
-REFUSED_IN: dict[str, dict[str, str]] = {
-    "gpt2": {},
-    "t5": {
-        "--use-rotary-position-embeddings": "use --position-embedding-type relative or learned",
-        "--normalization": "--position-embedding-type relative has RMS norms, learned has layer norms; leave it out",
-        "--decoder-first-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
-        "--decoder-last-pipeline-num-layers": "use --pipeline-split-rank or --partition-method",
-    },
-    "llama": {
-        "--use-rotary-position-embeddings": "LLaMA has rotary positions anyway; leave it out",
-        "--group-query-attention": "--num-query-groups does it alone; leave it out",
-        "--swiglu": "LLaMA has --activation gated-silu anyway; leave it out",
-        "--squared-relu": "LLaMA has a gated activation; leave it out",
-        "--normalization": "LLaMA has RMS norms; leave it out",
-    },
-    "mpt": {
-        "--use-rotary-position-embeddings": "MPT has ALiBi in place of positions; leave it out",
-        "--normalization": "MPT has layer norms without biases; leave it out",
-        "--add-qkv-bias": "MPT has no biases; leave it out",
-    },
-    "bert": {
-        "--use-rotary-position-embeddings": "BERT has learned positions; leave it out",
-        "--normalization": "BERT has layer norms; leave it out",
-        "--add-qkv-bias": "BERT's linear layers have biases anyway; leave it out",
-    },
-}
-"""What a script says in place of the reason in REFUSED, by the family that it trains.
-
-Flags that act in another family are refused, too: their own fields say why (``Option.elsewhere``).
-"""
+"""Flag -> why it is refused; what a family says in place of it is in the ``REFUSED`` of its section."""
 
 _CPM_NAMES = """
 --num-layers --num-unique-layers --param-sharing-style --hidden-size --kv-hidden-size --ff-hidden-size

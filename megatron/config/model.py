@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.option import DECODERS, option
+from megatron.config.option import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,7 @@ class ModelConfig:
         shown_default="4 x hidden-size",
         aliases=("--ffn-hidden-size",),
     )
-    hidden_bias: bool = option(
-        False,
-        "give the linear layers biases",
-        families=("gpt2", "t5", "llama"),
-        elsewhere="BERT's linear layers have biases anyway; leave it out",
-        elsewhere_in={"mpt": "MPT has no biases; leave it out"},
-    )
+    hidden_bias: bool = option(False, "give the linear layers biases")
     max_position_embeddings: int = option(
         0,
         "learned positions; in LLaMA and MPT, which have none, the longest sequence that the model is made for",
@@ -67,8 +61,6 @@ class ModelConfig:
         flag="--untie-embeddings-and-output-weights",
         shown_default="tied, in LLaMA untied",
         constants={"--tie-embeddings-and-output-weights": False},
-        families=(*DECODERS, "t5"),
-        elsewhere="BERT's head is the word embedding, with a bias for each word; leave it out",
     )
     activation: str = option(
         "gelu",
@@ -83,13 +75,6 @@ class ModelConfig:
     apply_residual_connection_post_layernorm: bool = option(
         False,
         "add to the normalised input of a layer's parts instead of the input itself",
-        families=("gpt2",),
-        elsewhere="T5 adds to the input of a layer's parts; leave it out",
-        elsewhere_in={
-            "llama": "LLaMA adds to the input of a layer's parts; leave it out",
-            "mpt": "MPT adds to the input of a layer's parts; leave it out",
-            "bert": "BERT normalises behind the sum, with this flag or without; leave it out",
-        },
     )
     loss_chunk_tokens: int | None = option(
         None,

@@ -11,31 +11,7 @@ from typing import Any
 
 LARGEST_INT = 2**31 - 1
 
-FAMILIES: Mapping[str, str] = {"gpt2": "GPT-2", "t5": "T5", "llama": "LLaMA", "mpt": "MPT", "bert": "BERT"}
-"""Kind of model that a script trains -> its name in messages; the name of its own section, where it has one."""
-DECODERS = ("gpt2", "llama", "mpt")
-"""Families that predict the next token of a text from those before it."""
-PROGRAMS: Mapping[str, str] = {
-    family: f"pretrain_{family}.py" if family in ("gpt2", "t5") else f"examples/{family}/pretrain_{family}.py"
-    for family in FAMILIES
-}
-"""Family -> the program that trains it, from the root of the repository."""
-RUN_SCRIPTS: Mapping[str, str] = {
-    family: program.replace("pretrain_", "run_").replace(".py", ".sh") for family, program in PROGRAMS.items()
-}
-"""Family -> the script that starts its program."""
-
 KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-
-
-def require_family(family: str) -> None:
-    """Check that there is a family of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if family not in FAMILIES:
-        raise ValueError(f"family must be {' or '.join(FAMILIES)}, got {family!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +31,8 @@ class Option:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
-    families: tuple[str, ...] = ()  # those in which it acts; () for all
-    elsewhere: str = ""  # what a run of another family is told to do
-    elsewhere_in: Mapping[str, str] = dataclasses.field(default_factory=dict)  # family -> the same, of that one
+    family_kind: str = ""  # of the families in which it acts; "" for all but those whose ADVICE names it
+    elsewhere: str = ""  # what a run in which it does not act is told to do, where its family's ADVICE is silent
     alone: str | None = None  # the value where none follows the flag
     join: Callable[[Sequence[str]], str] | None = None  # takes all words to the next flag; makes one text of them
 
@@ -70,14 +45,6 @@ class Option:
     def shown_kind(self) -> str:
         """What a value looks like in tables: its choices or its kind, with dots where it is several words."""
         return ", ".join(self.choices) or (f"{self.kind} ..." if self.join else self.kind)
-
-    def acts_in(self, family: str) -> bool:
-        """Return whether a run of ``family`` takes this flag."""
-        return not self.families or family in self.families
-
-    def advice(self, family: str) -> str:
-        """Return what a run of ``family``, in which this flag does not act, is told to do."""
-        return self.elsewhere_in.get(family, self.elsewhere)
 
     def rule(self) -> str:
         """Say in words what a value must be."""
@@ -148,11 +115,12 @@ def options_of(section: type) -> tuple[Option, ...]:
 def _option_of(field: dataclasses.Field[Any]) -> Option:
     facts = dict(field.metadata)
     flag = facts.pop("flag")
+    kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     shown = facts.pop("shown_default") or ("" if field.default in (None, False, "") else str(field.default))
     return Option(
         name=field.name,
         flag="--" + field.name.replace("_", "-") if flag is None else flag,
-        kind=str(field.type).split(" ")[0],
+        kind=kind.split(" ")[0],
         default=field.default,
         shown_default=shown,
         **facts,

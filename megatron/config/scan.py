@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron.config.config import all_options
-from megatron.config.flags_table import ALREADY_SO, REFUSED, REFUSED_IN
+from megatron.arguments.values import all_options, options_in, takes
+from megatron.config.flags_table import ALREADY_SO, REFUSED
 from megatron.config.option import Option
+from megatron.models.registry import FAMILIES
 
 ALIKE = 0.8
 """Share of two names that must be alike for one to be guessed: slips of the hand, no other names of the kind."""
@@ -31,7 +32,7 @@ class Scan:
 
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
     """Read ``argv``; flags in ``extra_flags`` and the words behind them are left to ``rest``."""
-    known = {flag: option for _, option in all_options() if option.acts_in(family) for flag in option.flags}
+    known = {flag: option for option in options_in(family) for flag in option.flags}
     refused = refusals(family)
     extras = set(extra_flags)
     found = Scan(family)
@@ -58,9 +59,10 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
 
 def refusals(family: str) -> dict[str, str]:
     """Return flag -> why a script that trains ``family`` refuses it, and what to use instead."""
-    foreign = [option for _, option in all_options() if not option.acts_in(family)]
-    advice = {flag: option.advice(family) for option in foreign for flag in option.flags}
-    return REFUSED | advice | REFUSED_IN.get(family, {})
+    this = FAMILIES[family]
+    foreign = [option for section, option in all_options() if not takes(family, section, option)]
+    advice = {flag: this.advice(option) for option in foreign for flag in option.flags}
+    return REFUSED | advice | dict(this.config.REFUSED)
 
 
 def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})) -> str:

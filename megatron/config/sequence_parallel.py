@@ -23,7 +23,7 @@ def sequence_parallel_problems(config: Config) -> Iterator[str]:
             "with --sequence-parallel each tensor rank has 1/t of the inputs of layers anyway, got "
             "--partition-activations too. Leave --partition-activations out"
         )
-    flags = ("--enc-seq-length", "--dec-seq-length") if config.is_t5 else ("--seq-length",)
+    flags = ("--enc-seq-length", "--dec-seq-length") if config.own.is_encoder_decoder else ("--seq-length",)
     for flag, length in zip(flags, config.sequence_lengths, strict=True):
         if length % t:
             yield (

@@ -5,41 +5,18 @@ A message says what must hold, what was got, and what to do. Nothing is an ``ass
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 
 from megatron import rampup
-from megatron.config import (
-    bert_checks,
-    debug,
-    decoder_checks,
-    effects,
-    llama_checks,
-    mpt_checks,
-    seeing,
-    sequence_parallel,
-    stability,
-    t5_checks,
-    zero,
-)
-from megatron.config.config import SECTIONS, Config
+from megatron.config import debug, effects, seeing, sequence_parallel, stability, zero
+from megatron.config.config import Config
 from megatron.config.option import is_derived, options_of
 from megatron.errors import ConfigError
 from megatron.stages import bubble, candidates
 
 FALLBACKS = ("bf16", "fp16", "fp32")
 """Number formats in the order in which they are taken when the one before is excluded."""
-
-
-FAMILY_CHECKS: Mapping[str, ModuleType] = {
-    "gpt2": decoder_checks,
-    "t5": t5_checks,
-    "llama": llama_checks,
-    "mpt": mpt_checks,
-    "bert": bert_checks,
-}
-"""Family -> the module with its ``problems(config)`` and ``notes(config)``."""
 
 
 def raise_all(problems: list[str]) -> None:
@@ -66,13 +43,12 @@ def model_problems(config: Config) -> Iterator[str]:
     """Yield what cannot be of the model alone, wherever its settings come from; ``config.given`` says which do."""
     yield from config.own.problems()
     yield from _head_problems(config)
-    if config.family == "llama":
-        yield from llama_checks.model_problems(config)
+    yield from config.own.model_problems(config)
 
 
 def _range_problems(config: Config) -> Iterator[str]:
-    for name, section in config.sections().items():
-        for option in options_of(SECTIONS[name]):
+    for section in config.sections().values():
+        for option in options_of(section.__class__):
             value = getattr(section, option.name)
             problem = option.problem(value, option.flag or option.name)
             if problem and not is_derived(option, value):
@@ -113,9 +89,10 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
 def _stage_problems(config: Config) -> Iterator[str]:
     layers, p, chunks = config.total_layers, config.parallel.num_stages, config.parallel.chunks
     got = f"--num-layers {layers}"
-    if config.is_t5:
-        got = f"{config.t5.enc_layers} encoder and {config.t5.dec_layers} decoder layers"
-    more = f"{p * chunks} layers or more in all" if config.is_t5 else f"--num-layers {p * chunks} or more"
+    has_sides = config.own.is_encoder_decoder
+    if has_sides:
+        got = f"{config.own.enc_layers} encoder and {config.own.dec_layers} decoder layers"
+    more = f"{p * chunks} layers or more in all" if has_sides else f"--num-layers {p * chunks} or more"
     if p > layers:
         allowed = f"0 to {layers}" if layers > 1 else "0 or 1"
         yield (
@@ -160,9 +137,9 @@ def _cut_problems(config: Config) -> Iterator[str]:
 
 def _cross_problems(config: Config) -> Iterator[str]:
     t = config.parallel.model_parallel_size
-    yield from FAMILY_CHECKS[config.family].problems(config)
+    yield from config.own.check(config)
     if not config.run.dry_run:
-        yield from config.data.missing_files(config.family)
+        yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES)
     if config.optimizer.optimizer == "adafactor" and t > 1:
         yield (
             "--optimizer adafactor needs whole matrices for the means of their rows and columns, got "
@@ -252,7 +229,7 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
     return [
         *notes,
-        *FAMILY_CHECKS[config.family].notes(config),
+        *config.own.notes(config),
         *effects.notes(config, world_size),
         *stability.stability_notes(config, world_size),
         *zero.zero_notes(config, world_size),

@@ -11,11 +11,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from megatron.cost import parts
 from megatron.cost.costs import Kept
-from megatron.cost.gpt2 import GPT2Costs
+from megatron.cost.gpt2 import GPT2Costs, dropout_costs
 from megatron.cost.work import Product, Work
 
 _TOKEN_TYPES = 2
@@ -80,3 +80,10 @@ class BertCosts(GPT2Costs):
         """Return the parameters of the second head: a product of one token, and two scores."""
         h = self.sizes.hidden_size
         return h * h + h + 2 * h + 2
+
+
+def costs(config: Any, is_on_cpu: bool = False) -> BertCosts:
+    """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
+    return BertCosts(
+        config.model, config.batch.seq_length, config.own, is_on_cpu=is_on_cpu, **dropout_costs(config, is_on_cpu)
+    )

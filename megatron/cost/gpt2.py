@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.cost import parts, scratch
 from megatron.cost.costs import Costs, Kept, Shared
 from megatron.cost.loss import loss_bytes
+from megatron.cost.memory import BYTES
 from megatron.cost.parts import ELEMENTWISE, Sizes
 from megatron.cost.work import OPERATIONS, Product, Work, scores
 from megatron.stages import balanced_bounds, layers_in_chunks
@@ -194,3 +195,16 @@ class GPT2Costs(Costs):
         layers[-1:] = [cost + last for cost in layers[-1:]]
         inner = balanced_bounds(layers, stages)[1:-1]
         return [0, *[bound + 1 for bound in inner], len(costs)]
+
+
+def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
+    """Return what dropout makes of attention and of the masks.
+
+    Attention that drops keeps its probabilities on a CPU, and where masks do not depend on the layout. A CPU keeps
+    masks as numbers that it multiplies by.
+    """
+    model, dtype = config.model, config.precision.dtype or "fp32"
+    return {
+        "is_fused": not (model.attention_dropout and (is_on_cpu or model.layout_independent_dropout)),
+        "mask_bytes": 0 if not model.hidden_dropout else BYTES.get(dtype, 4) if is_on_cpu else 1,
+    }

@@ -12,10 +12,10 @@ Turning queries and keys by their positions is not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.cost import parts
-from megatron.cost.gpt2 import GPT2Costs
+from megatron.cost.gpt2 import GPT2Costs, dropout_costs
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,14 @@ class LlamaCosts(GPT2Costs):
     def attention_kept(self) -> int:
         """As of a GPT-2, and queries and keys before they are turned by their positions."""
         return super().attention_kept + parts.attention_width(self.sizes) + self.keys
+
+
+def costs(config: Any, is_on_cpu: bool = False) -> LlamaCosts:
+    """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
+    return LlamaCosts(
+        config.model,
+        config.batch.seq_length,
+        num_groups=config.own.num_query_groups,
+        is_on_cpu=is_on_cpu,
+        **dropout_costs(config, is_on_cpu),
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron.cost.costs import Shared
-from megatron.cost.gpt2 import GPT2Costs
+from megatron.cost.gpt2 import GPT2Costs, dropout_costs
 from megatron.cost.memory import BYTES, Memory
 
 
@@ -37,3 +37,14 @@ class MptCosts(GPT2Costs):
 
     def _bias_bytes(self, tensor: int, width: int) -> int:
         return width * self.sizes.num_attention_heads // tensor * self.seq_length**2
+
+
+def costs(config: Any, is_on_cpu: bool = False) -> MptCosts:
+    """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
+    return MptCosts(
+        config.model,
+        config.batch.seq_length,
+        has_segments=config.data.keeps_documents_apart,
+        mask_bytes=dropout_costs(config, is_on_cpu)["mask_bytes"],
+        is_on_cpu=is_on_cpu,
+    )

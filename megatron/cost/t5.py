@@ -17,11 +17,12 @@ table by all layers of its side: each stage that has any of them holds it once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.cost import parts
 from megatron.cost.costs import Costs, Kept, Shared
 from megatron.cost.cuts import bounds_in_chunks
+from megatron.cost.gpt2 import dropout_costs
 from megatron.cost.loss import loss_bytes
 from megatron.cost.parts import ELEMENTWISE, KEPT, Sizes
 from megatron.cost.work import OPERATIONS, Product, Work, scores
@@ -268,3 +269,15 @@ class T5Costs(Costs):
             numbers = samples * heads * square
             return (numbers * width if numbers <= KEPT else 0) + masked * square
         return 0 if is_cross else max(masked, 1) * heads * square * width
+
+
+def costs(config: Any, is_on_cpu: bool = False) -> T5Costs:
+    """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
+    return T5Costs(
+        config.model,
+        config.own,
+        has_segments=config.own.has_segments(config.data.reset_attention_mask),
+        is_blocked=is_on_cpu and not config.model.attention_dropout,
+        mask_bytes=dropout_costs(config, is_on_cpu)["mask_bytes"],
+        is_on_cpu=is_on_cpu,
+    )

@@ -1,4 +1,4 @@
-"""Generation with GPT-2 and the other models that go on from a prompt (``decoders``)."""
+"""Generation with GPT-2 and the other models that go on from a prompt (``GENERATION`` of a family)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from megatron.generate.checks import check_rows, limits_of
-from megatron.generate.decoders import DECODERS
 from megatron.generate.loop import OnToken, Rows, generate
 from megatron.generate.part import Part, part_of
 from megatron.generate.reader import Reader
 from megatron.generate.sampling import Sampling, chooser, keys_of
+from megatron.model.generation import Decoder
 from megatron.model.head import logits_of
 from megatron.model.sizes import Sizes, T5Sizes
+from megatron.models.registry import load
 
 
 def generate_gpt2(
@@ -64,7 +65,7 @@ def gpt2_limits(sizes: Sizes, prompts: Rows, max_new_tokens: int | None) -> list
         DataError: the model cannot take the prompts, or so many new tokens.
     """
     check_rows("prompts", prompts, sizes.vocab_size)
-    positions = sizes.max_position_embeddings if DECODERS[type(sizes)].has_end else None
+    positions = sizes.max_position_embeddings if load(sizes.family, "model").GENERATION.has_end else None
     return limits_of("prompt", [len(prompt) for prompt in prompts], max_new_tokens, positions)
 
 
@@ -73,7 +74,7 @@ class DecoderReader(Reader):
 
     def __init__(self, part: Part, capacity: int) -> None:
         super().__init__(part, capacity, range(part.sizes.num_layers + 1))
-        self.kind = DECODERS[type(part.sizes)]
+        self.kind: Decoder = load(part.sizes.family, "model").GENERATION
         self.mask_of = self.kind.mask(part.sizes, part.place)
 
     def embedded(self, unit: torch.nn.Module) -> torch.Tensor:

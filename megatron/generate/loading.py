@@ -9,14 +9,16 @@ import torch
 from megatron.checkpoint import Checkpoint, TensorRecord, named_parameters
 from megatron.checkpoint.whole import WEIGHTS
 from megatron.config import Config
-from megatron.config.option import FAMILIES, PROGRAMS
 from megatron.errors import CheckpointError, ConfigError
-from megatron.generate.decoders import SIZES
 from megatron.generate.part import Part
 from megatron.generate.stage_model import build
 from megatron.model.sizes import Place, Sizes
+from megatron.models import registry
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import shard_of
+
+WRITES = ("decoder", "encoder-decoder")
+"""Kinds of families that write text."""
 
 
 def load(
@@ -57,11 +59,12 @@ def _sizes(config: Config) -> Sizes:
     Raises:
         ConfigError: models of this family do not generate.
     """
-    if config.family not in SIZES:
-        able = ", ".join(FAMILIES[family] for family in SIZES)
-        raise ConfigError(f"a {FAMILIES[config.family]} does not write text. Load one of {able}")
+    family = registry.FAMILIES[config.family]
+    if family.kind not in WRITES:
+        raise ConfigError(f"a {family.title} does not write text. Load one of {registry.titles(*WRITES)}")
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
-    return SIZES[config.family](model, config)
+    sizes: Sizes = registry.load(config.family, "model").model_args(replace(config, model=model))
+    return sizes
 
 
 def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
@@ -70,7 +73,7 @@ def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
     own = {name for name, _ in named_parameters(whole.module)}
     others = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in own]
     if others:
-        programs = ", ".join(PROGRAMS[family] for family in SIZES)
+        programs = ", ".join(family.program for family in registry.FAMILIES.values() if family.kind in WRITES)
         raise CheckpointError(
             f"{checkpoint.path} holds weights that its configuration does not tell of: {', '.join(sorted(others))}. Is "
             f"it a model of a script of its own? Only those of {programs} generate text here"

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.generate.decoders import DECODERS
 from megatron.generate.part import Part
 from megatron.model.head import Head
 from megatron.model.sizes import Place, Sizes, T5Sizes
 from megatron.model.t5 import RelativeBias, T5DecoderLayer, T5Embedding, T5EncoderLayer, make_final_norm
+from megatron.models.registry import load
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.stages import balanced_bounds, t5_units
@@ -41,7 +41,7 @@ class StageModel(nn.Module):
             self._build_decoder(sizes, place, numbers)
 
     def _build_decoder(self, sizes: Sizes, place: Place, numbers: range) -> None:
-        norm, parts = sizes.num_layers + 1, DECODERS[type(sizes)]
+        norm, parts = sizes.num_layers + 1, load(sizes.family, "model").GENERATION
         self._add_tables(sizes, place, numbers, embeddings=(0,), head=norm + 1)
         layers = {n: parts.layer(sizes, place, n - 1) for n in numbers if 0 < n < norm}
         self.layers = nn.ModuleDict({str(n - 1): layer for n, layer in layers.items()})
@@ -82,7 +82,8 @@ class StageModel(nn.Module):
         tied = [head] if has_head and not sizes.untie_embeddings else []
         if own or tied:
             is_t5 = isinstance(sizes, T5Sizes)
-            kind: Any = WordTable if not own else T5Embedding if is_t5 else DECODERS[type(sizes)].embedding
+            whole: Any = T5Embedding if is_t5 else load(sizes.family, "model").GENERATION.embedding
+            kind = whole if own else WordTable
             self.embedding = kind(sizes, place)
             self.units.update(dict.fromkeys((*own, *tied), self.embedding))
         if has_head and not tied:

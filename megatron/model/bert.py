@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
+from megatron.config import Config
 from megatron.model.bert_head import NextSentence, Transform, WordHead
 from megatron.model.bert_layer import BertEmbedding, BertLayer, padding_mask
 from megatron.model.bert_loss import Outputs, Pair, bert_loss, whole_outputs
+from megatron.model.init import Rule, bert_rule
 from megatron.model.recompute import Recompute
-from megatron.model.sizes import BertSizes, Place
+from megatron.model.sizes import BertSizes, Place, bert_sizes_from
 from megatron.model.stack import run_layers
 
 
@@ -56,3 +61,21 @@ class BertModel(nn.Module):
         if labels is None or loss_mask is None:
             return whole_outputs(logits)
         return bert_loss(logits, labels, loss_mask, is_random, step_predictions, sizes=self.sizes, place=self.place)
+
+
+def model_args(config: Config, **switches: Any) -> BertSizes:
+    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
+    return bert_sizes_from(config.model, config.own, **switches)
+
+
+def weight_init(config: Config) -> Rule:
+    """Return how the initial weights scale."""
+    return bert_rule(config.model.init_method_std)
+
+
+def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what it takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    tokens = words(config.batch.seq_length)
+    nothing = torch.zeros_like(tokens)
+    inputs = {"tokens": tokens, "token_types": nothing, "is_random": nothing[:, 0]}
+    return inputs | ({"segments": nothing.int()} if config.own.short_seq_prob > 0 else {})  # samples are padded

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.config import Config
 from megatron.model.head import Head, Logits, head_output, whole_logits
 from megatron.model.loss import model_loss
 from megatron.model.recompute import Recompute
@@ -67,3 +68,10 @@ class DecoderModel(nn.Module):
             return head_output(x, self.embedding.word.weight, self.sizes, self.place)
         logits: Logits = self.head(x)
         return logits
+
+
+def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a decoder with positions takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    tokens = words(config.batch.seq_length)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return {"tokens": tokens, "position_ids": positions.repeat(tokens.shape[0], 1)}

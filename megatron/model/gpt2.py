@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from megatron.config import Config
 from megatron.model.decoder import DecoderModel
+from megatron.model.decoder import example_inputs as example_inputs
 from megatron.model.embedding import Embedding
+from megatron.model.generation import Decoder
+from megatron.model.init import Rule, gpt2_rule
 from megatron.model.layer import TransformerLayer
 from megatron.model.norm import LayerNorm
-from megatron.model.sizes import Place, Sizes
+from megatron.model.sizes import Place, Sizes, sizes_from
 from megatron.model.stack import run_layers
 from megatron.ops.attention import document_mask
 
@@ -44,3 +50,16 @@ class GPT2Model(DecoderModel):
         x = self.embedding(tokens, position_ids)  # [s, b, h]
         x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         return self.finish(x, labels, loss_mask)
+
+
+def model_args(config: Config, **switches: Any) -> Sizes:
+    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
+    return sizes_from(config.model, **switches)
+
+
+def weight_init(config: Config) -> Rule:
+    """Return how the initial weights scale."""
+    return gpt2_rule(config.model.init_method_std, config.model.num_layers)
+
+
+GENERATION = Decoder(embedding=Embedding, embed=Embedding.forward, layer=TransformerLayer)

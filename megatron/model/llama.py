@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from megatron.config import Config
 from megatron.model.attention import Attention
 from megatron.model.cache import LayerCache
 from megatron.model.decoder import DecoderModel
+from megatron.model.decoder import example_inputs as example_inputs
 from megatron.model.embedding import WordEmbedding
+from megatron.model.generation import Decoder, embed_words
+from megatron.model.init import Rule, gpt2_rule
 from megatron.model.mlp import MLP
 from megatron.model.norm import RMSNorm
-from megatron.model.sizes import LlamaSizes, Place
+from megatron.model.sizes import LlamaSizes, Place, llama_sizes_from
 from megatron.model.stack import run_layers
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.ops.attention import attention, document_mask
@@ -163,3 +169,16 @@ class LlamaModel(DecoderModel):
                 f"position_ids must be from 0 to {length - 1}, got {lowest} to {highest}. Give a model of more "
                 "max_position_embeddings (--max-position-embeddings) or other positions"
             )
+
+
+def model_args(config: Config, **switches: Any) -> LlamaSizes:
+    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
+    return llama_sizes_from(config.model, config.own, **switches)
+
+
+def weight_init(config: Config) -> Rule:
+    """Return how the initial weights scale."""
+    return gpt2_rule(config.model.init_method_std, config.model.num_layers)
+
+
+GENERATION = Decoder(embedding=WordEmbedding, embed=embed_words, layer=LlamaLayer, norm=make_norm)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from megatron.config import Config
 from megatron.model.alibi import AlibiBias
 from megatron.model.decoder import DecoderModel
 from megatron.model.embedding import WordEmbedding
+from megatron.model.generation import Decoder, embed_words
+from megatron.model.init import Rule, gpt2_rule
 from megatron.model.layer import TransformerLayer
 from megatron.model.norm import LayerNorm
-from megatron.model.sizes import MptSizes, Place
+from megatron.model.sizes import MptSizes, Place, mpt_sizes_from
 from megatron.model.stack import run_layers
 from megatron.mpu.layers import ColumnParallelLinear
 
@@ -78,3 +84,28 @@ class MptModel(DecoderModel):
         bias = self.alibi.for_hidden(x, segment_ids)
         x = run_layers(list(self.layers), x, bias, recompute=self.recompute)
         return self.finish(x, labels, loss_mask)
+
+
+def model_args(config: Config, **switches: Any) -> MptSizes:
+    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
+    return mpt_sizes_from(config.model, config.own, **switches)
+
+
+def weight_init(config: Config) -> Rule:
+    """Return how the initial weights scale."""
+    return gpt2_rule(config.model.init_method_std, config.model.num_layers)
+
+
+def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what it takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    return {"tokens": words(config.batch.seq_length)}
+
+
+GENERATION = Decoder(
+    embedding=WordEmbedding,
+    embed=embed_words,
+    layer=MptLayer,
+    norm=make_norm,
+    mask=lambda sizes, place: AlibiBias(sizes, place).for_slots,
+    has_end=False,
+)

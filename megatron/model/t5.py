@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
+from megatron.config import Config
 from megatron.model.head import Head, whole_logits
+from megatron.model.init import Rule, t5_rule
 from megatron.model.loss import model_loss
 from megatron.model.recompute import Recompute
-from megatron.model.sizes import Place, T5Sizes
+from megatron.model.sizes import Place, T5Sizes, t5_sizes_from
 from megatron.model.stack import run_layers
 from megatron.model.t5_attention import RelativeBias
 from megatron.model.t5_embedding import T5Embedding, embed, make_final_norm, make_norm, tied_logits
@@ -25,9 +30,12 @@ __all__ = [
     "T5Model",
     "embed",
     "entered",
+    "example_inputs",
     "make_final_norm",
     "make_norm",
+    "model_args",
     "tied_logits",
+    "weight_init",
 ]
 
 
@@ -157,3 +165,18 @@ class T5Decoder(T5Side):
         dec_segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self.run(x, memory, self.bias, enc_segments, dec_segments)
+
+
+def model_args(config: Config, **switches: Any) -> T5Sizes:
+    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
+    return t5_sizes_from(config.model, config.own, **switches)
+
+
+def weight_init(config: Config) -> Rule:
+    """Return how the initial weights scale."""
+    return t5_rule(model_args(config), config.model.init_method_std)
+
+
+def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what it takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    return {"enc_tokens": words(config.own.enc_seq_length), "dec_tokens": words(config.own.dec_seq_length)}

@@ -5,20 +5,12 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from megatron.config.config import all_options
-from megatron.config.option import RUN_SCRIPTS, Option
+from megatron.arguments.values import all_options
+from megatron.config.option import Option
 from megatron.config.scan import scan
+from megatron.models.registry import FAMILIES
 from megatron.planner.layout import Layout
 from megatron.stages import by_default
-
-RECIPE = {
-    "gpt2": ("--hidden-bias", "--attention-dropout", "0", "--hidden-dropout", "0"),
-    "t5": ("--attention-dropout", "0", "--hidden-dropout", "0"),
-    "llama": (),
-    "mpt": (),
-    "bert": (),
-}
-"""Family -> what its run script says of the model where the user does not: plans begin with the same."""
 
 TOLD = {
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "enc_seq_length", "dec_seq_length",
@@ -34,12 +26,13 @@ def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, i
     model, own, world = config.model, config.own, layout.world_size
     on_node = min(devices_per_node, world)
     lengths = {"SEQLEN": config.batch.seq_length}
-    if config.is_t5:
+    if own.is_encoder_decoder:
         lengths = {"ENC_SEQLEN": own.enc_seq_length, "DEC_SEQLEN": own.dec_seq_length}
-    layers = {} if config.is_t5 and own.enc_layers != own.dec_layers else {"NLAYERS": model.num_layers}
-    if config.is_t5 and own.enc_layers == own.dec_layers:
+    layers = {} if own.is_encoder_decoder and own.enc_layers != own.dec_layers else {"NLAYERS": model.num_layers}
+    if own.is_encoder_decoder and own.enc_layers == own.dec_layers:
         layers = {"NLAYERS": own.enc_layers}
-    extra = {"NGROUPS": own.num_query_groups, "NFF": model.ff_hidden_size} if config.family == "llama" else {}
+    found = vars(model) | vars(own)
+    extra = {name: found[field] for name, field in FAMILIES[config.family].variables.items()}
     return {
         "GPUS_PER_NODE": on_node,
         "NNODES": world // on_node,
@@ -81,10 +74,11 @@ def said_schedule(layout: Layout) -> str | None:
 
 def given_flags(config: Any) -> list[str]:
     """Return the flags that were given and are told neither by variables nor by the layout."""
-    told = TOLD | ({"num_query_groups", "ff_hidden_size"} if config.family == "llama" else set())
-    if config.is_t5 and config.own.enc_layers == config.own.dec_layers:
+    family = FAMILIES[config.family]
+    told = TOLD | set(family.variables.values())
+    if config.own.is_encoder_decoder and config.own.enc_layers == config.own.dec_layers:
         told |= {"enc_layers", "dec_layers"}
-    recipe, words = scan(RECIPE[config.family], (), config.family).values, []
+    recipe, words = scan(family.recipe, (), config.family).values, []
     sections = config.sections()
     for section, option in all_options():
         if section in sections and option.name in config.given and option.name not in told:
@@ -105,5 +99,5 @@ def _spelled(option: Option, value: Any) -> list[str]:
 def lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
     """Return the lines for a shell: variables, and the run script with its flags."""
     told = [f"{name}={value}" for name, value in variables(config, layout, devices_per_node).items()]
-    start = f"bash {RUN_SCRIPTS[config.family]} {shlex.join(flags(config, layout))}"
+    start = f"bash {FAMILIES[config.family].run_script} {shlex.join(flags(config, layout))}"
     return [" ".join(told[:4]) + " \\", "  " + " ".join(told[4:]) + " \\", "  " + start]

@@ -11,22 +11,15 @@ from typing import Any
 
 import torch
 
-from megatron import device, model
-from megatron.config import Config, parse
+from megatron import device
+from megatron.arguments import parse
+from megatron.config import Config
+from megatron.model import Place
+from megatron.models.registry import FAMILIES, build_model, load
 from megatron.mpu.groups import SINGLE, Group
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
-from megatron.planner.lines import RECIPE
 
 VOCABULARY = 6144
-FLAGS: Mapping[str, str] = {
-    "gpt2": "--activation gelu-tanh --max-position-embeddings {length}",
-    "t5": "--activation relu",
-    "bert": "--attention-dropout 0 --hidden-dropout 0",
-}
-"""Family -> what its models have beside the recipe; none drops anything."""
-PARTS: Mapping[str, Mapping[str, str]] = {"t5": {"encoder": "encoder.layers", "decoder": "decoder.layers"}}
-"""Family -> kind of unit -> where its layers lie, if not in one row."""
-ROW = {"layer": "layers"}
 
 
 @dataclass(frozen=True, order=True)
@@ -41,26 +34,20 @@ class Shape:
 
 def config_of(family: str, dtype: str, shape: Shape) -> Config:
     """Return the configuration of a model of one layer (T5: one on each side)."""
+    known = FAMILIES[family]
     words = (
         f"--num-layers 1 --hidden-size {shape.hidden} --num-attention-heads {shape.hidden // shape.head} --{dtype} "
         f"--vocab-size {VOCABULARY} --batch-size {shape.samples} --dry-run "
-        f"--{'enc-' * (family == 't5')}seq-length {shape.length} "
+        f"--{'enc-' * (known.kind == 'encoder-decoder')}seq-length {shape.length} "
     )
-    words += FLAGS.get(family, "").format(length=shape.length)
-    config = parse([*RECIPE[family], *words.split()], world_size=1, env={}, family=family)
+    words += known.benchmark_flags.format(length=shape.length)
+    config = parse([*known.recipe, *words.split()], world_size=1, env={}, family=family)
     return config.with_vocab(VOCABULARY)
 
 
 def build(config: Config, place: torch.device, group: Group = SINGLE) -> torch.nn.Module:
     """Return the model with random weights, cut over the ranks of ``group``."""
-    family, sizes, cut = config.family, config.model, model.Place(group)
-    built: Any = {
-        "gpt2": lambda: model.GPT2Model(model.sizes_from(sizes), cut),
-        "t5": lambda: model.T5Model(model.t5_sizes_from(sizes, config.own), cut),
-        "llama": lambda: model.LlamaModel(model.llama_sizes_from(sizes, config.own), cut),
-        "mpt": lambda: model.MptModel(model.mpt_sizes_from(sizes, config.own), cut),
-        "bert": lambda: model.BertModel(model.bert_sizes_from(sizes, config.own), cut),
-    }[family]()
+    built = build_model(config, Place(group))
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     module: torch.nn.Module = built.to(place)
@@ -79,21 +66,10 @@ def micro_batch(config: Config, place: torch.device) -> dict[str, torch.Tensor]:
     def words(length: int) -> torch.Tensor:
         return torch.randint(VOCABULARY, (samples, length), device=place)
 
-    if config.family == "t5":
-        read, written = config.t5.enc_seq_length, config.t5.dec_seq_length
-        tokens = {"enc_tokens": words(read), "dec_tokens": words(written)}
-    else:
-        read = written = config.batch.seq_length
-        tokens = {"tokens": words(read)}
-    if config.family in ("gpt2", "llama"):
-        tokens["position_ids"] = torch.arange(read, device=place).repeat(samples, 1)
-    if config.family == "bert":
-        nothing = torch.zeros_like(tokens["tokens"])
-        tokens |= {"token_types": nothing, "is_random": nothing[:, 0]}
-        if config.bert.short_seq_prob > 0:  # samples are padded
-            tokens["segments"] = nothing.int()
+    inputs: dict[str, torch.Tensor] = load(config.family, "model").example_inputs(config, words)
+    written = config.loss_tokens_per_sample
     ends = {"labels": words(written), "loss_mask": torch.ones(samples, written, device=place)}
-    return tokens | ends
+    return inputs | ends
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -105,4 +81,4 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def rows_of(family: str) -> Mapping[str, str]:
     """Return kind of unit -> the attribute that holds its layers."""
-    return PARTS.get(family, ROW)
+    return FAMILIES[family].layer_lists

@@ -1,7 +1,7 @@
 """From the words of the command line to a question: which model, on what machine, in which layouts.
 
-What describes the model or a layout is the training's own flags, read and checked by ``megatron.config.parse``; a flag
-that changes nothing here is refused. Layers and width must be said; what else is left out follows for the family:
+What describes the model or a layout is the training's own flags, read and checked by ``megatron.arguments.parse``; a
+flag that changes nothing here is refused. Layers and width must be said; what else is left out follows for the family:
 
 | | gpt2 | t5 | llama | mpt | bert |
 |---|---|---|---|---|---|
@@ -19,20 +19,17 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron.config import Config, parse
+from megatron.arguments import parse
+from megatron.config import Config
 from megatron.config.scan import scan
 from megatron.errors import ConfigError
+from megatron.models.registry import FAMILIES
 from megatron.planner.layout import Layout, layout_of
-from megatron.planner.lines import RECIPE
 from megatron.planner.machine import Machine
 from megatron.planner.named import check_nodes, machine_of
 from megatron.planner.search import Search, divisors
 from megatron.stages import AUTO
 
-LENGTHS = {"gpt2": 2048, "t5": 512, "llama": 2048, "mpt": 2048, "bert": 512}
-VOCABULARIES = {"gpt2": 50304, "t5": 32128, "llama": 32000, "mpt": 50368, "bert": 30592}
-HEADS = {"gpt2": {1280: 20, 1536: 16, 1600: 25, 2560: 32}}
-"""Family -> width -> heads of published sizes that the rule of widths does not give."""
 SMALL = 1024
 """Published models up to this width have heads of 64 numbers, wider ones mostly of 128."""
 TOKENS = 4 * 2**20
@@ -59,11 +56,6 @@ SHAPE = ("model_parallel_size", "pipe_parallel_size", "batch_size")
 """Fields that with --gas give the samples of a step."""
 IN_TENSOR, IN_PIPE = ("sequence_parallel",), ("pipeline_chunks", "pipeline_schedule", "pipeline_split_rank")
 """Fields that act with several tensor ranks, or stages."""
-FOLLOWING = {
-    "t5": {"dec_seq_length": "--dec-seq-length"},
-    "llama": {"ff_hidden_size": "--ff-hidden-size", "num_query_groups": "--num-query-groups"},
-}
-"""Family -> field that follows from others -> its flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +115,9 @@ def _sought(config: Config, given: Mapping[str, Any], world: int, batch: int, nu
 
 def _followed(config: Config, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield the words for what the training takes where nothing is said: of the recipe, the family, the optimizer."""
-    recipe = scan(RECIPE[config.family], (), config.family).spelling
+    recipe = scan(FAMILIES[config.family].recipe, (), config.family).spelling
     yield from (text for name, text in recipe.items() if name not in given)
-    for name, flag in FOLLOWING.get(config.family, {}).items():
+    for name, flag in FAMILIES[config.family].follows.items():
         if name not in given:
             yield f"{flag} {getattr(config.own if hasattr(config.own, name) else config.model, name)}"
     if "optimizer" not in given:
@@ -164,9 +156,9 @@ def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[l
     Raises:
         ConfigError: layers or width were not said.
     """
-    found = scan(rest, (), family)
+    found, usual = scan(rest, (), family), FAMILIES[family]
     given = found.values
-    words, assumed = [*RECIPE[family], *rest], []
+    words, assumed = [*usual.recipe, *rest], []
     sizes = {"num_layers": "--num-layers", "hidden_size": "--hidden-size"}
     missing = [flag for name, flag in sizes.items() if name not in given]
     if "enc_layers" in given and "dec_layers" in given:
@@ -181,14 +173,14 @@ def with_defaults(family: str, rest: Sequence[str], machine: Machine) -> tuple[l
     hidden = int(given.get("hidden_size") or 0)
     if hidden and "num_attention_heads" not in given:
         size = 128 if hidden % 128 == 0 and hidden > SMALL else 64
-        heads = HEADS.get(family, {}).get(hidden, hidden // size if hidden % size == 0 else 0)
+        heads = usual.heads.get(hidden, hidden // size if hidden % size == 0 else 0)
         if heads:
             assume("--num-attention-heads", heads)
-    length, field = ("--enc-seq-length", "enc_seq_length") if family == "t5" else ("--seq-length", "seq_length")
-    if field not in given:
-        assume(length, LENGTHS[family])
+    length = "enc_seq_length" if usual.kind == "encoder-decoder" else "seq_length"
+    if length not in given:
+        assume(f"--{length.replace('_', '-')}", usual.length)
     if "vocab_size" not in given:
-        assume("--vocab-size", VOCABULARIES[family])
+        assume("--vocab-size", usual.vocabulary)
     if "dtype" not in given:
         assume(f"--{machine.first_dtype}")
     return words, assumed

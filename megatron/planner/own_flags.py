@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.one_line_parser import OneLineParser
-from megatron.config.option import FAMILIES
+from megatron.models.registry import FAMILIES
 from megatron.planner.devices import SHEETS
 
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from megatron import cost, device
-from megatron.config.option import FAMILIES
 from megatron.cost.memory import State
+from megatron.models.registry import FAMILIES
 from megatron.mpu.groups import SINGLE, Group
 from megatron.planner import models
 from megatron.planner.layout import layout_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from megatron.checkpoint import named_parameters
 from megatron.config import Config
 from megatron.config.deepspeed import engine_dict
 from megatron.errors import ConfigError
-from megatron.model.init import Rule, bert_rule, gpt2_rule, initialize, t5_rule
-from megatron.model.sizes import t5_sizes_from
+from megatron.model.init import Rule, initialize
+from megatron.models.registry import load
 from megatron.mpu.counted import CountedDropout
 from megatron.mpu.random import DropoutStreams
 from megatron.optim import Arrival, LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
@@ -127,31 +127,10 @@ def put_in_place(config: Config, module: torch.nn.Module, world: World) -> None:
     move(module, world.device)
 
 
-def _residual_rule(config: Config) -> Rule:
-    return gpt2_rule(config.model.init_method_std, config.model.num_layers)
-
-
-def _rule_of_t5(config: Config) -> Rule:
-    return t5_rule(t5_sizes_from(config.model, config.t5), config.model.init_method_std)
-
-
-def _rule_of_bert(config: Config) -> Rule:
-    return bert_rule(config.model.init_method_std)
-
-
-WEIGHT_RULES: Mapping[str, Callable[[Config], Rule]] = {
-    "gpt2": _residual_rule,
-    "t5": _rule_of_t5,
-    "llama": _residual_rule,
-    "mpt": _residual_rule,
-    "bert": _rule_of_bert,
-}
-"""Family -> how its initial weights scale."""
-
-
 def weight_rule(config: Config) -> Rule:
     """Return the scale of initial weights, by name, for the family of ``config``."""
-    return WEIGHT_RULES[config.family](config)
+    rule: Rule = load(config.family, "model").weight_init(config)
+    return rule
 
 
 def make_optimizer(

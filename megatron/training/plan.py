@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import accelerators, cost
-from megatron.config import Config, T5Config
+from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.log import human_bytes
 from megatron.mpu.topology import Topology
@@ -37,9 +37,9 @@ def dry_run(config: Config, world_size: int) -> None:
         config = with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
-    if config.is_t5 and tokenizer is not None and config.data.cuts_spans:
-        asked_by = f"--enc-seq-length {config.t5.enc_seq_length}"
-        tokens_of(tokenizer, config).require_sentinels(config.t5.most_spans, asked_by)
+    if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
+        asked_by = f"--enc-seq-length {config.own.enc_seq_length}"
+        tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, asked_by)
     parallel = config.parallel
     topology = Topology.of_world(world_size, parallel.model_parallel_size, parallel.num_stages)
     bounds = cost.of(config).stage_bounds(topology.pipe, parallel.chunks)
@@ -80,7 +80,7 @@ def plan_rows(
     else:
         yield from _own_model_rows(config, counted, bounds)
     lengths = config.sequence_lengths
-    sample = f"(encoder {lengths[0]} + decoder {lengths[-1]})" if config.is_t5 else f"sequence {lengths[0]}"
+    sample = f"sequence {lengths[0]}" if len(lengths) == 1 else f"(encoder {lengths[0]} + decoder {lengths[-1]})"
     yield (
         "tokens per step",
         f"{batch.global_batch_size(d) * config.tokens_per_sample:,} = {sample} x micro-batch {batch.batch_size} x "
@@ -109,10 +109,10 @@ def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int
 
 def model_text(config: Config) -> str:
     """Return the sizes of the model that ``config`` describes."""
-    model, t5 = config.model, config.t5
-    layers, more = f"{model.num_layers} layers", config.own.summary
-    if config.is_t5:
-        layers = f"{t5.enc_layers} encoder and {t5.dec_layers} decoder layers"
+    model, own = config.model, config.own
+    layers, more = f"{model.num_layers} layers", own.summary
+    if own.is_encoder_decoder:
+        layers = f"{own.enc_layers} encoder and {own.dec_layers} decoder layers"
     return (
         f"{human_count(cost.of(config).num_parameters)} parameters: {layers}, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
@@ -230,13 +230,14 @@ def layers_text(bounds: Sequence[int], stages: int, stage: int) -> str:
     return " and ".join(_range_text(start, stop) for start, stop in pieces_on(bounds, stages, stage))
 
 
-def sides_text(bounds: Sequence[int], stages: int, stage: int, t5: T5Config) -> str:
+def sides_text(bounds: Sequence[int], stages: int, stage: int, own: Any) -> str:
     """Return the layers of each side that lie on a stage of a T5, by chunk: "encoder 0-3 and decoder 0".
 
     Args:
         bounds: in units: embedding, layers and norm of either side, and the head.
+        own: the section with the layers of each side.
     """
-    units, found = t5_units(t5.enc_layers, t5.dec_layers), []
+    units, found = t5_units(own.enc_layers, own.dec_layers), []
     for start, stop in pieces_on(bounds, stages, stage):
         for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
             begin, end = max(start - layers.start, 0), min(stop - layers.start, len(layers))
@@ -247,8 +248,8 @@ def sides_text(bounds: Sequence[int], stages: int, stage: int, t5: T5Config) -> 
 
 def place_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
     """Return which layers lie on a stage, in words."""
-    if config.is_t5:
-        return sides_text(bounds, stages, stage, config.t5)
+    if config.own.is_encoder_decoder:
+        return sides_text(bounds, stages, stage, config.own)
     return f"layers {layers_text(bounds, stages, stage)} of {config.total_layers + 3}"
 
 

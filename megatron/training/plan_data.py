@@ -11,7 +11,7 @@ from megatron.config.data import EACH
 def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the rows on how texts become samples: none of GPT-2 where documents lie end to end as they are."""
     data = config.data
-    if config.is_t5 and data.cuts_spans:
+    if config.own.is_encoder_decoder and data.cuts_spans:
         yield "spans", _spans_text(config)
     if data.packing == "best-fit":
         yield "packing", "best-fit: whole documents, kept apart; what they leave of a sample is padded"
@@ -34,7 +34,7 @@ def data_text(config: Config) -> str:
 
 def _spans_text(config: Config) -> str:
     """Return how a text becomes a sample of T5."""
-    t5 = config.t5
+    t5 = config.own
     kind = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
     if t5.denoisers != "R":
         kind = f"denoisers {t5.denoisers}"

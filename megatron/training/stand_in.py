@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron.config import Config
-from megatron.data.bert_control import BertTokens
-from megatron.data.bert_samples import BertSamples
-from megatron.data.control_tokens import T5Tokens
-from megatron.data.t5_samples import T5Samples
+from megatron.models.registry import has_part, load
 from megatron.training.vocabulary import tokens_of
 
 EOD_ID = 0
@@ -76,51 +73,8 @@ def stand_in_tokenizer(config: Config) -> StandInTokenizer:
 
 def random_data(config: Config, seed: int | None = None) -> Any:
     """Return a data set of random samples for the model of ``config``; ``seed`` None: that of the run."""
-    tokenizer = stand_in_tokenizer(config)
-    tokens, seed = tokens_of(tokenizer, config), config.run.seed if seed is None else seed
-    return RANDOM_DATA[config.family](config, tokenizer, tokens, seed)
-
-
-def _random_tokens(config: Config, tokenizer: StandInTokenizer, tokens: Any, seed: int) -> RandomTokens:
-    return RandomTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
-
-
-def _random_spans(config: Config, tokenizer: StandInTokenizer, tokens: T5Tokens, seed: int) -> T5Samples:
-    settings = config.t5
-    texts = RandomDocuments(tokenizer.vocab_size, seed)
-    return T5Samples(
-        texts,
-        documents=(0, texts.num_documents),
-        enc_seq_length=settings.enc_seq_length,
-        dec_seq_length=settings.dec_seq_length,
-        denoisers=settings.kinds,
-        tokens=tokens,
-        seed=seed,
-        reset_attention_mask=config.data.reset_attention_mask,
-    )
-
-
-def _random_pairs(config: Config, tokenizer: StandInTokenizer, tokens: BertTokens, seed: int) -> BertSamples:
-    settings = config.bert
-    texts, every_third = RandomDocuments(tokenizer.vocab_size, seed), np.arange(tokenizer.vocab_size) % 3 != 0
-    return BertSamples(
-        texts,
-        documents=(0, texts.num_documents),
-        seq_length=config.batch.seq_length,
-        tokens=tokens,
-        seed=seed,
-        has_pairs=settings.binary_head,
-        mask_prob=settings.mask_prob,
-        short_seq_prob=settings.short_seq_prob,
-        word_starts=every_third if settings.whole_word_masking else None,
-    )
-
-
-RANDOM_DATA: Mapping[str, Callable[[Config, StandInTokenizer, Any, int], Any]] = {
-    "gpt2": _random_tokens,
-    "t5": _random_spans,
-    "llama": _random_tokens,
-    "mpt": _random_tokens,
-    "bert": _random_pairs,
-}
-"""Family -> its random samples, of a configuration, a tokenizer, the ids that samples hold (``tokens_of``), a seed."""
+    tokenizer, seed = stand_in_tokenizer(config), config.run.seed if seed is None else seed
+    if not has_part(config.family, "data"):
+        return RandomTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
+    texts, tokens = RandomDocuments(tokenizer.vocab_size, seed), tokens_of(tokenizer, config)
+    return load(config.family, "data").random_dataset(config, texts, tokens, seed)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.config import Config
-from megatron.data.bert_control import bert_tokens
-from megatron.data.control_tokens import t5_tokens
 from megatron.errors import ConfigError
+from megatron.models.registry import has_part, load
 from megatron.tokenizer import build as build_tokenizer
 
 
@@ -32,22 +30,16 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
     Raises:
         ConfigError: --vocab-size is too small, or --vocab-extra-ids was given and the tokenizer has sentinels.
     """
-    own = len(tokenizer.sentinel_ids) if config.is_t5 else 0
+    own = len(tokenizer.sentinel_ids) if config.own.is_encoder_decoder else 0
     if own and "vocab_extra_ids" in config.given:
         raise ConfigError(
             "--vocab-extra-ids is for a tokenizer without sentinels, got --vocab-extra-ids "
-            f"{config.t5.vocab_extra_ids} and a tokenizer with {own} of its own, which are used. Leave it out"
+            f"{config.own.vocab_extra_ids} and a tokenizer with {own} of its own, which are used. Leave it out"
         )
     return config.with_vocab(tokens_of(tokenizer, config).vocab_size)
 
 
 def tokens_of(tokenizer: Any, config: Config) -> Any:
     """Return the ids that samples of the family hold: ``vocab_size`` counts them all."""
-    return TOKENS[config.family](tokenizer, config) if config.family in TOKENS else tokenizer
-
-
-TOKENS: Mapping[str, Callable[[Any, Config], Any]] = {
-    "t5": lambda tokenizer, config: t5_tokens(tokenizer, config.t5.vocab_extra_ids, config.t5.kinds),
-    "bert": lambda tokenizer, config: bert_tokens(tokenizer),
-}
-"""Family that puts ids behind those of the text -> all of them."""
+    has_own = has_part(config.family, "data")
+    return load(config.family, "data").special_tokens(tokenizer, config) if has_own else tokenizer

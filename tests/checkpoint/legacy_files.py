@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.config import Config
+from megatron.arguments import config_from_values
 from megatron.model import GPT2Model, T5Model, sizes_from, t5_sizes_from
 
 Tensors = dict[str, torch.Tensor]
@@ -46,8 +46,8 @@ def model_of(family: str = "gpt2", **more: Any) -> torch.nn.Module:
     """Return a tiny model in fp32 with random weights; T5 with learned positions."""
     torch.manual_seed(3)
     t5 = {"position_embedding_type": "learned"} if family == "t5" else {}
-    config = Config.of_values({**SIZES, **t5, **more}, family=family)
-    sizes = t5_sizes_from(config.model, config.t5) if family == "t5" else sizes_from(config.model)
+    config = config_from_values({**SIZES, **t5, **more}, family=family)
+    sizes = t5_sizes_from(config.model, config.own) if family == "t5" else sizes_from(config.model)
     model = (T5Model if family == "t5" else GPT2Model)(sizes)  # type: ignore[operator]
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

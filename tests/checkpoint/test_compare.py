@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron.arguments import config_from_values
 from megatron.checkpoint import check_model, compare_model_config
-from megatron.config import Config
 from megatron.errors import CheckpointError, exit_code
 
 
@@ -34,9 +34,10 @@ def test_every_differing_key_is_listed_with_both_values():
     ],
 )
 def test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on(family, values):
-    saved = Config.of_values({"vocab_size": 9}, family=family).identity()
+    saved = config_from_values({"vocab_size": 9}, family=family).identity()
     plain, fresh = (
-        Config.of_values({"vocab_size": 9, "finetune": finetune, **values}, family=family) for finetune in (False, True)
+        config_from_values({"vocab_size": 9, "finetune": finetune, **values}, family=family)
+        for finetune in (False, True)
     )
     with pytest.raises(CheckpointError, match=f"weights fit another {', '.join(values)} as well: --finetune"):
         check_model(saved, plain)
@@ -46,8 +47,8 @@ def test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on(fami
 
 
 def test_another_vocabulary_is_taken_where_it_is_asked_for():
-    saved = Config.of_values({"vocab_size": 9}).identity()
-    check_model(saved, Config.of_values({"vocab_size": 11, "finetune": True, "resize_vocab": True}))
+    saved = config_from_values({"vocab_size": 9}).identity()
+    check_model(saved, config_from_values({"vocab_size": 11, "finetune": True, "resize_vocab": True}))
     with pytest.raises(CheckpointError, match="vocab_size: saved 9, now 11") as caught:
-        check_model(saved, Config.of_values({"vocab_size": 11, "finetune": True}))
+        check_model(saved, config_from_values({"vocab_size": 11, "finetune": True}))
     assert "as well" not in str(caught.value)

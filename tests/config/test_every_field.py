@@ -37,12 +37,13 @@ from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from megatron import cost, data, device, mpu, tokenizer
+from megatron.arguments.values import all_options, all_sections, takes
 from megatron.config import Config, parse
-from megatron.config.config import SECTIONS, all_options
 from megatron.config.deepspeed import engine_dict
 from megatron.config.option import Option
 from megatron.data import bert_control, build_bert, build_t5
 from megatron.errors import CheckpointError, ConfigError
+from megatron.models.registry import FAMILIES
 from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
 from megatron.training import arguments, assembly, fused, report, run_folder, vocabulary
@@ -360,7 +361,8 @@ def words_of(option: Option, folder: Path) -> tuple[list[str], list[str]]:
 
 
 def family_of(option: Option) -> str:
-    return option.families[0] if option.families else "gpt2"
+    section, _ = OPTIONS[option.name]
+    return next(family for family in FAMILIES if takes(family, section, option))
 
 
 def read_in(words: list[str], family: str) -> Config:
@@ -424,7 +426,6 @@ def test_a_field_that_acts_in_a_run_is_read_there(field: str, tmp_path: Path) ->
         return
     section, option = OPTIONS[field]
     value, _ = option.convert(some_value(option, tmp_path), option.flag)
-    told = [
-        getattr(each, name.removesuffix("()")) for each in (SECTIONS[section](), SECTIONS[section](**{field: value}))
-    ]
+    kind: Any = all_sections()[section]
+    told = [getattr(each, name.removesuffix("()")) for each in (kind(), kind(**{field: value}))]
     assert len({repr(each() if name.endswith("()") else each) for each in told}) == 2

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from megatron.arguments.values import all_options, options_in
 from megatron.config import flags_doc, parse
-from megatron.config.config import all_options, defaults_of
 from megatron.config.flags_by_reason import GROUPS
 from megatron.config.flags_table import (
     ALREADY_SO,
@@ -18,15 +18,14 @@ from megatron.config.flags_table import (
     CPM_REFUSED,
     MEGATRON_REFUSED,
     REFUSED,
-    REFUSED_IN,
 )
-from megatron.config.option import FAMILIES
 from megatron.config.scan import refusals
 from megatron.errors import ConfigError
+from megatron.models.registry import FAMILIES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "flags.md"
 OURS = {flag: option for _, option in all_options() for flag in option.flags}
-ACTING = [(family, flag) for family in FAMILIES for flag in sorted(OURS) if OURS[flag].acts_in(family)]
+ACTING = [(name, flag) for name in FAMILIES for option in options_in(name) for flag in option.flags]
 NEEDS = {
     "--checkpoint-num-layers": ["--checkpoint-activations"],
     **dict.fromkeys(("--cpu-adam", "--cpu_torch_adam", "--no-pin-memory"), ["--offload-optimizer"]),
@@ -174,7 +173,7 @@ def some_value(option, folder: Path) -> str:
 
 def option_default(option, family: str):
     """Return what ``option`` is in ``family`` where nothing is said."""
-    return defaults_of(family).get(option.name, option.default)
+    return FAMILIES[family].config.DEFAULTS.get(option.name, option.default)
 
 
 def test_no_flag_of_cpm_is_forgotten():
@@ -195,7 +194,11 @@ def test_a_flag_has_one_reason():
 
 def test_what_to_use_instead_is_there():
     """Of every flag that a reason names."""
-    reasons = [*REFUSED.values(), *ALREADY_SO.values(), *(why for told in REFUSED_IN.values() for why in told.values())]
+    reasons = [
+        *REFUSED.values(),
+        *ALREADY_SO.values(),
+        *(why for family in FAMILIES.values() for why in family.config.REFUSED.values()),
+    ]
     named = {flag for reason in reasons for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", reason)}
     assert named - set(OURS) == {"--max-restarts"}  # the launcher's
 
@@ -240,11 +243,18 @@ def test_every_refused_flag_ends_the_start_with_its_reason(family):
 
 
 def test_a_family_refuses_its_own_list_and_what_acts_in_the_other_only():
-    for family, told in REFUSED_IN.items():
-        foreign = {flag for flag, option in OURS.items() if not option.acts_in(family)}
-        assert set(refusals(family)) == set(REFUSED) | foreign
-        assert set(told) <= set(REFUSED)
-        assert all(OURS[flag].elsewhere for flag in foreign)
+    for name, family in FAMILIES.items():
+        foreign = set(OURS) - {flag for option in options_in(name) for flag in option.flags}
+        assert set(refusals(name)) == set(REFUSED) | foreign
+        assert set(family.config.REFUSED) <= set(REFUSED)
+        assert all(family.advice(OURS[flag]) for flag in foreign)
+
+
+def test_advice_is_of_flags_that_do_not_act():
+    fields = {option.name for _, option in all_options()}
+    for name, family in FAMILIES.items():
+        acting = {option.name for option in options_in(name)}
+        assert set(family.config.ADVICE) <= fields - acting
 
 
 def test_the_document_is_what_the_table_says():

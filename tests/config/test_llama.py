@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.arguments import config_from_values
+from megatron.arguments.parser import help_text
 from megatron.config import Config, parse
-from megatron.config.option import FAMILIES
-from megatron.config.parse import help_text
 from megatron.errors import ConfigError
+from megatron.models.registry import FAMILIES
 
 WORDS = ["--data-path", "none", "--seq-length", "64", "--vocab-size", "101", "--device", "cpu"]
 UNTIED, TIED = "--untie-embeddings-and-output-weights", "--tie-embeddings-and-output-weights"
@@ -19,11 +20,11 @@ def parsed(*words: str, family: str = "llama", world_size: int = 1, defaults: st
 
 def test_llama_drops_nothing_has_a_gated_silu_and_an_untied_head() -> None:
     config = parsed("--num-attention-heads", "8")
-    model, llama = config.model, config.llama
+    model, llama = config.model, config.own
     assert (model.attention_dropout, model.hidden_dropout, model.activation) == (0.0, 0.0, "gated-silu")
     assert model.untie_embeddings and not model.hidden_bias and model.max_position_embeddings == 64
     assert (llama.num_query_groups, llama.rotary_base, llama.rotary_scaling) == (8, 10000.0, "none")
-    assert Config.of_values({}, family="llama").model.untie_embeddings
+    assert config_from_values({}, family="llama").model.untie_embeddings
     assert "default: gated-silu" in help_text(family="llama") and "default: gated-silu" not in help_text()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.arguments import config_from_values
 from megatron.config import Config, parse
 from megatron.config.validate import find_problems
 from megatron.errors import ConfigError
@@ -17,7 +18,7 @@ def parsed(*words: str, family: str = "mpt") -> Config:
 
 def test_mpt_drops_nothing_has_exact_gelu_a_tied_head_and_slopes_to_an_eighth_power() -> None:
     config = parsed()
-    assert (config.mpt.alibi_bias_max, config.mpt.clip_qkv) == (8, 0.0)
+    assert (config.own.alibi_bias_max, config.own.clip_qkv) == (8, 0.0)
     model = config.model
     assert (model.attention_dropout, model.hidden_dropout, model.activation) == (0.0, 0.0, "gelu")
     assert not model.untie_embeddings and not model.hidden_bias and model.max_position_embeddings == 64
@@ -25,7 +26,7 @@ def test_mpt_drops_nothing_has_exact_gelu_a_tied_head_and_slopes_to_an_eighth_po
 
 def test_flags_of_its_own_reach_its_section_and_its_identity() -> None:
     config = parsed("--alibi-bias-max", "16", "--clip-qkv", "6")
-    assert (config.mpt.alibi_bias_max, config.mpt.clip_qkv) == (16, 6.0)
+    assert (config.own.alibi_bias_max, config.own.clip_qkv) == (16, 6.0)
     identity = config.identity()
     assert (identity["family"], identity["alibi_bias_max"], identity["clip_qkv"]) == ("mpt", 16, 6.0)
     assert "max_position_embeddings" not in identity
@@ -63,5 +64,5 @@ def test_its_flags_are_refused_elsewhere(family: str, words: list[str]) -> None:
 
 
 def test_a_script_that_gives_it_biases_is_told() -> None:
-    config = Config.of_values({"hidden_bias": True, "vocab_size": 101}, family="mpt")
+    config = config_from_values({"hidden_bias": True, "vocab_size": 101}, family="mpt")
     assert any("whose layers and norms have no biases" in problem for problem in find_problems(config, 1))

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from megatron.arguments import config_from_values
+from megatron.arguments.values import all_options
 from megatron.config import Config, ModelConfig, check_device, parse, resolve_dtype
-from megatron.config.config import all_options
 from megatron.config.data import DataConfig
 from megatron.config.parallel import TRACE_IN_RUN
 from megatron.config.scan import refusals, scan, unknown
@@ -56,7 +57,7 @@ def test_a_config_can_be_made_without_a_command_line():
 
 def test_a_name_that_no_section_has_is_no_value():
     with pytest.raises(TypeError, match="got distributed_timeout_s, layers$"):
-        Config.of_values({"num_layers": 2, "layers": 3, "distributed_timeout_s": 60})
+        config_from_values({"num_layers": 2, "layers": 3, "distributed_timeout_s": 60})
 
 
 def test_data_parallel_size_and_global_batch_follow_from_the_world():

@@ -49,7 +49,7 @@ def test_flops_are_six_for_each_number_in_a_product_and_twelve_for_all_scores() 
 def test_the_last_stage_gets_fewer_layers_for_transform_and_head() -> None:
     config = parse(["--num-layers", "8", "--vocab-size", "30522"], world_size=1, env={}, family="bert")
     costs = of(config)
-    assert costs == BertCosts(config.model, config.batch.seq_length, config.bert)
+    assert costs == BertCosts(config.model, config.batch.seq_length, config.own)
     bounds = costs.stage_bounds(2)
     assert bounds[0] == 0 and bounds[-1] == 11 and bounds[1] > 5
     assert costs.unit_names[-2:] == ["transform", "head"] and costs.unit_costs[-2] > 0

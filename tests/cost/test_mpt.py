@@ -32,10 +32,11 @@ def test_the_costs_of_a_configuration_are_those_of_its_sizes_length_and_document
 def test_parameters_are_those_of_the_model_that_is_built(untied: bool) -> None:
     from megatron.config import Config
     from megatron.model import MptModel, Place, mpt_sizes_from
+    from megatron.models import MptConfig
     from megatron.mpu.groups import Group
 
     sizes = replace(SMALL, untie_embeddings=untied, vocab_size=64)
-    mpt = Config(model=sizes, family="mpt").mpt
+    mpt = Config(model=sizes, family="mpt", own=MptConfig()).own
     for tensor in (1, 2):
         model = MptModel(mpt_sizes_from(sizes, mpt), Place(Group(tuple(range(tensor)), 0)))
         built = sum(parameter.numel() for parameter in model.parameters())

@@ -78,7 +78,7 @@ def test_parameters_are_those_of_the_model_that_is_built(line):
 
     sizes = "--enc-layers 2 --dec-layers 3 --hidden-size 24 --num-attention-heads 2 --kv-hidden-size 5"
     config = config_of(f"{sizes} --ff-hidden-size 50 --vocab-size 61 --enc-seq-length 20 {line}")
-    built = T5Model(t5_sizes_from(config.model, config.t5))
+    built = T5Model(t5_sizes_from(config.model, config.own))
     assert of(config).num_parameters == sum(parameter.numel() for parameter in built.parameters())
 
 
@@ -197,7 +197,7 @@ def square_bytes(line: str, samples: int, pairs: set[tuple[int, int]]) -> int:
     from megatron.model.t5 import T5Model
 
     config = config_of(line)
-    built = T5Model(t5_sizes_from(config.model, config.t5))
+    built = T5Model(t5_sizes_from(config.model, config.own))
     lengths = config.sequence_lengths
     tokens = [torch.zeros(samples, length, dtype=torch.int64) for length in lengths]
     segments = [torch.zeros(samples, length, dtype=torch.int32) for length in lengths]

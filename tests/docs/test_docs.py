@@ -20,10 +20,10 @@ import pytest
 from megatron.config import parse
 from megatron.config.deepspeed_keys import KNOWN
 from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED
-from megatron.config.option import FAMILIES
 from megatron.errors import EXIT_CODES
 from megatron.generate import options as generate
 from megatron.launch.options import parse as parse_launch
+from megatron.models.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ROOT / "docs" / "flags.md"

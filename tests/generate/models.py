@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.arguments import config_from_values
 from megatron.checkpoint import TensorRecord, named_parameters, save
 from megatron.config import Config
 from megatron.mpu.groups import SINGLE, Group
@@ -29,7 +30,7 @@ def save_model(run: Path, family: str, *, ranks: int = 1, **values: Any) -> Conf
     run.mkdir(parents=True, exist_ok=True)
     size = make_tokenizer(run).vocab_size + (100 if family == "t5" else 0)
     given = {**SMALL, **LAYERS[family], "vocab_size": size, "tokenizer_path": str(run / "t.json"), **values}
-    config = Config.of_values(given, family=family)
+    config = config_from_values(given, family=family)
     if ranks == 1:
         _save(0, run, config, 1)
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse
-from megatron.config.option import PROGRAMS, RUN_SCRIPTS
+from megatron.models.registry import FAMILIES
 from tests.launch.test_run_script import COMMON, ROOT, fake_python, run
 
 __all__ = ["fake_python"]  # the fixture
@@ -27,7 +27,7 @@ every_family = pytest.mark.parametrize("family", OWN)
 
 
 def script_of(family: str) -> Path:
-    return ROOT / RUN_SCRIPTS[family]
+    return ROOT / FAMILIES[family].run_script
 
 
 @every_family
@@ -37,13 +37,13 @@ def test_every_variable_of_the_script_has_its_effect(family: str, fake_python: P
     assert set(re.findall(r"^(\w+)=\$\{\1:-", top, re.M)) == set(effects)
     said = run(fake_python, script=script_of(family), **{name: value for name, (value, _) in effects.items()}).stdout
     assert [effect for _, effect in effects.values() if effect not in said] == []
-    assert f"/{PROGRAMS[family]} --pipe-parallel-size 4 " in said
+    assert f"/{FAMILIES[family].program} --pipe-parallel-size 4 " in said
 
 
 @every_family
 def test_what_is_not_set_is_what_its_comment_names(family: str, fake_python: Path) -> None:
     said = run(fake_python, "--dry-run", script=script_of(family)).stdout
-    assert said.splitlines()[0].endswith(f"{PROGRAMS[family]} --dry-run")
+    assert said.splitlines()[0].endswith(f"{FAMILIES[family].program} --dry-run")
     files = {"MEGATRON_DEFAULTS": "defaults", "MEGATRON_VARIABLES": "variables"}
     env = {name: Path(f"{fake_python}.{kind}").read_text() for name, kind in files.items()}
     config = parse(["--dry-run"], world_size=4, env=env, family=family)

@@ -155,9 +155,9 @@ def test_a_variable_that_is_not_set_is_no_flag_but_the_default_that_its_comment_
 
 
 def test_the_decoder_of_t5_is_as_long_as_the_longest_target_unless_said_otherwise(fake_python):
-    assert parsed(fake_python, model="t5").t5.dec_seq_length == 29  # 21 tokens of noise, 7 sentinels and the end
-    assert parsed(fake_python, model="t5", ENC_SEQLEN="512").t5.dec_seq_length == 114
-    assert parsed(fake_python, model="t5", DEC_SEQLEN="64").t5.dec_seq_length == 64
+    assert parsed(fake_python, model="t5").own.dec_seq_length == 29  # 21 tokens of noise, 7 sentinels and the end
+    assert parsed(fake_python, model="t5", ENC_SEQLEN="512").own.dec_seq_length == 114
+    assert parsed(fake_python, model="t5", DEC_SEQLEN="64").own.dec_seq_length == 64
     with pytest.raises(
         ConfigError, match=r"--dec-seq-length.*29.*\(in the run script:.*--dec-seq-length is DEC_SEQLEN"
     ):

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron.arguments import config_from_values
 from megatron.checkpoint.hf.llama import FORM, build
 from megatron.config import Config
 from megatron.model import llama_sizes_from
@@ -91,7 +92,7 @@ def make_reference(kind: str) -> tuple[Any, Config]:
     with torch.no_grad():  # norms and biases away from 1 and 0, so that each of them matters
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model, Config.of_values(FORM.values(model.config.to_dict()), family="llama")
+    return model, config_from_values(FORM.values(model.config.to_dict()), family="llama")
 
 
 DTYPE_OF = {kind: settings[0] for kind, settings in KINDS.items()}
@@ -123,7 +124,7 @@ def test_our_model_of_their_configuration_has_their_sizes() -> None:
     model, config = make_reference("fp64 tied, biases, llama3")
     built = build(config.model, config)
     assert sum(p.numel() for p in built.parameters()) == sum(p.numel() for p in model.parameters())
-    sizes = llama_sizes_from(config.model, config.llama)
+    sizes = llama_sizes_from(config.model, config.own)
     assert sizes.rotary == Rotary(
         head_size=4, base=500.0, scaling="llama3", factor=4.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
         original_positions=16,

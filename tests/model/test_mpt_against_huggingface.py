@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron.arguments import config_from_values
 from megatron.checkpoint.hf.mpt import FORM, build, prepare
 from megatron.config import Config
 from tests.model.decoder_against_huggingface import Against
@@ -53,7 +54,7 @@ def make_reference(kind: str) -> tuple[Any, Config]:
     with torch.no_grad():  # norms away from 1, so that they matter
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    config = Config.of_values(FORM.values(model.config.to_dict()), family="mpt")
+    config = config_from_values(FORM.values(model.config.to_dict()), family="mpt")
     prepare(model, config)
     return model, config
 

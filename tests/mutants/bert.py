@@ -161,7 +161,7 @@ BERT = (
     Mutant(
         "a head too many is not left out",
         "megatron/checkpoint/hf/bert.py",
-        "    return None if is_second and not config.bert.binary_head else name\n",
+        "    return None if is_second and not config.own.binary_head else name\n",
         "    return name\n",
         ("tests/checkpoint/hf/test_bert.py::test_files_of_google_with_old_names_and_a_head_too_many_are_read",),
         refuses=True,

@@ -76,7 +76,7 @@ DEVICE = (
     ),
     Mutant(
         "plug-ins of the environment come after the check",
-        "megatron/config/parse.py",
+        "megatron/arguments/parser.py",
         "    problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)\n",
         "    problems = own + found.problems + find_problems(config, world_size) + _plugin_problems(env)\n",
         (f"{REGISTRY}::test_the_environment_imports_plug_ins_ahead_of_the_check",),

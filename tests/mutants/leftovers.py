@@ -19,7 +19,7 @@ UNSET = f"{ARRIVING}::test_an_unset_weight_has_no_memory_until_it_is_filled"
 LEFTOVERS = (
     Mutant(
         "a fresh start may not change the reach of T5's relative positions",
-        "megatron/config/t5.py",
+        "megatron/models/t5/config.py",
         '    REFITTED: ClassVar = ("relative_attention_max_distance",)\n',
         "    REFITTED: ClassVar = ()\n",
         (FIT,),
@@ -27,7 +27,7 @@ LEFTOVERS = (
     ),
     Mutant(
         "a fresh start may change the rows of T5's relative positions",
-        "megatron/config/t5.py",
+        "megatron/models/t5/config.py",
         '    REFITTED: ClassVar = ("relative_attention_max_distance",)\n',
         '    REFITTED: ClassVar = ("relative_attention_num_buckets",)\n',
         (FIT,),

@@ -163,7 +163,7 @@ LLAMA = (
     Mutant(
         "all queries come first in our matrix",
         _HF,
-        "Recipe(heads, blocks=config.llama.num_query_groups)",
+        "Recipe(heads, blocks=config.own.num_query_groups)",
         "Recipe(heads, blocks=1)",
         (f"{_THEIRS}::test_a_rank_holds_whole_groups",),
     ),

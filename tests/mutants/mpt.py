@@ -158,7 +158,7 @@ MPT = (
     Mutant(
         "their model keeps the slopes that it has without the setting",
         "megatron/checkpoint/hf/mpt.py",
-        '"alibi_bias_max": config.mpt.alibi_bias_max})',
+        '"alibi_bias_max": config.own.alibi_bias_max})',
         "})",
         (TWELVE_HEADS,),
     ),

@@ -19,14 +19,14 @@ ROWS = (
     ),
     Mutant(
         "each rank tells of a wrong configuration",
-        "megatron/config/parse.py",
+        "megatron/arguments/parser.py",
         "    with marked(is_of_this_rank=bool(own)):\n",
         "    with marked(is_of_this_rank=True):\n",
         (f"{CONFIGURATION}::test_of_four_ranks_one_reports_and_all_leave_with_2",),
     ),
     Mutant(
         "the first problem hides the others",
-        "megatron/config/parse.py",
+        "megatron/arguments/parser.py",
         "    problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)\n",
         "    problems = own + found.problems or _plugin_problems(env) + find_problems(config, world_size)\n",
         ("tests/config/test_parse.py::test_all_problems_are_told_at_once_and_numbered",),

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from megatron import cost
+from megatron.arguments import config_from_values
 from megatron.config import Config
 from megatron.cost.gpt2 import GPT2Costs
 from megatron.planner.devices import device
@@ -64,7 +65,7 @@ class Run:
             "vocab_size": vocabulary,
             "hidden_bias": self.family == "gpt2",
         }
-        return Config.of_values({**values, **dict(self.more)}, family=self.family)
+        return config_from_values({**values, **dict(self.more)}, family=self.family)
 
     @cache  # noqa: B019 - a handful of frozen rows
     def estimate(self) -> Estimate:

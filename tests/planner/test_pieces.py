@@ -9,6 +9,7 @@ import torch
 
 from megatron import cost
 from megatron.cost.memory import State
+from megatron.models.registry import FAMILIES
 from megatron.planner import models, pieces
 from megatron.planner.calibrate import Found, joined
 from megatron.planner.devices import device
@@ -219,5 +220,5 @@ def test_wide_models_are_left_out_of_a_short_look(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pieces, "_touch_memory", lambda: None)
     monkeypatch.setattr(pieces, "_timed", lambda rank, family, dtype, shape, pace: asked.append((family, shape.hidden)))
     pieces.timed(pieces.Rank(0, 1, "cpu", "", 1), ("fp32",), pieces.Pace(widest=320))
-    assert {family for family, _ in asked} == set(models.FLAGS) | {"llama", "mpt"}
+    assert {family for family, _ in asked} == set(FAMILIES)
     assert {width for _, width in asked} == {128, 320}

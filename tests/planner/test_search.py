@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.arguments import config_from_values
 from megatron.config import Config
 from megatron.planner.devices import device
 from megatron.planner.estimate import Estimate, Planner
@@ -20,7 +21,7 @@ H100 = device("h100-80g")
 
 def config(layers: int, hidden: int, heads: int, family: str = "gpt2", **more: object) -> Config:
     values = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": 2048}
-    return Config.of_values({**values, "max_position_embeddings": 2048, "vocab_size": 50304, **more}, family=family)
+    return config_from_values({**values, "max_position_embeddings": 2048, "vocab_size": 50304, **more}, family=family)
 
 
 SMALL = config(6, 2048, 16)

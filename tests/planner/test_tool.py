@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse
-from megatron.config.option import RUN_SCRIPTS
+from megatron.models.registry import FAMILIES
 from megatron.planner.devices import device
 from megatron.planner.layout import layout_of
 from megatron.planner.options import with_defaults
@@ -62,8 +62,8 @@ def script_words(lines: list[str], family: str) -> tuple[list[str], int, list[st
     pasted = shlex.split(" ".join(line.removesuffix("\\") for line in lines))
     start = pasted.index("bash")
     given = dict(word.split("=") for word in pasted[:start])
-    assert pasted[start + 1] == RUN_SCRIPTS[family]
-    script = (ROOT / RUN_SCRIPTS[family]).read_text()
+    assert pasted[start + 1] == FAMILIES[family].run_script
+    script = (ROOT / FAMILIES[family].run_script).read_text()
     shared = (ROOT / "tools/run.sh").read_text()
     own = script.split("\nown=(")[1].split(")")[0].split()
     flags = dict(zip(own[1::2], own[::2], strict=True))

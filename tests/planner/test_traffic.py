@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.config import Config
+from megatron.arguments import config_from_values
 from megatron.planner.devices import device
 from megatron.planner.estimate import DATA, PIPELINE, TENSOR, Estimate, Planner
 from megatron.planner.layout import Layout
@@ -17,7 +17,7 @@ from megatron.planner.traffic import Group, Traffic
 A100 = replace(device("a100-80g"), intra=Link.of(100e9, 1e-6), inter=Link.of(10e9, 1e-5))
 L, H, S, V = 8, 1024, 512, 8192
 SIZES = {"num_layers": L, "hidden_size": H, "num_attention_heads": 16, "seq_length": S, "vocab_size": V}
-PLANNER = Planner(Config.of_values({**SIZES, "max_position_embeddings": S}), A100)
+PLANNER = Planner(config_from_values({**SIZES, "max_position_embeddings": S}), A100)
 
 
 def estimate(**how: object) -> Estimate:

@@ -97,13 +97,13 @@ def vectors(config: Config) -> float:
     """Return 6 FLOPs for each number of norms and biases, and each token that goes through it."""
     model = config.model
     h, d, f = model.hidden_size, model.kv_hidden_size, model.ff_hidden_size
-    if config.is_t5:
+    if config.own.is_encoder_decoder:
         return 0.0
     norm = h if config.family in ("llama", "mpt") else 2 * h
-    groups = config.llama.num_query_groups if config.family == "llama" else model.num_attention_heads
+    groups = config.own.num_query_groups if config.family == "llama" else model.num_attention_heads
     gates = 2 if model.activation.startswith("gated-") else 1
     biases = (model.num_attention_heads + 2 * groups) * d + h + gates * f + h if model.hidden_bias else 0
-    second = h + 2 if config.family == "bert" and config.bert.binary_head else 0  # of one token
+    second = h + 2 if config.family == "bert" and config.own.binary_head else 0  # of one token
     return 6.0 * (LENGTH * (model.num_layers * (2 * norm + biases) + norm) + second)
 
 

@@ -132,9 +132,9 @@ def test_the_rows_of_t5_tell_its_sizes_tokens_and_spans() -> None:
     assert ": 4 encoder and 2 decoder layers, hidden 64, 4 heads, " in shown["model"]
     assert shown["model"].endswith("vocabulary 101, relative positions")
     config = config_of("--denoisers R,X --dec-layers 2", 2, "t5")
-    each = 64 + config.t5.dec_seq_length
+    each = 64 + config.own.dec_seq_length
     assert shown["tokens per step"].startswith(f"{8 * 4 * each:,} = (encoder 64 + decoder {each - 64}) x micro-batch 4")
-    text = f"{config.t5.raw_length} tokens of text become up to 64 of inputs"
+    text = f"{config.own.raw_length} tokens of text become up to 64 of inputs"
     assert shown["spans"] == f"{text} and up to {each - 64} of targets; denoisers R,X"
     plain = rows("--dec-seq-length 40", family="t5")["spans"]
     assert plain == "70 tokens of text become 64 of inputs and 14 of targets; noise density 0.15, mean span length 3"

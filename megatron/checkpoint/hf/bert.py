@@ -61,7 +61,7 @@ _FIXED = {
 def recipes(config: Config) -> dict[str, Recipe]:
     """Return how each of our weights is made of theirs, by our logical name."""
     model = config.model
-    return dict(_recipes(model.num_layers, model.num_attention_heads, has_both=config.bert.binary_head))
+    return dict(_recipes(model.num_layers, model.num_attention_heads, has_both=config.own.binary_head))
 
 
 def _recipes(num_layers: int, heads: int, *, has_both: bool) -> Iterator[tuple[str, Recipe]]:
@@ -85,12 +85,12 @@ def named(name: str, config: Config) -> str | None:
     for old, new in _OLD.items():
         name = name.replace(old, new)
     is_second = name.startswith(tuple(_SECOND_HEAD.values()))
-    return None if is_second and not config.bert.binary_head else name
+    return None if is_second and not config.own.binary_head else name
 
 
 def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
     """Return our model, or the part of it that ``place`` is."""
-    return BertModel(bert_sizes_from(model, config.bert), place)
+    return BertModel(bert_sizes_from(model, config.own), place)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -158,7 +158,7 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
 
 def their_class(config: Config) -> str:
     """Return the name of their model with the heads of ``config``."""
-    return _BOTH if config.bert.binary_head else _WORDS
+    return _BOTH if config.own.binary_head else _WORDS
 
 
 def our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:

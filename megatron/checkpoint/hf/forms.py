@@ -1,25 +1,10 @@
-"""The families that have a Hugging Face form: a family is a line."""
+"""The Hugging Face forms of the families."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from megatron.checkpoint.hf import bert, gpt2, llama, mpt, t5
 from megatron.checkpoint.hf.form import Form
-from megatron.config.option import FAMILIES
 from megatron.errors import CheckpointError
-
-FORMS: Mapping[str, Form] = {
-    "gpt2": gpt2.FORM,
-    "t5": t5.FORM,
-    "llama": llama.FORM,
-    "mpt": mpt.FORM,
-    "bert": bert.FORM,
-}
-"""Our family -> its form there."""
-
-FAMILY: Mapping[str, str] = {kind: family for family, form in FORMS.items() for kind in form.model_types}
-"""Their model_type -> our family."""
+from megatron.models.registry import FAMILIES, has_part, load
 
 
 def form_of(family: str) -> Form:
@@ -28,7 +13,20 @@ def form_of(family: str) -> Form:
     Raises:
         CheckpointError: it has none.
     """
-    if family not in FORMS:
-        known = ", ".join(FAMILIES[name] for name in FORMS)
-        raise CheckpointError(f"{FAMILIES.get(family, family)} has no Hugging Face form here; {known} have one")
-    return FORMS[family]
+    known = with_forms()
+    if family not in known:
+        title = FAMILIES[family].title if family in FAMILIES else family
+        have = ", ".join(FAMILIES[name].title for name in known)
+        raise CheckpointError(f"{title} has no Hugging Face form here; {have} have one")
+    form: Form = load(family, "huggingface").FORM
+    return form
+
+
+def with_forms() -> list[str]:
+    """Return the families that have a form there."""
+    return [family for family in FAMILIES if has_part(family, "huggingface")]
+
+
+def family_by_type() -> dict[str, str]:
+    """Return their model_type -> our family."""
+    return {kind: family for family in with_forms() for kind in form_of(family).model_types}

@@ -56,7 +56,7 @@ def recipes(config: Config) -> dict[str, Recipe]:
         found.update({f"{at}.{ours}.weight": Recipe((f"{there}.{theirs}.weight",)) for ours, theirs in _NORMS.items()})
         for kind in ("weight", "bias") if config.model.hidden_bias else ("weight",):
             heads = tuple(f"{there}.self_attn.{name}_proj.{kind}" for name in "qkv")
-            found[f"{at}.attention.query_key_value.{kind}"] = Recipe(heads, blocks=config.llama.num_query_groups)
+            found[f"{at}.attention.query_key_value.{kind}"] = Recipe(heads, blocks=config.own.num_query_groups)
             found[f"{at}.attention.dense.{kind}"] = Recipe((f"{there}.self_attn.o_proj.{kind}",))
             gated = tuple(f"{there}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
             found[f"{at}.mlp.up.{kind}"] = Recipe(gated, blocks=config.model.ff_hidden_size)
@@ -69,14 +69,14 @@ def recipes(config: Config) -> dict[str, Recipe]:
 def heights(config: Config) -> dict[str, int]:
     """Return the rows of queries, keys and values, which differ, by the end of their names."""
     queries = config.model.attention_size
-    keys = config.llama.num_query_groups * config.model.kv_hidden_size
+    keys = config.own.num_query_groups * config.model.kv_hidden_size
     sizes = {"q": queries, "k": keys, "v": keys}
     return {f"{name}_proj.{kind}": rows for name, rows in sizes.items() for kind in ("weight", "bias")}
 
 
 def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
     """Return our model, or the part of it that ``place`` is."""
-    return LlamaModel(llama_sizes_from(model, config.llama), place)
+    return LlamaModel(llama_sizes_from(model, config.own), place)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -102,7 +102,7 @@ def fields(config: Config) -> dict[str, Any]:
         "intermediate_size": model.ff_hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": config.llama.num_query_groups,
+        "num_key_value_heads": config.own.num_query_groups,
         "head_dim": model.kv_hidden_size,
         "hidden_act": _THEIR_ACTIVATIONS[model.activation],
         "max_position_embeddings": model.max_position_embeddings,
@@ -113,15 +113,15 @@ def fields(config: Config) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,  # which their model does not have: read back by ours alone
         "tie_word_embeddings": not model.untie_embeddings,
-        "rope_theta": config.llama.rotary_base,  # of transformers up to 4, which look here
-        "rope_scaling": _rope(config) if config.llama.rotary_scaling != "none" else None,
-        "rope_parameters": {**_rope(config), "rope_theta": config.llama.rotary_base},
+        "rope_theta": config.own.rotary_base,  # of transformers up to 4, which look here
+        "rope_scaling": _rope(config) if config.own.rotary_scaling != "none" else None,
+        "rope_parameters": {**_rope(config), "rope_theta": config.own.rotary_base},
     }
 
 
 def _rope(config: Config) -> dict[str, Any]:
-    kind = {"none": "default"}.get(config.llama.rotary_scaling, config.llama.rotary_scaling)
-    return {"rope_type": kind, **{key: getattr(config.llama, _SCALING[key]) for key in _OF_SCALING[kind]}}
+    kind = {"none": "default"}.get(config.own.rotary_scaling, config.own.rotary_scaling)
+    return {"rope_type": kind, **{key: getattr(config.own, _SCALING[key]) for key in _OF_SCALING[kind]}}
 
 
 def values(theirs: dict[str, Any]) -> dict[str, Any]:

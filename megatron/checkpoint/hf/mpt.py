@@ -73,7 +73,7 @@ def recipes(config: Config) -> dict[str, Recipe]:
 
 def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
     """Return our model, or the part of it that ``place`` is."""
-    return MptModel(mpt_sizes_from(model, config.mpt), place)
+    return MptModel(mpt_sizes_from(model, config.own), place)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -114,10 +114,10 @@ def fields(config: Config) -> dict[str, Any]:
         **_FIXED,
         "attn_config": {
             **_FIXED_IN_ATTENTION,
-            "alibi_bias_max": config.mpt.alibi_bias_max,
+            "alibi_bias_max": config.own.alibi_bias_max,
             "attn_impl": "torch",
             "attn_pdrop": 0,
-            "clip_qkv": config.mpt.clip_qkv or None,
+            "clip_qkv": config.own.clip_qkv or None,
             "softmax_scale": None,
         },
     }
@@ -165,7 +165,7 @@ def prepare(theirs: Any, config: Config) -> None:
     make = theirs.transformer.build_mpt_alibi_tensor
 
     def build_mpt_alibi_tensor(*args: Any, **named: Any) -> torch.Tensor:
-        return make(*args, **{**named, "alibi_bias_max": config.mpt.alibi_bias_max})
+        return make(*args, **{**named, "alibi_bias_max": config.own.alibi_bias_max})
 
     theirs.transformer.build_mpt_alibi_tensor = build_mpt_alibi_tensor
 

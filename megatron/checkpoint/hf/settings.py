@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.checkpoint.hf.forms import FAMILY, FORMS, form_of
+from megatron.arguments.values import all_options, config_from_values
+from megatron.checkpoint.hf.forms import family_by_type, form_of, with_forms
 from megatron.config import Config
-from megatron.config.config import all_options, defaults_of
-from megatron.config.option import FAMILIES, Option, is_derived
+from megatron.config.option import Option, is_derived
 from megatron.config.validate import model_problems
 from megatron.errors import CheckpointError
+from megatron.models.registry import FAMILIES
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file")
 
@@ -30,12 +31,14 @@ def saved_config(state: Mapping[str, Any]) -> Config:
         sections = ("model", saved["family"], "data")
         values = {key: value for name in sections for key, value in saved.get(name, {}).items()}
         known = {option.name for _, option in all_options()}
-        config = Config.of_values({key: value for key, value in values.items() if key in known}, family=saved["family"])
+        values = {key: value for key, value in values.items() if key in known}
+        config = config_from_values(values, family=saved["family"])
         return replace(config, model=replace(config.model, vocab_size=sizes["vocab_size"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"the checkpoint does not say which model it holds ({type(error).__name__}: {error}); only those of "
-            f"{', '.join(FAMILIES[family] for family in FORMS)} that the pretraining scripts save can be converted"
+            f"{', '.join(FAMILIES[family].title for family in with_forms())} that the pretraining scripts save can be "
+            "converted"
         ) from error
 
 
@@ -59,13 +62,13 @@ def to_ours(theirs: Mapping[str, Any]) -> Config:
         CheckpointError: another architecture, a setting that our models do not have, a size that is missing; or listing
             every value that no flag would take.
     """
-    kind = theirs.get("model_type")
-    if kind is None or kind not in FAMILY:
-        raise CheckpointError(f"model_type must be one of {', '.join(FAMILY)}, got {kind!r}: another architecture")
+    kind, families = theirs.get("model_type"), family_by_type()
+    if kind is None or kind not in families:
+        raise CheckpointError(f"model_type must be one of {', '.join(families)}, got {kind!r}: another architecture")
     try:
-        values = _with_whole_numbers(form_of(FAMILY[kind]).values(dict(theirs)))
+        values = _with_whole_numbers(form_of(families[kind]).values(dict(theirs)))
         found = list(_out_of_range(values))
-        config = Config() if found else Config.of_values(values, family=FAMILY[kind])
+        config = Config() if found else config_from_values(values, family=families[kind])
         found = found or list(model_problems(replace(config, given=tuple(values))))
     except KeyError as error:
         raise CheckpointError(f"config.json must hold {error} for a {kind}; it is missing") from error
@@ -98,7 +101,7 @@ def flags(config: Config) -> list[str]:
     """Return the flags with which a pretraining script builds the model of ``config`` and reads its tokenizer."""
     files = {name: getattr(config.data, name) for name in _TOKENIZER}
     beside = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
-    given, usual = {**config.identity(), **beside, **files}, defaults_of(config.family)
+    given, usual = {**config.identity(), **beside, **files}, config.own.DEFAULTS
     words: list[str] = []
     for _, option in all_options():
         value = given.get(option.name)

@@ -213,7 +213,7 @@ def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> Rec
 
 
 def _problems(config: Config) -> Iterator[str]:
-    if not config.t5.has_relative_positions:
+    if not config.own.has_relative_positions:
         yield "T5 has no learned positions there (the variant that CPM trained)"
     if config.model.hidden_bias:
         yield "T5 has no biases in its linear layers there, got hidden_bias"
@@ -223,7 +223,7 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _fields(config: Config) -> dict[str, Any]:
     """A tied head takes ``x h ** -0.5`` there, one of its own does not (v1.1, mT5)."""
-    model, sides = config.model, config.t5
+    model, sides = config.model, config.own
     return {
         "architectures": ["T5ForConditionalGeneration"],
         "model_type": "t5",
@@ -251,12 +251,12 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
-    return T5Model(t5_sizes_from(model, config.t5), place)
+    return T5Model(t5_sizes_from(model, config.own), place)
 
 
 def _recipes(config: Config) -> dict[str, Recipe]:
     """Return how each weight of the model is made."""
-    model, sides = config.model, {"encoder": config.t5.enc_layers, "decoder": config.t5.dec_layers}
+    model, sides = config.model, {"encoder": config.own.enc_layers, "decoder": config.own.dec_layers}
     layers = {(side, i) for side, count in sides.items() for i in range(count)}
     found = {}
     for name, parts in _all_merges(layers, is_gated(model.activation)):

@@ -24,8 +24,9 @@ import tokenizers
 from megatron import files
 from megatron.checkpoint.hf.folder import write_json
 from megatron.config import Config
-from megatron.data.control_tokens import T5Tokens, t5_tokens
+from megatron.data.control_tokens import T5Tokens
 from megatron.errors import ConfigError, DataError
+from megatron.models.registry import load
 from megatron.tokenizer import Tokenizer, build
 from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
@@ -56,7 +57,7 @@ class Vocabulary:
 
 def unknown_ids(config: Config) -> dict[str, int | None]:
     """Return what stands for ``Vocabulary.ids`` where there is no tokenizer: left out, theirs would count."""
-    first = "decoder_start_token_id" if config.is_t5 else "bos_token_id"
+    first = "decoder_start_token_id" if config.own.is_encoder_decoder else "bos_token_id"
     return {first: None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -80,7 +81,8 @@ def vocabulary_of(config: Config, tokenizer_path: Path | None) -> Vocabulary | N
         merge_file=named.merge_file,
         tokenizer_path=named.tokenizer_path,
     )
-    t5 = t5_tokens(tokenizer, config.t5.vocab_extra_ids, config.t5.kinds) if config.is_t5 else None
+    has_more = config.own.is_encoder_decoder
+    t5 = load(config.family, "data").special_tokens(tokenizer, config) if has_more else None
     size, rows = max(tokenizer.vocab_size, t5.vocab_size if t5 else 0), config.model.vocab_size or 0
     if size > rows:
         raise ConfigError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.arguments import config_from_values
 from megatron.checkpoint.first import save_first
 from megatron.checkpoint.folders import CHECKPOINTS
 from megatron.checkpoint.hf import folder as folders
@@ -110,7 +111,7 @@ def _config(found: legacy.Found, wishes: Wishes) -> Config:
         sides = {"enc_layers": values["num_layers"], "dec_layers": _height(found, "decoder.")}
         values |= {**sides, "position_embedding_type": "learned"}
     try:
-        return Config.of_values(values, family="t5" if found.is_t5 else "gpt2")
+        return config_from_values(values, family="t5" if found.is_t5 else "gpt2")
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the settings in the checkpoint describe no model of ours: {error}") from error
 

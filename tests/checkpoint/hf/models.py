@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.arguments import config_from_values
 from megatron.checkpoint import TensorRecord, named_parameters, save
 from megatron.checkpoint.hf.forms import form_of
 from megatron.config import Config
@@ -22,7 +23,7 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_si
 
 
 def config_of(family: str, **values: Any) -> Config:
-    return Config.of_values({**SMALL, **values}, family=family)
+    return config_from_values({**SMALL, **values}, family=family)
 
 
 def build(config: Config, group: Group) -> torch.nn.Module:

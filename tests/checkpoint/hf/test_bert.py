@@ -36,8 +36,8 @@ def theirs_of(**values: Any) -> dict[str, torch.Tensor]:
 def test_a_config_of_the_hub_is_read() -> None:
     config = settings.to_ours(BASE_UNCASED)
     model = config.model
-    assert (model.num_layers, model.ff_hidden_size, model.hidden_bias, config.bert.binary_head) == (2, 40, True, False)
-    assert settings.to_ours({**BASE_UNCASED, "architectures": ["BertForPreTraining"]}).bert.binary_head
+    assert (model.num_layers, model.ff_hidden_size, model.hidden_bias, config.own.binary_head) == (2, 40, True, False)
+    assert settings.to_ours({**BASE_UNCASED, "architectures": ["BertForPreTraining"]}).own.binary_head
     assert settings.to_ours({**BASE_UNCASED, "hidden_act": "gelu_new"}).model.activation == "gelu-tanh"
 
 

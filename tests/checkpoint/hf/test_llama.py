@@ -41,7 +41,7 @@ LLAMA_1 = {
 
 def test_configs_of_the_hub_are_read() -> None:
     config = settings.to_ours(LLAMA_32)
-    llama = config.llama
+    llama = config.own
     assert (llama.num_query_groups, llama.rotary_base, llama.rotary_scaling) == (2, 500000.0, "llama3")
     assert (llama.rotary_scaling_factor, llama.rotary_original_positions) == (32.0, 8192)
     assert (config.model.kv_hidden_size, config.model.max_position_embeddings) == (8, 131072)
@@ -50,7 +50,7 @@ def test_configs_of_the_hub_are_read() -> None:
     assert (first.llama.num_query_groups, first.llama.rotary_base, first.llama.rotary_scaling) == (4, 10000.0, "none")
     assert (first.model.layernorm_epsilon, first.model.untie_embeddings, first.model.kv_hidden_size) == (1e-6, True, 4)
     older = {**LLAMA_1, "rope_scaling": {"type": "linear", "factor": 4}}
-    assert (settings.to_ours(older).llama.rotary_scaling_factor, settings.to_ours(older).own) == (
+    assert (settings.to_ours(older).own.rotary_scaling_factor, settings.to_ours(older).own) == (
         4,
         settings.to_ours({**LLAMA_1, "rope_parameters": {"rope_type": "linear", "factor": 4}}).own,
     )

@@ -11,14 +11,16 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron import accelerators
+from megatron.arguments.values import all_sections, config_from_values, options_in, takes
 from megatron.config import deepspeed
 from megatron.config import defaults as outside
-from megatron.config.config import SECTIONS, Config, all_options, defaults_of
+from megatron.config.config import Config
 from megatron.config.one_line_parser import RaisingParser
-from megatron.config.option import RUN_SCRIPTS, Option, options_of, require_family
+from megatron.config.option import Option, options_of
 from megatron.config.scan import Scan, scan
 from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.errors import marked
+from megatron.models.registry import family_of
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -48,14 +50,14 @@ def parse(
         extra_args_provider: Megatron's hook: adds a user's own flags to an argparse parser.
         defaults: field -> value that replaces our default, as a user's ``pretrain`` call gives it.
         has_gpu: whether a GPU can be used; None: not known here, ``check_device`` is called later.
-        family: kind of model that the script trains, one of ``option.FAMILIES``; flags of others are refused.
+        family: kind of model that the script trains, one of ``registry.FAMILIES``; flags of others are refused.
 
     Raises:
         ConfigError: all problems at once, numbered.
         ValueError: there is no such family.
         SystemExit: after ``--help``.
     """
-    require_family(family)
+    family_of(family)
     words = list(sys.argv[1:] if argv is None else argv)
     env = os.environ if env is None else env
     extra_parser, extra_flags = _extra_parser(extra_args_provider, family)
@@ -68,7 +70,7 @@ def parse(
     json = _read_json(found, soft)
     values = deepspeed.resolve(found, json, world_size, soft)
     own = _add_local_rank(values, env)
-    config = Config.of_values(
+    config = config_from_values(
         values,
         family=family,
         deepspeed=json,
@@ -91,10 +93,11 @@ def help_text(
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the text of --help: every flag that acts in ``family``, by section, with its default."""
-    program, defaults = f"bash {RUN_SCRIPTS[family]}", {**defaults_of(family), **defaults}
+    trained = family_of(family)
+    program, defaults = f"bash {trained.run_script}", {**trained.config.DEFAULTS, **defaults}
     parser = RaisingParser(prog=program, usage=f"{program} [flags]", epilog=SOURCES, allow_abbrev=False)
-    for name, section in SECTIONS.items():
-        options = [option for option in options_of(section) if option.acts_in(family)]
+    for name, section in all_sections().items():
+        options = [option for option in options_of(section) if takes(family, name, option)]
         if options:
             group = parser.add_argument_group(name, (section.__doc__ or "").splitlines()[0].replace("`", ""))
         for option in options:
@@ -123,7 +126,7 @@ def _extra_parser(provider: ExtraArgs | None, family: str) -> tuple[argparse.Arg
     if provider is not None:
         provider(parser)
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    ours = {flag for _, option in all_options() if option.acts_in(family) for flag in option.flags}
+    ours = {flag for option in options_in(family) for flag in option.flags}
     taken = sorted(ours & set(flags))
     raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in taken])
     return parser, flags

@@ -1,0 +1,1 @@
+"""BERT: its section, checks and line (config.py), and the parts that are its own."""

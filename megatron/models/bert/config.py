@@ -1,0 +1,86 @@
+"""What BERT adds: masked tokens, pairs of texts and whether the second follows the first; its checks and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from megatron.config.config import Config
+from megatron.config.family import FamilyConfig, ModelFamily
+from megatron.config.option import option
+
+_option = partial(option, elsewhere="it is for BERT; leave it out, or use examples/bert/pretrain_bert.py")
+_NO_TABLE = "BERT has learned positions; leave it out, or use pretrain_t5.py"
+_FRAME = {True: 3, False: 2}
+_SHORTEST_TEXT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(FamilyConfig):
+    """Masked language modelling, with the next-sentence task or without."""
+
+    KIND: ClassVar = "encoder"
+    DEFAULTS: ClassVar = {"hidden_bias": True, "layernorm_epsilon": 1e-12}
+    ADVICE: ClassVar = {
+        "hidden_bias": "BERT's linear layers have biases anyway; leave it out",
+        "untie_embeddings": "BERT's head is the word embedding, with a bias for each word; leave it out",
+        "apply_residual_connection_post_layernorm": "BERT normalises behind the sum, with this flag or without; leave "
+        "it out",
+        "packing": "BERT's samples are pairs of texts; leave it out",
+        "fim_rate": "BERT fills gaps anyway; leave it out",
+        "fim_spm_rate": "BERT fills gaps anyway; leave it out",
+        "reset_position_ids": "BERT reads texts end to end; leave it out",
+        "reset_attention_mask": "BERT reads texts end to end; leave it out",
+        "eod_mask_loss": "BERT has a loss on masked tokens alone; leave it out",
+        "position_embedding_type": _NO_TABLE,
+        "relative_attention_num_buckets": _NO_TABLE,
+        "relative_attention_max_distance": _NO_TABLE,
+    }
+    REFUSED: ClassVar = {
+        "--use-rotary-position-embeddings": "BERT has learned positions; leave it out",
+        "--normalization": "BERT has layer norms; leave it out",
+        "--add-qkv-bias": "BERT's linear layers have biases anyway; leave it out",
+    }
+    IDENTITY: ClassVar = ("binary_head",)
+
+    binary_head: bool = _option(
+        True,
+        "train without the next-sentence task, on single texts",
+        flag="",
+        constants={"--bert-no-binary-head": False},
+    )
+    mask_prob: float = _option(
+        0.15,
+        "share of the text that is to be guessed",
+        above=0,
+        below=1,
+    )
+    whole_word_masking: bool = _option(False, "mask all tokens of a word together")
+    short_seq_prob: float = _option(
+        0.1,
+        "share of the samples whose text may be of any length from 2 on; they are padded",
+        minimum=0,
+        maximum=1,
+    )
+
+    def check(self, config: Config) -> Iterator[str]:
+        yield from super().check(config)
+        shortest = _SHORTEST_TEXT + _FRAME[self.binary_head]
+        if config.batch.seq_length < shortest:
+            yield (
+                f"--seq-length must be at least {shortest}, a text of {_SHORTEST_TEXT} tokens and what frames it, got "
+                f"{config.batch.seq_length}. Raise it"
+            )
+
+
+FAMILY = ModelFamily(
+    name="bert",
+    title="BERT",
+    program="examples/bert/pretrain_bert.py",
+    config=BertConfig,
+    length=512,
+    vocabulary=30592,
+    benchmark_flags="--attention-dropout 0 --hidden-dropout 0",
+)

@@ -1,0 +1,1 @@
+"""LLaMA: its section, checks and line (config.py), and the parts that are its own."""

@@ -1,0 +1,1 @@
+"""T5: its section, checks and line (config.py), and the parts that are its own."""

@@ -1,0 +1,224 @@
+"""A family is one folder and one line: what each has, that no other file lists them, and a family from outside."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import config_from_values, parse
+from megatron.arguments.parser import help_text
+from megatron.config.config import SECTIONS
+from megatron.errors import ConfigError
+from megatron.models import registry
+from megatron.models.registry import FAMILIES, build_model, costs_of, has_part, load
+
+ROOT = Path(__file__).parents[2]
+HAS = {
+    "config": ("{}Config", "FAMILY"),
+    "cost": ("costs",),
+    "model": ("{}Model", "model_args", "weight_init", "example_inputs"),
+    "pipeline": ("{}ModelPipe", "layer_specs"),
+    "huggingface": ("FORM",),
+    "data": ("special_tokens", "random_dataset"),
+}
+"""Part -> the names that it must have; ``{}``: what the family's classes begin with."""
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 96}
+PROGRAM = """
+import sys
+from megatron.arguments import config_from_values
+from megatron.models import costs_of
+from megatron.models.registry import FAMILIES
+for family in FAMILIES:
+    config = config_from_values({"num_layers": 2, "hidden_size": 16, "vocab_size": 96}, family=family)
+    assert costs_of(config).num_parameters > 0
+print(sorted({"torch", "deepspeed", "numpy"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("part", HAS)
+def test_a_family_has_the_names_of_each_part(name: str, part: str) -> None:
+    if part == "data" and not has_part(name, part):
+        assert FAMILIES[name].kind == "decoder", "a family without samples of its own takes those of decoders"
+        return
+    module = importlib.import_module(f"{FAMILIES[name].package}.config") if part == "config" else load(name, part)
+    missing = [each.format(FAMILIES[name].prefix) for each in HAS[part]]
+    assert [each for each in missing if not hasattr(module, each)] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_the_line_of_its_folder(name: str) -> None:
+    family = FAMILIES[name]
+    assert family.name == name == family.package.rpartition(".")[2]
+    assert importlib.import_module(f"{family.package}.config").FAMILY is family
+    assert (ROOT / family.program).is_file() and (ROOT / family.run_script).is_file()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_writes_text_says_how(name: str) -> None:
+    kind = FAMILIES[name].kind
+    assert hasattr(load(name, "model"), "GENERATION") == (kind == "decoder")
+    if kind == "encoder-decoder":
+        assert has_part(name, "generate")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_parts_agree_on_a_model(name: str) -> None:
+    from megatron.model import Place
+
+    config = config_from_values(SMALL, family=name)
+    model = build_model(config, Place())
+    assert model.sizes.family == name
+    assert costs_of(config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    rule = load(name, "model").weight_init(config)
+    assert rule("layers.0.mlp.up.weight", (64, 16)) is not None
+
+
+def test_costs_of_every_family_need_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sections_in_a_checkpoint_have_the_names_that_they_always_had(name: str) -> None:
+    own = [] if name == "gpt2" else [name]
+    shared = [section for section in SECTIONS if section != "model"]
+    assert list(config_from_values({}, family=name).to_dict()) == [
+        "family", "model", *own, *shared, "deepspeed", "extra"
+    ]  # fmt: skip
+    assert ("family" in config_from_values({}, family=name).identity()) == (name != "gpt2")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt2"])
+def test_a_section_is_also_found_by_the_name_of_its_family_as_scripts_of_before_read_it(name: str) -> None:
+    config = config_from_values({}, family=name)
+    assert getattr(config, name) is config.own
+    with pytest.raises(AttributeError, match="has no attribute 'gpt2'"):
+        getattr(config, "gpt2")  # noqa: B009
+
+
+def _tables(path: Path) -> Iterator[int]:
+    """Yield the lines of what tells families apart: tables of several, comparisons with one."""
+    others = set(FAMILIES) - {path.stem, path.parent.name}  # a family's own file may say its name
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        listed: list[ast.expr | None] = []
+        if isinstance(node, ast.Dict):
+            listed = list(node.keys)
+        elif isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            listed = list(node.elts)
+        named = {each.value for each in listed if isinstance(each, ast.Constant) and each.value in others}
+        is_compared = isinstance(node, ast.Compare) and any(
+            isinstance(each, ast.Constant) and each.value in others for each in (node.left, *node.comparators)
+        )
+        if len(named) > 1 or is_compared:
+            yield node.lineno
+
+
+def test_no_other_file_tells_families_apart() -> None:
+    """Neither by a table nor by an ``if``; a family's own file is no other one."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sorted((ROOT / "megatron").rglob("*.py"))
+        for line in _tables(path)
+    ]
+    assert found == []
+
+
+TOY = {
+    "__init__.py": "",
+    "config.py": """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config import FamilyConfig, ModelFamily
+from megatron.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(FamilyConfig):
+    DEFAULTS: ClassVar = {"hidden_dropout": 0.0}
+    ADVICE: ClassVar = {"hidden_bias": "a toy has no biases; leave it out"}
+    REFUSED: ClassVar = {"--swiglu": "a toy is simple; leave it out"}
+    IDENTITY: ClassVar = ("toy_size",)
+
+    toy_size: int = option(3, "how large a toy is", minimum=1, elsewhere="it is for toys; leave it out")
+
+    def check(self, config):
+        yield from super().check(config)
+        if self.toy_size == 7:
+            yield "--toy-size must not be 7"
+
+
+FAMILY = ModelFamily(name="toy", title="Toy", program="pretrain_toy.py", config=ToyConfig)
+""",
+    "cost.py": """
+from megatron.cost.gpt2 import GPT2Costs, dropout_costs
+
+
+def costs(config, is_on_cpu=False):
+    return GPT2Costs(config.model, config.batch.seq_length, is_on_cpu=is_on_cpu, **dropout_costs(config, is_on_cpu))
+""",
+}
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A family in a folder of somebody else's, registered."""
+    folder = tmp_path / "toy_family"
+    folder.mkdir()
+    for name, text in TOY.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.register(importlib.import_module("toy_family.config").FAMILY)
+    try:
+        yield
+    finally:
+        del FAMILIES["toy"]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "toy_family"]:
+            del sys.modules[name]
+
+
+def refused(words: str, family: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(words.split(), world_size=1, env={}, family=family)
+    return str(caught.value)
+
+
+def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
+    config = parse("--toy-size 5 --vocab-size 96".split(), world_size=1, env={}, family="toy")
+    assert (config.own.toy_size, config.model.hidden_dropout, config.to_dict()["toy"]) == (5, 0.0, {"toy_size": 5})
+    assert config.identity()["family"] == "toy" and config.identity()["toy_size"] == 5
+    assert config.namespace().toy_size == 5
+    assert costs_of(config).num_parameters > 0 and not has_part("toy", "model")
+    assert "--toy-size" in help_text(None, "toy") and "--toy-size" not in help_text(None, "gpt2")
+    assert "bash run_toy.sh" in help_text(None, "toy")
+    assert refused("--toy-size 7", "toy") == "--toy-size must not be 7"
+    assert refused("--hidden-bias", "toy") == "--hidden-bias is refused: a toy has no biases; leave it out"
+    assert refused("--swiglu", "toy") == "--swiglu is refused: a toy is simple; leave it out"
+    assert refused("--toy-size 5", "llama") == "--toy-size is refused: it is for toys; leave it out"
+    assert refused("--num-query-groups 1", "toy").startswith("--num-query-groups is refused: there are as many")
+
+
+def test_a_family_from_outside_leaves_nothing_behind() -> None:
+    assert "toy" not in FAMILIES
+    assert "unknown flag --toy-size" in refused("--toy-size 5", "gpt2")
+
+
+@pytest.mark.parametrize("name", ["llama", "data"])
+def test_a_name_that_is_taken_is_refused(name: str) -> None:
+    family = registry.ModelFamily(name=name, title="", program="", config=registry.GPT2.config)
+    with pytest.raises(ValueError, match=f"got {name}, which is taken"):
+        registry.register(family)
+
+
+def test_an_unknown_family_or_part_is_an_error() -> None:
+    with pytest.raises(ValueError, match="family must be gpt2 or t5 or llama or mpt or bert, got 'opt'"):
+        load("opt", "cost")
+    with pytest.raises(ModuleNotFoundError):
+        load("gpt2", "wings")
