@@ -79,7 +79,8 @@ def test_forked_processes_read_what_their_parent_reads(tmp_path: Path) -> None:
     write(tmp_path / "a", [50] * 40)
     for reader in READERS:
         file = TokenFile(tmp_path / "a", reader=reader)
-        children = []
+        file.read(3)
+        children, positions = [], _positions_in(tmp_path / "a.bin")
         for _ in range(3):
             pid = os.fork()
             if not pid:
@@ -87,6 +88,13 @@ def test_forked_processes_read_what_their_parent_reads(tmp_path: Path) -> None:
             children.append(pid)
         assert _reads_well(file)
         assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
+        assert _positions_in(tmp_path / "a.bin") == positions, "a read moved the position that they share"
+
+
+def _positions_in(path: Path) -> list[int]:
+    """Return the position of each descriptor of this process that has ``path`` open."""
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [os.lseek(n, 0, os.SEEK_CUR) for n in numbers if os.path.realpath(f"/proc/self/fd/{n}") == str(path)]
 
 
 def _reads_well(file: TokenFile) -> bool:

@@ -27,6 +27,7 @@ SHAPES = {
     "a rest": (201, 2, 3, 48),
 }
 BOUND = 4 * torch.finfo(torch.float32).eps
+NUM_TURNS = 20
 
 
 def by_kernel(packed: torch.Tensor) -> torch.Tensor:
@@ -115,8 +116,9 @@ def test_what_is_dropped_or_not_of_a_cpu_goes_elsewhere() -> None:
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     packed = packed_of(*SHAPES["a rest"]).float()
-    found = [with_threads(number, outcome, by_kernel, packed) for number in (1, 3)]
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    one = with_threads(1, outcome, by_kernel, packed)
+    for _ in range(NUM_TURNS):  # on a busy machine the threads need not meet in each
+        assert all(torch.equal(*pair) for pair in zip(one, with_threads(3, outcome, by_kernel, packed), strict=True))
 
 
 def test_heads_and_samples_know_nothing_of_each_other() -> None:
