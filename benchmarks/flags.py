@@ -19,7 +19,7 @@ FLAGS = {
 
 def config_of(sizes: Sizes, more: str = "") -> Config:
     """Return the configuration of one process without dropout, as a user's flags give it; a size of 0 is left out."""
-    from megatron.config import parse
+    from megatron.arguments import parse
 
     given = {"--" + name.replace("_", "-"): str(size) for name, size in vars(sizes).items() if size}
     argv = [word for pair in given.items() for word in pair]

@@ -134,7 +134,7 @@ def check_flags(flags: list[str], layout: Layout, model: str) -> None:
 
 def parse_as(model: str, flags: list[str], world_size: int) -> Any:
     """Return the configuration of the model's own program."""
-    from megatron.config import parse
+    from megatron.arguments import parse
 
     return parse(flags, world_size=world_size, family=model, defaults=getattr(program_of(model), "DEFAULTS", None))
 

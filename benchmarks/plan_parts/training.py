@@ -19,7 +19,8 @@ from typing import Any
 
 from benchmarks.pipe.memory import bytes_alive, measure
 from benchmarks.plan_parts.cases import Case
-from megatron.config import Config, parse, resolve_dtype
+from megatron.arguments import parse, resolve_dtype
+from megatron.config import Config
 from megatron.models.registry import FAMILIES
 from megatron.planner.ranks import Rank
 from megatron.training import arguments, world

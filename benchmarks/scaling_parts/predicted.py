@@ -79,7 +79,7 @@ def predictions(
     machine: Any, *, tensor: int = 1, schedule: str = "1f1b", devices: Sequence[int] = DEVICES, flags: str = MODEL
 ) -> list[Prediction]:
     """Return both series on every number of devices, for all stages that can be."""
-    from megatron.config import parse
+    from megatron.arguments import parse
     from megatron.planner.estimate import Planner
     from megatron.planner.layout import Layout
 

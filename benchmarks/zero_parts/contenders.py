@@ -86,7 +86,7 @@ def _model(case: Case) -> PlainGPT:
 
 def config_of(contender: Contender, case: Case) -> Any:
     """Return the configuration of ours as a user's flags give it."""
-    from megatron.config import parse
+    from megatron.arguments import parse
 
     sizes = case.sizes
     line = (

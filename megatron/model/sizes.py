@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class Sizes:
     """Sizes and switches; names as in the flags. Lengths are in tokens, probabilities in 0 ... 1."""
 
-    family: ClassVar[str] = "gpt2"
+    family = "gpt2"
     """Whose they are: the name in ``megatron.models.registry``."""
     num_layers: int
     hidden_size: int
@@ -107,7 +107,7 @@ class Place:
 class T5Sizes(Sizes):
     """Sizes of an encoder-decoder; ``num_layers`` is per side, as the flag is."""
 
-    family: ClassVar[str] = "t5"
+    family = "t5"
     enc_layers: int
     dec_layers: int
     position_embedding_type: str = "relative"
@@ -124,7 +124,7 @@ class T5Sizes(Sizes):
 class MptSizes(Sizes):
     """Sizes of an MPT: no biases, no table of positions."""
 
-    family: ClassVar[str] = "mpt"
+    family = "mpt"
     hidden_bias: bool = False
     alibi_bias_max: float = 8.0
     clip_qkv: float = 0.0  # queries, keys and values are brought into -clip_qkv ... clip_qkv; 0: they are not
@@ -134,7 +134,7 @@ class MptSizes(Sizes):
 class BertSizes(Sizes):
     """Sizes of an encoder that finds masked words; ``binary_head``: and tells whether two segments belong together."""
 
-    family: ClassVar[str] = "bert"
+    family = "bert"
     binary_head: bool = True
     num_token_types: int = 2
 
@@ -143,7 +143,7 @@ class BertSizes(Sizes):
 class LlamaSizes(Sizes):
     """Sizes of a LLaMA: grouped-query attention and rotary positions."""
 
-    family: ClassVar[str] = "llama"
+    family = "llama"
     hidden_bias: bool = False
     activation: str = "gated-silu"
     untie_embeddings: bool = True

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from megatron import accelerators, device
 from megatron.accelerators import Accelerator
 from megatron.adaptors import is_on
-from megatron.config import Config, check_device
+from megatron.arguments import check_device
+from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.training import determinism, fused
 

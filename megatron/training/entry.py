@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import training
-from megatron.config import parse
+from megatron.arguments import parse
 from megatron.errors import JobError
 from megatron.training import position
 from megatron.training.failure import guard, trace_crashes

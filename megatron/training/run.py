@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron import device, log
+from megatron.arguments import resolve_dtype
 from megatron.checkpoint import BackgroundSaver
 from megatron.checkpoint.folders import last_sequence, newest_first
-from megatron.config import Config, resolve_dtype
+from megatron.config import Config
 from megatron.config.effects import format_problems
 from megatron.config.parallel import TRACE_IN_RUN
 from megatron.config.validate import raise_all

@@ -13,6 +13,7 @@ import pytest
 
 from megatron.arguments import config_from_values, parse
 from megatron.arguments.parser import help_text
+from megatron.arguments.values import all_options
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
@@ -175,6 +176,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, text in TOY.items():
         (folder / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    assert all_options()  # which a family that comes later must not miss
     registry.register(importlib.import_module("toy_family.config").FAMILY)
     try:
         yield

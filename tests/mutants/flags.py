@@ -9,9 +9,38 @@ TABLE = "tests/config/test_flags_table.py"
 PIPELINES = "tests/training/test_pipelines.py"
 FIELDS = "tests/config/test_every_field.py"
 ACTS = f"{FIELDS}::test_every_field_changes_what_it_is_named_for"
+REGISTRY = "tests/models/test_registry.py"
 SCHEDULES = "tests/optim/test_schedules.py"
 
 FLAGS = (
+    Mutant(
+        "a family's section has another name in checkpoints",
+        "megatron/config/config.py",
+        "own = {self.family: self.own} if",
+        'own = {"own": self.own} if',
+        (f"{REGISTRY}::test_sections_in_a_checkpoint_have_the_names_that_they_always_had[llama]",),
+    ),
+    Mutant(
+        "a family takes a flag that it says does not act",
+        "megatron/config/family.py",
+        "return option.name not in self.config.ADVICE and option",
+        "return option",
+        (f"{REGISTRY}::test_a_family_from_outside_has_flags_checks_and_costs",),
+    ),
+    Mutant(
+        "what a family checks of its own is not asked",
+        "megatron/config/validate.py",
+        "    yield from config.own.check(config)\n",
+        "",
+        (f"{REGISTRY}::test_a_family_from_outside_has_flags_checks_and_costs",),
+    ),
+    Mutant(
+        "flags of the families are those of the first call",
+        "megatron/arguments/values.py",
+        "    return _options(tuple(FAMILIES.values()))",
+        "    return _options(tuple(FAMILIES.values())[:5])",
+        (f"{REGISTRY}::test_a_family_from_outside_has_flags_checks_and_costs",),
+    ),
     Mutant(
         "a field is there that nothing reads",
         "megatron/config/optimizer.py",

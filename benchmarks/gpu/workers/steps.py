@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron.config import parse
+from megatron.arguments import parse
 from megatron.training import arguments, world
 from megatron.training.assembly import build_engine, make_streams
 from megatron.training.data import RunData
