@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron import cost, data, model, mpu, pipe
+from megatron import data, models, mpu
+from megatron.models import registry
 from megatron.training import get_args, get_config, get_data_paths, get_streams, get_tokenizer, pretrain
 
 if TYPE_CHECKING:
@@ -58,15 +59,15 @@ def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel
-    place = model.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = model.sizes_from(config.model, **model.recompute_switches(config))
+    place = models.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
+    sizes = models.sizes_from(config.model, **models.recompute_switches(config))
     if not parallel.has_pipeline:
-        return model.GPT2Model(sizes, place)
+        return models.GPT2Model(sizes, place)
     partition: str | list[int] = parallel.partition_method
     length, chunks = config.batch.seq_length, parallel.chunks
     if partition == "balanced":
-        partition = cost.of(config).stage_bounds(grid.pipe.size, chunks)
-    stages = pipe.GPT2ModelPipe(
+        partition = registry.costs_of(config).stage_bounds(grid.pipe.size, chunks)
+    stages = models.GPT2ModelPipe(
         sizes,
         place,
         grid.topology,

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron import cost, model, mpu, pipe
+from megatron import models, mpu
+from megatron.models import registry
 from megatron.training import get_args, get_config, get_data_paths, get_streams, get_tokenizer, pretrain
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.data.control_tokens import T5Tokens
+    from megatron.models.t5.data import T5Tokens
 
 DEFAULTS = {"activation": "relu", "layernorm_epsilon": 1e-6}
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
     """Return the samples of the three splits; a split that nobody will ask for is None."""
-    from megatron.data.build_t5 import build_t5_train_valid_test
+    from megatron.models.t5.span_files import build_t5_train_valid_test
 
     args, settings = get_args(), get_config().own
     return build_t5_train_valid_test(
@@ -35,15 +36,15 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 def t5_tokens() -> T5Tokens:
     """Return which ids are sentinels, end of sequence, start of the decoder and padding."""
-    from megatron.data import control_tokens
+    from megatron.models.t5 import data
 
     settings = get_config().own
-    return control_tokens.t5_tokens(get_tokenizer(), settings.vocab_extra_ids, settings.kinds)
+    return data.t5_tokens(get_tokenizer(), settings.vocab_extra_ids, settings.kinds)
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """Return inputs, decoder inputs, labels, loss mask and documents of a micro-batch on all ranks of the group."""
-    from megatron.data.fields import t5_fields
+    from megatron.models.t5.model import t5_fields
 
     fields = mpu.broadcast_data(["inputs", "targets"], batch, "int64")  # [b, s_e], [b, s_d]
     fields |= mpu.broadcast_data(["enc_segments", "dec_segments"], batch, "int32")  # padding is in them
@@ -74,15 +75,15 @@ def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
     parallel, settings = config.parallel, config.own
-    place = model.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = model.t5_sizes_from(config.model, settings, **model.recompute_switches(config))
+    place = models.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
+    sizes = models.t5_sizes_from(config.model, settings, **models.recompute_switches(config))
     if not parallel.has_pipeline:
-        return model.T5Model(sizes, place)
+        return models.T5Model(sizes, place)
     partition: str | list[int] = parallel.partition_method
     if partition == "balanced":
-        partition = cost.of(config).stage_bounds(grid.pipe.size, parallel.chunks)
+        partition = registry.costs_of(config).stage_bounds(grid.pipe.size, parallel.chunks)
     lengths = (config.batch.batch_size, settings.enc_seq_length, settings.dec_seq_length)
-    stages = pipe.T5ModelPipe(
+    stages = models.T5ModelPipe(
         sizes,
         place,
         grid.topology,

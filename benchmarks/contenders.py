@@ -31,11 +31,10 @@ from benchmarks.plain_gpt import PlainGPT
 from benchmarks.plain_loop import CLIP_GRAD, LR, Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import GPTSizes, Sizes
 from megatron import device
-from megatron.checkpoint.hf.gpt2 import from_ours
-from megatron.checkpoint.naming import named_parameters
-from megatron.model.gpt2 import GPT2Model
-from megatron.model.init import Rule, gpt2_rule, initialize
-from megatron.model.sizes import sizes_from
+from megatron.models.common.model_args import sizes_from
+from megatron.models.common.parameters import Rule, gpt2_rule, initialize, named_parameters
+from megatron.models.gpt2.huggingface import from_ours
+from megatron.models.gpt2.model import GPT2Model
 from megatron.models.registry import FAMILIES
 
 SEED = 1234
@@ -59,9 +58,10 @@ def filled(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:
 def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -> Step:
     """Return a step of our engine, built from flags as a user's run is; ``more`` are further flags."""
     from megatron.mpu.random import DropoutStreams
-    from megatron.training import arguments, world
-    from megatron.training.assembly import build_engine
-    from megatron.training.stand_in import stand_in_tokenizer
+    from megatron.training import global_vars
+    from megatron.training import initialize as world
+    from megatron.training.parity import stand_in_tokenizer
+    from megatron.training.setup import build_engine
 
     os.environ.setdefault("DS_ACCELERATOR", kind)
     script = importlib.import_module(FAMILIES[sizes.family].program.removesuffix(".py").replace("/", "."))
@@ -72,7 +72,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     )
     here = world.start(config)
     streams = DropoutStreams(SEED)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     numbers = iter(range(1_000_000_000))
 

@@ -9,8 +9,8 @@ from benchmarks.flags import config_of
 from benchmarks.plain_loop import Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import LlamaSizes
 from megatron import device
-from megatron.checkpoint.hf.llama import FORM
-from megatron.training.assembly import weight_rule
+from megatron.models.llama.huggingface import FORM
+from megatron.training.setup import weight_rule
 
 
 def hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def machines_of(numbers: Sequence[int], args: argparse.Namespace) -> dict[int, Any]:
     """Return this machine as each number of ranks at once finds it; write them down."""
     from megatron.planner.calibrate import calibrate
-    from megatron.planner.probes import Pace
+    from megatron.planner.microbenchmarks import Pace
 
     pace = Pace(by_cpu_time=args.cpu_time)
     if args.smoke:
@@ -116,7 +116,7 @@ def compare(case: Case, machine: Any, args: argparse.Namespace) -> Any:
     """Train one layout; return its row. ``machine`` None: without time."""
     from benchmarks.plan_parts.training import train_rank
     from benchmarks.plan_parts.verdict import UNTIMED, estimate_of, row_of
-    from megatron.planner.ranks import run_ranks
+    from megatron.planner.spawn_ranks import run_ranks
 
     steps = 0 if machine is None else min(args.steps, 2) if args.smoke else args.steps
     threads = 1 if args.cpu_time else None

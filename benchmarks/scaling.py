@@ -28,7 +28,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-from megatron.planner.devices import SHEETS  # noqa: E402
+from megatron.planner.machine import SHEETS  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
@@ -95,8 +95,7 @@ def predict(args: argparse.Namespace, page: Path) -> list[dict[str, Any]]:
     """Predict both series; write table and picture."""
     from benchmarks.scaling_parts import pictures, predicted
     from benchmarks.scaling_parts.page import update
-    from megatron.planner.devices import device
-    from megatron.planner.machine import Machine
+    from megatron.planner.machine import Machine, device
 
     began = time.monotonic()
     machine = Machine.load(args.machine) if args.machine else device(args.gpu or "h100-80g")
@@ -139,7 +138,7 @@ def measure(args: argparse.Namespace, page: Path) -> list[dict[str, Any]]:
 
 def _calibrated(ranks: int, is_smoke: bool) -> Any:
     from megatron.planner.calibrate import calibrate
-    from megatron.planner.probes import Pace
+    from megatron.planner.microbenchmarks import Pace
 
     pace = Pace(window_s=0.01, windows=1, largest_side=256, numbers=2**16, turns=1, widest=128) if is_smoke else Pace()
     return calibrate(ranks, "cpu", tell=_tell, pace=pace, round_s=pace.window_s, threads=1)

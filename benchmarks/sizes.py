@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from megatron import spans
+from megatron.models.t5 import spans
 
 START_ID = 0
 """What the decoder of a T5 begins with; for Hugging Face the id of padding, too."""

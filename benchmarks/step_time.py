@@ -33,7 +33,9 @@ from benchmarks.machine import surroundings  # noqa: E402
 from benchmarks.sizes import LARGE, LARGE_BATCH, GPTSizes, LlamaSizes, Sizes, T5Sizes  # noqa: E402
 from benchmarks.step_bars import Bar, bars  # noqa: E402
 from benchmarks.turns import PRODUCT, Record, Work, products_of, take_turns  # noqa: E402
-from megatron import cost, device  # noqa: E402
+from megatron import device  # noqa: E402
+from megatron.models import registry
+from megatron.models.common import cost, decoder_cost, memory
 
 MODELS: dict[str, type[Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes, LlamaSizes)}
 OURS = ("ours", "ours-compiled")
@@ -106,9 +108,9 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
     """
     side, number = products_of(work.kind, work.product_side)
     peak = 2.0 * side**3 * number / statistics.median(records[PRODUCT].turns_s)
-    sheet = None if work.kind == "cpu" else cost.peak_flops(device.name(work.kind))
+    sheet = None if work.kind == "cpu" else memory.peak_flops(device.name(work.kind))
     tokens = work.batch_size * work.sizes.tokens_per_sample
-    costs = cost.of(config_of(work.sizes))
+    costs = registry.costs_of(config_of(work.sizes))
     flops, whole = costs.flops_per_step(work.batch_size), _flops_of_whole_matrices(costs, work.batch_size)
     contenders = {}
     for name, record in records.items():
@@ -235,7 +237,7 @@ def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:
 
 def _flops_of_whole_matrices(costs: cost.Costs, batch_size: int) -> float:
     """Return the FLOPs of a step that counts each query with every key, later ones too."""
-    if isinstance(costs, cost.GPT2Costs):
+    if isinstance(costs, decoder_cost.GPT2Costs):
         return batch_size * costs.seq_length * costs.flops_per_token(causal=False)
     return costs.flops_per_step(batch_size)
 

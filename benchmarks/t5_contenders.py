@@ -9,10 +9,8 @@ from benchmarks.flags import config_of
 from benchmarks.plain_loop import Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import START_ID, T5Sizes
 from megatron import device
-from megatron.checkpoint.hf.t5 import from_ours
-from megatron.model.init import t5_rule
-from megatron.model.sizes import t5_sizes_from
-from megatron.model.t5 import T5Model
+from megatron.models.t5.huggingface import from_ours
+from megatron.models.t5.model import T5Model, t5_rule, t5_sizes_from
 
 
 def our_weights(sizes: T5Sizes) -> dict[str, torch.Tensor]:

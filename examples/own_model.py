@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 from megatron import mpu  # noqa: E402
-from megatron.pipe import pipe_topology  # noqa: E402
+from megatron.models import pipe_topology  # noqa: E402
 from megatron.training import get_args, get_streams, pretrain  # noqa: E402
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 

@@ -101,7 +101,7 @@ def bind(kind: str, local_rank: int) -> torch.device:
 
 def keep_freed_memory() -> bool:
     """Let glibc keep what this process frees, as the stages of tds do; return whether it will."""
-    from tds.host_memory import keep_freed
+    from tds.device import keep_freed
 
     return keep_freed()
 

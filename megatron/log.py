@@ -1,8 +1,4 @@
-"""One logger for the project: rank 0 speaks, others only warn.
-
-``configure(rank)`` is called once per process by the training entry; before that, messages of a
-tool go to standard error as they are.
-"""
+"""One logger: rank 0 speaks."""
 
 from __future__ import annotations
 
@@ -10,6 +6,11 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
+
+# One logger for the project: rank 0 speaks, others only warn.
+#
+# ``configure(rank)`` is called once per process by the training entry; before that, messages of a
+# tool go to standard error as they are.
 
 _LOGGER = logging.getLogger("megatron")
 _BYTES = {"B": 1} | {f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)}
@@ -77,3 +78,18 @@ def _ready() -> logging.Logger:
 def _own_handlers() -> list[logging.Handler]:
     """Return ours: a test runner or a user's program may have added some, too."""
     return [handler for handler in _LOGGER.handlers if isinstance(handler, _CurrentStderr)]
+
+
+def human_count(value: float) -> str:
+    """Return 33.6M for 33600000."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def human_time(seconds: float) -> str:
+    """Return 1:02:03, or 2:03 below an hour."""
+    minutes, second = divmod(round(max(seconds, 0)), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"

@@ -12,28 +12,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tds.finder import follow, install
+from tds.deepspeed_alias import follow, install
+from tds.deprecated_paths import forward
 
 follow(
     __name__,
     {
-        "PipelineEngine": "tds.engine",
+        "PipelineEngine": "tds.engine.engine",
         "PipelineModule": "tds.module",
         "Weighted": "tds.loss",
-        "initialize": "tds.initialize",
-        "quiet": "tds.chatter",
+        "initialize": "tds.engine",
+        "quiet": "tds.deepspeed_alias",
         "reduce_gradients": "tds.gradients",
     },
 )
 install()
+forward(
+    {
+        "tds.boundary": ("tds.p2p.boundary",),
+        "tds.data_agreement": ("tds.engine.micro_batches",),
+        "tds.host_copies": ("tds.p2p.host_copies",),
+        "tds.peers": ("tds.p2p.communicator",),
+    }
+)
 
 if TYPE_CHECKING:
     from tds import pipe as pipe
     from tds import runtime as runtime
-    from tds.chatter import quiet as quiet
-    from tds.engine import PipelineEngine as PipelineEngine
+    from tds.deepspeed_alias import quiet as quiet
+    from tds.engine import initialize as initialize
+    from tds.engine.engine import PipelineEngine as PipelineEngine
     from tds.gradients import reduce_gradients as reduce_gradients
-    from tds.initialize import initialize as initialize
     from tds.loss import Weighted as Weighted
     from tds.module import PipelineModule as PipelineModule
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tds import device
-from tds.compatibility import theirs
+from tds.deepspeed_alias import theirs
+from tds.p2p.process_groups import limit_groups
 from tds.torch_api import default_timeout
-from tds.waiting import limit_groups
 
 deepspeed = theirs()
 

@@ -1,13 +1,20 @@
-"""Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64."""
+"""GradientBucket, GradientReducer (buckets start while the last backward runs, one order on all replicas),
+reduce_gradients, tied weights, global norm and clipping.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
+
+# Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64.
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -165,3 +172,399 @@ def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtyp
             dist.all_reduce(summed, group=group)
             if summed is not gradient:
                 gradient.copy_(summed)
+
+
+# Adding up gradients over the replicas while the pipeline still drains.
+#
+# The last backward of a chunk makes its gradients final one by one, from the last layer to the first. They travel in
+# buckets, each of which starts as soon as its last gradient is there and those before it have started: replicas must
+# start them in one order, whatever their graphs did. So the sums of all layers but the first run beside the backward
+# itself, and those of stages and chunks that finish early beside the work of the others.
+#
+# Last go the parameters that are not of one chunk alone: tied weights, whose copies on several stages are added up
+# first, what several chunks share, and what lies in no layer.
+
+
+class Reduction:
+    """The sums of one engine.
+
+    Args:
+        every: all parameters of the stage.
+        chunks: those of each chunk, in the order of its layers.
+        tied: those that other stages hold, too.
+        gradients: where gradients lie.
+        group: the replicas' process group.
+        dtype: in which sums travel and are taken; None: the gradients' own.
+        starts_early: False: all sums start after the last backward, to the same numbers.
+    """
+
+    def __init__(
+        self,
+        every: Iterable[torch.nn.Parameter],
+        chunks: Sequence[Sequence[torch.nn.Parameter]],
+        tied: Iterable[torch.nn.Parameter],
+        gradients: GradientSource,
+        group: Any,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        starts_early: bool = True,
+    ) -> None:
+        self.gradients = gradients
+        self.starts_early = starts_early
+        self.group = group
+        self.dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._every = list(dict.fromkeys(every))
+        self._chunks = [list(dict.fromkeys(reversed(chunk))) for chunk in chunks]
+        holders = Counter(p for chunk in self._chunks for p in chunk)
+        self._not_of_one = {p for p in self._every if holders[p] != 1} | set(tied)
+        self._trained: set[int] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new batch; a program may have frozen or unfrozen parameters since the last one."""
+        trained = {id(p) for p in self._every if p.requires_grad}
+        if trained != self._trained:
+            self._trained = trained
+            self._make_buckets()
+        self._waiting = [len(bucket) for bucket in self._buckets]
+        self._ready: set[torch.Tensor] = set()
+        self._flights: list[Flight] = []
+
+    def _make_buckets(self) -> None:
+        late = self._not_of_one
+        self._late = [p for p in self._every if p in late and p.requires_grad]
+        self._of_chunk = [[p for p in chunk if p.requires_grad and p not in late] for chunk in self._chunks]
+        self._buckets = [bucket for own in reversed(self._of_chunk) for bucket in buckets(own, self._bucket_bytes)]
+        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
+
+    @contextmanager
+    def last_backward(self, chunk: int) -> Iterator[None]:
+        """Start sums as the whole backward within, the last of ``chunk``, makes gradients final.
+
+        Only where a parameter's hook runs once in a backward: not under reentrant recompute.
+
+        Raises:
+            RuntimeError: a hook ran twice, so its sum may have started too early.
+        """
+        chosen = self._of_chunk[chunk] if self.starts_early else []
+        handles = [p.register_post_accumulate_grad_hook(self._ready_once) for p in chosen]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _ready_once(self, parameter: torch.Tensor) -> None:
+        if parameter in self._ready:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {list(parameter.shape)} was added to twice in one backward, the "
+                "second time after its sum over the replicas had started. Reentrant checkpointing of layers that share "
+                "a weight does that: call torch.utils.checkpoint with use_reentrant=False"
+            )
+        self.ready(parameter)
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Take note that the gradient of ``parameter`` is final."""
+        index = self._bucket_of.get(parameter)  # type: ignore[call-overload]
+        if not self.starts_early or index is None or parameter in self._ready:
+            return
+        self._ready.add(parameter)
+        self._waiting[index] -= 1
+        while len(self._flights) < len(self._buckets) and self._waiting[len(self._flights)] <= 0:
+            self._start(self._buckets[len(self._flights)])
+
+    def chunk_ready(self, chunk: int, apart_from: Iterable[torch.Tensor] = ()) -> None:
+        """Take note that the gradients of ``chunk`` are final, ``apart_from`` some."""
+        still_waiting = set(apart_from)
+        for parameter in self._of_chunk[chunk]:
+            if parameter not in still_waiting:
+                self.ready(parameter)
+
+    def start_rest(self) -> None:
+        """Start what has not started: buckets with a parameter that got no gradient here. Ahead of other collectives
+        of the group, so that all replicas run them in one order."""
+        for bucket in self._buckets[len(self._flights) :]:
+            self._start(bucket)
+
+    def finish(self, scale: float) -> None:
+        """Wait for all sums, the late ones' included, and multiply them by ``scale``. Collective."""
+        self.start_rest()
+        for bucket in buckets(self._late, BUCKET_BYTES):
+            self._start(bucket)
+        for flight in self._flights:
+            flight.land(scale)
+        self.reset()
+
+    def _start(self, bucket: list[torch.nn.Parameter]) -> None:
+        with torch.no_grad():
+            self._flights.append(fly([self.gradients.of(p) for p in bucket], self.group, self.dtype))
+
+
+# The norm of all gradients of a replica, each parameter counted once, and clipping by it.
+
+ROW = 1024
+"""Numbers of a large tensor whose squares are added up in fp32."""
+LARGE = 2**16
+
+
+def square_of_norm(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of ``x`` as a scalar in fp64, from norms in fp32 (fp64 for fp64).
+
+    On a CPU torch adds up the squares of a whole tensor in a few sums of fp32: the norm of 26 million numbers is 1.5e-3
+    too small, and that of half of them by another share, so that it would depend on the layout. Those of rows are not.
+    """
+    dtype = accurate_dtype(x.dtype)
+    if x.numel() < LARGE:
+        return torch.linalg.vector_norm(x, dtype=dtype).double().square()
+    flat = x.flatten()
+    whole = flat.numel() - flat.numel() % ROW
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=-1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+    return norms.double().square().sum() + rest.double().square()
+
+
+def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return fp64 for fp64, else fp32: the type in which sums are taken."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def clip_coefficient(norm: float, clip_grad: float) -> float:
+    """Return the factor that brings gradients of this norm to at most ``clip_grad``; 1 when there is nothing to do."""
+    if clip_grad <= 0.0 or norm <= clip_grad:
+        return 1.0
+    return clip_grad / (norm + 1.0e-6)
+
+
+# Norm and clipping of gradients that lie on many ranks: every parameter counts once.
+
+EPSILON = 1e-6
+"""Numbers of a large tensor whose squares are added up in fp32."""
+
+
+def is_counted(parameter: torch.Tensor, tensor_rank: int) -> bool:
+    """True on exactly one of the ranks that hold the same parameter.
+
+    Tied copies count on the first stage that holds one; what every rank of the tensor group holds whole counts on the
+    first of them.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    is_partitioned = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
+    return tensor_rank == 0 or bool(is_partitioned)
+
+
+def global_norm(gradients: Iterable[torch.Tensor], group: Any, device: torch.device) -> torch.Tensor:
+    """Return the 2-norm over all ranks of ``group`` in fp64; ``gradients`` are those counted here. Collective."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    squares = [square(gradient) for gradient in gradients]
+    if squares:
+        total += torch.stack(squares).sum()
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares in fp64, of a large tensor from norms of rows: torch's is too small on a CPU."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.numel() < LARGE:
+        return torch.linalg.vector_norm(x, dtype=dtype).double().square()
+    flat = x.flatten()
+    start = flat.numel() % ROW
+    norms = torch.linalg.vector_norm(flat[start:].view(-1, ROW), dim=-1, dtype=dtype)
+    return norms.double().square().sum() + torch.linalg.vector_norm(flat[:start], dtype=dtype).double().square()
+
+
+def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most ``max_norm``."""
+    factor = max_norm / (norm + EPSILON)
+    if factor < 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+# What autograd tells of the backward that runs now.
+
+
+def is_running() -> bool:
+    """Return whether a backward runs now, in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def will_reach(parameter: torch.Tensor) -> bool:
+    """Return whether the backward that runs now comes to ``parameter``: it has or will, with a gradient or with None.
+
+    Within a recompute that starts a backward of its own (``use_reentrant=True``) it is that one.
+    """
+    return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+
+
+# In which order buckets of gradients are summed while backward fills them: one order for all replicas.
+#
+# Buckets are those in which ``tds.reduce_gradients`` sums after backward: one sum rounds as its place in a bucket says.
+# In the first backward their order is a guess, the last weights first and what has biases or norms of all layers last;
+# from then on it is the order in which the first one has filled them. A bucket that backward does not fill, for a
+# weight of it gets no gradient, would hold up all behind it: such buckets come last, and are summed at the end.
+# Replicas agree on that in the first backward: at its first gradient by what autograd's graph says, and at its end by
+# what has come.
+
+"""Of the gradients that are summed together, in the type of the sum; a larger one is summed alone."""
+
+Bucket = list[torch.nn.Parameter]
+
+
+class BucketOrder:
+    """Says which buckets are to be summed, backward after backward.
+
+    ``arrived`` and ``rest`` return buckets that the caller then sums, on every replica the same in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._parameters: list[torch.nn.Parameter] = []
+        self._guess: list[Bucket] = []
+        self._buckets: list[Bucket] = []
+        self._number_of: dict[torch.Tensor, int] = {}
+        self._missing: list[int] = []
+        self._filled: list[int] = []  # in their order, in the first backward
+        self._next = 0
+        self._agreed = 0  # how often replicas have agreed on the order: twice, and never again
+
+    def adopt(self, parameter: torch.nn.Parameter) -> None:
+        """Count ``parameter`` among those that are summed; all of them ahead of the first backward."""
+        self._parameters.append(parameter)
+
+    def is_taken(self, parameter: torch.Tensor) -> bool:
+        """Return whether the bucket of ``parameter`` has been given out in this backward."""
+        return parameter in self._number_of and self._number_of[parameter] < self._next
+
+    def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
+        """Take note that backward has left the gradient of ``parameter``, which has numbers; return what is full now.
+
+        Collective in the first backward.
+        """
+        order = self._in_order()
+        if not self._agreed:
+            self._agree([int(not all(map(will_reach, bucket))) for bucket in order])
+        number, full = self._number_of[parameter], self._next
+        self._missing[number] -= 1
+        if self._agreed == 1 and not self._missing[number]:
+            self._filled.append(number)
+        while full < len(self._buckets) and not self._missing[full]:
+            full += 1
+        return self._take_up_to(full)
+
+    def rest(self) -> list[Bucket]:
+        """Return the buckets that are left when backward is through. Collective in the first backward."""
+        if not self._agreed:
+            self._agree([1] * len(self._in_order()))
+        return self._take_up_to(len(self._buckets))
+
+    def end(self) -> None:
+        """Make ready for the next backward, behind the sums of what ``rest`` has returned. Collective in the first."""
+        self._next = 0
+        if self._agreed == 1:
+            turn = {number: place for place, number in enumerate(self._filled)}
+            self._agree([turn.get(number, len(self._buckets)) for number in range(len(self._buckets))])
+
+    def reset(self) -> None:
+        """Forget what has arrived, of a backward that broke off too."""
+        self._next, self._missing = 0, [len(bucket) for bucket in self._buckets]
+        self._filled.clear()
+
+    def _take_up_to(self, end: int) -> list[Bucket]:
+        first, self._next = self._next, end
+        for number in range(first, end):
+            self._missing[number] = len(self._buckets[number])
+        return self._buckets[first:end]
+
+    def _in_order(self) -> list[Bucket]:
+        if not self._buckets:
+            place = {parameter: number for number, parameter in enumerate(self._parameters)}
+            self._guess = sorted(buckets_bucket_order(self._parameters), key=lambda bucket: -place[bucket[0]])
+            self._guess.sort(key=lambda bucket: bucket[-1].dim() < 2)  # biases and norms of all layers come last
+            self._arrange(self._guess)
+        return self._buckets
+
+    def _agree(self, turns: list[int]) -> None:
+        """Let the buckets come by their turns, each as late as on the latest replica. Collective.
+
+        Args:
+            turns: of each bucket, in the order of now.
+        """
+        self._agreed += 1
+        if not turns:
+            return
+        latest = torch.tensor(turns, dtype=torch.int32, device=self._parameters[0].device)
+        dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group)
+        told = latest.tolist()
+        self._arrange(sorted(self._guess, key=lambda bucket: told[self._number_of[bucket[0]]]))
+
+    def _arrange(self, order: list[Bucket]) -> None:
+        self._buckets = order
+        self._missing = [len(bucket) for bucket in order]
+        self._number_of = {p: number for number, bucket in enumerate(order) for p in bucket}
+
+
+def buckets_bucket_order(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int | None = None) -> list[Bucket]:
+    """Return runs of ``parameters`` whose sums have at most so many bytes together, or one parameter.
+
+    They are those of ``tds.gradients.buckets`` for the gradients that are summed after backward.
+    """
+    limit = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    found: list[Bucket] = []
+    size = 0
+    for parameter in parameters:
+        if not parameter.numel():
+            continue
+        num_bytes = parameter.numel() * accurate_dtype(parameter.dtype).itemsize
+        if not found or size + num_bytes > limit:
+            found.append([])
+            size = 0
+        found[-1].append(parameter)
+        size += num_bytes
+    return found
+
+
+@torch.no_grad()
+def multiply(gradients: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply each by ``factor``, in place."""
+    held = list(gradients)
+    if factor != 1.0 and held:
+        torch._foreach_mul_(held, factor)
+
+
+# Sums of whole gradients over the replicas that are on their way while other work goes on.
+
+
+@dataclass(frozen=True)
+class Flight_flight:
+    """``flat`` holds the sum of ``gradients``, one behind the other, once ``work`` is done."""
+
+    gradients: Sequence[torch.Tensor]
+    flat: torch.Tensor
+    work: Any
+
+    @torch.no_grad()
+    def land(self, factor: float) -> None:
+        """Wait for the sum, and put it times ``factor`` where the gradients lie."""
+        self.work.wait()
+        multiply([self.flat], factor)
+        for gradient, part in zip(self.gradients, self.flat.split([g.numel() for g in self.gradients]), strict=True):
+            if part.data_ptr() != gradient.data_ptr():
+                gradient.copy_(part.view_as(gradient))
+
+
+@torch.no_grad()
+def fly_flight(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Flight_flight:
+    """Start the sum over ``group`` of gradients of one dtype, in one message. Collective.
+
+    Raises:
+        ValueError: one of them is sparse.
+    """
+    if any(gradient.is_sparse for gradient in gradients):
+        raise ValueError("sparse gradients cannot be summed, got one; build the embedding with sparse=False")
+    lies_whole = len(gradients) == 1 and gradients[0].is_contiguous()
+    flat = gradients[0].view(-1) if lies_whole else torch.cat([gradient.reshape(-1) for gradient in gradients])
+    return Flight_flight(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))

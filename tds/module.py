@@ -1,4 +1,4 @@
-"""The layers of a pipeline and how they are cut into stages and chunks."""
+"""PipelineModule: layers cut into stages and chunks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ import torch
 import torch.distributed as dist
 
 from tds import device
-from tds.chatter import without_prints
-from tds.deepspeed_api import BaseModule, LayerRun, deepspeed, layer_specs, limit_waits
-from tds.layer_files import index_in_one_run
-from tds.profile import ProfiledCut, profiled_cut
-from tds.sharing import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
+from tds.deepspeed_alias import without_prints
+from tds.deepspeed_api import BaseModule, LayerRun, deepspeed, first_layer, layer_specs, limit_waits
+from tds.layer_profiler import ProfiledCut, profiled_cut
+from tds.shared_layers import count_shared, held_in, index_shared_modules, layer_parameters, sharing_layers
+
+
+def layer_numbers(module: Any) -> list[int]:
+    """Return the number in the whole model of each layer in ``module.forward_funcs``, chunk after chunk."""
+    num_chunks = (len(module.parts) - 1) // module.num_stages
+    pieces = [chunk * module.num_stages + module.stage_id for chunk in range(num_chunks)]
+    return [number for piece in pieces for number in range(module.parts[piece], module.parts[piece + 1])]
+
+
+def index_in_one_run(module: Any, local_index: int) -> int:
+    """Return the index that DeepSpeed's path functions want, which take a stage's layers for one run."""
+    return layer_numbers(module)[local_index] - first_layer(module)
+
+
+# The layers of a pipeline and how they are cut into stages and chunks.
 
 
 class PartitionError(ValueError):

@@ -1,6 +1,6 @@
 """torch's private names, all that tds uses: one function for each, and a line in tests/tds/test_deepspeed_contract.py.
 
-``tds.host_copies`` stands apart: its process group is made of what torch calls on any of them.
+``tds.p2p.host_copies`` stands apart: its process group is made of what torch calls on any of them.
 """
 
 from __future__ import annotations

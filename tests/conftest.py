@@ -26,9 +26,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 - torch's optimizers import it: once here rather than in every forked rank
 
-from megatron.ops import causal_kernel  # noqa: E402
+from megatron.ops import causal_attention  # noqa: E402
 
-causal_kernel.is_built()  # loads it: here, for the same reason
+causal_attention.is_built()  # loads it: here, for the same reason
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it leaves in the background so
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.training.timed_batches import UploadedBatches
-from tds.agreement import Agreement
+from megatron.training.data import UploadedBatches
+from tds.loss import Agreement
 
 CPU = torch.device("cpu")
 NOT_YET = 1

@@ -18,7 +18,7 @@ from megatron import accelerators, device
 from megatron.accelerators import Accelerator
 from megatron.config import parse
 from megatron.errors import ConfigError
-from megatron.training import accelerator
+from megatron.training import device_setup
 from tools import check_accelerator
 
 Make = Callable[..., Accelerator]
@@ -94,7 +94,7 @@ def test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_
     monkeypatch.setattr(accelerators, "adapt", lambda name: seen.append((name, os.environ.get("DS_ACCELERATOR"))))
     monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "")
     make("npu")
-    accelerator.configure_device(parse(["--device", "npu", "--dry-run"], world_size=1, env={}))
+    device_setup.configure_device(parse(["--device", "npu", "--dry-run"], world_size=1, env={}))
     assert seen == [("npu", "npu")]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron import adaptors
-from megatron.adaptors import Adaptor, Patch
+from megatron import accelerators
+from megatron.accelerators import Adaptor, Patch
 
 
 class Base:
@@ -54,7 +54,7 @@ def answers(target: Any) -> list[str]:
 
 def test_all_attributes_are_replaced_and_put_back_as_they_were(target: Any) -> None:
     before = {name: dict(vars(owner)) for name, owner in {"module": target, "class": Part}.items()}
-    applied = adaptors.enable([three()], {})
+    applied = accelerators.enable([three()], {})
     assert answers(target) == ["new"] * 3
     applied.disable()
     assert answers(target) == ["whole", "fixed", "base"]
@@ -65,7 +65,7 @@ def test_all_attributes_are_replaced_and_put_back_as_they_were(target: Any) -> N
 
 def test_a_replacement_is_made_of_what_was_there(target: Any) -> None:
     doubled = Adaptor("torch", "doubled", (Patch("patched.number", lambda old: 2 * old, "a test"),))
-    applied = adaptors.enable([doubled], {})
+    applied = accelerators.enable([doubled], {})
     assert target.number == 6
     applied.disable()
     assert target.number == 3
@@ -85,13 +85,15 @@ def test_a_replacement_is_made_of_what_was_there(target: Any) -> None:
 )
 def test_the_environment_switches_parts_off(target: Any, env: dict[str, str], on: set[str]) -> None:
     each = [
-        Adaptor(part, part, (patch(f"Part.{part}", "new"),)) for part in adaptors.PARTS if not setattr(Part, part, "")
+        Adaptor(part, part, (patch(f"Part.{part}", "new"),))
+        for part in accelerators.PARTS
+        if not setattr(Part, part, "")
     ]
-    applied = adaptors.enable(each, env)
-    assert {part for part in adaptors.PARTS if getattr(Part, part) == "new"} == on
-    assert {row[0].partition(":")[0] for row in adaptors.rows(each, env) if row[1] == "on"} == on
+    applied = accelerators.enable(each, env)
+    assert {part for part in accelerators.PARTS if getattr(Part, part) == "new"} == on
+    assert {row[0].partition(":")[0] for row in accelerators.rows(each, env) if row[1] == "on"} == on
     applied.disable()
-    for part in adaptors.PARTS:
+    for part in accelerators.PARTS:
         delattr(Part, part)
 
 
@@ -99,26 +101,26 @@ def test_the_environment_switches_parts_off(target: Any, env: dict[str, str], on
 def test_a_target_that_is_missing_is_told_and_nothing_is_applied(target: Any, missing: str) -> None:
     wrong = Adaptor("deepspeed", "wrong", (Patch(missing, lambda old: "new", "a test"),))
     with pytest.raises(ValueError, match=rf"got {missing} in the deepspeed adaptor 'wrong'.*ENABLE_DEEPSPEED"):
-        adaptors.enable([three(), wrong], {})
+        accelerators.enable([three(), wrong], {})
     assert answers(target) == ["whole", "fixed", "base"]
-    adaptors.enable([three(), wrong], {"ENABLE_DEEPSPEED_ADAPTOR": "0"}).disable()
+    accelerators.enable([three(), wrong], {"ENABLE_DEEPSPEED_ADAPTOR": "0"}).disable()
 
 
 def test_a_replacement_that_fails_takes_the_others_back(target: Any) -> None:
     failing = Adaptor("torch", "failing", (Patch("patched.number", lambda old: 1 / 0, "a test"),))
     with pytest.raises(ZeroDivisionError):
-        adaptors.enable([three(), failing], {})
+        accelerators.enable([three(), failing], {})
     assert answers(target) == ["whole", "fixed", "base"]
 
 
 def test_two_patches_of_one_target_are_refused(target: Any) -> None:
     with pytest.raises(ValueError, match="a target must be patched once, got patched.whole again in the torch adaptor"):
-        adaptors.enable([three(), Adaptor("torch", "again", (patch("whole", None),))], {})
+        accelerators.enable([three(), Adaptor("torch", "again", (patch("whole", None),))], {})
     assert answers(target) == ["whole", "fixed", "base"]
 
 
 def test_what_someone_else_has_replaced_since_is_told_and_the_rest_put_back(target: Any) -> None:
-    applied = adaptors.enable([three()], {})
+    applied = accelerators.enable([three()], {})
     target.whole = other = lambda: "other"
     with pytest.raises(RuntimeError, match="got patched.whole replaced by someone else"):
         applied.disable()
@@ -128,6 +130,6 @@ def test_what_someone_else_has_replaced_since_is_told_and_the_rest_put_back(targ
 
 def test_wrong_switches_and_parts_are_told(target: Any) -> None:
     with pytest.raises(ValueError, match="the environment's ENABLE_TORCH_ADAPTOR must be 0 or 1, got 'no'"):
-        adaptors.enable([three()], {"ENABLE_TORCH_ADAPTOR": "no"})
+        accelerators.enable([three()], {"ENABLE_TORCH_ADAPTOR": "no"})
     with pytest.raises(ValueError, match="of adaptor three must be one of torch, deepspeed, megatron, got 'cuda'"):
         three("cuda")

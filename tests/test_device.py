@@ -11,7 +11,7 @@ import torch
 
 from megatron import device
 from megatron.errors import ConfigError
-from megatron.training import world
+from megatron.training import initialize
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,7 +79,7 @@ def test_a_rank_without_a_device_of_its_own_is_told_how_many_it_sees(monkeypatch
     assert device.bind("cuda", 1) == torch.device("cuda", 1) and bound == [1]
     told = "cuda devices that this process sees, got 2 and 2. Start .*or set LOCAL_RANK=0"
     with pytest.raises(ConfigError, match=told) as error:
-        world._bind("cuda", 2)
+        initialize._bind("cuda", 2)
     assert bound == [1] and error.value.is_of_this_rank
 
 

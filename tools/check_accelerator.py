@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron import accelerators, adaptors, device
+from megatron import accelerators, device
 from megatron.config import Config, ParallelConfig
-from megatron.training.accelerator import backend_of, check_agreement, configure_device
+from megatron.training.device_setup import backend_of, check_agreement, configure_device
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
 """Largest difference from the CPU, relative to the largest number."""
@@ -180,7 +180,7 @@ def reversible(place: torch.device) -> None:
     if plugin is None:
         return
     accelerators.disable(place.type)
-    targets = [adaptors.target_of(patch) for adaptor in plugin.adaptors for patch in adaptor.patches]
+    targets = [accelerators.target_of(patch) for adaptor in plugin.adaptors for patch in adaptor.patches]
     before = [vars(owner).get(name) for owner, name in targets]
     accelerators.adapt(place.type)
     accelerators.disable(place.type)
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"device {kind}: {device.name(kind)}")
     plugin = accelerators.find(kind)
-    for adaptor, state, target, why in adaptors.rows(plugin.adaptors if plugin else ()):
+    for adaptor, state, target, why in accelerators.rows(plugin.adaptors if plugin else ()):
         print(f"adaptor {adaptor:36} {state:4} {target}: {why}")
     told = list(run_checks(kind))
     for name, result in told:

@@ -213,7 +213,7 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
     """What each rank does."""
     import torch
 
-    from megatron.training import configure_device, world
+    from megatron.training import configure_device, initialize
     from megatron.training.failure import guard
 
     config = parse_as(model, with_data(flags), int(os.environ["WORLD_SIZE"]))
@@ -224,12 +224,12 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
     def train() -> None:
         from megatron.training.parity import trace_steps
 
-        here, program = world.start(config), program_of(model)
+        here, program = initialize.start(config), program_of(model)
         settings, tokenizer, dataset = with_dataset(config, program)
         providers = (program.model_provider, program.forward_step)
         trace = trace_steps(settings, here, dataset, *providers, steps=steps, tokenizer=tokenizer)
         torch.save(trace, out / f"rank-{here.rank}")
-        world.stop()
+        initialize.stop()
 
     guard(train, lambda: f"rank {os.environ.get('RANK', '0')}")
 
@@ -241,15 +241,15 @@ def with_data(flags: list[str]) -> list[str]:
 
 def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
     """Return the configuration with its vocabulary, the tokenizer, and the user's token files or random tokens."""
-    from megatron.training import arguments
-    from megatron.training.stand_in import random_data
-    from megatron.training.vocabulary import with_tokenizer
+    from megatron.training import global_vars
+    from megatron.training.global_vars import with_tokenizer
+    from megatron.training.parity import random_data
 
     if config.data.data_path == "none":
         config = config.with_vocab(config.model.vocab_size or VOCAB_SIZE)
         return config, None, random_data(config)
     tokenizer, config = with_tokenizer(config)
-    arguments.set_current(config, tokenizer, None)
+    global_vars.set_current(config, tokenizer, None)
     train, _, _ = program.train_valid_test_datasets_provider([1, 0, 0])
     return config, tokenizer, train
 

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.one_line_parser import OneLineParser  # noqa: E402
+from megatron.arguments.parser import OneLineParser  # noqa: E402
 
 if TYPE_CHECKING:
-    from megatron.debug.comparison import Comparison, Difference
-    from megatron.debug.folder import Dump
-    from megatron.debug.joining import Key
+    from megatron.debug.compare import Comparison, Difference, Key
+    from megatron.debug.dump_files import Dump
 
 SHOWN = 12
 
@@ -69,8 +68,8 @@ def tolerance(text: str) -> float:
 def main() -> int:
     """Compare what the command line names; return the exit code."""
     flags = parse_args()
-    from megatron.debug.comparison import compare
-    from megatron.debug.folder import read
+    from megatron.debug.compare import compare
+    from megatron.debug.dump_files import read
 
     try:
         dumps = read(flags.first), read(flags.second)
@@ -170,8 +169,8 @@ def listed_names(keys: list[Key]) -> str:
 
 def draw(found: Comparison, dumps: tuple[Dump, Dump], path: Path) -> None:
     """Draw the errors of forward and backward of one step: that of the first difference, or the first."""
-    from megatron.debug.comparison import ORDER, worst_by_name
-    from megatron.debug.picture import draw as draw_curves
+    from megatron.debug.compare import ORDER, worst_by_name
+    from megatron.debug.plot import draw as draw_curves
 
     shown = found.first or judged(found)[0]
     curves = {phase: worst_by_name(found.differences, shown.key.step, phase) for phase in ORDER}

@@ -71,8 +71,8 @@ def _named_way(words: list[str]) -> list[str]:
 
 def export(args: argparse.Namespace) -> None:
     """Write the Hugging Face folder and say what is in it."""
-    from megatron.checkpoint.hf.export import export as write
-    from megatron.checkpoint.whole import open_folder
+    from megatron.checkpoint.huggingface.convert import export as write
+    from megatron.checkpoint.loading import open_folder
 
     checkpoint = open_folder(args.load)
     done = write(
@@ -94,8 +94,8 @@ def export(args: argparse.Namespace) -> None:
 
 def import_(args: argparse.Namespace) -> None:
     """Write the run folder and say how to start from it."""
-    from megatron.checkpoint.hf.importing import import_folder
-    from megatron.checkpoint.hf.settings import flags
+    from megatron.checkpoint.huggingface.config import flags
+    from megatron.checkpoint.huggingface.convert import import_folder
     from megatron.models.registry import FAMILIES
 
     path, config = import_folder(args.input, args.output)
@@ -107,8 +107,8 @@ def import_(args: argparse.Namespace) -> None:
 
 def compare(checkpoint: Path, folder: Path, dtype: str | None) -> None:
     """Say how far the logits of both differ."""
-    from megatron.checkpoint.hf.verify import verify
-    from megatron.checkpoint.whole import open_folder
+    from megatron.checkpoint.huggingface.convert import verify
+    from megatron.checkpoint.loading import open_folder
 
     difference = verify(open_folder(checkpoint), folder, dtype=dtype)
     log.info(f"verified: the logits of a random batch differ by {difference:.1e} of the largest")
@@ -117,7 +117,7 @@ def compare(checkpoint: Path, folder: Path, dtype: str | None) -> None:
 def run(args: argparse.Namespace) -> None:
     """Convert, and compare if asked to."""
     if args.verify:
-        from megatron.checkpoint.hf.verify import require_transformers
+        from megatron.checkpoint.huggingface.convert import require_transformers
 
         require_transformers()
     (export if args.way == "export" else import_)(args)

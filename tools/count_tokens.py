@@ -21,12 +21,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log  # noqa: E402
+from megatron.config.data import parse_paths  # noqa: E402
 from megatron.data.cache import Cache  # noqa: E402
-from megatron.data.documents import Documents, count_of, num_tokens_of  # noqa: E402
+from megatron.data.indexed_dataset import (  # noqa: E402
+    Documents,
+    TokenFile,  # noqa: E402
+    count_of,
+    num_tokens_of,
+)
 from megatron.data.split import NAMES, split_by_hash, split_documents  # noqa: E402
-from megatron.data.token_file import TokenFile  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
-from megatron.mixtures import parse_paths  # noqa: E402
 
 INTERRUPTED = 130
 

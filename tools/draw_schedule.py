@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.config.one_line_parser import OneLineParser  # noqa: E402
-from megatron.stages import MANY_CHUNKS, ONE_CHUNK  # noqa: E402
+from megatron.arguments.parser import OneLineParser  # noqa: E402
+from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK  # noqa: E402
 
 PLANNED = ("schedule", "stages", "micro_batches", "chunks", "costs", "transfer")
 MEASURED = ("trace", "step", "replica")
@@ -97,7 +97,7 @@ def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int) 
 
 def draw_schedule(flags: argparse.Namespace) -> None:
     """Simulate a schedule, tell its numbers and draw it."""
-    from tds import picture
+    from tds import plot
     from tds.schedule import Costs, schedule_named, simulate, validate
 
     num_stages, num_micro_batches, num_chunks = flags.stages, flags.micro_batches, flags.chunks or 1
@@ -110,7 +110,7 @@ def draw_schedule(flags: argparse.Namespace) -> None:
     name = flags.schedule.lower()
     chunks = f"-c{num_chunks}" if num_chunks > 1 else ""
     out = flags.out or Path(f"{name}-p{num_stages}-m{num_micro_batches}{chunks}.png")
-    picture.draw_planned(name, timeline, peaks, num_micro_batches, num_chunks, out)
+    plot.draw_planned(name, timeline, peaks, num_micro_batches, num_chunks, out)
     of_chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
     print(f"{name}: {num_stages} stages{of_chunks}, {num_micro_batches} micro-batches")
     print(f"bubble     {100 * timeline.bubble:.1f} %, {max(timeline.idle_s):.6g} idle at most on a stage")
@@ -128,7 +128,7 @@ def told_peaks(peaks: list[int], of_what: str) -> str:
 
 def draw_trace(flags: argparse.Namespace) -> None:
     """Tell the numbers of a measured step and draw it."""
-    from tds import picture
+    from tds import plot
     from tds.trace import read_traces
 
     replica = flags.replica or 0
@@ -142,8 +142,8 @@ def draw_trace(flags: argparse.Namespace) -> None:
         raise ValueError(f"--step must be a whole step of the trace, one of {sorted(steps)}, got {number}")
     step = steps[number]
     out = flags.out or flags.trace / f"step-{number}.png"
-    picture.draw_measured(step, out)
-    measured, predicted = step.timeline, picture.predicted(step)
+    plot.draw_measured(step, out)
+    measured, predicted = step.timeline, plot.predicted(step)
     print(f"{step.schedule}: step {number}, {measured.num_stages} stages, {step.num_micro_batches} micro-batches")
     print(f"bubble     {100 * measured.bubble:.1f} % measured, {100 * predicted.bubble:.1f} % predicted")
     print(f"step       {measured.step_s * 1e3:.4g} ms measured, {predicted.step_s * 1e3:.4g} ms predicted")

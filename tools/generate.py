@@ -33,7 +33,7 @@ from megatron.training.failure import guard  # noqa: E402
 if TYPE_CHECKING:
     import torch
 
-    from megatron.generate.writer import Answer, Writer
+    from megatron.generate.text import Answer, Writer
     from megatron.mpu.groups import Grid
 
 TIMEOUT_S = 600
@@ -43,12 +43,10 @@ TIMEOUT_S = 600
 def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Writer:
     """Return what answers prompts with the model of --load. Collective."""
     from megatron import device
-    from megatron.checkpoint.hf.settings import saved_config
-    from megatron.checkpoint.hf.tokens import vocabulary_of
-    from megatron.checkpoint.whole import open_folder
+    from megatron.checkpoint.huggingface.config import saved_config, vocabulary_of
+    from megatron.checkpoint.loading import open_folder
     from megatron.generate import Sampling, load
-    from megatron.generate.prompts import Prompts
-    from megatron.generate.writer import Writer
+    from megatron.generate.text import Prompts, Writer
 
     with marked(is_of_this_rank=False):  # a damaged file is an error on all ranks alike
         checkpoint = open_folder(args.load, grid.host)
@@ -76,15 +74,15 @@ def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
     from megatron import device
     from megatron.arguments import config_from_values
     from megatron.mpu.groups import single_grid
-    from megatron.training import world
-    from megatron.training.accelerator import configure_device
+    from megatron.training import initialize
+    from megatron.training.device_setup import configure_device
 
     if world_size() == 1:
         kind = configure_device(config_from_values({"device": args.device}))
         return single_grid(), device.bind(kind, 0), "rank 0"
     values: dict[str, Any] = {"pipe_parallel_size": args.pipe_parallel_size, "dtype": args.dtype}
     values |= {"model_parallel_size": args.model_parallel_size, "device": args.device}
-    here = world.start(config_from_values({**values, "phase_timeout_minutes": TIMEOUT_S / 60}))
+    here = initialize.start(config_from_values({**values, "phase_timeout_minutes": TIMEOUT_S / 60}))
     log.configure(here.rank)
     return here.grid, here.device, here.name
 
@@ -119,7 +117,7 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     Args:
         names: its "who" becomes this rank's name, for messages.
     """
-    from megatron.generate.talk import talk
+    from megatron.generate.text import talk
 
     texts = read_prompts(args)
     grid, place, names["who"] = start(args)
@@ -141,9 +139,9 @@ def main() -> None:
     def together() -> None:
         run(parse_args(__doc__ or ""), names)
         if world_size() > 1:
-            from megatron.training import world
+            from megatron.training import initialize
 
-            world.stop()
+            initialize.stop()
 
     try:
         guard(together, lambda: names["who"])

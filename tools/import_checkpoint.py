@@ -54,8 +54,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def import_(args: argparse.Namespace) -> None:
     """Write the run folder and say how to start from it."""
-    from megatron.checkpoint.hf.settings import flags
-    from megatron.checkpoint.legacy.importing import Wishes, import_checkpoint
+    from megatron.checkpoint.huggingface.config import flags
+    from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
 
     wishes = Wishes(args.iteration, args.num_attention_heads, args.qkv_order, args.activation, args.vocab_size)
     path, config, notes = import_checkpoint(args.input, args.output, wishes)

@@ -101,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def tell(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
     """Tell facts, then draw the picture, then show samples."""
     from megatron import config
-    from megatron.data.inspect import facts_of, picture, report
-    from megatron.data.token_file import TokenFile
-    from megatron.training.vocabulary import with_tokenizer
+    from megatron.data.indexed_dataset import TokenFile
+    from megatron.data.inspect import facts_of, statistics
+    from megatron.training.global_vars import with_tokenizer
 
     settings = config.parse([*others, "--device", "cpu"], world_size=1, family=flags.model)
     tokenizer, settings = with_tokenizer(settings)
@@ -112,11 +112,11 @@ def tell(flags: argparse.Namespace, prefixes: list[str], others: list[str], cons
         token_file = TokenFile(prefix)
         facts = facts_of(token_file, tokenizer.eod_id if tokenizer is not None and tokenizer.has_eod else None)
         lengths[prefix] = facts.lengths
-        console.print(report.table(facts, tokenizer))
+        console.print(statistics.table(facts, tokenizer))
         if flags.top:
-            console.print(report.commonest(token_file, flags.top, tokenizer))
+            console.print(statistics.commonest(token_file, flags.top, tokenizer))
     if flags.picture is not None:
-        picture.draw(lengths, flags.picture)
+        statistics.draw(lengths, flags.picture)
         console.print(f"picture {flags.picture}", soft_wrap=True)
     if flags.samples:
         show_samples(flags, settings, tokenizer, console)
@@ -124,7 +124,7 @@ def tell(flags: argparse.Namespace, prefixes: list[str], others: list[str], cons
 
 def prefixes_of(settings: Config) -> list[str]:
     """Return the paths of all corpora that the flags of the training name, each once."""
-    from megatron.mixtures import parse_paths
+    from megatron.config.data import parse_paths
 
     named = [getattr(settings.data, name, None) for name in PATH_FLAGS]
     return list(dict.fromkeys(prefix for text in named if text for _, prefix in parse_paths(text)))
@@ -135,17 +135,17 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
     import importlib
 
     from megatron.data import ReplicaBatches
-    from megatron.data.inspect import stream, view
-    from megatron.data.inspect.words import Words
-    from megatron.training import arguments, world
+    from megatron.data.inspect import view
+    from megatron.data.inspect.view import Words
+    from megatron.training import global_vars, initialize
 
     script = importlib.import_module(f"pretrain_{flags.model}")
-    world.start(settings)
-    arguments.set_current(settings, tokenizer, None)
+    initialize.start(settings)
+    global_vars.set_current(settings, tokenizer, None)
     wanted = [flags.first + flags.samples if name == flags.subset else 0 for name in SUBSETS]
     samples = script.train_valid_test_datasets_provider(wanted)[SUBSETS.index(flags.subset)]
-    tokenizer = arguments.get_tokenizer()
-    streams_of = stream.t5_streams if flags.model == "t5" else stream.gpt2_streams
+    tokenizer = global_vars.get_tokenizer()
+    streams_of = view.t5_streams if flags.model == "t5" else view.gpt2_streams
     words = Words(tokenizer, script.t5_tokens().names if flags.model == "t5" else None)
     for line in order_lines(samples):
         console.print(line, soft_wrap=True)
@@ -157,7 +157,7 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
         fields = script.get_batch(batch)
         for shown in streams_of(fields, tokenizer.eod_id):
             view.show(shown, words, console, flags.rows)
-    world.stop()
+    initialize.stop()
 
 
 def order_lines(samples: Any) -> Iterator[str]:

@@ -28,7 +28,7 @@ import tokenizers  # noqa: E402
 
 from megatron import files, log, tokenizer  # noqa: E402
 from megatron.data import preprocess  # noqa: E402
-from megatron.data.token_file import TokenFile  # noqa: E402
+from megatron.data.indexed_dataset import TokenFile  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.tokenizer import train  # noqa: E402
 

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 
 from megatron import log  # noqa: E402
-from megatron.data.sidecar import Sidecar  # noqa: E402
-from megatron.data.token_file import TokenFile  # noqa: E402
-from megatron.data.token_writer import TokenFileWriter  # noqa: E402
+from megatron.data.index_format import Sidecar  # noqa: E402
+from megatron.data.indexed_dataset import TokenFile  # noqa: E402
+from megatron.data.indexed_dataset_builder import TokenFileWriter  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 
 BLOCK = 1 << 20

@@ -24,12 +24,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.errors import ConfigError  # noqa: E402
-from megatron.planner import telling  # noqa: E402
+from megatron.planner import report  # noqa: E402
 from megatron.planner.estimate import Planner  # noqa: E402
-from megatron.planner.options import Question, question  # noqa: E402
-from megatron.planner.own_flags import check_flags, make_parser  # noqa: E402
-from megatron.planner.remedies import overflow, remedies  # noqa: E402
-from megatron.planner.search import search  # noqa: E402
+from megatron.planner.options import Question, check_flags, make_parser, question  # noqa: E402  # noqa: E402
+from megatron.planner.search import (  # noqa: E402
+    overflow,
+    remedies,
+    search,  # noqa: E402
+)
 
 DOES_NOT_FIT = 1
 
@@ -77,18 +79,18 @@ def rank(planner: Planner, asked: Question, is_json: bool) -> int:
     if not found.best and found.smallest is None:
         raise ConfigError("none of the layouts is one that the training takes. Give fewer flags of the layout")
     if is_json:
-        say_json({"layouts": [telling.as_data(one, asked) for one in found.best]}, asked)
+        say_json({"layouts": [report.as_data(one, asked) for one in found.best]}, asked)
         return 0 if found.best else DOES_NOT_FIT
-    say(telling.opening(asked, planner))
+    say(report.opening(asked, planner))
     if not found.best:
         say(["", "no layout fits. The one that comes nearest:", ""])
         assert found.smallest is not None
-        say(telling.details(found.smallest, asked))
+        say(report.details(found.smallest, asked))
         over = overflow(found.smallest, asked.machine.usable_bytes)
-        say(["", *telling.fitting(asked, over, remedies(planner, found.smallest.layout))])
+        say(["", *report.fitting(asked, over, remedies(planner, found.smallest.layout))])
         return DOES_NOT_FIT
-    say(["", *telling.ranking(found, asked), "", *telling.details(found.best[0], asked)])
-    say(["", *telling.pasted(found.best[0], asked)])
+    say(["", *report.ranking(found, asked), "", *report.details(found.best[0], asked)])
+    say(["", *report.pasted(found.best[0], asked)])
     return 0
 
 
@@ -99,14 +101,14 @@ def fit(planner: Planner, asked: Question, is_json: bool) -> int:
     over = overflow(found, asked.machine.usable_bytes)
     ways = remedies(planner, asked.layout) if over else []
     if is_json:
-        told: dict[str, Any] = {"fits": over is None, "layout": telling.as_data(found, asked)}
+        told: dict[str, Any] = {"fits": over is None, "layout": report.as_data(found, asked)}
         if over is not None:
             told["overflow"] = vars(over)
-            told["remedies"] = [{"changes": way.changes, **telling.as_data(way.found, asked)} for way in ways]
+            told["remedies"] = [{"changes": way.changes, **report.as_data(way.found, asked)} for way in ways]
         say_json(told, asked)
     else:
-        say([*telling.opening(asked, planner), "", *telling.details(found, asked), ""])
-        say([*telling.fitting(asked, over, ways), "", *telling.pasted(ways[0].found if ways else found, asked)])
+        say([*report.opening(asked, planner), "", *report.details(found, asked), ""])
+        say([*report.fitting(asked, over, ways), "", *report.pasted(ways[0].found if ways else found, asked)])
     return 0 if over is None else DOES_NOT_FIT
 
 

@@ -24,8 +24,10 @@ from rich.table import Table  # noqa: E402
 
 from megatron import files, log, tokenizer  # noqa: E402
 from megatron.data import preprocess  # noqa: E402
-from megatron.data.preprocess.sample import sample  # noqa: E402
-from megatron.data.preprocess.training_text import TrainingText  # noqa: E402
+from megatron.data.preprocess.tokenizer_corpus import (
+    TrainingText,  # noqa: E402
+    sample,  # noqa: E402
+)
 from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.tokenizer import fertility, train  # noqa: E402
 

@@ -130,7 +130,7 @@ def _deepspeed_engine(state: State, grid: Grid) -> Any:
     import deepspeed
 
     import tds
-    from megatron.training.deepspeed_mpu import DeepSpeedMpu
+    from megatron.training.setup import DeepSpeedMpu
 
     tds.quiet()
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}

@@ -8,7 +8,7 @@ from megatron.checkpoint import TensorRecord
 from megatron.mpu.groups import Grid
 from megatron.mpu.shard import Shard, set_shard, shard_of
 from megatron.optim import build_optimizer
-from megatron.training.state_tensors import make_moments, optimizer_records, weight_records
+from megatron.training.train_state import make_moments, optimizer_records, weight_records
 
 WIDTH, SMALL_WIDTH = 512, 64
 SMALL_BYTES = 32 << 20

@@ -23,10 +23,9 @@ from benchmarks.data_parts.rounds import Bar, quartiles, take_turns
 from benchmarks.sizes import GPTSizes, T5Sizes
 from benchmarks.turns import Work
 from benchmarks.turns import take_turns as steps_in_turns
-from megatron import spans
 from megatron.data import GPT2Samples, ReplicaBatches, TokenFile, TokenFileWriter
-from megatron.data.control_tokens import T5Tokens
-from megatron.data.t5_samples import T5Samples
+from megatron.models.t5 import spans
+from megatron.models.t5.data import T5Samples, T5Tokens
 
 TIMES = 10.0
 SEQ_LENGTH = 1024

@@ -20,12 +20,10 @@ from functools import partial
 import numpy as np
 
 from benchmarks.data_parts.rounds import Bar, ratio_quartiles, take_turns
-from megatron import spans
-from megatron.data import t5_layout
-from megatron.data.control_tokens import T5Tokens
-from megatron.data.corruption import cut_out, draw_spans, num_words
-from megatron.data.random_words import random_words
-from megatron.spans import Denoiser
+from megatron.data.permutation import random_words
+from megatron.models.t5 import data, spans
+from megatron.models.t5.data import T5Tokens, cut_out, draw_spans, num_words
+from megatron.models.t5.spans import Denoiser
 
 OURS, USUAL, SAME = "spans, ours", "spans, the usual loop", "spans, the same in Python"
 DENOISER = Denoiser("R", 0.15, 3.0)
@@ -61,7 +59,7 @@ def ours(text: np.ndarray, number: int) -> Sample:
     """Return the sample as ``T5Samples`` makes it of a text that it has read."""
     words = random_words(num_words(len(text)) + 1, "spans", 0, number)
     pair = cut_out(text, draw_spans([len(text)], DENOISER, words), _SENTINELS)
-    return t5_layout.sample(pair, TOKENS, ENC_SEQ_LENGTH, TARGET_LENGTH)
+    return data.sample(pair, TOKENS, ENC_SEQ_LENGTH, TARGET_LENGTH)
 
 
 def same(text: np.ndarray, number: int) -> Sample:
@@ -144,7 +142,7 @@ def _framed(inputs: list[int], targets: list[int]) -> Sample:
         row = [*row[: length - 1], TOKENS.eos_id]
         padding = length - len(row)
         sample[name] = np.array(row + [TOKENS.pad_id] * padding, np.int64)
-        sample[f"{side}_segments"] = np.array([0] * len(row) + [t5_layout.PADDING] * padding, np.int32)
+        sample[f"{side}_segments"] = np.array([0] * len(row) + [data.PADDING] * padding, np.int32)
     return sample
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from benchmarks.flags import config_of
 from benchmarks.sizes import LARGE, GPTSizes, LlamaSizes, Sizes, T5Sizes
-from megatron import cost
+from megatron.models import registry
+from megatron.models.common import memory as cost
 from megatron.mpu.topology import Topology
-from megatron.training.plan import stage_memory
+from megatron.training.dry_run import stage_memory
 
 OURS, COMPILED, HF, PLAIN = "ours", "ours-compiled", "hf", "plain"
 GIB = 2**30
@@ -157,7 +158,7 @@ def config_for(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) 
 def estimated(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -> cost.Memory:
     """Return what ``--dry-run`` says that ours holds."""
     config = config_for(sizes, batch_size, kind, contender)
-    bounds = cost.of(config).stage_bounds(1)
+    bounds = registry.costs_of(config).stage_bounds(1)
     (memory,) = stage_memory(config, Topology(pipe=1, data=1, tensor=1), bounds, config.precision.dtype)
     return memory
 
@@ -168,7 +169,7 @@ def expected_bytes(sizes: Sizes, batch_size: int, contender: str) -> float:
     memory = estimated(sizes, batch_size, "cuda", contender)
     if contender in (OURS, COMPILED):
         return MARGIN * memory.total + OF_A_PROCESS
-    parameters = cost.of(config_of(sizes)).num_parameters
+    parameters = registry.costs_of(config_of(sizes)).num_parameters
     targets = sizes.target_length if isinstance(sizes, T5Sizes) else sizes.seq_length
     logits = batch_size * targets * sizes.vocab_size * LOGIT_BYTES
     return WEIGHT_BYTES * parameters + WRITTEN_OUT * memory.activations + logits + OF_A_PROCESS

@@ -42,7 +42,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
         "explained": (
             "A step in bf16 without dropout on {device} ({date}, commit {commit}), medians of rounds. MFU is over the "
             'matrix products of the same run\n({products}) and counts half of causal attention; "of the sheet" is over '
-            'the data sheet\'s peak. "memory" and "planner" are what `megatron.cost`\nand the planner say over what '
+            'the data sheet\'s peak. "memory" and "planner" are what `megatron.models`\nand the planner say over what '
             "was measured."
         ),
         "picture": "MFU of a step on {device}",
@@ -82,7 +82,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
             "bf16、没有 dropout 的一步，在 {device} 上（{date}，提交 {commit}），取各轮的中位数。"
             "MFU 以同一次运行里的矩阵乘法（{products}）为 1，\n"
             "因果注意力只计一半；“占标称峰值”以厂商标称的峰值为 1。"
-            "“内存”和“规划”是 `megatron.cost` 和规划工具的估计与实测之比。"
+            "“内存”和“规划”是 `megatron.models` 和规划工具的估计与实测之比。"
         ),
         "picture": "{device} 上一步的 MFU",
     },

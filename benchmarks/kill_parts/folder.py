@@ -11,7 +11,7 @@ from megatron.checkpoint.folders import LATEST, named, newest_first, step_of
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.training.run_lock import NAME as LOCK
-from megatron.training.state import CHECKPOINTS
+from megatron.training.train_state import CHECKPOINTS
 
 JUNK = (b"", b"step-0000", b"\x00\xff\xfe", b"step-99999999\n")
 

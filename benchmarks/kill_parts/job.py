@@ -17,7 +17,7 @@ from benchmarks.kill_parts.moments import ALL, LAUNCHER, LOAD, START, Moment, ph
 from benchmarks.kill_parts.preload import MODULES
 from megatron.child_process import die_with_parent
 from megatron.launch.__main__ import main
-from megatron.training import position
+from megatron.training import failure
 
 SCRIPT = Path(__file__).with_name("script.py")
 
@@ -71,7 +71,7 @@ class Job:
             if self._is_over(start):
                 return False
             page = page or self._page(start, moment.rank)
-            now = position.read_position(page[:]).doing if page else ""
+            now = failure.read_position(page[:]).doing if page else ""
             entries += _is_entry(before, now, moment.phase)
             before = now
             time.sleep(_POLL_S)
@@ -85,7 +85,7 @@ class Job:
     def phase(self, start: int, rank: int) -> str:
         """Return the phase in which a rank is."""
         page = self._page(start, rank)
-        return phase_of(position.read_position(page[:]).doing if page else "")
+        return phase_of(failure.read_position(page[:]).doing if page else "")
 
     def kill(self, moment: Moment, draw: random.Random) -> bool:
         """Send SIGKILL to the victims; return whether there was one."""
@@ -148,7 +148,7 @@ class Job:
         """Return the page in which a rank notes what it is at, once there is one; it outlives the rank."""
         for path in self._found(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
             with suppress(OSError, ValueError), open(path, "rb") as file:
-                return mmap.mmap(file.fileno(), position.SIZE, access=mmap.ACCESS_READ)
+                return mmap.mmap(file.fileno(), failure.SIZE, access=mmap.ACCESS_READ)
         return None
 
 

@@ -39,7 +39,7 @@ def draw_moments(draw: random.Random, num_ranks: int, number: int) -> Iterator[M
 
 
 def phase_of(at: str) -> str:
-    """Return the phase in which a rank notes ``at`` (``megatron.training.position``)."""
+    """Return the phase in which a rank notes ``at`` (``megatron.training.failure``)."""
     if at.startswith("loading"):
         return LOAD
     if at.startswith("saving"):

@@ -11,7 +11,7 @@ MODULES = (
     "torch.distributed.elastic.agent.server.api",
     "torch.utils.tensorboard",
     "deepspeed",
-    "megatron.training.run",
+    "megatron.training.trainer",
     "megatron.checkpoint.dcp",
     "pretrain_gpt2",
 )

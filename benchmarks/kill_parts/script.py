@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt2  # noqa: E402
-from megatron.training import entry, loop, metrics, progress_file, report, timed_batches  # noqa: E402
+from megatron.training import data, entrypoint, failure, metrics, report, trainer  # noqa: E402
 
 START = [int(os.environ["KILL_LIFE"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
 _record = os.open(
@@ -42,19 +42,19 @@ def record_run() -> None:
     """Let the parts of a run tell what they do; leave out what only costs time."""
     report.MATMUL_SECONDS = 0.0
     metrics.draw_losses = lambda *_: None
-    prepare, advance, say_durable = loop._prepare, loop._advance, progress_file.note_committed_step
-    take = timed_batches.TimedBatches.__next__
+    prepare, advance, say_durable = trainer._prepare, trainer._advance, failure.note_committed_step
+    take = data.TimedBatches.__next__
 
-    def prepare_and_tell(run: loop.Run) -> Any:
+    def prepare_and_tell(run: trainer.Run) -> Any:
         tell(begins=run.progress.step, loaded=run.loaded.name if run.loaded else None)
         return prepare(run)
 
-    def take_and_sum(batches: timed_batches.TimedBatches) -> Any:
+    def take_and_sum(batches: data.TimedBatches) -> Any:
         batch = take(batches)
         _read.extend(zlib.crc32(row.numpy().tobytes()) for row in batch["text"])
         return batch
 
-    def advance_and_tell(run: loop.Run, result: Any, samples: int) -> None:
+    def advance_and_tell(run: trainer.Run, result: Any, samples: int) -> None:
         advance(run, result, samples)
         tell(step=run.progress.step, loss=float(result.loss).hex(), tokens=list(_read))
         _read.clear()
@@ -63,17 +63,17 @@ def record_run() -> None:
         say_durable(step)
         tell(durable=step)
 
-    loop._prepare, loop._advance, progress_file.note_committed_step = (
+    trainer._prepare, trainer._advance, failure.note_committed_step = (
         prepare_and_tell,
         advance_and_tell,
         say_durable_and_tell,
     )
-    timed_batches.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
+    data.TimedBatches.__next__ = take_and_sum  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     record_run()
-    entry.pretrain(
+    entrypoint.pretrain(
         pretrain_gpt2.train_valid_test_datasets_provider,
         pretrain_gpt2.model_provider,
         pretrain_gpt2.forward_step,

@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.pipe.case import Case, Contender
 from benchmarks.pipe.model import Batch, Chain, Model, make_model
-from tds.host_memory import keep_freed
+from tds.device import keep_freed
 
 Step = Callable[[list[Batch]], float | None]
 

@@ -4,8 +4,8 @@
 |---|---|---|
 | whole | embedding, ``num_layers`` blocks, norm, head | no |
 | half | the same with each block as two layers, attention and feed-forward | no |
-| tensor | embedding, ``num_layers`` layers of ``megatron.model``, norm, head | yes |
-| t5 | the units of ``megatron.pipe.T5ModelPipe``: a model of its own, in ``t5_model.py`` | no |
+| tensor | embedding, ``num_layers`` layers of ``megatron.models``, norm, head | yes |
+| t5 | the units of ``megatron.models.T5ModelPipe``: a model of its own, in ``t5_model.py`` | no |
 
 The first two are plain ``torch.nn`` on [b, s, h] and compute the same function from the same weights: each layer fills
 its own by its place in the list of halves. The head is not tied.

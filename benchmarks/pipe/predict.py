@@ -1,6 +1,6 @@
 """A recorded step of our engine against ``simulate`` with the costs of that same step.
 
-Each rank records its actions (``tds.recorder``). Costs are means over the micro-batches, of a forward or a half of a
+Each rank records its actions (``tds.timers``). Costs are means over the micro-batches, of a forward or a half of a
 backward on each piece; a transfer is the median time from the end of the sender's action to the end of the wait for
 its message, of the messages that were waited for. What follows the actions (loss, optimizer) is added as measured.
 """
@@ -18,7 +18,7 @@ from benchmarks.pipe.model import Batch
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step of one rank: its ``tds.recorder.Work``, seconds of train_batch, and of what came after the actions."""
+    """One step of one rank: its ``tds.timers.Work``, seconds of train_batch, and of what came after the actions."""
 
     work: list[Any]
     step_s: float
@@ -27,7 +27,7 @@ class Recorded:
 
 def record_steps(engine: Any, steps: list[list[Batch]]) -> list[Recorded]:
     """Take steps of our engine and return what each was. Collective."""
-    from tds.recorder import Recorder
+    from tds.timers import Recorder
 
     stage, run = engine._stage, engine._stage.run
     recorder = Recorder(stage.exchange)
@@ -75,17 +75,17 @@ def compare(stages: Sequence[Recorded], num_chunks: int) -> Prediction:
 
 def costs_of(stages: Sequence[Sequence[Any]], num_chunks: int) -> Any:
     """Return the costs of a recorded step: means over the micro-batches."""
-    from tds import recorder
+    from tds import timers
 
-    seconds = [recorder.durations_of(works) for works in stages]
+    seconds = [timers.durations_of(works) for works in stages]
     means = [{key: statistics.fmean(each) for key, each in stage.items()} for stage in seconds]
-    return replace(recorder.costs_of(means, num_chunks), transfer=transfer_s(stages, num_chunks))
+    return replace(timers.costs_of(means, num_chunks), transfer=transfer_s(stages, num_chunks))
 
 
 def transfer_s(stages: Sequence[Sequence[Any]], num_chunks: int) -> float:
     """Return the median time of a message that was waited for, from the end of the action that sent it."""
     from tds.schedule import Forward, sent
-    from tds.schedule.messages import received
+    from tds.schedule.schedules import received
 
     p = len(stages)
     sent_ns = {}

@@ -12,19 +12,19 @@ from benchmarks.flags import config_of
 from benchmarks.pipe.case import Bounds, Case
 from benchmarks.pipe.model import SEED, Batch, Model
 from benchmarks.sizes import START_ID
-from megatron import cost
-from megatron.checkpoint.naming import named_parameters
-from megatron.model.init import initialize, t5_rule
-from megatron.model.loss import model_loss
-from megatron.model.sizes import Place, T5Sizes, t5_sizes_from
-from megatron.model.t5 import T5Model
+from megatron.models import registry
+from megatron.models.common.language_model import model_loss
+from megatron.models.common.model_args import Place
+from megatron.models.common.parameters import initialize, named_parameters
+from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.model import T5Model, t5_rule, t5_sizes_from
+from megatron.models.t5.pipeline import T5ModelPipe, layer_specs
 from megatron.mpu.topology import Topology
-from megatron.pipe.t5 import T5ModelPipe, layer_specs
 
 
 @dataclass(frozen=True)
 class T5Stages(Model):
-    """The T5 of a case; its units are those that ``megatron.cost`` counts.
+    """The T5 of a case; its units are those that ``megatron.models.common.cost`` counts.
 
     Args:
         lengths: (micro-batch size, encoder length, decoder length).
@@ -81,4 +81,4 @@ def make_t5_model(case: Case) -> Model:
 
 def cut_by_cost(case: Case, num_chunks: int = 1) -> Bounds:
     """Return the bounds that a run of these sizes gets by default."""
-    return tuple(cost.of(config_of(case.sizes)).stage_bounds(case.num_stages, num_chunks))
+    return tuple(registry.costs_of(config_of(case.sizes)).stage_bounds(case.num_stages, num_chunks))

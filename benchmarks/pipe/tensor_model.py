@@ -1,4 +1,4 @@
-"""The model of the tensor-parallel case: the layers of ``megatron.model``, cut over a group."""
+"""The model of the tensor-parallel case: the layers of ``megatron.models``, cut over a group."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 from benchmarks.pipe.case import Case
 from benchmarks.pipe.model import SEED, STD, Model
-from megatron.model.init import gpt2_rule, initialize
-from megatron.model.sizes import Place, Sizes
+from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.parameters import gpt2_rule, initialize
+from megatron.models.gpt2.pipeline import layer_specs
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE
-from megatron.pipe.gpt2 import layer_specs
 
 
 def make_tensor_model(case: Case, group: Any) -> Model:

@@ -22,11 +22,11 @@ from benchmarks.plan_parts.cases import Case
 from megatron.arguments import parse, resolve_dtype
 from megatron.config import Config
 from megatron.models.registry import FAMILIES
-from megatron.planner.ranks import Rank
-from megatron.training import arguments, world
-from megatron.training.assembly import build_engine, make_streams
+from megatron.planner.spawn_ranks import Rank
+from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.stand_in import random_data, stand_in_tokenizer
+from megatron.training.parity import random_data, stand_in_tokenizer
+from megatron.training.setup import build_engine, make_streams
 
 COUNTED_AFTER = 2
 """Steps ahead of the one whose bytes are counted: then every state of the optimizer is there."""
@@ -81,9 +81,9 @@ def train(case: Case, is_smoke: bool, steps: int, meet: Callable[[], None] = lam
     """
     nothing = bytes_alive()
     config = config_of(case, is_smoke=is_smoke)
-    here, program = world.start(config), program_of(case.family)
+    here, program = initialize.start(config), program_of(case.family)
     streams = make_streams(config, here)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, program.model_provider, program.forward_step)
     data = RunData({"train": random_data(config)} if here.reads_data else {}, None)
     batches = data.batches("train", config, here)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.plan_parts.cases import Case
 from benchmarks.plan_parts.training import Measured, config_of
-from megatron.cost import BYTES
+from megatron.models.common.memory import BYTES
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, Machine

@@ -83,7 +83,7 @@ def measure(point: Point, machine: Any, steps: int, cores: int, *, is_smoke: boo
     """Train ``point`` with one thread in each rank and return what a step took."""
     from benchmarks.plan_parts.training import train_rank
     from benchmarks.plan_parts.verdict import estimate_of
-    from megatron.planner.ranks import run_ranks
+    from megatron.planner.spawn_ranks import run_ranks
 
     ranks = run_ranks(point.ranks, train_rank, point.case, is_smoke, steps, threads=1, deadline_s=600.0)
     slowest = [max(step) for step in zip(*(each.steps_s for each in ranks), strict=True)]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.index_writer import index_chunks
-from megatron.data.sidecar import Sidecar
+from megatron.data.index_format import Sidecar, index_chunks
 
 LONGEST_DOCUMENT = 999
 _VOCAB_SIZE = 50_000

@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.cache import Cache
-from megatron.data.documents import sizes_of
+from megatron.data.indexed_dataset import TokenFile, sizes_of
+from megatron.data.sample_index import Windows
 from megatron.data.split import split_documents
-from megatron.data.token_file import TokenFile
-from megatron.data.windows import Windows
 
 SEQ_LENGTH = 1024
 SPLIT = "949,50,1"

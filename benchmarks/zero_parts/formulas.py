@@ -1,4 +1,4 @@
-"""What ours should hold, by ``megatron.cost``, for the rows of ``zero.py``."""
+"""What ours should hold, by ``megatron.models.common.cost``, for the rows of ``zero.py``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def expected(contender: Contender, case: Case) -> tuple[int, int]:
 
     On CPUs what is offloaded lies in the same memory, so it counts.
     """
-    from megatron import cost
-    from megatron.training.plan import zero_of
+    from megatron.models import registry
+    from megatron.training.dry_run import zero_of
 
     config = config_of(contender, case)
     settings: dict[str, Any] = {"micro_batch_size": case.batch_size, "dtype": case.dtype}
-    costs = cost.of(config, is_on_cpu=True)
+    costs = registry.costs_of(config, is_on_cpu=True)
     units = case.sizes.num_layers + 3
     (memory,) = costs.memory_per_stage([0, units], zero=zero_of(config, case.replicas), **settings)
     kept = memory.weights + memory.optimizer + memory.host

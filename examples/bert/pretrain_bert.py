@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import cost, model, mpu, pipe, tokenizer  # noqa: E402
+from megatron import models, mpu, tokenizer  # noqa: E402
+from megatron.models import registry
 from megatron.training import (  # noqa: E402
     get_args,
     get_config,
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
     """Return the samples of the three splits; a split that nobody will ask for is None."""
-    from megatron.data.bert_control import bert_tokens
-    from megatron.data.build_bert import build_bert_train_valid_test
+    from megatron.models.bert.data import bert_tokens, build_bert_train_valid_test
 
     args, vocabulary = get_args(), get_tokenizer()
     return build_bert_train_valid_test(
@@ -44,7 +44,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """Return tokens, token types, padding and what is to be predicted, on all ranks of the tensor group."""
-    from megatron.data.bert_layout import bert_fields
+    from megatron.models.bert.model import bert_fields
 
     names = ["text", "labels", *(("is_random", "step_predictions") if get_args().binary_head else ())]
     sample = mpu.broadcast_data(names, batch, "int64")  # [b, s], [b, s], [b], [2]
@@ -75,15 +75,15 @@ def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel
-    place = model.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = model.bert_sizes_from(config.model, config.own, **model.recompute_switches(config))
+    place = models.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
+    sizes = models.bert_sizes_from(config.model, config.own, **models.recompute_switches(config))
     if not parallel.has_pipeline:
-        return model.BertModel(sizes, place)
+        return models.BertModel(sizes, place)
     partition: str | list[int] = parallel.partition_method
     length, chunks = config.batch.seq_length, parallel.chunks
     if partition == "balanced":
-        partition = cost.of(config).stage_bounds(grid.pipe.size, chunks)
-    stages = pipe.BertModelPipe(
+        partition = registry.costs_of(config).stage_bounds(grid.pipe.size, chunks)
+    stages = models.BertModelPipe(
         sizes,
         place,
         grid.topology,

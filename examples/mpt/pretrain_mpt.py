@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import cost, data, model, mpu, pipe  # noqa: E402
+from megatron import data, models, mpu  # noqa: E402
+from megatron.models import registry
 from megatron.training import (  # noqa: E402
     get_args,
     get_config,
@@ -71,15 +72,15 @@ def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel
-    place = model.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = model.mpt_sizes_from(config.model, config.own, **model.recompute_switches(config))
+    place = models.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
+    sizes = models.mpt_sizes_from(config.model, config.own, **models.recompute_switches(config))
     if not parallel.has_pipeline:
-        return model.MptModel(sizes, place)
+        return models.MptModel(sizes, place)
     partition: str | list[int] = parallel.partition_method
     length, chunks = config.batch.seq_length, parallel.chunks
     if partition == "balanced":
-        partition = cost.of(config).stage_bounds(grid.pipe.size, chunks)
-    stages = pipe.MptModelPipe(
+        partition = registry.costs_of(config).stage_bounds(grid.pipe.size, chunks)
+    stages = models.MptModelPipe(
         sizes,
         place,
         grid.topology,

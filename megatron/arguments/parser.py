@@ -1,4 +1,4 @@
-"""``parse``: the one way from a command line to a Config."""
+"""parse: command line to Config; --help."""
 
 from __future__ import annotations
 
@@ -8,19 +8,36 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron import accelerators
-from megatron.arguments.values import all_sections, config_from_values, options_in, takes
-from megatron.config import deepspeed
-from megatron.config import defaults as outside
+from megatron.arguments import deepspeed_json
+from megatron.arguments import flag_values as outside
+from megatron.arguments.flag_values import Scan, all_sections, config_from_values, options_in, scan, takes
+from megatron.arguments.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.config.config import Config
-from megatron.config.one_line_parser import RaisingParser
 from megatron.config.option import Option, options_of
-from megatron.config.scan import Scan, scan
-from megatron.config.validate import device_problems, find_problems, notes_of, raise_all
 from megatron.errors import marked
 from megatron.models.registry import family_of
+
+# Parsers of argparse whose errors are a line, without the usage in front of it.
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Ends with code 2 and one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+class RaisingParser(argparse.ArgumentParser):
+    """Raises ValueError with that line, for a caller who has more to say."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+# ``parse``: the one way from a command line to a Config.
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -68,7 +85,7 @@ def parse(
     soft = outside.soft_values(defaults or {}, env, found, extra_flags)
     extra = _extra_values(extra_parser, found)
     json = _read_json(found, soft)
-    values = deepspeed.resolve(found, json, world_size, soft)
+    values = deepspeed_json.resolve(found, json, world_size, soft)
     own = _add_local_rank(values, env)
     config = config_from_values(
         values,
@@ -78,7 +95,7 @@ def parse(
         given=tuple(found.values),
         repeated=tuple(found.repeated),
     )
-    config = replace(config, precision=replace(config.precision, excluded=deepspeed.excluded(json)))
+    config = replace(config, precision=replace(config.precision, excluded=deepspeed_json.excluded(json)))
     problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
@@ -153,7 +170,7 @@ def _read_json(found: Scan, soft: Mapping[str, Any]) -> dict[str, Any]:
     path = found.values.get("deepspeed_config", soft.get("deepspeed_config"))
     if path is None:
         return {}
-    json, problems = deepspeed.read(path)
+    json, problems = deepspeed_json.read(path)
     found.problems += problems
     return json
 

@@ -1,15 +1,4 @@
-"""The names in a folder of checkpoints, and which one is the newest.
-
-| name | is |
-|---|---|
-| ``step-00000020`` | a checkpoint; ``step-00000020-1`` the same step saved once more |
-| ``.tmp-...`` | a save that was killed; the next save removes it |
-| ``.deleted-...`` | a removal that was killed; the next save goes on with it |
-| ``.latest.tmp-...``, ``.probe-...`` | likewise of the hint, and of the check at the start |
-| ``latest`` | a hint for people; nothing relies on it |
-
-Anything else belongs to somebody else and is left alone.
-"""
+"""Names of checkpoints, latest, retention, deletion."""
 
 from __future__ import annotations
 
@@ -18,11 +7,25 @@ import re
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import files, log
-from megatron.checkpoint import manifest
-from megatron.errors import ConfigError
+from megatron.checkpoint import metadata
+from megatron.checkpoint.metadata import Manifest
+from megatron.errors import CheckpointError, ConfigError
+
+# The names in a folder of checkpoints, and which one is the newest.
+#
+# | name | is |
+# |---|---|
+# | ``step-00000020`` | a checkpoint; ``step-00000020-1`` the same step saved once more |
+# | ``.tmp-...`` | a save that was killed; the next save removes it |
+# | ``.deleted-...`` | a removal that was killed; the next save goes on with it |
+# | ``.latest.tmp-...``, ``.probe-...`` | likewise of the hint, and of the check at the start |
+# | ``latest`` | a hint for people; nothing relies on it |
+#
+# Anything else belongs to somebody else and is left alone.
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
@@ -44,13 +47,13 @@ def named(root: Path) -> list[Path]:
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
     """Return those whose manifest verifies, the last saved first."""
-    found = [(manifest.read_sequence(path), path) for path in paths]
+    found = [(metadata.read_sequence(path), path) for path in paths]
     return [path for _, path in sorted(((s, p) for s, p in found if s is not None), reverse=True)]
 
 
 def last_sequence(paths: Iterable[Path]) -> int:
     """Return the highest sequence number, 0 where no manifest verifies."""
-    return max((manifest.read_sequence(path) or 0 for path in paths), default=0)
+    return max((metadata.read_sequence(path) or 0 for path in paths), default=0)
 
 
 def in_turn(paths: Iterable[Path]) -> list[Path]:
@@ -153,3 +156,78 @@ def check_writable(root: Path) -> None:
                 os.unlink(probe)
     except OSError as error:
         raise ConfigError(f"--save must name a folder that can be written, got {root}: {error}") from error
+
+
+# Which checkpoints of a folder stay, and the deletion of the others.
+
+UNASKED = "unasked"
+"""In the state of a checkpoint that no flag asked for."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the last so many complete ones, each whose step is a multiple, and the one loaded.
+
+    Attributes:
+        last: None: all but those that ``unasked`` is about.
+        unasked: without ``last``: of those that nobody asked for so many stay; None: all.
+        earlier: up to this sequence number they are of an earlier run, and are neither counted nor deleted.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    loaded: Path | None = None
+    unasked: int | None = None
+    earlier: int = 0
+
+    def protects(self, path: Path) -> bool:
+        """Tell whether ``path`` stays however many came after it."""
+        if self.every is not None and step_of(path) % self.every == 0:
+            return True
+        return self.loaded is not None and self.loaded.exists() and path.samefile(self.loaded)
+
+    def counts(self, content: Manifest) -> bool:
+        """Tell whether it is one of those of which only so many stay."""
+        is_one = self.last is not None or bool(content.state.get(UNASKED))
+        return is_one and content.sequence > self.earlier
+
+
+ALL = Keep()
+
+
+def remove(path: Path) -> None:
+    """Delete the checkpoint ``path``: the rename takes it away in one step, then its files go."""
+    gone = path.with_name(f".deleted-{path.name}-{os.getpid()}")
+    files.rename(path, gone)
+    files.remove_tree(gone)
+
+
+def remove_old(paths: Iterable[Path], keep: Keep) -> None:
+    """Delete those checkpoints that need not stay.
+
+    A damaged one does not count among the last ones. One whose manifest cannot be read, because it is broken or a later
+    version wrote it, is left alone.
+    """
+    number = keep.unasked if keep.last is None else keep.last
+    if number is None:
+        return
+    kept = 0
+    for path in newest_first(paths):
+        try:
+            content = metadata.from_bytes((path / metadata.NAME).read_bytes(), path)
+        except (OSError, CheckpointError):
+            continue
+        if not keep.counts(content):
+            continue
+        if kept >= number and not keep.protects(path):
+            remove(path)
+        elif _has_files(path, content):
+            kept += 1
+
+
+def _has_files(path: Path, content: Manifest) -> bool:
+    """Tell whether the files of ``path`` are there and have their sizes (their bytes are not read)."""
+    try:
+        return all((path / name).stat().st_size == facts.size for name, facts in content.files.items())
+    except OSError:
+        return False

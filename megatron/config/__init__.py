@@ -9,24 +9,24 @@ from megatron.config.batch import BatchConfig as BatchConfig
 from megatron.config.checkpoint import CheckpointConfig as CheckpointConfig
 from megatron.config.config import Config as Config
 from megatron.config.data import DataConfig as DataConfig
-from megatron.config.debug import DebugConfig as DebugConfig
-from megatron.config.family import FamilyConfig as FamilyConfig
-from megatron.config.family import ModelFamily as ModelFamily
+from megatron.config.model import FamilyConfig as FamilyConfig
 from megatron.config.model import ModelConfig as ModelConfig
+from megatron.config.model import ModelFamily as ModelFamily
 from megatron.config.optimizer import OptimizerConfig as OptimizerConfig
+from megatron.config.optimizer import PrecisionConfig as PrecisionConfig
 from megatron.config.parallel import ParallelConfig as ParallelConfig
-from megatron.config.precision import PrecisionConfig as PrecisionConfig
+from megatron.config.run import DebugConfig as DebugConfig
 from megatron.config.run import RunConfig as RunConfig
 
 _MOVED = {
-    "parse": "megatron.arguments",
-    "engine_dict": "megatron.arguments",
-    "check_device": "megatron.arguments",
-    "resolve_dtype": "megatron.arguments",
-    "BertConfig": "megatron.models",
-    "LlamaConfig": "megatron.models",
-    "MptConfig": "megatron.models",
-    "T5Config": "megatron.models",
+    "parse": "megatron.arguments.parser",
+    "engine_dict": "megatron.arguments.deepspeed_json",
+    "check_device": "megatron.arguments.validate",
+    "resolve_dtype": "megatron.arguments.validate",
+    "BertConfig": "megatron.models.bert.config",
+    "LlamaConfig": "megatron.models.llama.config",
+    "MptConfig": "megatron.models.mpt.config",
+    "T5Config": "megatron.models.t5.config",
 }
 """Name that scripts of before import from here -> its home."""
 

@@ -12,16 +12,11 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.debug import DebugConfig
-from megatron.config.family import FamilyConfig
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.model import FamilyConfig, ModelConfig
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.option import options_of
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.run import RunConfig
-from megatron.config.seeing import SeeingConfig
-from megatron.config.stability import StabilityConfig
+from megatron.config.run import DebugConfig, RunConfig, SeeingConfig, StabilityConfig
 from megatron.errors import ConfigError
 
 SECTIONS: Mapping[str, type] = MappingProxyType(

@@ -1,13 +1,16 @@
-"""One field of a configuration dataclass = one flag; a flag is written once, here, with its help and its range."""
+"""Option: one dataclass field is one flag; ranges of steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# One field of a configuration dataclass = one flag; a flag is written once, here, with its help and its range.
 
 LARGEST_INT = 2**31 - 1
 
@@ -130,3 +133,25 @@ def _option_of(field: dataclasses.Field[Any]) -> Option:
 def is_derived(option: Option, value: Any) -> bool:
     """True for the value 0 of a field that stands for "derived from other fields"."""
     return value == option.default == 0 and bool(option.problem(value))
+
+
+# Steps on a command line: a number or a range of them, counted from 1.
+
+
+def steps_of(word: str) -> range:
+    """Return the steps that ``word`` names, "5" or "5-7".
+
+    Raises:
+        ValueError: it names none, or not whole numbers from 1 on.
+    """
+    first, dash, last = word.strip().partition("-")
+    found = range(_step(first), _step(last if dash else first) + 1)
+    if not found:
+        raise ValueError(word)
+    return found
+
+
+def _step(word: str) -> int:
+    if not re.fullmatch(r"\s*[0-9]+\s*", word) or int(word) < 1:
+        raise ValueError(word)
+    return int(word)

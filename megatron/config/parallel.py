@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron import accelerators
 from megatron.config.option import option
-from megatron.stages import AUTO, MANY_CHUNKS, ONE_CHUNK, SCHEDULES, by_default, candidates
+from tds.schedule.simulate import AUTO, MANY_CHUNKS, ONE_CHUNK, SCHEDULES, by_default, candidates
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
 SPLITTING = "zb-h1"

@@ -10,51 +10,46 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.data.batches import ReplicaBatches
-    from megatron.data.build import build_train_valid_test
+    from megatron.data.blended_dataset import MixedSamples, SampleOrder, resumed_order
     from megatron.data.cache import Cache
-    from megatron.data.corpora import DataPaths
-    from megatron.data.fields import gpt2_fields
-    from megatron.data.fim import Fim, fim_from
-    from megatron.data.gpt2_samples import GPT2Samples
-    from megatron.data.mixed_samples import MixedSamples
-    from megatron.data.mixture import SampleOrder
-    from megatron.data.mixture_resume import resumed_order
+    from megatron.data.data_loader import ReplicaBatches
+    from megatron.data.dataset_builder import DataPaths
+    from megatron.data.gpt_dataset import Fim, GPT2Samples, build_train_valid_test, fim_from, gpt2_fields
+    from megatron.data.indexed_dataset import TokenFile
+    from megatron.data.indexed_dataset_builder import TokenFileWriter
     from megatron.data.split import split_by_hash, split_documents
-    from megatron.data.token_file import TokenFile
-    from megatron.data.token_writer import TokenFileWriter
 
 _MODULES = {
     "Cache": "cache",
-    "DataPaths": "corpora",
-    "Fim": "fim",
-    "fim_from": "fim",
-    "MixedSamples": "mixed_samples",
-    "ReplicaBatches": "batches",
-    "SampleOrder": "mixture",
-    "build_train_valid_test": "build",
-    "GPT2Samples": "gpt2_samples",
-    "gpt2_fields": "fields",
-    "resumed_order": "mixture_resume",
+    "DataPaths": "dataset_builder",
+    "Fim": "gpt_dataset",
+    "fim_from": "gpt_dataset",
+    "MixedSamples": "blended_dataset",
+    "ReplicaBatches": "data_loader",
+    "SampleOrder": "blended_dataset",
+    "build_train_valid_test": "gpt_dataset",
+    "GPT2Samples": "gpt_dataset",
+    "gpt2_fields": "gpt_dataset",
+    "resumed_order": "blended_dataset",
     "split_by_hash": "split",
     "split_documents": "split",
-    "TokenFile": "token_file",
-    "TokenFileWriter": "token_writer",
+    "TokenFile": "indexed_dataset",
+    "TokenFileWriter": "indexed_dataset_builder",
 }
 
 _OF_FAMILIES: dict[str, str] = {
-    "BertSamples": "megatron.data.bert_samples.BertSamples",
-    "BertTokens": "megatron.data.bert_control.BertTokens",
-    "SpanFiles": "megatron.data.span_files.SpanFiles",
-    "SpanFileSamples": "megatron.data.span_file_samples.SpanFileSamples",
-    "T5Samples": "megatron.data.t5_samples.T5Samples",
-    "T5Tokens": "megatron.data.control_tokens.T5Tokens",
-    "bert_fields": "megatron.data.bert_layout.bert_fields",
-    "bert_tokens": "megatron.data.bert_control.bert_tokens",
-    "build_bert_train_valid_test": "megatron.data.build_bert.build_bert_train_valid_test",
-    "build_t5_train_valid_test": "megatron.data.build_t5.build_t5_train_valid_test",
-    "t5_fields": "megatron.data.fields.t5_fields",
-    "t5_tokens": "megatron.data.control_tokens.t5_tokens",
+    "BertSamples": "megatron.models.bert.data.BertSamples",
+    "BertTokens": "megatron.models.bert.data.BertTokens",
+    "SpanFiles": "megatron.models.t5.span_files.SpanFiles",
+    "SpanFileSamples": "megatron.models.t5.span_files.SpanFileSamples",
+    "T5Samples": "megatron.models.t5.data.T5Samples",
+    "T5Tokens": "megatron.models.t5.data.T5Tokens",
+    "bert_fields": "megatron.models.bert.model.bert_fields",
+    "bert_tokens": "megatron.models.bert.data.bert_tokens",
+    "build_bert_train_valid_test": "megatron.models.bert.data.build_bert_train_valid_test",
+    "build_t5_train_valid_test": "megatron.models.t5.span_files.build_t5_train_valid_test",
+    "t5_fields": "megatron.models.t5.model.t5_fields",
+    "t5_tokens": "megatron.models.t5.data.t5_tokens",
 }
 """Names of BERT and T5 that were here -> where they are."""
 

@@ -1,17 +1,18 @@
-"""A shuffle that needs no memory: a six-round Feistel network over the smallest square of a power of two that holds the
-range, repeated until the value falls inside (cycle walking).
-
-The same arithmetic runs on Python ints and on uint64 arrays. It depends on nothing but (size, key), so an order is the
-same on every machine and under every version of numpy.
-
-Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 3 and 4.
-"""
+"""Feistel permutation and counter-based random words: order as arithmetic."""
 
 from __future__ import annotations
 
 import hashlib
 
 import numpy as np
+
+# A shuffle that needs no memory: a six-round Feistel network over the smallest square of a power of two that holds the
+# range, repeated until the value falls inside (cycle walking).
+#
+# The same arithmetic runs on Python ints and on uint64 arrays. It depends on nothing but (size, key), so an order is
+# the same on every machine and under every version of numpy.
+#
+# Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 3 and 4.
 
 _NUM_ROUNDS = 6
 _MASK64 = 0xFFFF_FFFF_FFFF_FFFF
@@ -103,3 +104,28 @@ def _mix_in_place(values: np.ndarray, scratch: np.ndarray) -> None:
     np.bitwise_xor(values, scratch, out=values)
     np.multiply(values, np.uint64(_MULTIPLIERS[1]), out=values)
     np.right_shift(values, np.uint64(32), out=values)
+
+
+# Random numbers that follow from a key alone, for samples that are the same in every layout, worker and resumed run.
+#
+# Word i is ``mix(start + i * step)`` with start and step from a hash of the key: nothing is kept between calls, and the
+# arithmetic is our own, so that no version of numpy changes a sample.
+#
+# Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", section 3 (SplitMix64).
+
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def random_words(count: int, *key: int | str) -> np.ndarray:
+    """Return uint64[count], uniform over all values."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    start, step = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little") | 1
+    words = np.arange(count, dtype=np.uint64)
+    words *= np.uint64(step)
+    words += np.uint64(start)
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(_FIRST)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(_SECOND)
+    words ^= words >> np.uint64(31)
+    return words

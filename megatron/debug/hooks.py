@@ -1,19 +1,4 @@
-"""Hooks that show each tensor that modules take and give in training, and its gradient, in the order of the run.
-
-| what | when | of which modules |
-|---|---|---|
-| input | ahead of a forward | those without modules within |
-| output | behind it | all |
-| grad_output | once the gradient of an output is complete | all |
-| grad_input | once a module's own part of the gradient of an input is complete | all |
-
-What comes to the model, and the gradients that come to what it returns, are shown apart, ahead of all modules: the
-boundary. A weight that a module is given or returns is none of its inputs and outputs.
-
-The numbers of the run stay as they are. A module gets views of its inputs in place of these, so that what it sends back
-is told apart from what others add. Neither a forward that backward runs again, to recompute, is shown nor an
-evaluation.
-"""
+"""Hooks on modules; the module that made the first NaN."""
 
 from __future__ import annotations
 
@@ -22,12 +7,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from megatron.debug.cuts import Cut, input_cut, is_share, output_cut
+from megatron.debug.statistics import Cut, input_cut, is_share, output_cut
+
+# Hooks that show each tensor that modules take and give in training, and its gradient, in the order of the run.
+#
+# | what | when | of which modules |
+# |---|---|---|
+# | input | ahead of a forward | those without modules within |
+# | output | behind it | all |
+# | grad_output | once the gradient of an output is complete | all |
+# | grad_input | once a module's own part of the gradient of an input is complete | all |
+#
+# What comes to the model, and the gradients that come to what it returns, are shown apart, ahead of all modules: the
+# boundary. A weight that a module is given or returns is none of its inputs and outputs.
+#
+# The numbers of the run stay as they are. A module gets views of its inputs in place of these, so that what it sends
+# back is told apart from what others add. Neither a forward that backward runs again, to recompute, is shown nor an
+# evaluation.
 
 INPUT, OUTPUT, GRAD_OUTPUT, GRAD_INPUT = "input", "output", "grad_output", "grad_input"
 LAST_ONES = 8
@@ -229,3 +230,85 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(each)
     else:
         yield value
+
+
+# Which module made the first number that is not finite, told at the end of a step, with one question to the device.
+#
+# | first tensor with such a number, in the order of the run | made by |
+# |---|---|
+# | an output or the gradient that a module sends back | that module |
+# | an input or the gradient of an output | what lies between the module and the one before it, such as a sum |
+# | what comes to the model, the gradient of what it returns | another stage, or the data; the loss |
+
+BACKWARD = (GRAD_OUTPUT, GRAD_INPUT)
+
+
+class Finding(NamedTuple):
+    """What was seen first; ``before`` is what was seen ahead of it, still finite.
+
+    ``number`` counts what was seen in the step: the same tensor on all ranks of a tensor group.
+    """
+
+    number: int
+    seen: Seen
+    before: Seen | None
+    has_arrived: bool
+
+    @property
+    def text(self) -> str:
+        """Say who made it."""
+        name, what, micro_batch = self.seen.name, self.seen.what, self.seen.micro_batch
+        where = f"in the {'backward' if what in BACKWARD else 'forward'} of micro-batch {micro_batch}"
+        if what == OUTPUT:
+            return f"{name} gave NaN or infinity {where}, having taken only finite numbers"
+        if what == GRAD_INPUT:
+            return f"{name} sent NaN or infinity back {where}, having got only finite gradients"
+        if what == GRAD_OUTPUT and self.seen.is_boundary:
+            return f"the loss sent NaN or infinity back to {name} {where}"
+        has_before = self.before is not None and not self.before.is_boundary
+        before = f"between {self.before.name} and {name}" if self.before and has_before else f"ahead of {name}"
+        return f"NaN or infinity was made {before} {where}, outside of modules"
+
+
+class FiniteCheck:
+    """Collects the smallest and the largest number of each tensor of a step: any NaN and any infinity shows there.
+
+    Args:
+        has_loss: this rank's model returns what the loss is taken of: its last chunk.
+        chunks: of this rank's model.
+    """
+
+    def __init__(self, has_loss: bool, chunks: int = 1) -> None:
+        self.has_loss, self.chunks = has_loss, chunks
+        self._seen: list[Seen] = []
+        self._extremes: list[torch.Tensor] = []
+
+    def see(self, seen: Seen, x: torch.Tensor) -> None:
+        """Take note of a tensor, as ``hooks.Watch`` shows it."""
+        if x.numel():
+            self._seen.append(seen)
+            self._extremes.append(torch.stack(torch.aminmax(x)))
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._seen.clear()
+        self._extremes.clear()
+
+    def finding(self, *, in_backward: bool = True) -> Finding | None:
+        """Return what was seen first since ``clear``, None if all was finite. Waits for the device.
+
+        Args:
+            in_backward: gradients count, too.
+        """
+        if not self._seen:
+            return None
+        wide = torch.stack([pair.double() for pair in self._extremes])
+        for index in (~wide.isfinite().all(1)).nonzero().flatten().tolist():
+            seen = self._seen[index]
+            if in_backward or seen.what not in BACKWARD:
+                before = self._seen[index - 1] if index else None
+                return Finding(index, seen, before, seen.is_boundary and not self._is_of_loss(seen))
+        return None
+
+    def _is_of_loss(self, seen: Seen) -> bool:
+        return seen.what == GRAD_OUTPUT and self.has_loss and seen.chunk == self.chunks - 1

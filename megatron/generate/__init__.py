@@ -15,19 +15,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.generate.gpt2 import generate_gpt2
-    from megatron.generate.loading import load
+    from megatron.generate.decode import generate_gpt2, generate_t5
+    from megatron.generate.load_model import load
     from megatron.generate.sampling import Sampling, keys_of
-    from megatron.generate.t5 import generate_t5
 
 __all__ = ["Sampling", "generate_gpt2", "generate_t5", "keys_of", "load"]
 
 _MODULES = {
     "Sampling": "sampling",
-    "generate_gpt2": "gpt2",
-    "generate_t5": "t5",
+    "generate_gpt2": "decode",
+    "generate_t5": "decode",
     "keys_of": "sampling",
-    "load": "loading",
+    "load": "load_model",
 }
 """Where each name is: imported when it is asked for, so that the command's --help needs no torch."""
 

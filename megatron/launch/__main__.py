@@ -32,7 +32,7 @@ def _launch(options: Options) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(options.nproc_per_node)))
     if crowded := machine.crowding(options.nproc_per_node):
         log.warning(crowded)
-    from megatron.launch.signals import Signals
+    from megatron.launch.processes import Signals
 
     signals = Signals()
     # Below, and not at the top: torch reads OMP_NUM_THREADS when imported, and wrong flags should be told at once.

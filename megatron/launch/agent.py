@@ -21,14 +21,12 @@ from torch.distributed.elastic.events import Event, EventSource
 
 from megatron import log
 from megatron.launch.attempt import BOARD_S, MEET_S, Attempt
-from megatron.launch.board import Board
-from megatron.launch.ending import settle
 from megatron.launch.machine import threads_per_rank
 from megatron.launch.options import Options
+from megatron.launch.outcome import RESTARTED, Board, Restarts, settle
+from megatron.launch.processes import RESUMABLE, Signals
 from megatron.launch.rendezvous import NodeRendezvous
-from megatron.launch.restarts import RESTARTED, Restarts
-from megatron.launch.signals import RESUMABLE, Signals
-from megatron.training import progress_file
+from megatron.training import failure
 
 
 class LaunchAgent(SimpleElasticAgent):
@@ -86,7 +84,7 @@ class LaunchAgent(SimpleElasticAgent):
             "MEGATRON_RUN_ID": self._node.run_id,
             "MEGATRON_FAILURE_FILE": str(self._of_this_start().failure_file),
             "MEGATRON_STARTED": str(self._started),
-            progress_file.PROGRESS_FILE_VARIABLE: str(self._progress),
+            failure.PROGRESS_FILE_VARIABLE: str(self._progress),
             "TORCHELASTIC_RUN_ID": self._node.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts.done),

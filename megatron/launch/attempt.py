@@ -1,28 +1,106 @@
-"""One start of a node's ranks, from their first process to the verdict on how it ended.
-
-When a rank fails, the launcher writes the failure file, waits a moment in which the others notice by themselves, then
-sends SIGTERM, then SIGKILL: all are gone within a second. The failure file (environment variable
-MEGATRON_FAILURE_FILE of each rank) is there, whole, before that SIGTERM; a SIGTERM without it is a request to save and
-leave with 75. It holds one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL". What ranks leave beside
-it is in megatron/training/failure_files.py, and where they are at in position.py.
-"""
+"""One start of the ranks up to its verdict; OOM kills."""
 
 from __future__ import annotations
 
+import re
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from megatron import log
-from megatron.launch import memory, ranks
-from megatron.launch.board import Board
-from megatron.launch.ending import End
+from megatron.launch import processes
 from megatron.launch.options import Options
-from megatron.launch.remains import position_of, show_trace
-from megatron.launch.signals import RESUMABLE, Signals
-from megatron.launch.verdict import Exit, culprit, first_stuck
-from megatron.training import failure_files
+from megatron.launch.outcome import Board, End, Exit, culprit, first_stuck
+from megatron.launch.processes import RESUMABLE, Signals
+from megatron.training import failure
+
+# How often the kernel's OOM killer has struck here: what can be known of it without reading the kernel's log.
+#
+# | count | file |
+# |---|---|
+# | of this memory cgroup, version 2 | ``memory.events``, ``oom_kill`` |
+# | of this memory cgroup, version 1 | ``memory.oom_control``, ``oom_kill`` |
+# | of this machine | ``/proc/vmstat``, ``oom_kill`` |
+
+ROOT = Path("/")
+
+
+def oom_kills(root: Path = ROOT) -> dict[str, int]:
+    """Return the counts that can be read, by the name of what they count over."""
+    files = {"this machine": root / "proc/vmstat", **_of_cgroup(root)}
+    counts = {name: _count(path) for name, path in files.items()}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def told(before: dict[str, int], after: dict[str, int]) -> str:
+    """Say what the counts at the start and now mean for a process that ended by SIGKILL."""
+    known = {name: (before[name], after[name]) for name in before if name in after}
+    grown = [f"{name}: {was} to {now}" for name, (was, now) in known.items() if now > was]
+    if grown:
+        return (
+            f"perhaps the OOM killer, whose count rose since the start ({', '.join(grown)}); give the job more memory, "
+            "or lower --batch-size, --num-workers or the ranks on this node"
+        )
+    if known:
+        return f"perhaps the OOM killer, but its count has not risen ({', '.join(known)}): rather a kill from outside"
+    return "perhaps the OOM killer, whose counts cannot be read here"
+
+
+def _of_cgroup(root: Path) -> dict[str, Path]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return {}
+    found = {}
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if not controllers:
+            found["this job's memory cgroup"] = root / "sys/fs/cgroup" / place.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            found["this job's memory cgroup"] = root / "sys/fs/cgroup/memory" / place.lstrip("/") / "memory.oom_control"
+            break  # version 1 holds memory: its files are the ones that count
+    return found
+
+
+def _count(path: Path) -> int | None:
+    try:
+        found = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
+    except OSError:
+        return None
+    return int(found.group(1)) if found else None
+
+
+# What a rank that has ended left beside the failure file.
+
+
+def position_of(failure_file: Path, rank: int) -> failure.Position:
+    """Return its place, what it was at last and whether its run had ended; empty if it did not come so far."""
+    try:
+        return failure.read_position(Path(failure.page_of(str(failure_file), rank)).read_bytes())
+    except OSError:
+        return failure.Position()
+
+
+def show_trace(failure_file: Path, rank: int) -> None:
+    """Show what a crash in native code has left, each line with the rank's number."""
+    try:
+        trace = Path(failure.trace_of(str(failure_file), rank)).read_text(errors="replace")
+    except OSError:
+        return
+    if trace.strip():
+        sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in trace.splitlines() if line.strip()))
+        sys.stderr.flush()
+
+
+# One start of a node's ranks, from their first process to the verdict on how it ended.
+#
+# When a rank fails, the launcher writes the failure file, waits a moment in which the others notice by themselves, then
+# sends SIGTERM, then SIGKILL: all are gone within a second. The failure file (environment variable
+# MEGATRON_FAILURE_FILE of each rank) is there, whole, before that SIGTERM; a SIGTERM without it is a request to save
+# and leave with 75. It holds one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL". What ranks leave
+# beside it is in megatron/training/failure_files.py, and where they are at in position.py.
 
 QUIET_S = 0.2
 """After a failure the others may notice by themselves for this long."""
@@ -43,15 +121,15 @@ class Attempt:
     def __init__(self, options: Options, node_rank: int, board: Board, signals: Signals, folder: Path) -> None:
         self._options, self._node_rank, self._board, self._signals = options, node_rank, board, signals
         self.failure_file = folder / "failure"
-        self.ranks: list[ranks.RankProcess] = []
+        self.ranks: list[processes.RankProcess] = []
         self._exits: list[Exit] = []
-        self._kills = memory.oom_kills()
+        self._kills = oom_kills()
         self._told = self._has_left = False
         self._stop_deadline: float | None = None
         self._next_look = 0.0
         self._verdict: Exit | None = None
         self._began = time.monotonic()
-        self._gate = ranks.Gate()
+        self._gate = processes.Gate()
 
     def begin(self) -> None:
         """Let the ranks run, now that all are started."""
@@ -60,7 +138,7 @@ class Attempt:
     def start(self, rank: int, local_rank: int, env: Mapping[str, str]) -> int:
         """Start one rank and return its process id; with --preload it runs after ``begin``."""
         options = self._options
-        pid = ranks.start(
+        pid = processes.start(
             options.script,
             options.script_args,
             env,
@@ -68,7 +146,7 @@ class Attempt:
             keeps_input=options.stdin and rank == 0,
             gate=self._gate,
         )
-        self.ranks.append(ranks.RankProcess(rank, local_rank, pid))
+        self.ranks.append(processes.RankProcess(rank, local_rank, pid))
         return pid
 
     def watch(self) -> int | None:
@@ -96,7 +174,7 @@ class Attempt:
             exits=self._exits,
             late=self._late(),
             was_asked_to_stop=self._stop_deadline is not None,
-            is_said=failure_files.is_reported(str(self.failure_file)),
+            is_said=failure.is_reported(str(self.failure_file)),
             is_alike=has_teller and bool(own) and all(one.status == 2 for one in own),
         )
 
@@ -119,12 +197,12 @@ class Attempt:
             if one.reap() and one.status is not None:
                 self._exits.append(self._exit_of(one, one.status))
 
-    def _exit_of(self, one: ranks.RankProcess, status: int) -> Exit:
+    def _exit_of(self, one: processes.RankProcess, status: int) -> Exit:
         last = position_of(self.failure_file, one.rank)
         if status < 0 and not self._told:
             show_trace(self.failure_file, one.rank)
-        hint = memory.told(self._kills, memory.oom_kills()) if status == -signal.SIGKILL and not self._told else ""
-        words = failure_files.words_of(str(self.failure_file), one.rank) if status > 0 else ""
+        hint = told(self._kills, oom_kills()) if status == -signal.SIGKILL and not self._told else ""
+        words = failure.words_of(str(self.failure_file), one.rank) if status > 0 else ""
         at = min(one.ended_at, last.said_at or one.ended_at) - self._began
         return Exit(
             rank=one.rank, pid=one.pid, status=status, at=at, was_told=self._told,
@@ -137,7 +215,7 @@ class Attempt:
             f"launch: {self._signals.first_name}: the ranks finish their step, save and leave; "
             "a second signal ends them at once"
         )
-        failure_files.note_asked(str(self.failure_file), self._signals.first_name)
+        failure.note_asked(str(self.failure_file), self._signals.first_name)
         for one in self.ranks:
             one.terminate()
 

@@ -28,8 +28,14 @@ from megatron.errors import ConfigError
 
 CPU_PROCESSES = 4
 NAMES = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "pp_size", "mp_size")
-PRELOADED = ("torch", "deepspeed", "torch._inductor.codecache", "torch.distributed.checkpoint", "megatron.training.run")
-"""What ranks on a CPU are forked with. The compiler's part is for optimizers and ``megatron.ops.causal_kernel``."""
+PRELOADED = (
+    "torch",
+    "deepspeed",
+    "torch._inductor.codecache",
+    "torch.distributed.checkpoint",
+    "megatron.training.trainer",
+)
+"""What ranks on a CPU are forked with. The compiler's part is for optimizers and ``megatron.ops.causal_attention``."""
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:

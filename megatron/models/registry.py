@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.config.config import SECTIONS
-from megatron.config.family import ModelFamily
+from megatron.config.model import ModelFamily
 from megatron.models.bert.config import FAMILY as BERT
 from megatron.models.gpt2.config import FAMILY as GPT2
 from megatron.models.llama.config import FAMILY as LLAMA
@@ -30,15 +30,6 @@ from megatron.models.t5.config import FAMILY as T5
 
 FAMILIES: dict[str, ModelFamily] = {}
 """Name -> family, in the order of docs/flags.md."""
-
-PLACES = {
-    "cost": "megatron.cost.{}",
-    "model": "megatron.model.{}",
-    "pipeline": "megatron.pipe.{}",
-    "huggingface": "megatron.checkpoint.hf.{}",
-    "generate": "megatron.generate.{}",
-}
-"""Part -> where it lies as long as it is not in the folder of its family."""
 
 
 def register(family: ModelFamily) -> None:
@@ -88,9 +79,7 @@ def has_part(family: str, part: str) -> bool:
 
 
 def _module_of(family: ModelFamily, part: str) -> str:
-    own = f"{family.package}.{part}"
-    is_here = part not in PLACES or importlib.util.find_spec(own) is not None
-    return own if is_here or not family.package.startswith(f"{__package__}.") else PLACES[part].format(family.name)
+    return f"{family.package}.{part}"
 
 
 def costs_of(config: Any, *, is_on_cpu: bool = False) -> Any:

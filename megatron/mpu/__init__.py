@@ -9,10 +9,27 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "topology": ("Topology", "Coordinate"),
-    "groups": ("Group", "Grid", "SINGLE", "build_grid", "single_grid"),
-    "shard": ("Shard", "set_shard", "shard_of", "set_partial", "is_partial"),
-    "mappings": (
+    "megatron.mpu.topology": (
+        "Topology",
+        "Coordinate",
+    ),
+    "megatron.mpu.groups": (
+        "Group",
+        "Grid",
+        "SINGLE",
+        "build_grid",
+        "single_grid",
+    ),
+    "megatron.mpu.shard": (
+        "Shard",
+        "set_shard",
+        "shard_of",
+        "set_partial",
+        "is_partial",
+        "global_norm",
+        "counts_here",
+    ),
+    "megatron.mpu.mappings": (
         "copy_to_tensor_region",
         "reduce_from_tensor_region",
         "scatter_to_tensor_region",
@@ -23,12 +40,22 @@ _HOMES = {
         "leave_tensor_region",
         "all_reduce",
     ),
-    "layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_range", "divide"),
-    "cross_entropy": ("vocab_parallel_cross_entropy",),
-    "random": ("DropoutStreams", "Position", "checkpoint"),
-    "counted": ("CountedDropout",),
-    "grads": ("global_norm", "clip_coefficient", "counts_here"),
-    "initialize": (
+    "megatron.mpu.layers": (
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "VocabParallelEmbedding",
+        "vocab_range",
+        "divide",
+    ),
+    "megatron.mpu.cross_entropy": ("vocab_parallel_cross_entropy",),
+    "megatron.mpu.random": (
+        "DropoutStreams",
+        "Position",
+        "checkpoint",
+        "CountedDropout",
+    ),
+    "tds.gradients": ("clip_coefficient",),
+    "megatron.mpu.initialize": (
         "initialize_model_parallel",
         "model_parallel_is_initialized",
         "destroy_model_parallel",
@@ -60,7 +87,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'megatron.mpu' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megatron.mpu.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

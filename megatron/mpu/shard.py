@@ -1,10 +1,21 @@
-"""Where a local parameter lies in its global tensor: the facts that norms, checkpoints and comparisons need."""
+"""Shard: where a local parameter lies in its global tensor; meta weights; who counts it in norms."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.mappings import all_reduce
+from tds.gradients import square_of_norm
+
+# Where a local parameter lies in its global tensor: the facts that norms, checkpoints and comparisons need.
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ def is_partial(parameter: torch.Tensor) -> bool:
 
 
 def empty_weight(shape: tuple[int, ...], shard: Shard) -> torch.nn.Parameter:
-    """Return a weight without values yet, marked so that ``megatron.model.init`` fills it by its name."""
+    """Return a weight without values yet, marked so that ``megatron.models.common.parameters`` fills it by its name."""
     parameter = set_shard(torch.nn.Parameter(torch.zeros(shape)), shard)
     parameter.is_unset = True  # type: ignore[attr-defined]
     return parameter
@@ -83,3 +94,65 @@ def shard_of(parameter: torch.Tensor) -> Shard:
             "Call megatron.mpu.set_shard(parameter, Shard(global_shape, partition_dim, start, length))."
         )
     return Shard(tuple(parameter.shape))
+
+
+# Weights without values, which take no memory until they are filled, in a model that is being built.
+
+
+def is_unset(parameter: torch.Tensor) -> bool:
+    """Return whether ``empty_weight`` made ``parameter`` and nothing has filled it."""
+    return bool(getattr(parameter, "is_unset", False))
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Let every unset weight keep its shape alone from the moment that a module gets it; ``give_memory`` ends that.
+
+    Until then it reads as zeros, and what writes to it gets torch's error of a single memory location.
+    """
+
+    def drop(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is not None and is_unset(parameter):
+            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+    hook = register_module_parameter_registration_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def give_memory(parameter: torch.Tensor) -> None:
+    """Let an unset ``parameter`` have memory of its own, of zeros, if it has none."""
+    if parameter.untyped_storage().nbytes() < parameter.nbytes:
+        parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def counts_here(parameter: torch.Tensor, tensor_rank: int) -> bool:
+    """Return whether this rank counts ``parameter`` in sums over the replica.
+
+    A parameter cut over the tensor group counts on every rank, for each holds other elements; one that all hold
+    counts on the first. A tied copy (DeepSpeed's ``ds_pipe_replicated``) counts on the stage that owns it.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return tensor_rank == 0 or shard_of(parameter).is_partitioned
+
+
+def global_norm(
+    gradients: Iterable[torch.Tensor],
+    *,
+    model: Group = SINGLE,
+    holders: Group = SINGLE,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Return the 2-norm over all ``gradients`` of all ranks of ``model``, in fp32 or, for fp64 gradients, fp64.
+
+    Collective. Each rank passes the gradients that count there.
+
+    Args:
+        holders: replicas each of which has other parts of the gradients.
+    """
+    squares = [square_of_norm(gradient) for gradient in gradients]
+    squared = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
+    return all_reduce(all_reduce(squared, holders), model).sqrt()

@@ -1,15 +1,132 @@
-"""Activation functions by name."""
+"""GELU, ReLU, SiLU and gated ones; forms that compile well on a CPU."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatron.ops.gelu import gelu
-from megatron.ops.relu import relu
+# GELU; in compiled layers on a CPU in a form that is fast there.
+#
+# | [512, 8, 2048] in fp32, 2 cores | forward | backward |
+# |---|---|---|
+# | torch's kernel, "none" | 2.0 ms | 4.8 ms |
+# | torch's kernel, "tanh" | 6.9 ms | 7.8 ms |
+# | the compiler's, "tanh" | 7.3 ms | 13.9 ms |
+# | the compiler's, by the logistic function | 4.4 ms | 5.8 ms |
+#
+# A vector of hyperbolic tangents takes both of them long, one of exponentials does not.
+
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715 * LINEAR
+
+
+def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """Return ``x`` times the share of the normal distribution below it, element by element.
+
+    Args:
+        approximate: "none", or "tanh" for OpenAI's formula, Hugging Face's ``gelu_new``.
+
+    Source: Hendrycks and Gimpel 2016, "Gaussian error linear units".
+    """
+    if torch.compiler.is_compiling() and x.device.type == "cpu":
+        return _by_logistic(x) if approximate == "tanh" else _opaque(x)
+    return F.gelu(x, approximate=approximate)
+
+
+def _by_logistic(x: torch.Tensor) -> torch.Tensor:
+    """Return "tanh", for (1 + tanh(u)) / 2 is the logistic function of 2 u; in fp32 for 16 bits, as torch's kernel."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.sigmoid(wide * (LINEAR + CUBIC * wide * wide))).to(x.dtype)
+
+
+def _opaque(x: torch.Tensor) -> torch.Tensor:
+    """Return torch's kernel's "none", which the compiler does not look into."""
+    made: torch.Tensor = _gelu(x)
+    return made
+
+
+@torch.library.custom_op("megatron_tds::gelu", mutates_args=())
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x.contiguous())
+
+
+@torch.library.custom_op("megatron_tds::gelu_backward", mutates_args=())
+def _gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward(grad.contiguous(), x.contiguous())
+
+
+@_gelu.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_gelu_backward.register_fake
+def _(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_gelu_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gelu_gradient(ctx: Any, grad: torch.Tensor) -> Any:
+    return _gelu_backward(grad, *ctx.saved_tensors)
+
+
+_gelu.register_autograd(_gelu_gradient, setup_context=_setup_gelu_context)
+
+
+# ReLU; in compiled layers on a CPU torch's kernel, which the compiler does not look into.
+#
+# The compiler keeps a truth value of each number for the backward, and stores those one by one: in a trace of T5's step
+# on 2 cores 40 ms for [512, 8, 2048] and 10 ms for the backward, where torch's kernels take 6 and 10.
+
+
+def relu(x: torch.Tensor) -> torch.Tensor:
+    """Return the larger of ``x`` and 0, element by element."""
+    if torch.compiler.is_compiling() and x.device.type == "cpu":
+        made: torch.Tensor = _relu(x)
+        return made
+    return F.relu(x)
+
+
+@torch.library.custom_op("megatron_tds::relu", mutates_args=())
+def _relu(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x.contiguous())
+
+
+@torch.library.custom_op("megatron_tds::relu_backward", mutates_args=())
+def _relu_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.threshold_backward(grad.contiguous(), y, 0)
+
+
+@_relu.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_relu_backward.register_fake
+def _(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(y)
+
+
+def _setup_relu_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _relu_gradient(ctx: Any, grad: torch.Tensor) -> Any:
+    return _relu_backward(grad, *ctx.saved_tensors)
+
+
+_relu.register_autograd(_relu_gradient, setup_context=_setup_relu_context)
+
+
+# Activation functions by name.
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,10 +1,16 @@
-"""Positions of tokens: within their documents, and relative to each other."""
+"""RoPE, ALiBi, relative buckets, positions within documents."""
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 
 import torch
+
+from megatron.ops.attention import document_mask, lowest
+
+# Positions of tokens: within their documents, and relative to each other.
 
 
 def positions_in_segments(segment_ids: torch.Tensor) -> torch.Tensor:
@@ -42,3 +48,145 @@ def relative_buckets(
     beyond = (exact + (growth * (size - exact)).long()).clamp(max=size - 1)
     buckets = torch.where(away < exact, away, beyond)
     return buckets + size * (distances > 0) if is_bidirectional else buckets
+
+
+# Rotary positions: a query or key turns by an angle that grows with its position, so that scores see distances alone.
+#
+# Numbers i and i + d/2 of a head make the pair that turns (halves, as in Hugging Face's files). Meta's own files,
+# GPT-J's and Megatron's ``--rotary-interleaved`` turn 2 i and 2 i + 1: the same mathematics with the rows of the query
+# and key weights of each head in another order. Weights of one order under the other's rule give a model that talks
+# nonsense and trains well from scratch, so that no loss curve tells; a conversion must permute the rows.
+#
+# Source: Su et al. 2021, "RoFormer"; for llama3 Dubey et al. 2024, "The Llama 3 herd of models".
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """How fast the pairs of a head of ``head_size`` numbers turn; the flags' names without ``rotary_``."""
+
+    head_size: int
+    base: float = 10000.0
+    scaling: str = "none"
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_positions: int = 8192
+
+    def frequencies(self) -> list[float]:
+        """Return the angle between neighbouring positions of each of the d/2 pairs.
+
+        With llama3 a wave of w positions, of which n = original_positions / w fit into the earlier length, turns as it
+        did where n is high_frequency_factor or more, slower by the factor where n is low_frequency_factor or less, and
+        between these by a mean of both speeds.
+        """
+        plain = [self.base ** (-2.0 * pair / self.head_size) for pair in range(self.head_size // 2)]
+        if self.scaling == "none":
+            return plain
+        if self.scaling == "linear":
+            return [frequency / self.factor for frequency in plain]
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        waves = [self.original_positions * frequency / (2.0 * math.pi) for frequency in plain]
+        share = [min(max((number - low) / (high - low), 0.0), 1.0) for number in waves]  # of the speed as it was
+        return [each * (kept + (1.0 - kept) / self.factor) for each, kept in zip(plain, share, strict=True)]
+
+
+def turns(
+    rotary: Rotary, x: torch.Tensor, positions: torch.Tensor | None = None, longest: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of the angles at ``positions``, in fp32 or the type of ``x`` where that is wider.
+
+    Angles are computed in fp64: in fp32 an angle of 100,000 is off by up to 0.004.
+
+    Shapes:
+        x         [b, a/t, s, d], queries
+        positions [b, s]; None: 0 ... s-1
+        output    2 x [s, d/2], or [b, 1, s, d/2] of given positions
+
+    Args:
+        longest: given positions are below it or ``s``; others are read beyond the table, or not as they should be, and
+            only a CPU would tell. ``LlamaModel`` checks what it is given.
+    """
+    length = x.shape[2]
+    rows = max(length, longest)
+    table = _table(rotary, 1 << (rows - 1).bit_length(), torch.promote_types(x.dtype, torch.float32), x.device)
+    if positions is None:
+        return table[0][:length], table[1][:length]
+    return table[0][positions].unsqueeze(1), table[1][positions].unsqueeze(1)
+
+
+@torch.compiler.assume_constant_result  # in a compiled layer's graph the table is an input, not made anew
+def _table(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of the positions below ``rows``; all layers of a process share them.
+
+    Shapes:
+        output 2 x [rows, d/2]
+    """
+    return _made(rotary, rows, dtype, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _made(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode(False), torch.device("cpu"):
+        speeds = torch.tensor(rotary.frequencies(), dtype=torch.float64)
+        angles = torch.arange(rows, dtype=torch.float64).unsqueeze(1) * speeds
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with its pairs turned; 16-bit numbers are multiplied in fp32.
+
+    Shapes:
+        x, output    [b, a/t, s, d]
+        cosine, sine [s, d/2] or [b, 1, s, d/2]
+    """
+    first, second = x.to(cosine.dtype).chunk(2, dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.to(x.dtype)
+
+
+# ALiBi: scores fall with the distance between query and key, by a slope of each head's own. Nothing is learned.
+
+
+def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> list[float]:
+    """Return the slope of each head: ``2 ** (-bias_max k / n)`` for k = 1 ... n, with n heads.
+
+    Where ``num_heads`` is no power of two, n is the next one; the heads get every second slope, from the second on,
+    and then the others from the first on, until all have one. The slopes of half as many heads come first, therefore.
+
+    Source: Press et al. 2022, "Train short, test long", section 3 and code; MosaicML's MPT has ``bias_max``.
+    """
+    n = 1 << (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-bias_max * k / n) for k in range(1, n + 1)]
+    return slopes if n == num_heads else [*slopes[1::2], *slopes[::2]][:num_heads]
+
+
+def alibi_bias(
+    slopes: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what is added to the scores: minus slope times distance, and the lowest number where a key comes later.
+
+    Made in fp32 (fp64 for fp64), then rounded to ``dtype``. In bf16 that is exact up to a distance of 256 where slopes
+    are powers of two; else a bias B is off by up to ``2 ** -8`` B, where ``e ** -B`` is the share that it leaves.
+
+    Shapes:
+        slopes [a]
+        query_positions [b or 1, s], key_positions [s_k] integers
+        output [b or 1, a, s, s_k]
+    """
+    wide = dtype if dtype == torch.float64 else torch.float32
+    ahead = (key_positions - query_positions.unsqueeze(-1)).unsqueeze(1)  # [b, 1, s, s_k]
+    bias = slopes.to(wide).view(-1, 1, 1) * ahead.to(wide)  # [b, a, s, s_k]
+    return bias.to(dtype).masked_fill_(ahead > 0, lowest(dtype))
+
+
+def within_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+    """Return ``bias`` with the lowest number where query and key are of two documents.
+
+    Distances are differences of positions, so within a document they are the same wherever it begins.
+
+    Shapes:
+        bias   [1, a, s, s]
+        segment_ids [b, s] integers, the document of each position
+        output [b, a, s, s]
+    """
+    return bias.masked_fill(~document_mask(segment_ids), lowest(bias.dtype))

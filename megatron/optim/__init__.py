@@ -1,10 +1,9 @@
 """Parameter groups, learning-rate schedules, and the optimizer step in any precision."""
 
-from megatron.optim.arrival import Arrival
-from megatron.optim.host import Offload
-from megatron.optim.mixed_precision import MixedPrecisionOptimizer
+from megatron.optim.grad_scaler import LossScaler
+from megatron.optim.lr_scheduler import LearningRate
+from megatron.optim.optimizer import MixedPrecisionOptimizer
 from megatron.optim.param_groups import build_optimizer
-from megatron.optim.scaler import LossScaler
-from megatron.optim.schedules import LearningRate
+from megatron.optim.zero.partition import Arrival, Offload
 
 __all__ = ["Arrival", "LearningRate", "LossScaler", "MixedPrecisionOptimizer", "Offload", "build_optimizer"]

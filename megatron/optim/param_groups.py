@@ -25,10 +25,9 @@ import torch
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import shard_of
-from megatron.optim.arrival import Arrival
-from megatron.optim.host import NOTHING, Offload
-from megatron.optim.mixed_precision import MixedPrecisionOptimizer
-from megatron.optim.scaler import LossScaler
+from megatron.optim.grad_scaler import LossScaler
+from megatron.optim.optimizer import MixedPrecisionOptimizer
+from megatron.optim.zero.partition import NOTHING, Arrival, Offload
 
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 MATRIX_EPS, VECTOR_EPS, LEAST_WEIGHT = 2e-19, 1e-8, 1e-3

@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron import device
-from megatron.cost.peaks import peak_flops
-from megatron.planner.links import ROUND_S, SIZES, link_of
+from megatron.models.common.memory import peak_flops
+from megatron.planner.layer_benchmarks import Timed, slowest, timed, with_pieces
 from megatron.planner.machine import Link, Machine
-from megatron.planner.pieces import Timed, slowest, timed, with_pieces
-from megatron.planner.probes import Pace, Rates, rates_of, update_rate_of_host
-from megatron.planner.ranks import Rank, Tell, run_ranks
+from megatron.planner.microbenchmarks import ROUND_S, SIZES, Pace, Rates, link_of, rates_of, update_rate_of_host
+from megatron.planner.spawn_ranks import Rank, Tell, run_ranks
 
 DEADLINE_S = 300.0
 BUSY = 0.5

@@ -1,7 +1,8 @@
 """Memory, step time and rates of one layout.
 
 A step of m micro-batches on p stages lasts ``m x mean(T) / (1 - bubble)``, T being a stage's time for a micro-batch
-with its sums over tensor ranks and ``bubble`` that of ``megatron.stages``; then messages between stages that nothing
+with its sums over tensor ranks and ``bubble`` that of ``tds.schedule.simulate``; then messages between stages that
+nothing
 hides, sums over replicas beyond the last backward, and the update. On a CPU split backwards have their price.
 """
 
@@ -11,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron import cost
-from megatron.cost.costs import Costs
+from megatron.models import registry
+from megatron.models.common import memory as cost
+from megatron.models.common.cost import Costs
 from megatron.planner.layout import SPLITTING, Layout
 from megatron.planner.machine import Machine
-from megatron.planner.messages import Messages, total
-from megatron.planner.traffic import Traffic
-from megatron.planner.work import Clock, Seconds
-from megatron.stages import bubble, pieces_on, share_split
+from megatron.planner.time_model import Clock, Messages, Seconds, Traffic, total
+from tds.partition import pieces_on
+from tds.schedule.simulate import bubble, share_split
 
 SPLIT_PRICE = 0.10
 """What a backward on a CPU takes longer whose weights' gradients are put off (docs/experiments.md, row of 5a29946 and
@@ -83,7 +84,7 @@ class Planner:
 
     def __init__(self, config: Any, machine: Machine, costs: Costs | None = None) -> None:
         self.config, self.machine = config, machine
-        self.costs = costs or cost.of(config, is_on_cpu=machine.is_cpu)
+        self.costs = costs or registry.costs_of(config, is_on_cpu=machine.is_cpu)
         self.num_estimates = 0
         self._clock = Clock(self.costs, machine, config.family)
         self._messages = Messages(self.costs, machine)

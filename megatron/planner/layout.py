@@ -1,13 +1,20 @@
-"""One way to lay a model over a machine."""
+"""Layout, the flags and variables that make it, and whether the training takes it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron import cost
-from megatron.cost.waiting import Waiting
-from megatron.stages import bubble, candidates
+from megatron.arguments.flag_values import all_options, scan
+from megatron.arguments.validate import find_problems
+from megatron.config.option import Option
+from megatron.models.common import memory
+from megatron.models.common.memory import Waiting
+from megatron.models.registry import FAMILIES
+from tds.schedule.simulate import bubble, by_default, candidates
+
+# One way to lay a model over a machine.
 
 RECOMPUTE = ("none", "selective", "full")
 SPLITTING = "zb-h1"
@@ -55,9 +62,9 @@ class Layout:
         return self.micro_batch_size * self.num_micro_batches * self.data
 
     @property
-    def zero(self) -> cost.Zero:
+    def zero(self) -> memory.Zero:
         """How replicas share what they hold."""
-        return cost.Zero(self.zero_stage, self.data, self.offload_optimizer, self.offload_parameters)
+        return memory.Zero(self.zero_stage, self.data, self.offload_optimizer, self.offload_parameters)
 
     @property
     def sequence(self) -> int:
@@ -96,10 +103,158 @@ def layout_of(config: Any, world_size: int) -> Layout:
         sequence_parallel=getattr(parallel, "sequence_parallel", False),
         offload_optimizer=optimizer.offload_optimizer,
         offload_parameters=optimizer.offload_parameters,
-        waiting=cost.waiting_of(config),
+        waiting=memory.waiting_of(config),
         dtype=config.precision.dtype or "bf16",
         optimizer=optimizer.optimizer,
         overlaps_sums=parallel.overlap_grad_reduce,
         overlaps_tensor=not parallel.compile,
         is_compiled=parallel.compile,
+    )
+
+
+# What to paste: the variables of a run script and its flags, for one layout.
+
+TOLD = {
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "enc_seq_length", "dec_seq_length",
+    "model_parallel_size", "pipe_parallel_size", "pipeline_chunks", "pipeline_schedule", "batch_size", "gas",
+    "requested_global_batch_size", "zero_stage", "sequence_parallel", "checkpoint_activations", "recompute_granularity",
+    "offload_optimizer", "offload_parameters", "dtype", "dry_run",
+}  # fmt: skip
+"""Fields that are among the variables or said of the layout."""
+
+
+def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, int]:
+    """Return name -> value of what is set in the run script or before it; nodes are whole, or there is one."""
+    model, own, world = config.model, config.own, layout.world_size
+    on_node = min(devices_per_node, world)
+    lengths = {"SEQLEN": config.batch.seq_length}
+    if own.is_encoder_decoder:
+        lengths = {"ENC_SEQLEN": own.enc_seq_length, "DEC_SEQLEN": own.dec_seq_length}
+    layers = {} if own.is_encoder_decoder and own.enc_layers != own.dec_layers else {"NLAYERS": model.num_layers}
+    if own.is_encoder_decoder and own.enc_layers == own.dec_layers:
+        layers = {"NLAYERS": own.enc_layers}
+    found = vars(model) | vars(own)
+    extra = {name: found[field] for name, field in FAMILIES[config.family].variables.items()}
+    return {
+        "GPUS_PER_NODE": on_node,
+        "NNODES": world // on_node,
+        "pp_size": layout.pipe,
+        "mp_size": layout.tensor,
+        **layers,
+        "NHIDDEN": model.hidden_size,
+        "NHEADS": model.num_attention_heads,
+        **extra,
+        **lengths,
+        "BATCHSIZE": layout.micro_batch_size,
+        "GAS": layout.num_micro_batches,
+    }
+
+
+def flags(config: Any, layout: Layout) -> list[str]:
+    """Return the words behind the run script: what has no variable there."""
+    words = [f"--{layout.dtype}"]
+    if schedule := said_schedule(layout):
+        words += ["--pipeline-schedule", schedule]
+    if layout.chunks > 1:
+        words += ["--pipeline-chunks", str(layout.chunks)]
+    if layout.zero_stage:
+        words += ["--zero-stage", str(layout.zero_stage)]
+    if layout.recompute == "full":
+        words += ["--checkpoint-activations"]
+    elif layout.recompute == "selective":
+        words += ["--recompute-granularity", "selective"]
+    words += ["--sequence-parallel"] * layout.sequence_parallel
+    words += ["--offload-optimizer"] * layout.offload_optimizer
+    words += ["--offload-parameters"] * layout.offload_parameters
+    return words + given_flags(config)
+
+
+def said_schedule(layout: Layout) -> str | None:
+    """Return the schedule where it is none that follows from stages and chunks."""
+    return layout.schedule if layout.pipe > 1 and layout.schedule != by_default(layout.chunks) else None
+
+
+def given_flags(config: Any) -> list[str]:
+    """Return the flags that were given and are told neither by variables nor by the layout."""
+    family = FAMILIES[config.family]
+    told = TOLD | set(family.variables.values())
+    if config.own.is_encoder_decoder and config.own.enc_layers == config.own.dec_layers:
+        told |= {"enc_layers", "dec_layers"}
+    recipe, words = scan(family.recipe, (), config.family).values, []
+    sections = config.sections()
+    for section, option in all_options():
+        if section in sections and option.name in config.given and option.name not in told:
+            value = getattr(sections[section], option.name)
+            if recipe.get(option.name) != value:
+                words += _spelled(option, value)
+    return words
+
+
+def _spelled(option: Option, value: Any) -> list[str]:
+    """Return the words that give ``value`` to the field of ``option``."""
+    constant = [flag for flag, stands_for in option.constants.items() if stands_for == value]
+    if constant or value is True:
+        return [constant[0] if constant else option.flag]
+    return [] if value is False else [option.flag, str(value)]
+
+
+def lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
+    """Return the lines for a shell: variables, and the run script with its flags."""
+    told = [f"{name}={value}" for name, value in variables(config, layout, devices_per_node).items()]
+    start = f"bash {FAMILIES[config.family].run_script} {shlex.join(flags(config, layout))}"
+    return [" ".join(told[:4]) + " \\", "  " + " ".join(told[4:]) + " \\", "  " + start]
+
+
+# Whether the training would take a layout: its own checks, on the configuration that the pasted lines would make.
+
+
+def problems(config: Any, layout: Layout) -> list[str]:
+    """Return what the training's checks say against ``layout`` of the model and the other flags of ``config``."""
+    return find_problems(config_of(config, layout), layout.world_size)
+
+
+def config_of(config: Any, layout: Layout) -> Any:
+    """Return ``config`` with the sizes and flags of ``layout`` in place of its own, as ``lines`` spells them."""
+    schedule, is_full = said_schedule(layout), layout.recompute == "full"
+    parallel = replace(
+        config.parallel,
+        model_parallel_size=layout.tensor,
+        pipe_parallel_size=layout.pipe,
+        pipeline_chunks=layout.chunks,
+        pipeline_schedule=schedule,
+        sequence_parallel=layout.sequence_parallel,
+        checkpoint_activations=is_full,
+        recompute_granularity="selective" if layout.recompute == "selective" else None,
+    )
+    optimizer = replace(
+        config.optimizer,
+        zero_stage=layout.zero_stage,
+        offload_optimizer=layout.offload_optimizer,
+        offload_parameters=layout.offload_parameters,
+    )
+    batch = replace(
+        config.batch,
+        batch_size=layout.micro_batch_size,
+        gas=layout.num_micro_batches,
+        requested_global_batch_size=0,
+    )
+    said = {
+        "pipeline_chunks": layout.chunks > 1,
+        "pipeline_schedule": schedule is not None,
+        "zero_stage": layout.zero_stage > 0,
+        "checkpoint_activations": is_full,
+        "recompute_granularity": layout.recompute == "selective",
+        "sequence_parallel": layout.sequence_parallel,
+        "offload_optimizer": layout.offload_optimizer,
+        "offload_parameters": layout.offload_parameters,
+    }
+    given = (*(name for name in config.given if name not in TOLD), *(name for name, is_said in said.items() if is_said))
+    return replace(
+        config,
+        parallel=parallel,
+        optimizer=optimizer,
+        batch=batch,
+        precision=replace(config.precision, dtype=layout.dtype),
+        run=replace(config.run, dry_run=True),
+        given=given,
     )

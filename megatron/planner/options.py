@@ -1,14 +1,4 @@
-"""From the words of the command line to a question: which model, on what machine, in which layouts.
-
-What describes the model or a layout is the training's own flags, read and checked by ``megatron.arguments.parse``; a
-flag that changes nothing here is refused. Layers and width must be said; what else is left out follows for the family:
-
-| | gpt2 | t5 | llama | mpt | bert |
-|---|---|---|---|---|---|
-| --num-attention-heads | as GPT-3 and GPT-2 have them | heads of 64 numbers up to a width of 1024, else of 128 | | | |
-| --seq-length | 2048 | 512 to the encoder | 2048 | 2048 | 512 |
-| --vocab-size | 50304 | 32128 | 32000 | 50368 | 30592 |
-"""
+"""Flags of tools/plan.py."""
 
 from __future__ import annotations
 
@@ -17,18 +7,31 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from megatron.arguments import parse
+from megatron.arguments.flag_values import scan
+from megatron.arguments.parser import OneLineParser
 from megatron.config import Config
-from megatron.config.scan import scan
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 from megatron.planner.layout import Layout, layout_of
-from megatron.planner.machine import Machine
-from megatron.planner.named import check_nodes, machine_of
+from megatron.planner.machine import SHEETS, Machine, check_nodes, machine_of
 from megatron.planner.search import Search, divisors
-from megatron.stages import AUTO
+from tds.schedule.simulate import AUTO
+
+# From the words of the command line to a question: which model, on what machine, in which layouts.
+#
+# What describes the model or a layout is the training's own flags, read and checked by ``megatron.arguments.parse``; a
+# flag that changes nothing here is refused. Layers and width must be said; what else is left out follows for the
+# family:
+#
+# | | gpt2 | t5 | llama | mpt | bert |
+# |---|---|---|---|---|---|
+# | --num-attention-heads | as GPT-3 and GPT-2 have them | heads of 64 numbers up to a width of 1024, else of 128 | | | |  # noqa: E501
+# | --seq-length | 2048 | 512 to the encoder | 2048 | 2048 | 512 |
+# | --vocab-size | 50304 | 32128 | 32000 | 50368 | 30592 |
 
 SMALL = 1024
 """Published models up to this width have heads of 64 numbers, wider ones mostly of 128."""
@@ -222,3 +225,71 @@ def _batch_size(config: Config, world: int, given: Mapping[str, Any], assumed: l
     batch = least * 2 ** max(0, round(math.log2(TOKENS / config.tokens_per_sample / least)))
     assumed.append(f"--global-batch-size {batch}")
     return int(batch)
+
+
+# The flags that are the planner's own.
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the flags that are the planner's own."""
+    parser = OneLineParser(
+        prog="plan.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", choices=tuple(FAMILIES), help="family of the model")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="devices in all (default: those of one node)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"kind of device: {', '.join(SHEETS)} (default h100-80g)")
+    parser.add_argument("--machine", type=Path, metavar="FILE", help="device and links as --calibrate measured them")
+    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="devices of a node (default 8, or as FILE)")
+    parser.add_argument("--memory", type=number, metavar="GB", help="memory of a device (default: the device's own)")
+    parser.add_argument(
+        "--global-batch-size", type=positive, metavar="B", help="samples of a step (default: about 4 Mi tokens)"
+    )
+    parser.add_argument("--tokens", type=number, metavar="N", help="also tell the days for so many tokens, as 300e9")
+    parser.add_argument("--fits", action="store_true", help="look at the one layout that is given, and how to fit it")
+    parser.add_argument("--top", type=positive, metavar="N", help="layouts in the ranking (default 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine, about 30 s, and write it")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="with --calibrate: processes that work at once")
+    parser.add_argument("--device", metavar="KIND", help="with --calibrate: cpu or cuda (default: what is there)")
+    return parser
+
+
+def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest: Sequence[str]) -> None:
+    """End with code 2 unless the flags go together."""
+    if flags.calibrate is not None:
+        others = [name for name, value in vars(flags).items() if value and name not in ("calibrate", "ranks", "device")]
+        if others or rest:
+            got = " ".join([*(f"--{name.replace('_', '-')}" for name in others), *rest])
+            parser.error(f"--calibrate FILE measures and does nothing else, got {got} too. Plan with --machine FILE")
+        return
+    for name in ("ranks", "device"):
+        if getattr(flags, name):
+            parser.error(f"--{name} acts with --calibrate only. Leave it out")
+    if flags.model is None:
+        parser.error(f"--model must be given, one of {', '.join(FAMILIES)}")
+    if flags.gpu and flags.machine:
+        parser.error("--gpu names a known device and --machine a file: give one of them")
+    if flags.fits and flags.top:
+        parser.error("--top counts what is ranked, and --fits looks at one layout: give one of them")
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def number(text: str) -> float:
+    """Return a number above 0, such as 300e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, such as 300e9, got {text!r}")
+    return value

@@ -1,8 +1,6 @@
 """One small interface over the tokenizer libraries."""
 
-from megatron.tokenizer.build import TYPES, build
-from megatron.tokenizer.fast_bpe import with_gigatoken
-from megatron.tokenizer.tokenizer import Tokenizer
-from megatron.tokenizer.word_starts import word_starts
+from megatron.tokenizer.build import TYPES, build, with_gigatoken
+from megatron.tokenizer.tokenizer import Tokenizer, word_starts
 
 __all__ = ["TYPES", "Tokenizer", "build", "with_gigatoken", "word_starts"]

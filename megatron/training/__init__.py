@@ -9,14 +9,14 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "pretrain": "entry",
-    "get_args": "arguments",
-    "get_config": "arguments",
-    "get_data_paths": "arguments",
-    "get_tokenizer": "arguments",
-    "get_streams": "arguments",
-    "configure_device": "accelerator",
-    "start": "run",
+    "pretrain": "entrypoint",
+    "get_args": "global_vars",
+    "get_config": "global_vars",
+    "get_data_paths": "global_vars",
+    "get_tokenizer": "global_vars",
+    "get_streams": "global_vars",
+    "configure_device": "device_setup",
+    "start": "trainer",
 }
 
 

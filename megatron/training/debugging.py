@@ -1,13 +1,12 @@
-"""--debug-dump and --debug-nan over one engine: what is looked at in which step, and what follows from it.
-
-Imported only where one of the two is given.
-"""
+"""--debug-dump and --debug-nan over an engine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +15,83 @@ import torch.distributed as dist
 from megatron import log
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
-from megatron.debug.cuts import shard_cut
-from megatron.debug.finite import Finding, FiniteCheck
-from megatron.debug.folder import GRADIENT, WEIGHT, Samples, Writer
-from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, Seen, Watch
-from megatron.debug.names import named_modules
-from megatron.errors import NumericsError
+from megatron.debug.dump_files import GRADIENT, WEIGHT, Samples, Writer, write_manifest
+from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, Finding, FiniteCheck, Seen, Watch
+from megatron.debug.statistics import shard_cut
+from megatron.errors import ConfigError, NumericsError
+from megatron.models.common.parameters import named_modules
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
-from megatron.training.dump_opening import open_dump
-from megatron.training.engines import DataIterator, StepEngine
-from megatron.training.step_result import ModuleError, StepResult
-from megatron.training.world import World
+from megatron.training.initialize import World, by_rank_0
+from megatron.training.train_step import DataIterator, ModuleError, StepEngine, StepResult
+
+# The start of a dump: its folder and each rank's file are there, and it is known what the dump will hold.
+
+MOST_NAMES = 8
+
+
+def open_dump(config: Config, world: World, modules: Sequence[str], parameters: Sequence[str]) -> Writer:
+    """Return the writer of this rank, whose file is there. Collective.
+
+    Args:
+        modules, parameters: names of this rank's.
+
+    Raises:
+        ConfigError: a rank cannot write to the folder, it holds the dump of another run, or no name is asked for; the
+            same on every rank.
+    """
+    _check_pattern(config.debug.wanted(), world, modules, parameters)
+    folder = Path(str(config.debug.debug_dump))
+
+    def make() -> None:
+        try:
+            write_manifest(folder, _facts(config, world))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"--debug-dump must name a folder for a new dump: {error}. Take another") from error
+
+    by_rank_0(world, make)
+    writer = Writer(folder, world.rank, with_tensors=config.debug.debug_dump_tensors)
+    problem = ""
+    try:
+        writer.make()
+    except OSError as error:
+        problem = f"{world.name}: {error}"
+    if problems := [each for each in world.grid.host.gather_objects(problem) if each]:
+        raise ConfigError(f"--debug-dump must name a folder that every rank can write to, got {'; '.join(problems)}")
+    return writer
+
+
+def _check_pattern(pattern: re.Pattern[str], world: World, modules: Sequence[str], parameters: Sequence[str]) -> None:
+    is_known = any(map(pattern.search, (*modules, *parameters)))
+    if not any(world.grid.host.gather_objects(is_known)):
+        raise ConfigError(
+            f"--debug-dump-modules must match a module or parameter, got {pattern.pattern!r}, which matches none of "
+            f"{', '.join(modules[:MOST_NAMES])}, ... of {world.name}"
+        )
+
+
+def _facts(config: Config, world: World) -> dict[str, Any]:
+    """Return what a reader must know of the run."""
+    grid = world.grid
+    places = [grid.topology.coordinate(rank) for rank in range(grid.topology.world_size)]
+    return {
+        "family": config.family,
+        "layout": {"tensor": grid.tensor.size, "pipe": grid.pipe.size, "data": grid.data.size},
+        "world_size": len(places),
+        "ranks": [{"stage": place.pipe, "tensor": place.tensor, "data": place.data} for place in places],
+        "micro_batch_size": config.batch.batch_size,
+        "dtype": config.precision.dtype,
+        "device": world.kind,
+        "schedule": config.parallel.schedule if config.parallel.has_pipeline else None,
+        "seed": config.run.seed,
+        "torch": torch.__version__,
+    }
+
+
+# --debug-dump and --debug-nan over one engine: what is looked at in which step, and what follows from it.
+#
+# Imported only where one of the two is given.
 
 
 def attach(engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
@@ -67,7 +130,7 @@ class Debugger:
             modules,
             lambda: streams.position.micro_batch,
             self._see,
-            chunk=lambda args: args[1] if chunks > 1 and len(args) > 1 else 0,  # as tds.stage calls it
+            chunk=lambda args: args[1] if chunks > 1 and len(args) > 1 else 0,  # as tds.engine.stage calls it
         )
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:

@@ -1,23 +1,210 @@
-"""How a process ends: one line that says which rank failed and why, and the job's exit code.
-
-Once a rank has died the launcher says so in a file (failure_files.py), then sends SIGTERM: that means leave, not save.
-"""
+"""How a process ends: exit code, one line, files shared with the launcher, heartbeat (no torch)."""
 
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from megatron.errors import ConfigError, JobError, PeerError, StopRequest, exit_code
-from megatron.training import failure_files, position
+
+# What the launcher of a node and its ranks tell each other of a failure, in files.
+#
+# | file | written by | holds |
+# |---|---|---|
+# | the failure file | the launcher, ahead of its SIGTERM | who died; a SIGTERM without it is a request to save |
+# | ``.asked`` beside it | the launcher, ahead of a SIGTERM that asks to save | the signal that it has itself received |
+# | ``.words-R`` beside it | rank R | an error that all ranks raise alike; rank 0 alone prints it |
+# | ``.said`` | who has printed why the job ends | nothing: the launcher need not say it again |
+# | ``.traceback`` | the first rank with a defect | nothing: one traceback is enough |
+# | ``.trace-R`` | rank R | the trace of a crash in native code |
+#
+# MEGATRON_FAILURE_FILE names the first one; without our launcher there are none, and the ranks print all they know.
+
+
+def told_by_launcher() -> str | None:
+    """Return what the launcher has written of a dead peer, or None while all live."""
+    place = os.environ.get("MEGATRON_FAILURE_FILE")
+    return (_read(place).strip() or None) if place else None
+
+
+def asked_through_launcher() -> str | None:
+    """Return the name of the signal that the launcher has passed on as SIGTERM, or None."""
+    place = os.environ.get("MEGATRON_FAILURE_FILE")
+    return (_read(f"{place}.asked") or None) if place else None
+
+
+def note_asked(failure_file: str, signal_name: str) -> None:
+    """Leave the name of the signal that the launcher passes on as SIGTERM."""
+    with suppress(OSError):  # its disk is full: the ranks say SIGTERM
+        Path(f"{failure_file}.asked").write_text(signal_name)
+
+
+def trace_of(failure_file: str, rank: int) -> str:
+    """Return the path of what a crash of this rank leaves."""
+    return f"{failure_file}.trace-{rank}"
+
+
+def leave_words(words: str, rank: int) -> None:
+    """Leave what this rank raised like all others, in case that rank 0 does not come to print it."""
+    place = os.environ.get("MEGATRON_FAILURE_FILE")
+    if place:
+        with suppress(OSError):  # the launcher is gone, or its disk is full
+            Path(f"{place}.words-{rank}").write_text(words)
+
+
+def note_reported() -> None:
+    """Note that this rank has printed why the job ends."""
+    place = os.environ.get("MEGATRON_FAILURE_FILE")
+    if place:
+        with suppress(OSError):
+            Path(f"{place}.said").touch()
+
+
+def words_of(failure_file: str, rank: int) -> str:
+    """Return the error that this rank raised like all others, or ""."""
+    return _read(f"{failure_file}.words-{rank}")
+
+
+def is_reported(failure_file: str) -> bool:
+    """Return whether a rank of this node has printed why the job ends."""
+    return Path(f"{failure_file}.said").exists()
+
+
+def is_first_to_tell() -> bool:
+    """Return whether no other rank of this node has shown its traceback: the same one from each says nothing new."""
+    place = os.environ.get("MEGATRON_FAILURE_FILE")
+    if not place:
+        return True
+    try:
+        os.close(os.open(f"{place}.traceback", os.O_CREAT | os.O_EXCL))
+        return True
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+
+
+def _read(place: str) -> str:
+    try:
+        return Path(place).read_text()
+    except OSError:
+        return ""
+
+
+# Where this rank is at, for whoever must say it when the rank cannot any more.
+#
+# What is noted lies in a page of memory that is also a file of the launcher, so it outlives a SIGKILL. The page is
+# named by MEGATRON_FAILURE_FILE and the rank's number; without our launcher it is the process's own.
+#
+# | line of the page | holds |
+# |---|---|
+# | 1 | the rank's place: "stage 1, tensor 0, data 0" |
+# | 2 | what it is at: "step 7, forward of micro-batch 3" |
+# | 3 | ``RUNNING`` from the beginning of the run to its end, ``LATE`` once it has said that the others wait for it |
+# | 4 | when it said why it ends, in seconds of ``time.monotonic()``, which all processes of a machine share |
+
+SIZE = 512
+RUNNING, LATE = "running", "late"
+_BOUNDS = (0, 96, 480, 488, SIZE)
+_page: mmap.mmap | bytearray = bytearray(SIZE)
+
+
+class Position(NamedTuple):
+    """The lines of a page; empty where nothing was noted."""
+
+    place: str = ""
+    doing: str = ""
+    state: str = ""
+    said_at: float = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its run has begun and neither ended nor said why it stops."""
+        return bool(self.state)
+
+
+def open_page() -> None:
+    """From now on note in the page that the launcher reads, if there is a launcher."""
+    global _page
+    failure = os.environ.get("MEGATRON_FAILURE_FILE")
+    if not failure:
+        return
+    try:
+        descriptor = os.open(page_of(failure, int(os.environ.get("RANK", "0"))), os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            os.ftruncate(descriptor, SIZE)
+            _page = mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
+    except OSError:  # the launcher is gone, or its disk is full: this rank loses nothing by it
+        return
+
+
+def page_of(failure_file: str, rank: int) -> str:
+    """Return the path of a rank's page."""
+    return f"{failure_file}.at-{rank}"
+
+
+def name_rank(who: str) -> None:
+    """Note the rank's place, as in "rank 3 (stage 1, tensor 0, data 0)"."""
+    within = re.search(r"\((.*)\)", who)
+    _write(0, within.group(1) if within else who)
+
+
+def note(text: str) -> None:
+    """Note what this rank is at from now on; about a microsecond."""
+    _write(1, text)
+
+
+def note_state(state: str) -> None:
+    """Note ``RUNNING``, ``LATE``, or "" once the run has ended."""
+    _write(2, state)
+
+
+def note_reporting() -> None:
+    """Note that this rank says now why it ends."""
+    _write(3, repr(time.monotonic()))
+
+
+def now() -> str | None:
+    """Return what this process noted last of what it is at, or None."""
+    return own().doing or None
+
+
+def own() -> Position:
+    """Return what this process has noted."""
+    return read_position(bytes(_page))
+
+
+def read_position(page: bytes) -> Position:
+    """Return what a page's bytes say."""
+    lines = (page[start:end].split(b"\0", 1)[0].decode(errors="replace") for start, end in pairwise(_BOUNDS))
+    place, doing, state, said_at = lines
+    return Position(place, doing, state, float(said_at or 0.0))
+
+
+def _write(line: int, text: str) -> None:
+    start, end = _BOUNDS[line : line + 2]
+    length = end - start
+    _page[start:end] = text.encode()[: length - 1].ljust(length, b"\0")
+
+
+# How a process ends: one line that says which rank failed and why, and the job's exit code.
+#
+# Once a rank has died the launcher says so in a file (failure_files.py), then sends SIGTERM: that means leave, not
+# save.
 
 _PEER_SIGNS = (
     "connection closed by peer",
@@ -63,7 +250,7 @@ def trace_crashes() -> None:
     if failure:
         try:
             file = os.open(
-                failure_files.trace_of(failure, int(os.environ.get("RANK", "0"))),
+                trace_of(failure, int(os.environ.get("RANK", "0"))),
                 os.O_CREAT | os.O_WRONLY | os.O_APPEND,
             )
             faulthandler.enable(file)
@@ -100,7 +287,7 @@ def tell(error: BaseException, who: str) -> None:
 
 def _ends_process(error: BaseException) -> bool:
     """Return whether ``error`` is a failure: a SystemExit is one in mid-run, and not behind --help or the run."""
-    return not isinstance(error, SystemExit) or position.own().is_running
+    return not isinstance(error, SystemExit) or own().is_running
 
 
 def leave(error: BaseException, who: str, linger: Callable[[], object] | None = None) -> NoReturn:
@@ -146,7 +333,7 @@ def _say(error: BaseException, who: str) -> int:
     if _code is not None:
         return _code
     _is_saying = True
-    position.note_reporting()
+    note_reporting()
     if threading.current_thread() is threading.main_thread():
         signal.signal(
             signal.SIGCHLD, signal.SIG_DFL
@@ -165,18 +352,18 @@ def _say(error: BaseException, who: str) -> int:
 def _print(error: BaseException, failure: BaseException, who: str) -> None:
     if is_same_everywhere(failure):
         rank = os.environ.get("RANK", "0")
-        failure_files.leave_words(str(failure), int(rank))
+        leave_words(str(failure), int(rank))
         if rank == "0":
             print_line(str(failure))
-            failure_files.note_reported()
+            note_reported()
     elif isinstance(failure, PeerError | StopRequest):
-        at = position.now()
+        at = now()
         print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:
         told = failure if isinstance(failure, JobError) else error
         print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(told).__name__}: {told}'}")
-        failure_files.note_reported()
-        if not isinstance(failure, JobError) and failure_files.is_first_to_tell():
+        note_reported()
+        if not isinstance(failure, JobError) and is_first_to_tell():
             traceback.print_exception(error, file=sys.stderr)
 
 
@@ -186,7 +373,7 @@ def _left_early(error: BaseException) -> str | None:
         return None
     return (
         f"a run ends after its last step, by an error or by a request to stop, got sys.exit({error.code!r}) at "
-        f"{position.now() or 'the start'}. Raise an error there, or end the run with --exit-interval or a SIGTERM"
+        f"{now() or 'the start'}. Raise an error there, or end the run with --exit-interval or a SIGTERM"
     )
 
 
@@ -208,7 +395,7 @@ def as_peer_error(error: BaseException) -> BaseException:
         if isinstance(cause, kinds) and (own := fault_of_this_rank(cause)) is not None:
             return own
         if isinstance(cause, kinds) or (type(cause) is RuntimeError and any(sign in text for sign in _PEER_SIGNS)):
-            return PeerError(failure_files.told_by_launcher() or f"another rank is gone or did not answer ({error})")
+            return PeerError(told_by_launcher() or f"another rank is gone or did not answer ({error})")
         cause = cause.__cause__
     return error
 
@@ -250,7 +437,7 @@ def out_of_memory(error: BaseException) -> str | None:
     first = (text.splitlines() or [type(error).__name__])[0]
     return (
         f"out of memory: could not allocate {wanted.group(1) if wanted else 'what it needed'}, "
-        f"at {position.now() or 'the start'} ({first}). "
+        f"at {now() or 'the start'} ({first}). "
         "Lower --batch-size, add --checkpoint-activations, or cut the model further (--pipe-parallel-size, "
         "--model-parallel-size)."
     )
@@ -264,3 +451,30 @@ def print_line(text: str) -> None:
         sys.stderr.flush()
     except RuntimeError:  # a signal's handler, in the midst of a print
         os.write(2, line.encode())
+
+
+# Tells the launcher how far the job has come for good, in the file that MEGATRON_PROGRESS_FILE names.
+#
+# It decides by this whether another start makes sense: a start that ends before a new checkpoint is durable has lost
+# all of its work, and the next one does the same.
+
+PROGRESS_FILE_VARIABLE = "MEGATRON_PROGRESS_FILE"
+
+
+def note_committed_step(step: int) -> None:
+    """Say that the checkpoint of this step is durable. Rank 0 calls it; without our launcher it does nothing."""
+    place = os.environ.get(PROGRESS_FILE_VARIABLE)
+    if not place:
+        return
+    temporary = Path(f"{place}.{os.getpid()}")
+    with suppress(OSError):  # a full disk here must not end a run whose checkpoint is safe
+        temporary.write_text(f"{step}\n")
+        temporary.replace(place)
+
+
+def committed_step(place: Path) -> int | None:
+    """Return the step that was told last, or None if none was."""
+    try:
+        return int(place.read_text())
+    except (OSError, ValueError):
+        return None

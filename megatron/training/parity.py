@@ -1,7 +1,4 @@
-"""Run a few steps in any layout and keep what must be equal in all of them: losses, gradient norms, every gradient.
-
-Tests and ``tools/check_layout.py`` compare such traces with the one of a single process.
-"""
+"""The same steps in any layout, compared."""
 
 from __future__ import annotations
 
@@ -13,14 +10,37 @@ import torch
 
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
+from megatron.data.mock_dataset import RandomDocuments, RandomTokens, StandInTokenizer
+from megatron.models.registry import has_part, load
 from megatron.mpu.shard import Shard, shard_of
-from megatron.training import arguments
-from megatron.training.assembly import build_engine, make_learning_rate, make_streams
+from megatron.optim.lr_scheduler import set_learning_rate
+from megatron.training import global_vars
 from megatron.training.data import RunData
-from megatron.training.engines import ForwardStep, StepEngine
-from megatron.training.report import set_learning_rate
-from megatron.training.stand_in import stand_in_tokenizer
-from megatron.training.world import World
+from megatron.training.global_vars import tokens_of
+from megatron.training.initialize import World
+from megatron.training.setup import build_engine, make_learning_rate, make_streams
+from megatron.training.train_step import ForwardStep, StepEngine
+
+
+def stand_in_tokenizer(config: Config) -> StandInTokenizer:
+    """Return a tokenizer whose text, with what its family appends, fills the vocabulary: 0 where a script has none."""
+    one = StandInTokenizer(1)
+    appended = tokens_of(one, config).vocab_size - one.vocab_size
+    return StandInTokenizer((config.model.vocab_size or 0) - appended)
+
+
+def random_data(config: Config, seed: int | None = None) -> Any:
+    """Return a data set of random samples for the model of ``config``; ``seed`` None: that of the run."""
+    tokenizer, seed = stand_in_tokenizer(config), config.run.seed if seed is None else seed
+    if not has_part(config.family, "data"):
+        return RandomTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
+    texts, tokens = RandomDocuments(tokenizer.vocab_size, seed), tokens_of(tokenizer, config)
+    return load(config.family, "data").random_dataset(config, texts, tokens, seed)
+
+
+# Run a few steps in any layout and keep what must be equal in all of them: losses, gradient norms, every gradient.
+#
+# Tests and ``tools/check_layout.py`` compare such traces with the one of a single process.
 
 SMALLEST_SHARE = 1.0e-6  # of the global norm: gradients below it are zero by symmetry
 
@@ -67,7 +87,7 @@ def trace_steps(
         tokenizer: what scripts are told; None: one for random tokens.
     """
     streams = make_streams(config, here)
-    arguments.set_current(config, tokenizer or stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, tokenizer or stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, model_provider, forward_step)
     data = RunData({"train": dataset, "valid": dataset} if here.reads_data else {}, None)
     trace = Trace()

@@ -1,29 +1,32 @@
-"""The start table, the progress line and the end summary, as text."""
+"""Rows of start table, progress line, end summary; stages.json."""
 
 from __future__ import annotations
 
 import functools
+import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron import cost, device
+from megatron import device, files
 from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint import DEFAULT_KEPT
-from megatron.mpu.grads import counts_here
+from megatron.log import human_count, human_time
+from megatron.models import registry
+from megatron.models.common import memory as cost
 from megatron.mpu.mappings import all_reduce
-from megatron.mpu.shard import shard_of
-from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import accelerator, determinism, fused
-from megatron.training.engines import StepResult
-from megatron.training.forecast import simulated_bubble
-from megatron.training.plan import is_known, plan_rows
-from megatron.training.screen import human_count, human_time
-from megatron.training.state import Progress
-from megatron.training.world import World
+from megatron.mpu.shard import counts_here, shard_of
+from megatron.mpu.topology import Topology
+from megatron.training import device_setup
+from megatron.training.dry_run import is_known, layers_text, place_text, plan_rows, simulated_bubble, stage_memory
+from megatron.training.initialize import World
+from megatron.training.train_state import Progress
+from megatron.training.train_step import StepResult
+
+# The start table, the progress line and the end summary, as text.
 
 MATMUL_SIZE = 1024
 MATMUL_SECONDS = 0.3
@@ -42,7 +45,9 @@ class Rates:
     def __init__(self, config: Config, peak_flops: float | None, counted: Sequence[int]) -> None:
         self.tokens_per_sample = config.tokens_per_sample
         of_own_model = 6.0 * counted[0] * self.tokens_per_sample
-        self.flops_per_sample = cost.of(config).flops_per_sample if is_known(config, counted) else of_own_model
+        self.flops_per_sample = (
+            registry.costs_of(config).flops_per_sample if is_known(config, counted) else of_own_model
+        )
         self.peak_flops = peak_flops
         self._since, self._steps, self._samples = time.perf_counter(), 0, 0
         self._first: float | None = None
@@ -117,7 +122,7 @@ def _measured_product_rate() -> float:
 
 def bounds_of(config: Config, module: torch.nn.Module) -> Sequence[int]:
     """Return the bounds of the pieces of ``module``, in layers as the pipeline counts them."""
-    bounds: Sequence[int] = getattr(module, "parts", [0, cost.of(config).num_units])
+    bounds: Sequence[int] = getattr(module, "parts", [0, registry.costs_of(config).num_units])
     return bounds
 
 
@@ -133,12 +138,12 @@ def start_rows(
     """Yield the rows of the table at the start."""
     bounds = bounds_of(config, module)
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
-    yield from accelerator.device_rows(world.kind)
-    yield from fused.fused_kernel_rows(config, world.kind)
+    yield from device_setup.device_rows(world.kind)
+    yield from device_setup.fused_kernel_rows(config, world.kind)
     forecast = functools.partial(simulated_bubble, recomputes=config.parallel.checkpoint_activations)
     yield from plan_rows(config, world.grid.topology, bounds, config.precision.dtype or "", counted, forecast)
     yield "loss", _loss_row(module)
-    yield from determinism.determinism_rows(config, world.kind)
+    yield from device_setup.determinism_rows(config, world.kind)
     yield from data_rows
     yield "run folder", str(folder)
     if not config.checkpoint.eval_only:
@@ -178,7 +183,38 @@ def progress_line(
     )
 
 
-def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
-    """Give all parameter groups the rate of the coming step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+# ``stages.json`` in the run folder: what each stage holds, for tools that show a run. Rank 0 writes it.
+
+NAME = "stages.json"
+
+
+def stage_facts(
+    config: Config, topology: Topology, bounds: Sequence[int], counted: Sequence[int], before: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Return of each stage its layers, the parameters on a rank, and the memory that was estimated for one, in bytes.
+
+    That estimate is of the model and its training alone; beside it stands what a rank held before.
+
+    Args:
+        bounds: of the pieces, as ``megatron.training.dry_run.plan_rows`` takes them.
+        counted: parameters of the whole model, then of one rank of each stage.
+        before: by "stage 0" and so on, the most bytes that a rank of it held before the model was made.
+    """
+    known, stages = is_known(config, counted), topology.pipe
+    memory = stage_memory(config, topology, bounds, config.precision.dtype or "") if known else None
+    return [
+        {
+            "stage": stage,
+            "ranks": topology.data * topology.tensor,
+            "layers": place_text(config, bounds, stages, stage) if known else layers_text(bounds, stages, stage),
+            "parameters": counted[1 + stage],
+            "estimated_bytes": memory[stage].total if memory is not None else None,
+            "before_bytes": before[f"stage {stage}"],
+        }
+        for stage in range(stages)
+    ]
+
+
+def write(folder: Path, facts: list[dict[str, Any]]) -> None:
+    """Write what ``stage_facts`` returned."""
+    files.replace_bytes(folder / NAME, json.dumps(facts, indent=2).encode() + b"\n")

@@ -1,21 +1,79 @@
-"""Going on from a checkpoint at the start of a run."""
+"""--load, --resume, --finetune: what a start takes up; from a Hugging Face folder."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from megatron import log
 from megatron.checkpoint import Checkpoint
 from megatron.checkpoint.folders import last_sequence
-from megatron.errors import marked
-from megatron.training import data_order, deepspeed_format, deepspeed_format_folder
-from megatron.training.branch import Branch
-from megatron.training.parts import Run
-from megatron.training.pretrained import is_pretrained, start_from
-from megatron.training.resume_rules import check_tokenizer, layout_text, warn_of_changes, warn_of_weights
-from megatron.training.run_folder import Place
-from megatron.training.run_source import is_deepspeed_folder, saved_in, saves_in
-from megatron.training.state import EVERYTHING, Progress, Taken, check_fits, open_for, restore
+from megatron.checkpoint.huggingface import config as tokens
+from megatron.checkpoint.huggingface import weights
+from megatron.config import Config
+from megatron.errors import CheckpointError, ConfigError, DataError, marked
+from megatron.training import data, deepspeed_checkpoint
+from megatron.training.compatibility import check_tokenizer, layout_text, warn_of_changes, warn_of_weights
+from megatron.training.run import Run
+from megatron.training.run_folder import Place, is_deepspeed_folder, saved_in, saves_in
+from megatron.training.train_state import (
+    EVERYTHING,
+    Branch,
+    Progress,
+    Taken,
+    check_fits,
+    open_for,
+    restore,
+    weight_records,
+)
+
+# Starting from the weights in a Hugging Face folder, in any layout.
+
+
+def is_pretrained(source: Path) -> bool:
+    """Tell whether ``source`` is a Hugging Face folder rather than one of ours."""
+    return weights.is_folder(source)
+
+
+def start_from(run: Run, source: Path) -> None:
+    """Fill the model's weights; each rank reads the parts that it holds. Steps and samples count from 0. Collective.
+
+    Raises:
+        CheckpointError: the folder is of another model, or damaged; or the flags ask for more than weights.
+    """
+    flags = run.config.checkpoint
+    with ExitStack() as stack:
+        with marked(is_of_this_rank=False):
+            if not (flags.finetune or flags.eval_only):
+                raise CheckpointError(
+                    f"{source} is a Hugging Face folder, which holds weights and nothing to go on with. Add --finetune"
+                )
+            folder = weights.opened(source, stack)
+            folder.check_fits(run.config)
+        folder.load(weight_records(run.engine.module, run.engine.optimizer))
+    run.engine.optimizer.copy_masters_to_parameters()
+    run.loaded = source
+    if run.world.rank == 0:
+        advice = f". The folder's own: {folder.flags}"
+        warn_of_weights(folder.config.to_dict(), run.config, source, advice)
+        _compare_tokenizers(run.config, source)
+    log.info(f"loaded the weights of {source}, a Hugging Face folder: each rank has read its parts")
+
+
+def _compare_tokenizers(config: Config, source: Path) -> None:
+    """Say whether the run's tokenizer gives the ids that the weights of ``source`` were trained on, as far as seen."""
+    try:
+        found = tokens.difference(source, config)
+    except (ConfigError, DataError) as error:
+        log.info(f"whether the tokenizer is that of {source} is not checked: {error}")
+        return
+    if found:
+        log.warning(f"the tokenizer is not that of {source}: {found}. The weights read other words")
+    else:
+        log.info(f"the tokenizer has the ids of that in {source}")
+
+
+# Going on from a checkpoint at the start of a run.
 
 
 def load(run: Run, place: Place) -> None:
@@ -31,8 +89,8 @@ def load(run: Run, place: Place) -> None:
     with marked(is_of_this_rank=False):
         check_tokenizer(state, run.tokenizer, allow_change=flags.allow_vocab_change)
         if taken.data:
-            run.data_loaded = data_order.Saved(state.get("data_fingerprint"), state.get("data_order"))
-            order = data_order.resumed(run.data, state, allow_change=flags.allow_data_change)
+            run.data_loaded = data.Saved(state.get("data_fingerprint"), state.get("data_order"))
+            order = data.resumed(run.data, state, allow_change=flags.allow_data_change)
     run.progress = _restored(run, checkpoint, taken)
     if order is not None:
         run.data.use_order(order)
@@ -68,17 +126,17 @@ def is_same_run(run: Run, place: Place) -> bool:
 def _open(run: Run, source: Path) -> Checkpoint:
     strict = run.config.checkpoint.strict_load
     if is_deepspeed_folder(source):
-        return deepspeed_format_folder.open_newest(source, run.world.grid.host, strict=strict)
+        return deepspeed_checkpoint.open_newest(source, run.world.grid.host, strict=strict)
     return open_for(source, run.world, strict=strict)
 
 
 def _restored(run: Run, checkpoint: Checkpoint, taken: Taken) -> Progress:
     """Put the state of ``checkpoint``, in whichever format, into model and optimizer. Collective."""
     fingerprint = run.data.fingerprint if run.data.order is None else None
-    if deepspeed_format_folder.is_of_this_format(checkpoint):
+    if deepspeed_checkpoint.is_of_this_format(checkpoint):
         with marked(is_of_this_rank=False):
             check_fits(checkpoint, run.config, fingerprint, taken)
-        return deepspeed_format.restore(checkpoint, run.engine.engine, run.config, run.world, taken)
+        return deepspeed_checkpoint.restore(checkpoint, run.engine.engine, run.config, run.world, taken)
     return restore(
         checkpoint,
         config=run.config,

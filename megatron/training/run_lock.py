@@ -20,9 +20,8 @@ from typing import Any
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.file_lock import FileLock
-from megatron.training.own_job import job
-from megatron.training.rank_zero import by_rank_0
-from megatron.training.world import World
+from megatron.training.initialize import World, by_rank_0
+from megatron.training.run_folder import job
 
 NAME = "run.lock"
 RESTART_WAIT_S = 30.0

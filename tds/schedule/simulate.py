@@ -1,14 +1,169 @@
-"""A schedule run with the times of its actions: the time line of each stage and its bubble."""
+"""How long a schedule takes: closed forms, timeline with costs, choice between schedules; send window; names and
+defaults.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tds.schedule.actions import Action
-from tds.schedule.costs import Costs
-from tds.schedule.running import Channel, Content, run
+from tds.schedule.schedules import Action, Backward, BackwardInput, Forward, Order
+from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
+
+# How layers lie on pipeline stages, how long stages idle and what they keep: arithmetic alone.
+#
+# A stage holds one piece of the model, or with ``c`` chunks several: piece ``chunk * p + stage`` lies on ``stage``.
+# F, B and W are the times of a forward, a backward for the input and one for the weights; T = F + B + W of a stage.
+#
+# | schedule | c | in flight on stage i | a step of m micro-batches lasts | at equal T it idles |
+# |---|---|---|---|---|
+# | 1f1b | 1 | min(p - i, m) | m max(T) + sum(T) - max(T) | (p - 1) / (m + p - 1) |
+# | gpipe | 1 | m | the same | the same |
+# | zb-h1 | 1 | min(p, m) | m max(T) + (sum(T) - max(T)) / 3 at F = B = W | (p - 1) / (3 m + p - 1) |
+# | interleaved | >1 | 2 (p - i - 1) + (c - 1) p + 1 chunks | m max(T) + (sum(T) - max(T)) / c | (p - 1) / (c m + p - 1) |  # noqa: E501
+# | zb-h1 | >1 | i chunks more | m max(T) + (sum(T) - max(T)) / (3 c) at F = B = W | (p - 1) / (3 c m + p - 1) |
+#
+# Those below gpipe are for enough micro-batches. For each that m lacks to p, zb-h1 loses max(T) / 3 more and
+# interleaved (c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that, and zb-h1 with
+# chunks about a third. Messages cost nothing here. ``tds.schedule.simulate`` runs the actions themselves, with costs of
+# one's own.
+#
+# Sources: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2; Qi et
+# al. 2023, "Zero bubble pipeline parallelism", section 2.
+
+ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
+MANY_CHUNKS = ("interleaved", "zb-h1")
+AUTO = "auto"
+"""Stands for the schedule that proves fastest in the first steps, among those for the number of chunks."""
+SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS)), AUTO)
+
+
+def by_default(num_chunks: int) -> str:
+    """Return the schedule of a pipeline for which none is named."""
+    return (MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK)[0]
+
+
+def candidates(schedule: str, num_chunks: int) -> tuple[str, ...]:
+    """Return the schedules that a run named ``schedule`` may train by."""
+    if schedule != AUTO:
+        return (schedule,)
+    return MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK
+
+
+def bubble(
+    num_stages: int,
+    num_micro_batches: int,
+    schedule: str = "1f1b",
+    num_chunks: int = 1,
+    piece_costs: Sequence[float] | None = None,
+) -> float:
+    """Return the share of a step in which a stage idles on average, by the table above.
+
+    Interleaved chunks of unequal cost make stages wait for each other: the pace lies between that of the slowest stage
+    and that of the slowest piece of each chunk in turn; the mean of both is taken, which is off by some percent.
+
+    Args:
+        piece_costs: T of each piece, in any unit; None: all the same.
+    """
+    p, m = num_stages, num_micro_batches
+    pieces = [1.0] * (p * num_chunks) if piece_costs is None else list(piece_costs)
+    costs = [sum(pieces[stage::p]) for stage in range(p)]
+    by_chunk = sum(max(pieces[first : first + p]) for first in range(0, len(pieces), p))
+    slowest = (max(costs) + by_chunk) / 2
+    parts = num_chunks * (3 if schedule == "zb-h1" else 1)
+    short = 1.0 if m < p else 1 / 3 if schedule == "zb-h1" else 2 / 3
+    missing = (num_chunks - 1) * (-m % p) * short / num_chunks
+    if schedule == "zb-h1" and num_chunks == 1:
+        missing = max(p - m, 0) / 3
+    step = m * slowest + (sum(costs) - max(costs)) / parts + missing * max(costs)
+    return 1 - m * sum(costs) / (p * step)
+
+
+def in_flight(num_stages: int, num_micro_batches: int, schedule: str, num_chunks: int, stage: int) -> int:
+    """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst."""
+    p, most = num_stages, num_chunks * num_micro_batches
+    whole = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * p + 1
+    held = {"1f1b": whole, "interleaved": whole, "gpipe": most, "zb-h1": whole + stage}
+    return min(most, max(held[name] for name in candidates(schedule, num_chunks)))
+
+
+def share_split(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> float:
+    """Return the share of a stage's backwards that ``zb-h1`` splits; with chunks stage 1 splits its last rounds."""
+    if stage == 1 and num_chunks > 1:
+        return min(1.0, (num_stages + num_micro_batches % num_stages) / num_micro_batches)
+    return 1.0 if stage else 0.0
+
+
+# How long each piece of the model takes, given or measured.
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any unit) for one micro-batch in each piece of the model; ``chunk * p + stage`` is a piece's index.
+
+    A whole backward costs both of its halves, or what ``backward`` says: splitting has a price. ``transfer`` is from
+    the end of an action to its message's arrival.
+
+    Raises:
+        ValueError: not one value for each piece, or one that is negative or not finite.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    transfer: float = 0.0
+    backward: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        lengths = len(self.forward), len(self.backward_input), len(self.backward_weight)
+        if lengths[0] == 0 or len(set(lengths)) > 1:
+            raise ValueError(
+                "costs need one forward, backward_input and backward_weight for each piece of the model, got "
+                f"{lengths[0]}, {lengths[1]} and {lengths[2]} values"
+            )
+        if self.backward and len(self.backward) != lengths[0]:
+            raise ValueError(
+                f"costs need a backward for each of {lengths[0]} pieces, or none, got {len(self.backward)} values"
+            )
+        for name in ("forward", "backward_input", "backward_weight", "backward"):
+            for piece, value in enumerate(getattr(self, name)):
+                _check_time(f"{name} of piece {piece}", value)
+        _check_time("transfer", self.transfer)
+
+    @classmethod
+    def even(cls, num_pieces: int, F: float = 1, B: float = 1, W: float = 1, transfer: float = 0) -> Costs:
+        """Return the same times for every piece: forward, backward for the input, backward for the weights."""
+        return cls((F,) * num_pieces, (B,) * num_pieces, (W,) * num_pieces, transfer)
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.forward)
+
+    def of(self, action: Action, piece: int) -> float:
+        """Return the time of ``action`` in ``piece``."""
+        if isinstance(action, Forward):
+            return self.forward[piece]
+        if isinstance(action, BackwardInput):
+            return self.backward_input[piece]
+        if isinstance(action, Backward):
+            return self.whole_backward[piece]
+        return self.backward_weight[piece]
+
+    @property
+    def whole_backward(self) -> tuple[float, ...]:
+        """The times of a backward that is not split."""
+        return self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
+
+
+def _check_time(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"costs must be finite and not negative, got {value} for {name}")
+
+
+# A schedule run with the times of its actions: the time line of each stage and its bubble.
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +234,98 @@ def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int =
         free_at[event.stage] = end
         spans[event.stage].append(Span(event.action, start, end))
     return Timeline(tuple(map(tuple, spans)))
+
+
+# The choice between schedules by the step time that their simulation predicts.
+
+SAME = 1e-6
+"""Step times that differ by a smaller part than this are equal."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schedule to run, and why.
+
+    ``peaks`` has for each candidate the most forwards that one stage has in flight.
+    """
+
+    name: str
+    timelines: Mapping[str, Timeline]
+    peaks: Mapping[str, int]
+    reason: str
+
+
+def choose(
+    candidates: Mapping[str, Order], costs: Costs, num_stages: int, num_micro_batches: int, num_chunks: int = 1
+) -> Choice:
+    """Return the candidate with the shortest predicted step; among equals the one with the least in flight.
+
+    Raises:
+        ScheduleError: a candidate cannot run; its name is told.
+        ValueError: there are no candidates, or ``costs`` are not those of all pieces.
+    """
+    if not candidates:
+        raise ValueError("choose needs at least one schedule, got none")
+    timelines: dict[str, Timeline] = {}
+    peaks: dict[str, int] = {}
+    for name, order in candidates.items():
+        try:
+            stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+            peaks[name] = max(validate(stages, num_micro_batches, num_chunks=num_chunks))
+        except ScheduleError as error:
+            raise ScheduleError(f"the schedule {name} cannot run: {error}") from error
+        timelines[name] = simulate(stages, costs, num_chunks)
+    best = min(timeline.step_s for timeline in timelines.values())
+    fastest = [name for name in timelines if timelines[name].step_s <= best * (1 + SAME)]
+    chosen = min(fastest, key=lambda name: peaks[name])
+    return Choice(chosen, timelines, peaks, _reason(chosen, fastest, timelines, peaks))
+
+
+def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], peaks: Mapping[str, int]) -> str:
+    """Tell the step time of the choice, and those of the others or what else decided."""
+    longest = max(timeline.step_s for timeline in timelines.values())
+    unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
+    told = {name: f"{timeline.step_s * factor:.3g}" for name, timeline in timelines.items()}
+    reason = f"{chosen}: predicted {told[chosen]} {unit} a step"
+    others = sorted((name for name in timelines if name != chosen), key=lambda name: timelines[name].step_s)
+    if others:
+        reason += " against " + ", ".join(f"{told[name]} ({name})" for name in others)
+    tied = [name for name in fastest if name != chosen]
+    if tied:
+        held = ", ".join(f"{peaks[name]} ({name})" for name in tied)
+        reason += f"; it holds {peaks[chosen]} micro-batches in flight, against {held}"
+    return reason
+
+
+# How many messages a stage may have on their way to a neighbour before it waits for the oldest.
+#
+# Without a limit a stage that runs ahead, as the first does in an evaluation, would keep all that it has sent. With one
+# a schedule can come to stand still: every stage waits to send, and none gets to the action that would take a message;
+# around a ring of chunks this really happens. Which limits are safe depends on the whole schedule, so each is tried on
+# it. The trial is strict: it counts messages that are not taken, while a real sender is freed when the receive is
+# posted, which is earlier, and it holds the action back, while a real stage does it first and waits after.
+
+
+@functools.lru_cache(maxsize=32)
+def send_window(
+    order: Callable[[int, int, int], Sequence[Action]],
+    num_stages: int,
+    num_micro_batches: int,
+    num_chunks: int = 1,
+    is_training: bool = True,
+) -> int:
+    """Return a limit with which the schedule runs to its end: p + 1 where that is enough.
+
+    Raises:
+        ScheduleError: it does not run whatever the limit.
+    """
+    stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+    window, all_of_them = num_stages + 1, num_micro_batches * num_chunks
+    while window < all_of_them:
+        try:
+            validate(stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training, window=window)
+            return window
+        except ScheduleError:
+            window *= 2
+    validate(stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training)
+    return all_of_them

@@ -13,10 +13,9 @@ from benchmarks.plan_parts.training import config_of
 from benchmarks.scaling_parts import measured, page, predicted
 from benchmarks.scaling_parts.measured import MICRO_BATCH, SAMPLES, Point, Scaled, points
 from benchmarks.scaling_parts.predicted import TERMS, Prediction, best, predictions
-from megatron.planner.devices import device
 from megatron.planner.layout import layout_of
-from megatron.planner.machine import Link
-from megatron.stages import bubble
+from megatron.planner.machine import Link, device
+from tds.schedule.simulate import bubble
 
 SMALL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 1024 --seq-length 512 "

@@ -144,12 +144,12 @@ def test_on_a_gpu_the_better_of_ours_counts_by_the_data_sheet(family: str, share
 
 def test_the_large_sizes_have_1_3_billion_parameters_and_flags_change_them() -> None:
     from benchmarks.flags import config_of
-    from megatron import cost
+    from megatron.models import registry
 
     for family in step_time.MODELS:
         args = step_time.parse_args(["--model", family, "--size", "1.3b", "--device", "cpu"])
         assert args.contenders == step_time.OURS
-        held = cost.of(config_of(step_time.work_of(args).sizes)).num_parameters
+        held = registry.costs_of(config_of(step_time.work_of(args).sizes)).num_parameters
         assert 1.25e9 < held < 1.35e9, family
     args = step_time.parse_args("--size 1.3b --num-layers 2 --batch-size 1".split())
     assert (args.num_layers, args.hidden_size, args.batch_size) == (2, 2048, 1)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron.arguments import config_from_values
-from megatron.model import GPT2Model, T5Model, sizes_from, t5_sizes_from
+from megatron.models import GPT2Model, T5Model, sizes_from, t5_sizes_from
 
 Tensors = dict[str, torch.Tensor]
 HEADS, HIDDEN, LAYERS, VOCABULARY = 4, 16, 4, 40

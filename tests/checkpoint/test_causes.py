@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import TensorRecord, open_checkpoint, open_latest, save
-from megatron.checkpoint.agree import together
-from megatron.checkpoint.causes import in_words, summary
+from megatron.checkpoint.rank_errors import in_words, summary, together
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
 from tests.checkpoint.samples import FailAt, records_for, save_alone, world_of

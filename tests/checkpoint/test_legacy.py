@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.legacy.find import find
-from megatron.checkpoint.legacy.importing import Wishes, import_checkpoint
-from megatron.checkpoint.whole import open_folder, read_weights
+from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
+from megatron.checkpoint.legacy.files import find
+from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.legacy_files import HEADS, model_of, write_cpm1, write_layers, write_megatron
 from tools import import_checkpoint as tool

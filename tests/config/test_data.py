@@ -8,9 +8,8 @@ import pytest
 
 from megatron import tokenizer
 from megatron.config import Config, parse
-from megatron.config.data import TOKENIZERS
+from megatron.config.data import TOKENIZERS, parse_paths
 from megatron.errors import ConfigError
-from megatron.mixtures import parse_paths
 
 
 def read(*words: str, world_size: int = 1, defaults: str = "", family: str = "gpt2") -> Config:

@@ -36,25 +36,29 @@ import pretrain_t5
 from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
-from megatron import cost, data, device, mpu, tokenizer
-from megatron.arguments.values import all_options, all_sections, takes
+from megatron import data, device, mpu, tokenizer
+from megatron.arguments.deepspeed_json import engine_dict
+from megatron.arguments.flag_values import all_options, all_sections, takes
 from megatron.config import Config, parse
-from megatron.config.deepspeed import engine_dict
 from megatron.config.option import Option
-from megatron.data import bert_control, build_bert, build_t5
+from megatron.data.mock_dataset import StandInTokenizer
 from megatron.errors import CheckpointError, ConfigError
+from megatron.models import registry
+from megatron.models.bert import data as bert_control
+from megatron.models.bert import data as build_bert
 from megatron.models.registry import FAMILIES
+from megatron.models.t5 import span_files
 from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
-from megatron.training import arguments, assembly, fused, report, run_folder, vocabulary
 from megatron.training import data as run_data
+from megatron.training import device_setup, global_vars, report, run_folder, setup
 from megatron.training.data import RunData, samples_wanted
-from megatron.training.guard import Guard
-from megatron.training.plan import plan_rows
-from megatron.training.stand_in import StandInTokenizer, random_data
-from megatron.training.state import Taken, kept_by
-from megatron.training.world import World
-from tests.config.test_flags_table import NEEDS, NEEDS_IN, some_value
+from megatron.training.dry_run import plan_rows
+from megatron.training.initialize import World
+from megatron.training.parity import random_data
+from megatron.training.stability_guard import Guard
+from megatron.training.train_state import Taken, kept_by
+from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,23 +216,25 @@ def plan(config: Config) -> Any:
     parallel = config.parallel
     size = parallel.model_parallel_size * parallel.num_stages
     topology = Topology.of_world(size, parallel.model_parallel_size, parallel.num_stages)
-    return [*plan_rows(config, topology, cost.of(config).stage_bounds(topology.pipe, parallel.chunks), "fp32")]
+    return [
+        *plan_rows(config, topology, registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks), "fp32")
+    ]
 
 
 def rates(config: Config) -> Any:
-    made = assembly.make_learning_rate(config)
+    made = setup.make_learning_rate(config)
     return [made.at(update) for update in (2, 25, 37)]
 
 
 def optimizer(config: Config) -> Any:
     given: list[Any] = []
-    assembly.build_optimizer = lambda parameters, **how: given.append(how)
+    setup.build_optimizer = lambda parameters, **how: given.append(how)
     config = dataclasses.replace(
         config, precision=dataclasses.replace(config.precision, dtype=config.precision.dtype or "fp32")
     )
-    assembly.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
+    setup.make_optimizer(config, torch.nn.Linear(1, 1), WORLD)
     how = {name: value for name, value in given[0].items() if name not in ("model", "tensor", "data")}
-    return text([how, fused.uses_adam(config)])
+    return text([how, device_setup.uses_adam(config)])
 
 
 def engine(config: Config) -> Any:
@@ -237,9 +243,9 @@ def engine(config: Config) -> Any:
 
 def built(config: Config) -> Any:
     """Return the script's model of one rank, its weights filled."""
-    arguments.set_current(config, stand_in(config), assembly.make_streams(config, WORLD))
+    global_vars.set_current(config, stand_in(config), setup.make_streams(config, WORLD))
     made = SCRIPTS[config.family].model_provider()
-    assembly.put_in_place(config, made, WORLD)
+    setup.put_in_place(config, made, WORLD)
     return made
 
 
@@ -267,14 +273,14 @@ def sizes(config: Config) -> Any:
 
 def provider(config: Config) -> Any:
     given: list[Any] = []
-    homes = ((data, ""), (build_t5, "t5_"), (build_bert, "bert_"))
+    homes = ((data, ""), (span_files, "t5_"), (build_bert, "bert_"))
     for home, family in homes:
         name = f"build_{family}train_valid_test"
         setattr(home, name, lambda *args, **how: given.append((args, how)) or (None, None, None))
     data.fim_from = lambda _, *rates: rates  # type: ignore[assignment]
     bert_control.bert_tokens = lambda _: None  # type: ignore[assignment]
     tokenizer.word_starts = lambda _: "the starts of words"  # type: ignore[assignment]
-    arguments.set_current(config, stand_in(config), None)
+    global_vars.set_current(config, stand_in(config), None)
     SCRIPTS[config.family].train_valid_test_datasets_provider([1, 1, 1])
     return text(given)
 
@@ -284,7 +290,7 @@ def samples(config: Config) -> Any:
 
 
 def batch(config: Config) -> Any:
-    arguments.set_current(config, stand_in(config), None)
+    global_vars.set_current(config, stand_in(config), None)
     length = config.batch.seq_length + 1
     tokens = torch.arange(2 * length).view(2, length) % 7
     return text(SCRIPTS[config.family].get_batch({"text": tokens}))
@@ -298,8 +304,8 @@ def loader(config: Config) -> Any:
 
 def tokenizer_(config: Config) -> Any:
     given: list[Any] = []
-    vocabulary.build_tokenizer = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
-    vocabulary.with_tokenizer(config)
+    global_vars.build_tokenizer = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
+    global_vars.with_tokenizer(config)
     return given
 
 
@@ -323,11 +329,11 @@ def guard(config: Config) -> Any:
 
 def device_(config: Config) -> Any:
     compiled: list[bool] = []
-    assembly.compile_layers = lambda *_, **__: compiled.append(True)
-    assembly.make_optimizer = lambda *_: None  # type: ignore[assignment]
-    streams = assembly.make_streams(config, WORLD)
-    arguments.set_current(config, stand_in(config), streams)
-    assembly.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)
+    setup.compile_layers = lambda *_, **__: compiled.append(True)
+    setup.make_optimizer = lambda *_: None  # type: ignore[assignment]
+    streams = setup.make_streams(config, WORLD)
+    global_vars.set_current(config, stand_in(config), streams)
+    setup.build_weights(config, WORLD, streams, SCRIPTS[config.family].model_provider)
     try:
         return device.choose(config.parallel.device), compiled
     except ValueError as error:
@@ -392,11 +398,11 @@ def observe_all(rank: int, fields: list[str], folder: Path) -> dict[str, tuple[s
 
 
 PATCHED: dict[Any, str] = {
-    assembly: "build_optimizer compile_layers make_optimizer",
+    setup: "build_optimizer compile_layers make_optimizer",
     data: "build_train_valid_test build_t5_train_valid_test build_bert_train_valid_test fim_from bert_tokens",
     tokenizer: "word_starts",
     run_data: "TimedBatches",
-    vocabulary: "build_tokenizer",
+    global_vars: "build_tokenizer",
 }
 """What observables put in place of our own."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.arguments import config_from_values
+from megatron.arguments.validate import find_problems
 from megatron.config import Config, parse
-from megatron.config.validate import find_problems
 from megatron.errors import ConfigError
 
 WORDS = ["--data-path", "none", "--seq-length", "64", "--vocab-size", "101", "--device", "cpu"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.arguments import config_from_values
-from megatron.config import Config, ModelConfig, T5Config, flags_doc, parse
+from megatron.arguments import config_from_values, flags_doc
+from megatron.arguments.validate import find_problems
+from megatron.config import Config, ModelConfig, T5Config, parse
 from megatron.config.data import SET_SUFFIXES
-from megatron.config.validate import find_problems
 from megatron.errors import ConfigError
 
 DEFAULTS = {"activation": "relu", "layernorm_epsilon": 1e-6}

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron import tokenizer
 from megatron.data import TokenFile, preprocess
-from megatron.data.preprocess import units
+from megatron.data.preprocess import corpus
 from megatron.tokenizer import Tokenizer, train
 
 GOOD = [f"document {number}\nsecond line 第{number}行" for number in range(60)]
@@ -46,7 +46,7 @@ def texts(
 ) -> list[str | preprocess.BadRecord]:
     """Return the documents of a corpus in order, and what is bad."""
     planned = preprocess.plan_units(paths, format, unit_bytes=sys.maxsize)
-    return [text for unit in planned for _, text in units.unit_documents(unit, keys)]
+    return [text for unit in planned for _, text in corpus.unit_documents(unit, keys)]
 
 
 @dataclasses.dataclass

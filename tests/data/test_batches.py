@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.batch import BatchSizes
 from megatron.data import GPT2Samples, ReplicaBatches
-from megatron.data.read_ahead import ReadAhead
+from megatron.data.data_loader import ReadAhead
 from megatron.errors import DataError, SampleError
-from megatron.rampup import BatchSizes
 from tests.data.token_data import write
 
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data import TokenFile, document_hash, split
+from megatron.data import TokenFile, split
 from megatron.data.cache import Cache
-from megatron.data.document_hash import document_hashes
-from megatron.data.split import split_by_hash
+from megatron.data.split import document_hashes, split_by_hash
 from tests.data.megatron_writers import write_now
 
 MASK = (1 << 64) - 1
@@ -39,10 +38,10 @@ def test_hashes_equal_the_reference_in_blocks_of_any_place(
     wanted = [reference(document) for document in documents]
     for block in (5, 1 << 16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(document_hash, "_BLOCK", block)
-            document_hash._powers.cache_clear()
+            patch.setattr(split, "_BLOCK", block)
+            split._powers.cache_clear()
             assert document_hashes(file, min(first, len(documents)), len(documents)).tolist() == wanted[first:]
-    document_hash._powers.cache_clear()
+    split._powers.cache_clear()
 
 
 def texts(count: int, seed: int = 0) -> list[list[int]]:

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import cache as cache_module
-from megatron.data import document_order
+from megatron.data import sample_index
 from megatron.data.cache import Cache
-from megatron.data.document_order import DocumentOrder
-from megatron.data.documents import Documents, documents_key, num_tokens_of, number_type, sizes_of
+from megatron.data.indexed_dataset import Documents, documents_key, num_tokens_of, number_type, sizes_of
 from megatron.data.permutation import Permutation
-from megatron.data.windows import Windows
+from megatron.data.sample_index import DocumentOrder, Windows
 
 
 class Sizes:
@@ -54,9 +53,9 @@ def test_pieces_of_any_stretch_equal_the_order_written_out(data: st.DataObject) 
     chosen = np.array(sorted(set(range(len(sizes))) - left_out), np.int32)
     documents = data.draw(st.sampled_from([(len(left_out), len(sizes)), chosen]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document_order, "SEGMENT", 12)
-        patch.setattr(document_order, "_STRIDE", 4)
-        patch.setattr(document_order, "_BLOCK", 8)
+        patch.setattr(sample_index, "SEGMENT", 12)
+        patch.setattr(sample_index, "_STRIDE", 4)
+        patch.setattr(sample_index, "_BLOCK", 8)
         order = DocumentOrder(source, documents, seed=5, epoch=2)
         if not num_tokens_of(source.sizes, documents):
             return
@@ -81,7 +80,7 @@ def test_an_order_kept_in_files_is_that_of_memory_and_old_epochs_go(
 ) -> None:
     sizes = np.random.default_rng(0).integers(0, 30, 1000).astype(np.int32)
     in_memory = windows(Sizes(sizes), None)
-    monkeypatch.setattr(document_order, "SEGMENT", 256)
+    monkeypatch.setattr(sample_index, "SEGMENT", 256)
     source, cache = Sizes(sizes), Cache(tmp_path)
     shared, per_epoch = windows(source, cache), in_memory.per_epoch
     for epoch in range(4):
@@ -95,7 +94,7 @@ def test_an_order_kept_in_files_is_that_of_memory_and_old_epochs_go(
 def test_a_flipped_bit_in_the_cache_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = np.random.default_rng(1).integers(0, 30, 1000).astype(np.int32)
     in_memory = windows(Sizes(sizes), None)
-    monkeypatch.setattr(document_order, "SEGMENT", 256)
+    monkeypatch.setattr(sample_index, "SEGMENT", 256)
     cache = Cache(tmp_path)
     windows(Sizes(sizes), cache)[0]
     draw = random.Random(2)
@@ -114,7 +113,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_order(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("changed", ["data", "documents", "numbers", "seed", "format", "epoch"])
 def test_nothing_stale_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     """Row D16."""
-    monkeypatch.setattr(document_order, "SEGMENT", 100)
+    monkeypatch.setattr(sample_index, "SEGMENT", 100)
     sizes, cache, numbers = np.full(400, 20, np.int32), Cache(tmp_path), np.arange(0, 400, 2)
     windows(Sizes(sizes), cache, documents=(0, 300))[0]
     windows(Sizes(sizes), cache, documents=numbers)[0]
@@ -128,7 +127,7 @@ def test_nothing_stale_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pyte
     elif changed == "seed":
         seed = 4
     elif changed == "format":
-        monkeypatch.setattr(document_order, "FORMAT", 2)
+        monkeypatch.setattr(sample_index, "FORMAT", 2)
     else:
         index = 10**6
     built: list[int] = []

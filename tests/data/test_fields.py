@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.control_tokens import T5Tokens
-from megatron.data.fields import gpt2_fields, t5_fields
-from megatron.model.gpt2 import GPT2Model
-from tests.model.samples import VOCAB, filled, small_sizes
+from megatron.data.gpt_dataset import gpt2_fields
+from megatron.models.gpt2.model import GPT2Model
+from megatron.models.t5.data import T5Tokens
+from megatron.models.t5.model import t5_fields
+from tests.models.common.samples import VOCAB, filled, small_sizes
 
 ALL = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 

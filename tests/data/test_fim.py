@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.fim import NAMES, Fim, fim_from
-from megatron.data.random_words import random_words
+from megatron.data.gpt_dataset import NAMES, Fim, fim_from
+from megatron.data.permutation import random_words
 from megatron.errors import ConfigError, DataError
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 1_000_001, 1_000_002, 1_000_003

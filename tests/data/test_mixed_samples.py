@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from megatron.data import Fim, MixedSamples, ReplicaBatches, TokenFile, TokenFileWriter, resumed_order
-from megatron.data.control_tokens import T5Tokens
-from megatron.data.readers import READERS, PreadReader
+from megatron.data.file_io import READERS, PreadReader
 from megatron.errors import CheckpointError, DataError
-from tests.data import test_build, test_build_t5
+from megatron.models.t5.data import T5Tokens
+from tests.data import test_build
+from tests.models.t5 import test_build_t5
 
 TOKENS = T5Tokens.appended(5000, 12, 0)
 FLAGS = {"split": "8,1,1", "seq_length": 6, "vocab_size": 5000}

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.mixture import Corpus, SampleOrder, whole_weights
-from megatron.data.mixture_resume import resumed_order
+from megatron.data.blended_dataset import Corpus, SampleOrder, resumed_order, whole_weights
 from megatron.errors import CheckpointError, DataError
 
 NAMES = "abcde"

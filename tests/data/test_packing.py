@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import packing_lengths, packing_windows
+from megatron.data import packing
 from megatron.data.cache import Cache
-from megatron.data.documents import Documents
-from megatron.data.packing import best_fit
-from megatron.data.packing_lengths import Pieces
-from megatron.data.packing_windows import PackedWindows
+from megatron.data.indexed_dataset import Documents
+from megatron.data.packing import PackedWindows, Pieces, best_fit
 from megatron.errors import DataError
 
 
@@ -114,7 +112,7 @@ def test_pieces_do_not_depend_on_the_blocks_they_are_sorted_in(monkeypatch: pyte
     for documents in kinds:
         whole = Pieces(sizes, documents, 17)
         with monkeypatch.context() as patch:
-            patch.setattr(packing_lengths, "_BLOCK", 7)
+            patch.setattr(packing, "_BLOCK", 7)
             blocks = Pieces(sizes, documents, 17)
         assert pickle.dumps(whole) == pickle.dumps(blocks)
         order = np.concatenate(by_length(whole))
@@ -125,7 +123,7 @@ def test_pieces_do_not_depend_on_the_blocks_they_are_sorted_in(monkeypatch: pyte
 
 
 def test_processes_of_a_host_share_the_order_of_many_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing_windows, "_KEPT_FROM", 100)
+    monkeypatch.setattr(packing, "_KEPT_FROM", 100)
     source = Sizes(np.random.default_rng(5).integers(0, 60, 120).tolist())
 
     def order(capacity: int = 17, documents: Documents = (0, 120), is_kept: bool = True) -> list[Any]:
@@ -136,7 +134,7 @@ def test_processes_of_a_host_share_the_order_of_many_documents(tmp_path: Path, m
     alone, narrower = order(is_kept=False), order(documents=(0, 119), is_kept=False)
     assert order() == alone and order(documents=(0, 119)) == narrower
     with monkeypatch.context() as patch:
-        patch.setattr(packing_lengths._Cut, "_blocks", lambda cut: iter(()))
+        patch.setattr(packing._Cut, "_blocks", lambda cut: iter(()))
         assert order() == alone and order(documents=(0, 119)) == narrower, "nothing is computed again"
         with pytest.raises(DataError, match="the split has none"):
             order(capacity=18)

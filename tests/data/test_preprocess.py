@@ -13,7 +13,7 @@ from megatron import files, tokenizer
 from megatron.data import TokenFile, preprocess
 from megatron.data.preprocess import encode
 from megatron.errors import DataError
-from megatron.tokenizer import train, word_cut
+from megatron.tokenizer import cpm, train
 from tests.data.preprocess_job import END, GOOD, Corpus, lines, small_tokenizer
 from tests.tokenizer.conftest import LEFT_IN_CHARACTERS, NOT_CHINESE, mixed_lines
 
@@ -83,7 +83,7 @@ def test_bytes_of_mixed_text_cut_by_words_do_not_depend_on_the_processes_nor_on_
     content = lines(*filter(str.strip, mixed_lines(count, 7, GOOD)))
     outputs = set()
     for workers, unit_bytes in settings:
-        word_cut._known_runs.clear()
+        cpm._known_runs.clear()
         corpus.run(
             content,
             make_tokenizer=lambda: tokenizer.build("CPM1", tokenizer_path=cpm_vocabulary),
@@ -237,6 +237,6 @@ def test_gigatoken_looks_at_a_sample_from_all_over_the_corpus(corpus: Corpus, mo
         return tokenizer
 
     monkeypatch.setattr("megatron.tokenizer.with_gigatoken", with_gigatoken)
-    monkeypatch.setattr("megatron.data.preprocess.gigatoken._LEAST_CHARS", 3)
+    monkeypatch.setattr("megatron.data.preprocess.job._LEAST_CHARS", 3)
     corpus.run(lines(*GOOD), unit_bytes=100, use_gigatoken=True)
     assert set(seen) == {"doc"} and len(seen) == 16 and len(corpus.texts()) == 60

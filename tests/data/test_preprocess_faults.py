@@ -14,8 +14,8 @@ import pytest
 
 from megatron import files
 from megatron.data import TokenFile, preprocess
-from megatron.data.preprocess import encode, lock, space
-from megatron.data.preprocess.counts import Counts
+from megatron.data.preprocess import encode, job, plan
+from megatron.data.preprocess.job_types import Counts
 from megatron.errors import DataError
 from tests.data.preprocess_job import GOOD, Corpus, lines
 from tests.data.token_data import write
@@ -81,8 +81,8 @@ def test_what_a_worker_raises_reaches_the_user(
 
 
 def test_the_second_job_on_a_prefix_is_refused(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
-    with lock.locked(corpus.folder / "out.parts"):
+    monkeypatch.setattr(job, "PATIENCE_S", 0.0)
+    with job.locked(corpus.folder / "out.parts"):
         with pytest.raises(DataError, match=rf"one job at a time may write .*/out; process {os.getpid()} does"):
             corpus.run()
         with pytest.raises(DataError, match="one job at a time"):
@@ -101,7 +101,7 @@ def test_a_disk_without_room_for_the_number_of_the_process_is_locked_all_the_sam
 
     tried: list[int] = []
     monkeypatch.setattr(os, "pwrite", full)
-    with lock.locked(tmp_path / "out.parts"):
+    with job.locked(tmp_path / "out.parts"):
         assert tried
     signal.alarm(0)
 
@@ -190,6 +190,6 @@ def test_too_little_room_for_the_output_is_refused_and_the_parts_are_kept(
 
 def test_what_a_full_disk_lacks_is_estimated_from_what_was_encoded(tmp_path: Path) -> None:
     counts = Counts(num_bytes=1_000_000, num_documents=1000, num_tokens=250_000)
-    text = space.in_words(OSError(errno.ENOSPC, "full"), tmp_path, counts, total_bytes=4_000_000, itemsize=2)
+    text = plan.in_words(OSError(errno.ENOSPC, "full"), tmp_path, counts, total_bytes=4_000_000, itemsize=2)
     # whole: 4 x (500 kB of tokens, 24 bytes a document), twice; without the 504 kB that are there
     assert "about 3.7 MB are needed" in text

@@ -12,7 +12,7 @@ import pytest
 
 from megatron import files
 from megatron.data import TokenFile
-from megatron.data.preprocess import parts
+from megatron.data.preprocess import shards
 from megatron.errors import DataError, StopRequest
 from tests.data.preprocess_job import GOOD, Corpus, lines
 from tests.data.token_data import write
@@ -144,7 +144,7 @@ def test_parts_cut_in_another_way_or_of_another_version_are_refused(corpus: Corp
     ):
         corpus.run()
         cut_off(corpus)
-        path = corpus.folder / "out.parts" / parts.PLAN
+        path = corpus.folder / "out.parts" / shards.PLAN
         path.write_text(path.read_text().replace(old, new))
         with pytest.raises(DataError, match=text):
             corpus.run(resume=True)
@@ -152,7 +152,7 @@ def test_parts_cut_in_another_way_or_of_another_version_are_refused(corpus: Corp
 
 def test_finished_files_that_are_gone_are_made_again(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(parts.Parts, "remove", lambda _: None)  # as by a kill behind the commit
+        patch.setattr(shards.Parts, "remove", lambda _: None)  # as by a kill behind the commit
         corpus.run(unit_bytes=UNIT_BYTES)
     output = corpus.output()
     corpus.prefix.with_suffix(".bin").unlink()
@@ -186,7 +186,7 @@ def test_the_plan_is_deleted_last(corpus: Corpus, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(files, "before_operation", note)
     corpus.run(unit_bytes=UNIT_BYTES)
     units = [f"unit-{number:06d}.{kind}" for number in range(3) for kind in ("bad", "bin", "json", "len")]
-    assert removed == [*units, parts.PLAN, parts.LOCK]
+    assert removed == [*units, shards.PLAN, shards.LOCK]
 
 
 def test_other_limits_go_on_with_what_was_finished(corpus: Corpus) -> None:
@@ -230,5 +230,5 @@ def test_input_that_changes_while_it_is_read_is_refused(corpus: Corpus, monkeypa
 
 def test_parts_without_a_plan_are_none(corpus: Corpus) -> None:
     cut_off(corpus)
-    (corpus.folder / "out.parts" / parts.PLAN).write_text("{")
+    (corpus.folder / "out.parts" / shards.PLAN).write_text("{")
     assert corpus.run(resume=True).num_resumed == 0 and corpus.names() == []

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from megatron.data import MixedSamples, ReplicaBatches, SampleOrder
-from megatron.data.mixture import Corpus
-from megatron.data.ordered import as_ordered
-from megatron.data.read_ahead import ReadAhead
+from megatron.data.blended_dataset import Corpus, as_ordered
+from megatron.data.data_loader import ReadAhead
 from megatron.errors import SampleError
 from tests.data.test_batches import Numbered
 

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron import log
-from megatron.data import TokenFile, readers
-from megatron.data.readers import READERS, PreadReader
-from megatron.data.windows import Windows
+from megatron.data import TokenFile, file_io
+from megatron.data.file_io import READERS, PreadReader
+from megatron.data.sample_index import Windows
 from megatron.errors import DataError
 from tests.data.token_data import write
 
@@ -55,14 +55,14 @@ def test_errors_are_tried_again_on_the_file_opened_anew(
         return whole(*args)
 
     monkeypatch.setattr(os, "preadv", fail)
-    monkeypatch.setattr(readers.time, "sleep", pauses.append)
+    monkeypatch.setattr(file_io.time, "sleep", pauses.append)
     monkeypatch.setattr(log, "warning", lambda text: None)
     if failures > 3:
         with pytest.raises(DataError, match="byte 10 cannot be read after 4 attempts: .*Stale file handle"):
             reader.read(10, 5)
     else:
         assert reader.read(10, 5).tolist() == [10, 11, 12, 13, 14]
-    assert pauses == list(readers.PAUSES_S[:failures])
+    assert pauses == list(file_io.PAUSES_S[:failures])
 
 
 def test_a_bin_cut_short_under_a_running_job_is_named_with_the_sample(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.preprocess import Unit, plan_units, read_unit
-from megatron.data.preprocess import lines as lines_module
-from megatron.data.preprocess.units import unit_documents
+from megatron.data.preprocess import readers as lines_module
+from megatron.data.preprocess.corpus import unit_documents
 from megatron.errors import DataError
 from tests.data.preprocess_job import texts
 
@@ -77,7 +77,7 @@ def test_files_compressed_or_cut_anywhere_give_the_same_texts(
 ) -> None:
     content = content.replace(b"\x00", b"")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron.data.preprocess.blocks.BLOCK_BYTES", block)
+        patch.setattr("megatron.data.preprocess.readers.BLOCK_BYTES", block)
         for suffix, pack in PACK.items():
             path = folder / f"c.jsonl{suffix}"
             path.write_bytes(pack(content))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.preprocess import BadRecord, parquet, plan_units
+from megatron.data.preprocess import BadRecord, plan_units, readers
 from megatron.errors import DataError
 from tests.data.preprocess_job import texts
 
@@ -79,7 +79,7 @@ def test_a_name_with_a_dot_is_a_column_first_and_two_of_a_name_are_refused(tmp_p
 
 def test_large_rows_are_taken_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrow = pytest.importorskip("pyarrow")
-    monkeypatch.setattr(parquet, "_BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr(readers, "_BYTES_AT_ONCE", 1000)
     read, converted = [], []
 
     def note(batch: Any) -> Any:
@@ -87,8 +87,8 @@ def test_large_rows_are_taken_few_at_a_time(tmp_path: Path, monkeypatch: pytest.
         converted.extend(part.num_rows for part in slices(batch))
         return slices(batch)
 
-    slices = parquet._slices
-    monkeypatch.setattr(parquet, "_slices", note)
+    slices = readers._slices
+    monkeypatch.setattr(readers, "_slices", note)
     for rows in ([f"{number:02d}" * 150 for number in range(40)], ["x" * 300] * 40):  # the second is 300 bytes on disk
         read.clear()
         converted.clear()
@@ -97,7 +97,7 @@ def test_large_rows_are_taken_few_at_a_time(tmp_path: Path, monkeypatch: pytest.
         assert max(read) <= 3 or rows[0] == rows[1]
     raw = arrow.array([b"a" * 400, b"b" * 400, b"c" * 400, b"\xff" * 400], arrow.binary())
     batch = arrow.record_batch({"text": arrow.Array.from_buffers(arrow.string(), 4, raw.buffers())})
-    assert len(list(parquet._as_json(batch, ["text"]))) == 4, "a row that is no UTF-8 does not bring earlier ones again"
+    assert len(list(readers._as_json(batch, ["text"]))) == 4, "a row that is no UTF-8 does not bring earlier ones again"
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import zstandard
 
 from megatron.data.preprocess import BadRecord, encode, parse, plan_units, read_unit
-from megatron.data.preprocess.compressed import _PIECE_BYTES
-from megatron.data.preprocess.units import unit_documents
+from megatron.data.preprocess.corpus import unit_documents
+from megatron.data.preprocess.readers import _PIECE_BYTES
 from megatron.errors import DataError
 from tests.data.preprocess_job import Corpus, texts
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import TokenFile, TokenFileWriter, index_format, streamed_file
-from megatron.data.index_writer import index_chunks
+from megatron.data import TokenFile, TokenFileWriter, file_io, index_format
+from megatron.data.index_format import index_chunks
 from megatron.errors import DataError
 from tests.data.token_data import write
 
 
 @pytest.mark.parametrize("lengths", [[], [3], [1, 2, 3, 4, 5, 6, 7]])
 def test_the_index_is_that_of_the_format_however_it_is_cut(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.data.index_writer._STARTS_AT_ONCE", 2)
+    monkeypatch.setattr("megatron.data.index_format._STARTS_AT_ONCE", 2)
     sizes, dtype = np.array(lengths, np.int32), np.dtype(np.uint16)
     ends = np.cumsum(sizes, dtype=np.int64)
     header = index_format.HEADER.pack(b"MMIDIDX\0\0", 1, 8, len(sizes), len(sizes) + 1)
@@ -39,7 +39,7 @@ def test_whole_files_are_laid_end_to_end(tmp_path: Path, monkeypatch: pytest.Mon
     def refused(*_: object) -> int:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(streamed_file, "_READ_AT_ONCE", 100)
+    monkeypatch.setattr(file_io, "_READ_AT_ONCE", 100)
     if not in_kernel:
         monkeypatch.setattr("os.copy_file_range", refused)
     sizes = [random.Random(0).randrange(1, 90) for _ in range(20)]

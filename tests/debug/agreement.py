@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from megatron.debug.comparison import compare
-from megatron.debug.folder import read
-from megatron.debug.joining import grouped
+from megatron.debug.compare import compare, grouped
+from megatron.debug.dump_files import read
 from tools import compare_dumps
 
 KINDS = ("weight", "input", "output", "grad_output", "grad_input", "gradient")

@@ -16,9 +16,8 @@ from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from megatron.config import parse
-from megatron.training import world
-from megatron.training.parity import Trace, trace_steps
-from megatron.training.stand_in import random_data
+from megatron.training import initialize
+from megatron.training.parity import Trace, random_data, trace_steps
 from tests.harness import run_ranks
 
 VOCAB = 251
@@ -71,7 +70,7 @@ def _rank(rank: int, words: list[str], size: int, name: str, steps: int, plant: 
     script = sys.modules[name]
     family = name.rpartition("pretrain_")[2]
     config = parse(words, world_size=size, family=family, defaults=getattr(script, "DEFAULTS", None)).with_vocab(VOCAB)
-    here = world.start(config)
+    here = initialize.start(config)
 
     def provider() -> Any:
         model = script.model_provider()

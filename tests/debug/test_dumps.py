@@ -16,11 +16,10 @@ import pretrain_t5
 from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
-from megatron.debug.comparison import compare
-from megatron.debug.cuts import Cut
-from megatron.debug.folder import Samples, Writer, read, write_manifest
-from megatron.debug.joining import grouped, paired
-from megatron.debug.names import named_modules
+from megatron.debug.compare import compare, grouped, paired
+from megatron.debug.dump_files import Samples, Writer, read, write_manifest
+from megatron.debug.statistics import Cut
+from megatron.models.common.parameters import named_modules
 from tests.debug import dumps
 from tools import compare_dumps
 

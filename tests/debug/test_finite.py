@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.debug.finite import FiniteCheck
-from megatron.debug.hooks import Watch
-from megatron.debug.names import named_modules
-from megatron.model.llama import LlamaModel
-from tests.model.llama_samples import llama_sizes
-from tests.model.samples import batch_of, filled
+from megatron.debug.hooks import FiniteCheck, Watch
+from megatron.models.common.parameters import named_modules
+from megatron.models.llama.model import LlamaModel
+from tests.models.common.samples import batch_of, filled
+from tests.models.llama.samples import llama_sizes
 
 NAN = float("nan")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pretrain_gpt2
-from megatron.debug.folder import read
+from megatron.debug.dump_files import read
 from megatron.errors import ConfigError
 from megatron.training import debugging, parity
 from tests.debug import dumps

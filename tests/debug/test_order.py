@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.debug.comparison import compare
-from megatron.debug.cuts import Cut
-from megatron.debug.folder import GRADIENT, WEIGHT, Dump, Samples, Writer, read, write_manifest
+from megatron.debug.compare import compare, grouped
+from megatron.debug.dump_files import GRADIENT, WEIGHT, Dump, Samples, Writer, read, write_manifest
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, OUTPUT
-from megatron.debug.joining import grouped
+from megatron.debug.statistics import Cut
 from tools import compare_dumps
 
 FACTS = {

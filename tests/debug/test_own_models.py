@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.bert import pretrain_bert
-from megatron.debug.folder import Writer, read, write_manifest
+from megatron.debug.dump_files import Writer, read, write_manifest
 from megatron.debug.hooks import GRAD_INPUT, OUTPUT
 from tests.debug import dumps
 from tests.debug.agreement import assert_agree

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.debug.comparison import statistics_error
+from megatron.debug.compare import statistics_error
 from megatron.debug.statistics import joined, measure, summed
 
 WHOLE = torch.randn(6, 4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -17,9 +17,9 @@ from unittest import mock
 
 import pytest
 
+from megatron.arguments.deepspeed_keys import KNOWN
+from megatron.arguments.megatron_flags import ALREADY_SO, CPM_FLAGS, REFUSED
 from megatron.config import parse
-from megatron.config.deepspeed_keys import KNOWN
-from megatron.config.flags_table import ALREADY_SO, CPM_FLAGS, REFUSED
 from megatron.errors import EXIT_CODES
 from megatron.generate import options as generate
 from megatron.launch.options import parse as parse_launch
@@ -324,6 +324,6 @@ def test_what_the_pages_let_a_user_write_is_no_change_to_the_repository(tmp_path
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / ".gitignore").write_bytes((ROOT / ".gitignore").read_bytes())
     named = [name if Path(name).suffix else f"{name}/file" for name in written]
-    asked = [*named, "report.html", "megatron/data/windows.py", "tests/data/test_split.py"]
+    asked = [*named, "report.html", "megatron/data/sample_index.py", "tests/data/test_split.py"]
     done = subprocess.run(["git", "-C", tmp_path, "check-ignore", *asked], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == asked[:-2]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron import cost
 from megatron.config import parse
 from megatron.log import human_bytes
+from megatron.models import registry
 from megatron.mpu.topology import Topology
-from megatron.training.plan import stage_memory
+from megatron.training.dry_run import stage_memory
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIZE = r"[\d.]+ [KMG]iB"
@@ -32,7 +32,7 @@ def counted(page: Path, flags: str) -> list[str]:
     """Return what a rank of the only stage holds by the dry run's arithmetic: on its device, and on the CPU if any."""
     ranks, base = command_of(page)
     config = parse(shlex.split(f"{base} {flags}"), world_size=ranks, env={})
-    [held] = stage_memory(config, Topology.of_world(ranks, 1, 1), cost.of(config).stage_bounds(1, 1), "bf16")
+    [held] = stage_memory(config, Topology.of_world(ranks, 1, 1), registry.costs_of(config).stage_bounds(1, 1), "bf16")
     return [human_bytes(held.total)] + [human_bytes(held.host)] * (held.host > 0)
 
 

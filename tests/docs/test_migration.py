@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.deepspeed_keys import KNOWN
-from megatron.config.flags_doc import classify
+from megatron.arguments.deepspeed_keys import KNOWN
+from megatron.arguments.flags_doc import classify
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

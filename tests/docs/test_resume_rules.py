@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config import CheckpointConfig, Config
-from megatron.training.resume_rules import MAY, MUST, RULES, WARNED, Rule
+from megatron.training.compatibility import MAY, MUST, RULES, WARNED, Rule
 from megatron.training.run_folder import _chosen
-from megatron.training.state import CHECKPOINTS, Taken
+from megatron.training.train_state import CHECKPOINTS, Taken
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH = ROOT / "docs" / "checkpoints.md"

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config import parse
-from megatron.training import rendezvous, world
+from megatron.training import initialize, rendezvous
 from megatron.training.metrics import read_metrics
 from megatron.training.parity import Trace, compare, trace_steps
 from tests.harness import run_ranks
@@ -72,7 +72,7 @@ def trace_rank(rank: int, layout: str, world_size: int) -> Trace:
     """What each rank runs: three steps in fp64."""
     argv = [*SIZES, "--fp64", "--train-iters", "3", *layout.split()]
     config = parse(argv, world_size=world_size, extra_args_provider=own_model.add_flags)
-    here = world.start(config)
+    here = initialize.start(config)
     dataset = own_model.MaskedBytes(config.batch.seq_length, range(18))
     return trace_steps(config, here, dataset, own_model.model_provider, own_model.forward_step, steps=3, eval_every=3)
 

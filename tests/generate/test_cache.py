@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.generate.gpt2 import DecoderReader
-from megatron.generate.part import part_of
-from megatron.generate.t5 import T5Reader
-from megatron.model.gpt2 import GPT2Model
-from megatron.model.llama import LlamaModel
-from megatron.model.sizes import T5Sizes
-from megatron.model.t5 import T5Model
-from tests.model.llama_samples import llama_sizes
-from tests.model.samples import SMALL, VOCAB, filled, small_sizes
+from megatron.models.common.generation import DecoderReader, part_of
+from megatron.models.gpt2.model import GPT2Model
+from megatron.models.llama.model import LlamaModel
+from megatron.models.t5.generate import T5Reader
+from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.model import T5Model
+from tests.models.common.samples import SMALL, VOCAB, filled, small_sizes
+from tests.models.llama.samples import llama_sizes
 
 ROUNDING = 1e-13
 LENGTHS, STEPS = [4, 1, 6], 5

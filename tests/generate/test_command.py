@@ -18,15 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.hf.export import export
-from megatron.checkpoint.hf.settings import saved_config
-from megatron.checkpoint.hf.tokens import vocabulary_of
-from megatron.checkpoint.whole import open_folder
+from megatron.checkpoint.huggingface.config import saved_config, vocabulary_of
+from megatron.checkpoint.huggingface.convert import export
+from megatron.checkpoint.loading import open_folder
 from megatron.errors import CheckpointError, ConfigError, DataError, JobError
 from megatron.generate import load, options
 from megatron.generate.options import parse_args
-from megatron.generate.prompts import Prompts
-from megatron.generate.talk import ROUND_S
+from megatron.generate.text import ROUND_S, Prompts
 from megatron.mpu.groups import Group
 from tests.generate.models import save_model
 from tests.harness import run_ranks
@@ -213,7 +211,7 @@ def test_a_line_that_cannot_be_answered_is_told_and_the_next_one_is_answered(run
 def test_ranks_wait_long_for_each_others_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A person may take longer for a line than a step of training, and the first pass of a CPU too."""
     seen: list[Any] = []
-    monkeypatch.setattr("megatron.training.world.start", lambda config: seen.append(config) or SimpleNamespace(
+    monkeypatch.setattr("megatron.training.initialize.start", lambda config: seen.append(config) or SimpleNamespace(
         rank=0, grid=None, device=None, name="rank 0"))  # fmt: skip
     monkeypatch.setenv("WORLD_SIZE", "2")
     generate.start(parse_args("", ["--load", "x", "--prompt", "y", "--pipe-parallel-size", "2"]))

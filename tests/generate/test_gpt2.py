@@ -11,13 +11,13 @@ import torch
 
 import pretrain_gpt2
 from megatron.config import parse
+from megatron.data.mock_dataset import RandomTokens
 from megatron.errors import NumericsError
 from megatron.generate import generate_gpt2
 from megatron.mpu.random import DropoutStreams
-from megatron.training import arguments, world
-from megatron.training.assembly import build_engine
+from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.stand_in import RandomTokens
+from megatron.training.setup import build_engine
 from tests.harness import run_ranks
 from tests.parity.layouts import LAYOUTS, SEQ, VOCAB, flags
 
@@ -33,9 +33,9 @@ SHORT = [(1, 2, 1), (2, 1, 1)]
 def started(rank: int, tensor: int, pipe: int, data: int, extra: str) -> tuple[Any, Any, Any]:
     """Return configuration, world and engine of this rank."""
     config = parse(flags(tensor, pipe, micro=2, gas=2, extra=extra), world_size=tensor * pipe * data).with_vocab(VOCAB)
-    here = world.start(config)
+    here = initialize.start(config)
     streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
-    arguments.set_current(config, SimpleNamespace(eod_id=0), streams)
+    global_vars.set_current(config, SimpleNamespace(eod_id=0), streams)
     return config, here, build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.generate.likeliest import NONE, likeliest
+from megatron.generate.sampling import NONE, likeliest
 from megatron.mpu.groups import build_grid
 from megatron.mpu.layers import vocab_range
 from megatron.mpu.topology import Topology

@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.hf.settings import saved_config
-from megatron.checkpoint.hf.tokens import vocabulary_of
-from megatron.checkpoint.whole import open_folder, read_weights
+from megatron.checkpoint.huggingface.config import saved_config, vocabulary_of
+from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.generate import generate_t5, load
-from megatron.generate.gpt2 import DecoderReader
-from megatron.generate.part import part_of
-from megatron.generate.prompts import Prompts
-from megatron.generate.t5 import T5Reader
-from megatron.generate.writer import Writer
+from megatron.generate.text import Prompts, Writer
+from megatron.models.common.generation import DecoderReader, part_of
+from megatron.models.t5.generate import T5Reader
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
-from tests.checkpoint.hf.models import build
+from tests.checkpoint.huggingface.models import build
 from tests.generate.models import save_model
 from tests.harness import run_ranks
 

@@ -9,12 +9,13 @@ import torch
 
 from megatron.errors import DataError
 from megatron.generate import generate_gpt2, generate_t5
-from megatron.generate.loop import generate
-from megatron.generate.part import Part
-from megatron.model.gpt2 import GPT2Model
-from megatron.model.sizes import Place, Sizes, T5Sizes
-from megatron.model.t5 import T5Model
-from tests.model.samples import SEQ, SMALL, VOCAB, filled, small_sizes
+from megatron.generate.decode import generate
+from megatron.models.common.generation import Part
+from megatron.models.common.model_args import Place, Sizes
+from megatron.models.gpt2.model import GPT2Model
+from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.model import T5Model
+from tests.models.common.samples import SEQ, SMALL, VOCAB, filled, small_sizes
 
 EOS = 50
 

@@ -8,21 +8,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.checkpoint.hf.settings import saved_config
-from megatron.checkpoint.whole import open_folder, read_weights
+from megatron.checkpoint.huggingface.config import saved_config
+from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.generate import generate_gpt2, load
-from megatron.generate.gpt2 import DecoderReader
-from megatron.generate.part import part_of
-from megatron.model import alibi
-from megatron.model.mpt import MptModel
+from megatron.models.common.generation import DecoderReader, part_of
+from megatron.models.mpt import model as alibi
+from megatron.models.mpt.model import MptModel
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
-from tests.checkpoint.hf.models import build
+from tests.checkpoint.huggingface.models import build
 from tests.generate.models import save_model
 from tests.generate.test_cache import LENGTHS, ROUNDING, STEPS, differ, rows_of
 from tests.harness import run_ranks
-from tests.model.mpt_samples import mpt_sizes
-from tests.model.samples import filled
+from tests.models.common.samples import filled
+from tests.models.mpt.samples import mpt_sizes
 
 PROMPTS = [[5, 17, 3, 60, 2], [42, 1, 3, 8, 9, 77, 5, 6, 2, 20, 21, 22], [7]]
 NEW = 8

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.data.control_tokens import T5Tokens, t5_tokens
 from megatron.errors import DataError
-from megatron.generate.prompts import UNKNOWN, Prompts
-from megatron.generate.writer import streaming
-from megatron.spans import Denoiser
+from megatron.generate.text import UNKNOWN, Prompts, streaming
+from megatron.models.t5.data import T5Tokens, t5_tokens
+from megatron.models.t5.spans import Denoiser
 from megatron.tokenizer import Tokenizer
 from tests.tools.small_corpora import make_tokenizer
 

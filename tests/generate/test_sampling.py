@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from megatron.generate import Sampling, generate_gpt2, keys_of
-from megatron.generate.likeliest import NONE
-from megatron.generate.sampling import drawn, probabilities, uniform
-from megatron.model.gpt2 import GPT2Model
+from megatron.generate.sampling import NONE, drawn, probabilities, uniform
+from megatron.models.gpt2.model import GPT2Model
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from tests.harness import run_ranks
-from tests.model.samples import filled, place_of, small_sizes
+from tests.models.common.samples import filled, place_of, small_sizes
 
 PROMPTS = [[5, 17, 3], [42], [9, 8, 7, 6, 5], [42]]
 DRAWING = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=3)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from megatron import device
-from megatron.model.bert import BertModel
-from megatron.model.gpt2 import GPT2Model
-from megatron.model.llama import LlamaModel
-from megatron.model.mpt import MptModel
-from megatron.model.sizes import BertSizes, LlamaSizes, MptSizes, Place, Sizes, T5Sizes
-from megatron.model.t5 import T5Model
+from megatron.models.bert.model import BertModel, BertSizes
+from megatron.models.common.model_args import Place, Sizes
+from megatron.models.gpt2.model import GPT2Model
+from megatron.models.llama.model import LlamaModel, LlamaSizes
+from megatron.models.mpt.model import MptModel, MptSizes
+from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.model import T5Model
 from megatron.ops.positions import positions_in_segments
 from tests.gpu.near import moved
 

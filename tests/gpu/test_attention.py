@@ -10,10 +10,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megatron.ops import attention as ops
-from megatron.ops.alibi import alibi_bias, alibi_slopes, within_documents
-from megatron.ops.biased_attention import biased_attention
-from megatron.ops.by_distance import without_future
+from megatron.ops.biased_attention import biased_attention, without_future
 from megatron.ops.causal_attention import causal_self_attention
+from megatron.ops.positions import alibi_bias, alibi_slopes, within_documents
 from tests.gpu.near import ALLOWED, DTYPES, assert_near, leaf, moved, name_of, noise
 
 pytestmark = pytest.mark.gpu

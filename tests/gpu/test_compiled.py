@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from megatron.model.sizes import Place
+from megatron.models.common.model_args import Place
 from megatron.mpu.random import DropoutStreams
 from tests.gpu.families import FAMILIES, built, given, gradients, loss_of
 from tests.gpu.near import assert_near, name_of
@@ -25,7 +25,7 @@ def test_compiled_layers_have_the_gradients_of_layers_as_they_are(
         pytest.skip("torch's compiler knows no such device")
     if not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
         pytest.skip("torch.compile needs a C compiler, on a GPU too; this machine has none")
-    from megatron.training.compiled import compile_layers
+    from megatron.training.compile import compile_layers
 
     found = []
     for is_compiled in (False, True):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.model.sizes import Place
-from megatron.mpu.counted import CountedDropout
+from megatron.models.common.model_args import Place
 from megatron.mpu.groups import Group
-from megatron.mpu.random import DropoutStreams, Position
+from megatron.mpu.random import CountedDropout, DropoutStreams, Position
 from megatron.ops.attention import attention
 from tests.gpu.families import FAMILIES, built, given, gradients, loss_of, reference_of
 from tests.gpu.near import assert_near, noise

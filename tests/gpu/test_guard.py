@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.stability import StabilityConfig
+from megatron.config.run import StabilityConfig
 from megatron.mpu.groups import SINGLE
 from megatron.optim import build_optimizer
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def guarded(place: torch.device) -> tuple[Any, Any, Any, torch.nn.Parameter]:
     """Return a guard that skips bad steps, its engine, optimizer and the one weight."""
-    from megatron.training.guard import Guard  # DeepSpeed comes with it
+    from megatron.training.stability_guard import Guard  # DeepSpeed comes with it
 
     weight = torch.nn.Parameter(torch.ones(4, 4, device=place))
     optimizer = build_optimizer([weight], lr=0.1)

@@ -9,13 +9,12 @@ import torch
 
 from megatron import device
 from megatron.checkpoint import TensorRecord
-from megatron.checkpoint.staging import Staging
-from megatron.mpu.data import broadcast_data
+from megatron.checkpoint.saving import Staging
+from megatron.mpu.activation_storage import Keeper, Keeping
+from megatron.mpu.data import Upload, broadcast_data
 from megatron.mpu.groups import SINGLE
-from megatron.mpu.kept import Keeper, Keeping
 from megatron.mpu.random import DropoutStreams, checkpoint
 from megatron.mpu.shard import Shard
-from megatron.mpu.uploads import Upload
 
 pytestmark = pytest.mark.gpu
 LAYERS, ROWS, H = 12, 256, 512

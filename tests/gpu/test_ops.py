@@ -8,15 +8,21 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.model.norm import layer_norm
+from megatron.models.common.transformer import layer_norm, rms_norm
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
-from megatron.mpu.grads import LARGE, clip_coefficient, global_norm
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
+from megatron.mpu.shard import global_norm
 from megatron.ops.activations import ACTIVATIONS
-from megatron.ops.alibi import alibi_bias, alibi_slopes
-from megatron.ops.norm import rms_norm
-from megatron.ops.positions import positions_in_segments, relative_buckets
-from megatron.ops.rotary import Rotary, rotated, turns
+from megatron.ops.positions import (
+    Rotary,
+    alibi_bias,
+    alibi_slopes,
+    positions_in_segments,
+    relative_buckets,
+    rotated,
+    turns,
+)
+from tds.gradients import LARGE, clip_coefficient
 from tests.gpu.near import DTYPES, assert_near, leaf, name_of, noise
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import memory
+from megatron.launch import attempt
 from tests.launch.jobs import Job
 
 
@@ -53,16 +53,16 @@ def machine(root: Path, cgroup: str, files: dict[str, int]) -> Path:
     ],
 )
 def test_the_oom_killers_counts_are_read_from_both_versions_of_cgroups(cgroup, file, tmp_path):
-    before = memory.oom_kills(machine(tmp_path, cgroup, {file: 1, "proc/vmstat": 4}))
+    before = attempt.oom_kills(machine(tmp_path, cgroup, {file: 1, "proc/vmstat": 4}))
     assert before == {"this job's memory cgroup": 1, "this machine": 4}
-    after = memory.oom_kills(machine(tmp_path, cgroup, {file: 2, "proc/vmstat": 5}))
-    told = memory.told(before, after)
+    after = attempt.oom_kills(machine(tmp_path, cgroup, {file: 2, "proc/vmstat": 5}))
+    told = attempt.told(before, after)
     assert (
         "this job's memory cgroup: 1 to 2" in told and "this machine: 4 to 5" in told and "lower --batch-size" in told
     )
-    assert "its count has not risen" in memory.told(before, before)
+    assert "its count has not risen" in attempt.told(before, before)
 
 
 def test_counts_that_cannot_be_read_leave_a_guess(tmp_path):
-    assert memory.oom_kills(tmp_path) == {}
-    assert memory.told({}, {}) == "perhaps the OOM killer, whose counts cannot be read here"
+    assert attempt.oom_kills(tmp_path) == {}
+    assert attempt.told({}, {}) == "perhaps the OOM killer, whose counts cannot be read here"

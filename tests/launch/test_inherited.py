@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import ranks
+from megatron.launch import processes
 
 HELD: list[socket.socket] = []
 """A socket of the launcher, which a forked rank meets under this name."""
@@ -27,7 +27,7 @@ def run(folder: Path, text: str) -> int:
     """Return how a forked rank ends that runs this script."""
     script = folder / "script.py"
     script.write_text(text)
-    one = ranks.RankProcess(0, 0, ranks.start(str(script), [], dict(os.environ), in_fork=True))
+    one = processes.RankProcess(0, 0, processes.start(str(script), [], dict(os.environ), in_fork=True))
     end = time.monotonic() + 30
     while not one.reap() and time.monotonic() < end:
         time.sleep(0.005)

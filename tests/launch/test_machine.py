@@ -121,7 +121,7 @@ def test_the_launcher_warns_once_of_more_ranks_than_cores(monkeypatch, capsys):
     def start() -> None:
         raise ConfigError("no rank is started in this test")
 
-    monkeypatch.setattr("megatron.launch.signals.Signals", start)
+    monkeypatch.setattr("megatron.launch.processes.Signals", start)
     assert launcher.main(["--nproc-per-node", "16", __file__]) == 2
     told = capsys.readouterr().err
     assert told.count("warning: 16 ranks on 2 cores take turns") == 1 and "Start at most 4 here" in told

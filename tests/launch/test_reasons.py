@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from megatron.errors import exit_code
 from megatron.launch import machine
-from megatron.launch.ending import End, settle
-from megatron.launch.restarts import RESTARTED
-from megatron.launch.verdict import Exit
+from megatron.launch.outcome import RESTARTED, End, Exit, settle
 from megatron.training import failure
 from tests.harness import fork_ranks
 from tests.launch.jobs import Job
@@ -24,8 +22,8 @@ RANKS = """\
 import os, sys, time
 from pathlib import Path
 from megatron.errors import NumericsError, PeerError, StopRequest, marked
-from megatron.training import failure, failure_files, position
-from megatron.training.stop import StopRequests
+from megatron.training import failure, failure as failure_files, failure as position
+from megatron.training.exit_signals import StopRequests
 
 rank, place = int(os.environ["RANK"]), Path(sys.argv[1])
 stop = StopRequests()
@@ -70,8 +68,8 @@ failure.guard(main, lambda: f"rank {rank}")
 BAD_LOSSES = """\
 import os, time
 import pretrain_gpt2 as script
-from megatron.training import engines, losses
-from megatron.training.entry import pretrain
+from megatron.training import train_step as engines, train_step as losses
+from megatron.training.entrypoint import pretrain
 from megatron.training.metrics import MetricsWriter
 from tds.loss import Weighted
 
@@ -96,7 +94,7 @@ def start(place: Path, *plans: str) -> Job:
     place.mkdir(exist_ok=True)
     script = place / "ranks.py"
     script.write_text(RANKS)
-    preload = ("--preload", "megatron.training.failure,megatron.training.stop")
+    preload = ("--preload", "megatron.training.failure,megatron.training.exit_signals")
     return Job(place, [[] for _ in plans], *preload, script=script, arguments=[str(place), *plans])
 
 

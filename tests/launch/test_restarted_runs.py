@@ -21,8 +21,8 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 DYING = """\
 import os, signal, sys
 import pretrain_gpt2 as script
-from megatron.training import position
-from megatron.training.entry import pretrain
+from megatron.training import failure as position
+from megatron.training.entrypoint import pretrain
 
 note = position.note
 

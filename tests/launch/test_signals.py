@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron.training import stop
+from megatron.training import exit_signals
 from tests.launch.jobs import Job, free_port, is_alive
 
 
@@ -23,7 +23,7 @@ def test_a_first_signal_lets_the_ranks_save_and_leave_with_75(tmp_path, number):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_everything_at_once(tmp_path, number, code, monkeypatch):
-    monkeypatch.setattr(stop, "PRESS_S", 0.05)
+    monkeypatch.setattr(exit_signals, "PRESS_S", 0.05)
     job = Job(tmp_path, [["stubborn", "wait"]])
     ranks = job.ranks(1)
     job.signal(number)
@@ -35,7 +35,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path, number, code, monkeyp
 
 def test_a_ctrl_c_that_arrives_twice_is_one(tmp_path, monkeypatch):
     """Row A12: the terminal sends it to the launcher and to `timeout --foreground`, which passes it on."""
-    monkeypatch.setattr(stop, "PRESS_S", 60.0)
+    monkeypatch.setattr(exit_signals, "PRESS_S", 60.0)
     job = Job(tmp_path, [["save", "wait"], ["save", "wait"]])
     job.ranks(2)
     job.signal(signal.SIGINT)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.launch.verdict import Exit, culprit
-from megatron.training.position import LATE, RUNNING
+from megatron.launch.outcome import Exit, culprit
+from megatron.training.failure import LATE, RUNNING
 
 
 def gone(rank: int, status: int, at: float, was_told: bool = False, state: str = "") -> Exit:

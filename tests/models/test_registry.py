@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import config_from_values, parse
+from megatron.arguments.flag_values import all_options
 from megatron.arguments.parser import help_text
-from megatron.arguments.values import all_options
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
@@ -71,7 +71,7 @@ def test_what_writes_text_says_how(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_parts_agree_on_a_model(name: str) -> None:
-    from megatron.model import Place
+    from megatron.models import Place
 
     config = config_from_values(SMALL, family=name)
     model = build_model(config, Place())
@@ -159,7 +159,7 @@ class ToyConfig(FamilyConfig):
 FAMILY = ModelFamily(name="toy", title="Toy", program="pretrain_toy.py", config=ToyConfig)
 """,
     "cost.py": """
-from megatron.cost.gpt2 import GPT2Costs, dropout_costs
+from megatron.models.common.decoder_cost import GPT2Costs, dropout_costs
 
 
 def costs(config, is_on_cpu=False):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.mpu.kept import Keeper, Keeping
+from megatron.mpu.activation_storage import Keeper, Keeping
 from megatron.mpu.random import DropoutStreams, checkpoint
 from tests.harness import run_ranks
 from tests.mpu.whole import random, whole_world

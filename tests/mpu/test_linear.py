@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.mpu import linear as module
-from megatron.mpu.linear import linear, plus_bias
+from megatron.mpu import layers as module
+from megatron.mpu.layers import linear, plus_bias
 from tests.mpu.whole import random
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.head import LazyLogits, whole_logits
-from megatron.model.loss import language_model_loss
+from megatron.models.common.language_model import LazyLogits, language_model_loss, whole_logits
 from megatron.mpu import Group, copy_to_tensor_region, vocab_range
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy

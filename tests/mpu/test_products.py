@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.mpu import mappings, products
+from megatron.mpu import layers, mappings
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.shard import is_partial
 from megatron.torch_compat import name_of
-from tds.split import Splitter
+from tds.engine.weight_grad_store import Splitter
 from tests.harness import run_ranks
 from tests.mpu.whole import fill, random, whole_world
 
@@ -91,7 +91,7 @@ def test_parts_are_joined_again_beside_the_product_of_the_input(monkeypatch):
 
 def everything(x: torch.Tensor, pairs: Any, group: Group, cuts: bool) -> list[torch.Tensor]:
     """Return outputs and all gradients of two products, which weigh what they give unlike each other."""
-    outputs = products.column_products(x, pairs, group, cuts)
+    outputs = layers.column_products(x, pairs, group, cuts)
     loss = sum((torch.sin(y) * (number + 1)).sum() for number, y in enumerate(outputs))
     leaves = [x, *(leaf for pair in pairs for leaf in pair if leaf is not None)]
     return [*(y.detach() for y in outputs), *torch.autograd.grad(loss, leaves)]
@@ -110,11 +110,11 @@ def both_ways(rank: int, size: int) -> list[tuple[str, list[bool], bool]]:
                 biases = [random(20 + rank, COLUMNS).to(dtype).requires_grad_() if has_bias else None] * ways
                 pairs = list(zip(weights, biases, strict=True))
                 at_once = everything(x, pairs, group, cuts)
-                F.linear = lambda *args: plain(*args)  # as tds.split does
+                F.linear = lambda *args: plain(*args)  # as tds.engine.weight_grad_store does
                 one_by_one = everything(x, pairs, group, cuts)
                 F.linear = plain
                 same = [torch.equal(a, b) for a, b in zip(at_once, one_by_one, strict=True)]
-                y = products.column_products(x, pairs, group, cuts)[0]
+                y = layers.column_products(x, pairs, group, cuts)[0]
                 found.append((f"{dtype} {cuts} {ways} {has_bias}", same, "_ColumnProducts" in y.grad_fn.name()))
     return found
 
@@ -134,7 +134,7 @@ def test_the_gradient_of_a_weight_is_the_product_that_autograd_makes(weight: tor
     """It lies as that one does. Where MKL gives both products the same bits, nothing else tells them apart."""
     x, grad, weight = random(1, S, B, H), random(2, S, B, weight.shape[0]), weight.detach().requires_grad_()
     (wanted,) = torch.autograd.grad(F.linear(x, weight), weight, grad)
-    found = products._of_weight(weight, grad.flatten(0, 1), x.flatten(0, 1))
+    found = layers._of_weight(weight, grad.flatten(0, 1), x.flatten(0, 1))
     assert torch.equal(found, wanted) and found.stride() == wanted.stride()
 
 

@@ -7,9 +7,8 @@ import copy
 import pytest
 import torch
 
-from megatron.mpu.data import broadcast_data
+from megatron.mpu.data import Upload, broadcast_data
 from megatron.mpu.groups import SINGLE
-from megatron.mpu.uploads import Upload
 from tests.lazy_streams import NOT_YET, lazy
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 OPS = "megatron/ops/causal_attention.py"
-BLOCKS = "megatron/ops/causal_blocks.py"
+BLOCKS = "megatron/ops/causal_attention.py"
 _TESTS = "tests/ops/test_causal_attention.py"
 REST = f"{_TESTS}::test_it_equals_the_formula_and_so_does_the_gradient[a rest]"
 WHOLE = f"{_TESTS}::test_it_equals_the_formula_and_so_does_the_gradient[whole blocks]"
@@ -84,13 +84,13 @@ CAUSAL_ATTENTION = (
 
 BIASED = "tests/ops/test_biased_attention.py::test_it_equals_the_formula_and_so_do_all_gradients"
 TWICE = f"{BIASED}[no mask-made twice-a head-False]"
-GELU = "megatron/ops/gelu.py"
-LINEAR = "megatron/mpu/linear.py"
+GELU = "megatron/ops/activations.py"
+LINEAR = "megatron/mpu/layers.py"
 _LINEAR = "tests/mpu/test_linear.py"
 _COMPILED = "tests/ops/test_gelu.py::test_it_is_torchs_compiled_or_not"
 _SHORT = "tests/ops/test_gelu.py::test_16_bits_are_rounded_once_when_compiled"
 
-TIME = "megatron/training/compile_time.py"
+TIME = "megatron/training/compile.py"
 _TIME = "tests/training/test_compile_time.py"
 
 COMPILED_LAYERS = (
@@ -104,8 +104,8 @@ COMPILED_LAYERS = (
     Mutant(
         "the compiler makes the exact GELU itself",
         GELU,
-        "torch.compiler.is_compiling() and",
-        "not torch.compiler.is_compiling() and",
+        '    """\n    if torch.compiler.is_compiling() and',
+        '    """\n    if not torch.compiler.is_compiling() and',
         (f"{_COMPILED}[none]",),
     ),
     Mutant("a compiled GELU is half as steep", GELU, "LINEAR = 2 *", "LINEAR = 1 *", (f"{_COMPILED}[tanh]",)),
@@ -154,7 +154,7 @@ COMPILED_LAYERS = (
     ),
     Mutant(
         "a compiled ReLU lets the gradient through at 0",
-        "megatron/ops/relu.py",
+        "megatron/ops/activations.py",
         "threshold_backward(grad.contiguous(), y, 0)",
         "threshold_backward(grad.contiguous(), y, -1)",
         ("tests/ops/test_relu.py::test_it_is_torchs_compiled_or_not",),
@@ -175,7 +175,7 @@ COMPILED_LAYERS = (
     ),
     Mutant(
         "the time of the compiler is not written down",
-        "megatron/training/telling.py",
+        "megatron/training/training_log.py",
         "lr, rates, ranks) | compiled)",
         "lr, rates, ranks))",
         (f"{_TIME}::test_a_run_says_and_writes_down_what_was_compiled",),

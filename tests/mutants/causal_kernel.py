@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 SOURCE = "megatron/ops/causal_kernel.cpp"
-CHOICE = "megatron/ops/causal_kernel.py"
+CHOICE = "megatron/ops/causal_attention.py"
 _TESTS = "tests/ops/test_causal_kernel.py"
 _FORMULA = f"{_TESTS}::test_it_equals_the_formula_and_so_does_the_gradient"
 REST = f"{_FORMULA}[a rest]"
@@ -137,8 +137,8 @@ CAUSAL_KERNEL = (
     Mutant(
         "a product of its backward is not counted",
         CHOICE,
-        "return 5 * products(packed)",
-        "return 4 * products(packed)",
+        "def _kernel_backward_flops(_: torch.Size, packed: torch.Size, *__: Any, **___: Any) -> int:\n    return 5 * products(packed)",  # noqa: E501
+        "def _kernel_backward_flops(_: torch.Size, packed: torch.Size, *__: Any, **___: Any) -> int:\n    return 4 * products(packed)",  # noqa: E501
         (f"{_TESTS}::test_its_products_are_counted_as_those_of_blocks",),
     ),
     Mutant(

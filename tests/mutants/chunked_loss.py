@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 LOSS = "megatron/mpu/linear_cross_entropy.py"
-HEAD = "megatron/model/head.py"
+HEAD = "megatron/models/common/language_model.py"
 _TESTS = "tests/mpu/test_linear_cross_entropy.py"
 _SUM = f"{_TESTS}::test_sum_and_gradients_equal_those_of_torch_however_the_tokens_and_words_are_cut"
 ONE, TWO, FOUR = f"{_SUM}[101-5-some-1]", f"{_SUM}[101-5-some-2]", f"{_SUM}[5-1-some-4]"
@@ -14,7 +14,7 @@ SIXTEEN = f"{_TESTS}::test_many_small_parts_of_a_gradient_add_up_in_16_bits"
 HALF = f"{_TESTS}::test_in_fp16_neither_small_probabilities_nor_a_large_loss_scale_are_lost"
 PEAK = f"{_TESTS}::test_the_peak_is_a_chunk_and_the_gradients_instead_of_logits_and_their_gradient[float32]"
 POISONED = f"{_TESTS}::test_no_gradient_holds_what_its_memory_held"
-FAMILIES = "tests/model/test_head.py::test_chunks_give_the_loss_and_every_gradient_of_whole_logits"
+FAMILIES = "tests/models/common/test_head.py::test_chunks_give_the_loss_and_every_gradient_of_whole_logits"
 
 CHUNKED_LOSS = (
     Mutant(
@@ -138,7 +138,7 @@ CHUNKED_LOSS = (
     ),
     Mutant(
         "the bias of a head is left out of its chunks",
-        "megatron/model/loss.py",
+        "megatron/models/common/language_model.py",
         "bias=logits.bias,",
         "bias=None if logits.bias is None else 0 * logits.bias,",
         (f"{FAMILIES}[bert-False-1]",),
@@ -152,31 +152,31 @@ CHUNKED_LOSS = (
     ),
     Mutant(
         "a user asks for logits and gets what they are made of",
-        "tds/stage.py",
+        "tds/engine/stage.py",
         "return output if output is None or make is None else make(output)",
         "return output",
-        ("tests/pipe/test_made_outputs.py::test_outputs_are_logits_to_the_bit[1]",),
+        ("tests/models/common/test_made_outputs.py::test_outputs_are_logits_to_the_bit[1]",),
     ),
     Mutant(
         "logits of twice the size are made together",
-        "megatron/loss_chunks.py",
+        "megatron/config/model.py",
         "num_tokens * vocab_size > SMALL",
         "num_tokens * vocab_size > 2 * SMALL",
-        ("tests/cost/test_loss.py::test_chunks_are_of_one_size_and_none_where_logits_are_few",),
+        ("tests/models/common/test_loss.py::test_chunks_are_of_one_size_and_none_where_logits_are_few",),
     ),
     Mutant(
         "a gradient of the table is held where whole logits are less",
-        "megatron/loss_chunks.py",
+        "megatron/config/model.py",
         " and num_tokens > chunk + hidden_size",
         " and num_tokens > chunk",
-        ("tests/cost/test_loss.py::test_the_automatic_choice_holds_no_more_than_whole_logits",),
+        ("tests/models/common/test_loss.py::test_the_automatic_choice_holds_no_more_than_whole_logits",),
     ),
     Mutant(
         "whole logits of 16 bits count without their copy in 32",
-        "megatron/cost/loss.py",
+        "megatron/models/common/decoder_cost.py",
         "(wide if width < wide else 0) + wide * forwards",
         "wide * forwards",
-        ("tests/cost/test_loss.py::test_the_estimate_is_what_lies_there_at_the_worst_moment",),
+        ("tests/models/common/test_loss.py::test_the_estimate_is_what_lies_there_at_the_worst_moment",),
     ),
     Mutant(
         "a chunk of one label overflows in fp16",
@@ -208,16 +208,20 @@ CHUNKED_LOSS = (
     ),
     Mutant(
         "sizes of a model of one's own cut its logits",
-        "megatron/model/sizes.py",
+        "megatron/models/common/model_args.py",
         "loss_chunk_tokens: int | None = 0 ",
         "loss_chunk_tokens: int | None = None ",
-        ("tests/model/test_head.py::test_sizes_of_a_model_of_ones_own_mean_whole_logits_and_a_configuration_decides",),
+        (
+            "tests/models/common/test_head.py::test_sizes_of_a_model_of_ones_own_mean_whole_logits_and_a_configuration_decides",
+        ),
     ),
     Mutant(
         "inputs of products that are put off count as cut",
-        "megatron/cost/costs.py",
+        "megatron/models/common/cost.py",
         "is_compiled or SPLIT in names",
         "is_compiled",
-        ("tests/cost/test_gpt2.py::test_products_that_are_put_off_or_compiled_keep_their_inputs_joined",),
+        (
+            "tests/models/common/test_decoder_cost.py::test_products_that_are_put_off_or_compiled_keep_their_inputs_joined",
+        ),
     ),
 )

@@ -14,7 +14,7 @@ DATA = (
     ),
     Mutant(
         "micro-batches are read in another order",
-        "megatron/data/batches.py",
+        "megatron/data/data_loader.py",
         "own + micro_batch * self.micro_batch_size\n",
         "own + (number - 1 - micro_batch) * self.micro_batch_size\n",
         ("tests/data/test_batches.py::test_global_batches_are_the_same_in_every_layout",),
@@ -28,21 +28,21 @@ DATA = (
     ),
     Mutant(
         "labels are the tokens themselves",
-        "megatron/data/fields.py",
+        "megatron/data/gpt_dataset.py",
         "tokens[:, 1:].contiguous()",
         "tokens[:, :-1].contiguous()",
         ("tests/data/test_fields.py::test_documents_are_told_apart",),
     ),
     Mutant(
         "an end-of-document token belongs to the next document",
-        "megatron/data/fields.py",
+        "megatron/data/gpt_dataset.py",
         "    return ended.cumsum(dim=1, dtype=torch.int32) - ended\n",
         "    return ended.cumsum(dim=1, dtype=torch.int32)\n",
         ("tests/data/test_fields.py::test_documents_are_told_apart",),
     ),
     Mutant(
         "positions start anew one token late",
-        "megatron/data/fields.py",
+        "megatron/data/gpt_dataset.py",
         "torch.where(is_eod[:, :-1], positions[:, 1:], 0)",
         "torch.where(is_eod[:, :-1], positions[:, :-1], 0)",
         ("tests/data/test_fields.py::test_documents_are_told_apart",),
@@ -63,7 +63,7 @@ DATA = (
     ),
     Mutant(
         "every epoch has the same order",
-        "megatron/data/windows.py",
+        "megatron/data/sample_index.py",
         'Permutation(self.per_epoch, "samples", self.seed, number)',
         'Permutation(self.per_epoch, "samples", self.seed, 0)',
         ("tests/data/test_gpt2_samples.py::test_samples_equal_the_reference",),

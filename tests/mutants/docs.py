@@ -84,7 +84,7 @@ DOCS_MISTAKES = (
     ),
     Mutant(
         "an error is reworded and the page of messages is not",
-        "megatron/checkpoint/opening.py",
+        "megatron/checkpoint/loading.py",
         "the newest checkpoint must verify, none older",
         "the newest checkpoint has to verify, none older",
         (TROUBLE,),

@@ -14,10 +14,10 @@ DROPOUT = (
     ),
     Mutant(
         "attention does not say that its heads are cut",
-        "megatron/model/attention.py",
+        "megatron/models/common/attention.py",
         "is_cut=self.is_cut",
         "is_cut=False",
-        ("tests/model/test_dropout.py::test_tensor_ranks_drop_the_same_hidden_states_and_different_attention",),
+        ("tests/models/common/test_dropout.py::test_tensor_ranks_drop_the_same_hidden_states_and_different_attention",),
     ),
     Mutant(
         "tensor ranks drop other elements of what all hold",
@@ -35,14 +35,14 @@ DROPOUT = (
     ),
     Mutant(
         "a run does not tell its dropout which replica it is",
-        "megatron/training/assembly.py",
+        "megatron/training/setup.py",
         "return DropoutStreams(seed, data, tensor)",
         "return DropoutStreams(seed, tensor=tensor)",
         (f"{LOOP}::test_a_run_draws_dropout_by_seed_replica_and_tensor_rank",),
     ),
     Mutant(
         "a pipeline's micro-batches all drop the same elements",
-        "megatron/training/engines.py",
+        "megatron/training/train_step.py",
         "        self.streams.position = Position(self._step, micro_batch, self._number)\n",
         "        self.streams.position = Position(self._step, 0, self._number)\n",
         (f"{LAYOUTS}::test_pipeline_draws_the_dropout_masks_of_one_process",),
@@ -56,14 +56,14 @@ DROPOUT = (
     ),
     Mutant(
         "evaluation in one stage drops elements",
-        "megatron/training/engines.py",
+        "megatron/training/train_step.py",
         "        self.engine.eval()\n",
         "        self.engine.train()\n",
         (f"{LOOP}::test_evaluation_drops_nothing",),
     ),
     Mutant(
         "evaluation in a pipeline drops elements",
-        "tds/engine.py",
+        "tds/engine/engine.py",
         "            self.module.eval()\n",
         "            self.module.train()\n",
         (f"{LOOP}::test_evaluation_drops_nothing",),

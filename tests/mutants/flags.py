@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PARSE = "tests/config/test_parse.py"
-TABLE = "tests/config/test_flags_table.py"
+PARSE = "tests/arguments/test_parse.py"
+TABLE = "tests/arguments/test_flags_table.py"
 PIPELINES = "tests/training/test_pipelines.py"
 FIELDS = "tests/config/test_every_field.py"
 ACTS = f"{FIELDS}::test_every_field_changes_what_it_is_named_for"
@@ -22,21 +22,21 @@ FLAGS = (
     ),
     Mutant(
         "a family takes a flag that it says does not act",
-        "megatron/config/family.py",
+        "megatron/config/model.py",
         "return option.name not in self.config.ADVICE and option",
         "return option",
         (f"{REGISTRY}::test_a_family_from_outside_has_flags_checks_and_costs",),
     ),
     Mutant(
         "what a family checks of its own is not asked",
-        "megatron/config/validate.py",
+        "megatron/arguments/validate.py",
         "    yield from config.own.check(config)\n",
         "",
         (f"{REGISTRY}::test_a_family_from_outside_has_flags_checks_and_costs",),
     ),
     Mutant(
         "flags of the families are those of the first call",
-        "megatron/arguments/values.py",
+        "megatron/arguments/flag_values.py",
         "    return _options(tuple(FAMILIES.values()))",
         "    return _options(tuple(FAMILIES.values())[:5])",
         (f"{REGISTRY}::test_a_family_from_outside_has_flags_checks_and_costs",),
@@ -50,28 +50,28 @@ FLAGS = (
     ),
     Mutant(
         "the part in which wsd decays is not handed to the schedule",
-        "megatron/training/assembly.py",
+        "megatron/training/setup.py",
         "        wsd_decay_fraction=settings.wsd_decay_fraction,\n",
         "",
         (ACTS,),
     ),
     Mutant(
         "the base of rotary positions is not handed to the model",
-        "megatron/model/sizes.py",
+        "megatron/models/llama/model.py",
         "            base=self.rotary_base,\n",
         "            base=10000.0,\n",
         (ACTS,),
     ),
     Mutant(
         "the split into documents is not handed to the data",
-        "megatron/training/arguments.py",
+        "megatron/training/global_vars.py",
         "        split_by=settings.split_by,\n",
         "",
         (ACTS,),
     ),
     Mutant(
         "the team at Weights & Biases is not handed on",
-        "megatron/training/wandb_run.py",
+        "megatron/training/metrics.py",
         "            entity=seeing.wandb_entity,\n",
         "",
         (f"{FIELDS}::test_a_field_that_acts_in_a_run_is_read_there",),
@@ -85,7 +85,7 @@ FLAGS = (
     ),
     Mutant(
         "a style of decay takes no notice of its own parameter",
-        "megatron/optim/schedules.py",
+        "megatron/optim/lr_scheduler.py",
         "    start = 1.0 - rate.wsd_decay_fraction\n"
         "    return rate.lr if u <= start else _linear(rate, (u - start) / rate.wsd_decay_fraction)\n",
         "    return rate.lr if u <= 0.9 else _linear(rate, (u - 0.9) / 0.1)\n",
@@ -93,21 +93,21 @@ FLAGS = (
     ),
     Mutant(
         "a style of decay stands in no test of its own",
-        "megatron/optim/schedules.py",
+        "megatron/optim/lr_scheduler.py",
         '    "linear": _linear,\n',
         '    "linear": _linear,\n    "polynomial": _linear,\n',
         (f"{SCHEDULES}::test_every_style_is_a_choice_of_the_flag_has_a_formula_and_is_tried_half_way",),
     ),
     Mutant(
         "names that are half alike are guessed",
-        "megatron/config/scan.py",
+        "megatron/arguments/flag_values.py",
         "ALIKE = 0.8\n",
         "ALIKE = 0.55\n",
         (f"{PARSE}::test_a_name_that_is_no_slip_of_the_hand_gets_no_guess",),
     ),
     Mutant(
         "dashes make names alike",
-        "megatron/config/scan.py",
+        "megatron/arguments/flag_values.py",
         '{other.lstrip("-"): other for other in names}  # the dashes are no likeness\n'
         '    close = difflib.get_close_matches(name.lower().lstrip("-"), bare,',
         "{other: other for other in names}\n    close = difflib.get_close_matches(name.lower(), bare,",
@@ -115,49 +115,49 @@ FLAGS = (
     ),
     Mutant(
         "slips of the hand are not guessed",
-        "megatron/config/scan.py",
+        "megatron/arguments/flag_values.py",
         "ALIKE = 0.8\n",
         "ALIKE = 0.9\n",
         (f"{PARSE}::test_a_value_that_cannot_be_used_is_told_with_its_cure",),
     ),
     Mutant(
         "a reason names a flag that is not there",
-        "megatron/config/flags_by_reason.py",
+        "megatron/arguments/megatron_flags.py",
         '"use --no-pin-memory"',
         '"use --unpinned-memory"',
         (f"{TABLE}::test_what_to_use_instead_is_there",),
     ),
     Mutant(
         "a flag that people use is known no more",
-        "megatron/config/flags_table.py",
+        "megatron/arguments/megatron_flags.py",
         '    "--sft": ',
         '    "--sfft": ',
         (f"{TABLE}::test_the_document_is_what_the_table_says",),
     ),
     Mutant(
         "a flag has two reasons",
-        "megatron/config/flags_by_reason.py",
+        "megatron/arguments/megatron_flags.py",
         "--no-pin-cpu-grads --no-pin-cpu-params",
         "--no-pin-cpu-grads --no-pin-cpu-params --tp-comm-overlap",
         (f"{TABLE}::test_a_flag_has_one_reason",),
     ),
     Mutant(
         "a flag that is refused is suggested",
-        "megatron/config/scan.py",
+        "megatron/arguments/flag_values.py",
         "[*known, *extras, *ALREADY_SO], known)",
         "[*known, *extras, *ALREADY_SO, *refused], known)",
         (f"{PARSE}::test_only_what_is_accepted_is_suggested",),
     ),
     Mutant(
         "sizes that a global batch changes are not said",
-        "megatron/config/batch_sizes.py",
+        "megatron/arguments/flag_values.py",
         "    if (size, samples // size) != usual:\n",
         "    if size * (samples // size) != samples:\n",
         (f"{PARSE}::test_a_global_batch_that_changes_the_recipes_sizes_is_said",),
     ),
     Mutant(
         "a trace that nobody named a folder for lies beside the run",
-        "megatron/training/run.py",
+        "megatron/training/trainer.py",
         'pipeline_trace=str(place.folder / "trace")',
         'pipeline_trace=str(place.folder.with_name("trace"))',
         (f"{PIPELINES}::test_a_run_with_a_trace_leaves_its_picture_and_writes_the_bubble_of_each_interval",),

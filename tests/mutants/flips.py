@@ -11,7 +11,7 @@ PAIRS = "tests/training/test_reshard.py::test_some_layouts_load_what_others_save
 FLIPPED = (
     Mutant(
         "later segments are cut as before, the first begins behind the length of the header",
-        "megatron/checkpoint/verify.py",
+        "megatron/checkpoint/loading.py",
         "    starts = range(0, max(size, 1), SEGMENT_BYTES)\n    return [Segment(name, start,",
         "    starts = range(0, max(size, 1), SEGMENT_BYTES)\n    return [Segment(name, start or 8,",
         (FLIPS,),
@@ -19,14 +19,14 @@ FLIPPED = (
     ),
     Mutant(
         "the first altered file is told, the last one is believed",
-        "megatron/checkpoint/verify.py",
+        "megatron/checkpoint/loading.py",
         "        if name not in problems:\n",
         "        if name not in problems and name != max(content.files):\n",
         (FLIPS,),
     ),
     Mutant(
         "a manifest that has an index is believed whatever its checksum",
-        "megatron/checkpoint/manifest.py",
+        "megatron/checkpoint/metadata.py",
         'first[1] == b"%08x" % zlib.crc32(content[first.end() :])',
         'b"index" in content',
         (FLIPS,),
@@ -42,7 +42,7 @@ FLIPPED = (
     ),
     Mutant(
         "a slice along columns is read from the first one",
-        "megatron/checkpoint/shard_reader.py",
+        "megatron/checkpoint/dcp.py",
         "cuts = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))",
         "cuts = tuple(slice(o if d == 0 else 0, n + (o if d == 0 else 0)) for d, (o, n) in enumerate("
         "zip(item.storage_offsets, item.lengths, strict=True)))",
@@ -50,14 +50,14 @@ FLIPPED = (
     ),
     Mutant(
         "the second moment is taken for the first",
-        "megatron/training/state_tensors.py",
+        "megatron/training/train_state.py",
         'yield TensorRecord(f"optimizer/{key}/{name}", value, shard, optimizer.owns(parameter))',
         'yield TensorRecord(f"optimizer/{key}/{name}", state["exp_avg"], shard, optimizer.owns(parameter))',
         (PAIRS,),
     ),
     Mutant(
         "weights of 16 bits are saved instead of their masters",
-        "megatron/training/state_tensors.py",
+        "megatron/training/train_state.py",
         'yield TensorRecord(f"weights/{name}", master.detach(), shard_of(master), optimizer.owns(parameter))',
         'yield TensorRecord(f"weights/{name}", master.detach().copy_(master.bfloat16()), shard_of(master), '
         "optimizer.owns(parameter))",
@@ -65,14 +65,14 @@ FLIPPED = (
     ),
     Mutant(
         "the model goes on with the weights it had before the load",
-        "megatron/training/state.py",
+        "megatron/training/train_state.py",
         "    optimizer.copy_masters_to_parameters()\n",
         "",
         (PAIRS,),
     ),
     Mutant(
         "a part of ZeRO 1 lies where the replica's whole part does",
-        "megatron/optim/cuts.py",
+        "megatron/optim/zero/partition.py",
         "start=first + start, length=stop - start)",
         "start=first, length=stop - start)",
         (CHAIN,),
@@ -80,12 +80,12 @@ FLIPPED = (
     ),
     Mutant(
         "moments begin where the weight of another tensor rank does",
-        "megatron/training/state_tensors.py",
+        "megatron/training/train_state.py",
         "    return Shard(whole, shard.partition_dim, shard.start, shard.length)\n",
         "    return Shard(whole, shard.partition_dim, whole[shard.partition_dim] - shard.start - shard.length, "
         "shard.length)\n",
         (
-            "tests/optim/test_zero_checkpoints.py::test_a_checkpoint_goes_through_stages_and_layouts_with_every_bit[dtype0]",
+            "tests/optim/zero/test_zero_checkpoints.py::test_a_checkpoint_goes_through_stages_and_layouts_with_every_bit[dtype0]",
         ),
     ),
 )

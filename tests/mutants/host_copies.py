@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-SEAM = "tds/host_copies.py"
-COPIES = "tests/tds/test_host_copies.py"
+SEAM = "tds/p2p/host_copies.py"
+COPIES = "tests/tds/p2p/test_host_copies.py"
 SHARED = "tests/training/test_world.py::test_over_gloo_ranks_share_the_devices_of_their_host_and_send_through_it"
 PART = "benchmarks/gpu/parts/layouts.py"
 LAYOUTS = "tests/benchmarks/gpu/test_layouts.py"
@@ -41,28 +41,28 @@ HOST_COPIES = (
     ),
     Mutant(
         "a pipeline on GPUs is refused even where its groups go through the host",
-        "tds/channels.py",
+        "tds/p2p/process_groups.py",
         " and not isinstance(own, host_copies.HostCopies):",
         ":",
         (f"{COPIES}::test_stages_on_gpus_send_in_a_group_that_copies_and_are_told_of_it_where_gloo_is_alone",),
     ),
     Mutant(
         "DeepSpeed takes a device that the host does not have",
-        "megatron/training/world.py",
+        "megatron/training/initialize.py",
         'os.environ["LOCAL_RANK"] = str(local_rank % number)',
         'os.environ["LOCAL_RANK"] = str(local_rank)',
         (SHARED,),
     ),
     Mutant(
         "every backend of a device goes through the host",
-        "megatron/training/world.py",
+        "megatron/training/initialize.py",
         'asked == "gloo" and kind != "cpu"',
         'kind != "cpu"',
         (SHARED,),
     ),
     Mutant(
         "ranks over gloo may not share a GPU",
-        "megatron/training/sameness.py",
+        "megatron/training/initialize.py",
         'dist.get_backend() != "nccl"',
         'dist.get_backend() == "gloo"',
         ("tests/training/test_sameness.py::test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it",),

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 FIT = "tests/checkpoint/test_compare.py::test_a_fresh_start_takes_weights_that_fit_with_what_no_shape_depends_on"
 TOLD = "tests/training/test_resume_rules.py::test_each_warned_setting_is_told_with_both_values"
 BERT = "tests/tools/test_convert_hf.py::test_the_vocabulary_of_a_bert_folder_is_imported_with_its_case"
-ARRIVAL = "tests/optim/test_arrival.py"
+ARRIVAL = "tests/optim/zero/test_arrival.py"
 DEVICE = f"{ARRIVAL}::test_the_device_gets_the_parts_and_never_a_whole_weight[fp32]"
 ONCE = f"{ARRIVAL}::test_weights_are_filled_once_before_they_are_cut"
 OTHERS = f"{ARRIVAL}::test_other_stages_let_weights_lie_where_they_are"
@@ -35,49 +35,49 @@ LEFTOVERS = (
     ),
     Mutant(
         "vocab.txt stays behind",
-        "megatron/checkpoint/hf/tokens.py",
+        "megatron/checkpoint/huggingface/config.py",
         "_COPIED = (JSON, VOCAB_TEXT, SPIECE,",
         "_COPIED = (JSON, SPIECE,",
         (BERT,),
     ),
     Mutant(
         "the case of a BERT's vocabulary stays behind",
-        "megatron/checkpoint/hf/tokens.py",
+        "megatron/checkpoint/huggingface/config.py",
         'VOCAB, MERGES, SETTINGS, "special_tokens_map.json"',
         'VOCAB, MERGES, "special_tokens_map.json"',
         (BERT,),
     ),
     Mutant(
         "vocab.txt is read as another kind",
-        "megatron/checkpoint/hf/tokens.py",
+        "megatron/checkpoint/huggingface/config.py",
         '        return {"tokenizer_type": "BertWordPiece", "tokenizer_path": str(place)}\n',
         '        return {"tokenizer_type": "CPM2", "tokenizer_path": str(place)}\n',
         (BERT,),
     ),
     Mutant(
         "whole weights are brought to the device",
-        "megatron/optim/masters.py",
+        "megatron/optim/main_params.py",
         "self._arrival.come(parameter, is_cut=cut is not None)",
         "self._arrival.come(parameter, is_cut=False)",
         (DEVICE,),
     ),
     Mutant(
         "whole weights stay where they were filled",
-        "megatron/optim/masters.py",
+        "megatron/optim/main_params.py",
         "                self._arrival.leave(parameter)\n",
         "                pass\n",
         (DEVICE, ONCE),
     ),
     Mutant(
         "masters are made before their weight is filled",
-        "megatron/optim/arrival.py",
+        "megatron/optim/zero/partition.py",
         "        self.fill(parameter)\n",
         "",
         (ONCE,),
     ),
     Mutant(
         "weights of ZeRO 1 are asked to come",
-        "megatron/optim/masters.py",
+        "megatron/optim/main_params.py",
         "self._arrival = arrival if self._has_homes else None",
         "self._arrival = arrival",
         (OTHERS,),
@@ -85,35 +85,35 @@ LEFTOVERS = (
     ),
     Mutant(
         "the host holds all weights at once",
-        "megatron/mpu/unset.py",
+        "megatron/mpu/shard.py",
         "            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)\n",
         "            pass\n",
         (UNSET,),
     ),
     Mutant(
         "weights that are built later have no memory either",
-        "megatron/mpu/unset.py",
+        "megatron/mpu/shard.py",
         "        hook.remove()\n",
         "        pass\n",
         (UNSET,),
     ),
     Mutant(
         "each replica keeps what it has drawn itself",
-        "megatron/training/arriving.py",
+        "megatron/training/setup.py",
         "        dist.broadcast(sent, group.ranks[0], group=group.handle)\n",
         "",
         (SAME,),
     ),
     Mutant(
         "the last values that are sent are lost",
-        "megatron/training/arriving.py",
+        "megatron/training/setup.py",
         "    for chunk in flat.view(torch.uint8).split(CHUNK_BYTES):\n",
         "    for chunk in flat.view(torch.uint8).split(CHUNK_BYTES)[:-1]:\n",
         (SAME,),
     ),
     Mutant(
         "frozen weights stay unset",
-        "megatron/training/assembly.py",
+        "megatron/training/setup.py",
         "    if arrival is not None:\n        put_in_place(config, module, world)",
         "    if False:\n        put_in_place(config, module, world)",
         (SAME,),
@@ -121,7 +121,7 @@ LEFTOVERS = (
     ),
     Mutant(
         "the model is filled and moved whole ahead of ZeRO 3",
-        "megatron/training/assembly.py",
+        "megatron/training/setup.py",
         "    if arrival is None:\n        put_in_place(config, module, world)\n",
         "    put_in_place(config, module, world)\n",
         (WHOLE,),

@@ -6,16 +6,20 @@ from tests.mutants.mutant import Mutant
 
 _ROTARY = "tests/ops/test_rotary.py"
 _TURNS = f"{_ROTARY}::test_a_number_and_the_one_half_a_head_away_turn_by_position_times_frequency"
-_THEIRS = "tests/model/test_llama_against_huggingface.py"
+_THEIRS = "tests/models/llama/test_against_huggingface.py"
 _SAME = f"{_THEIRS}::test_the_same_weights_give_the_same_logits_loss_and_gradients[1-fp64]"
 _CACHED = (
     "tests/generate/test_cache.py::test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_without_one"
 )
 _PARITY = "tests/parity/test_llama.py::test_fp64_equals_one_process"
 _ACTS = "tests/parity/test_llama.py::test_each_flag_makes_another_model_or_batch"
-_FORM = "tests/checkpoint/hf/test_llama.py"
-_MODEL, _ARITHMETIC, _PIPE = "megatron/model/llama.py", "megatron/ops/rotary.py", "megatron/pipe/llama.py"
-_HF = "megatron/checkpoint/hf/llama.py"
+_FORM = "tests/models/llama/test_huggingface.py"
+_MODEL, _ARITHMETIC, _PIPE = (
+    "megatron/models/llama/model.py",
+    "megatron/ops/positions.py",
+    "megatron/models/llama/pipeline.py",
+)
+_HF = "megatron/models/llama/huggingface.py"
 
 LLAMA = (
     Mutant(
@@ -100,7 +104,7 @@ LLAMA = (
         _MODEL,
         'divide("--num-query-groups", sizes.num_groups, place.group)',
         "max(sizes.num_groups // place.group.size, 1)",
-        ("tests/model/test_llama.py::test_groups_are_cut_whole_or_not_at_all",),
+        ("tests/models/llama/test_model.py::test_groups_are_cut_whole_or_not_at_all",),
     ),
     Mutant(
         "the two norms of a layer change places",
@@ -134,17 +138,17 @@ LLAMA = (
     ),
     Mutant(
         "each layer of a stage makes a mask of its own",
-        "megatron/model/last_made.py",
+        "megatron/models/common/attention.py",
         "return self._last.of(segment_ids, partial(self._make, segment_ids))",
         "return self._make(segment_ids)",
-        ("tests/pipe/test_masks.py::test_a_stage_makes_the_mask_of_a_micro_batch_once[llama]",),
+        ("tests/models/common/test_masks.py::test_a_stage_makes_the_mask_of_a_micro_batch_once[llama]",),
     ),
     Mutant(
         "a position one too far is taken",
         _MODEL,
         "highest >= length",
         "highest > length",
-        ("tests/model/test_llama.py::test_positions_beyond_the_longest_are_refused",),
+        ("tests/models/llama/test_model.py::test_positions_beyond_the_longest_are_refused",),
     ),
     Mutant(
         "the script drops positions that begin anew",
@@ -191,9 +195,9 @@ LLAMA = (
     ),
     Mutant(
         "fewer keys cost as many parameters",
-        "megatron/cost/llama.py",
+        "megatron/models/llama/cost.py",
         "return (self.num_groups or self.sizes.num_attention_heads) * self.sizes.kv_hidden_size",
         "return self.sizes.num_attention_heads * self.sizes.kv_hidden_size",
-        ("tests/cost/test_llama.py::test_published_models_have_their_numbers_of_parameters",),
+        ("tests/models/llama/test_cost.py::test_published_models_have_their_numbers_of_parameters",),
     ),
 )

@@ -5,187 +5,187 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ALIBI = "tests/ops/test_alibi.py"
-MODEL = "tests/model/test_mpt.py"
-THEIRS = "tests/model/test_mpt_against_huggingface.py::test_the_same_weights_give_the_same_logits_loss_and_gradients"
+MODEL = "tests/models/mpt/test_model.py"
+THEIRS = "tests/models/mpt/test_against_huggingface.py::test_the_same_weights_give_the_same_logits_loss_and_gradients"
 TWELVE_HEADS = f"{THEIRS}[1-fp64 untied, 12 heads, steeper, clipped]"
 KEPT = f"{MODEL}::test_all_layers_add_one_bias_and_another_batch_or_length_gets_its_own"
 DOCUMENTS = f"{MODEL}::test_each_document_is_read_as_if_it_stood_alone"
 CACHED = "tests/generate/test_mpt.py::test_a_cache_and_rows_of_any_length_equal_each_row_alone_without_one"
-CONVERTED = "tests/checkpoint/hf/test_mpt.py"
-COSTS = "tests/cost/test_mpt.py"
+CONVERTED = "tests/models/mpt/test_huggingface.py"
+COSTS = "tests/models/mpt/test_cost.py"
 
 MPT = (
     Mutant(
         "heads that are no power of two take the first slopes of the next one",
-        "megatron/ops/alibi.py",
+        "megatron/ops/positions.py",
         "[*slopes[1::2], *slopes[::2]][:num_heads]",
         "slopes[:num_heads]",
         (f"{ALIBI}::test_eight_heads_have_a_half_to_a_256th",),
     ),
     Mutant(
         "the other slopes come first",
-        "megatron/ops/alibi.py",
+        "megatron/ops/positions.py",
         "[*slopes[1::2], *slopes[::2]][:num_heads]",
         "[*slopes[::2], *slopes[1::2]][:num_heads]",
         (TWELVE_HEADS,),
     ),
     Mutant(
         "scores rise with the distance",
-        "megatron/ops/alibi.py",
+        "megatron/ops/positions.py",
         ".view(-1, 1, 1) * ahead.to(wide)",
         ".view(-1, 1, 1) * -ahead.to(wide)",
         (f"{ALIBI}::test_a_bias_is_minus_slope_times_distance_and_hides_what_comes_later",),
     ),
     Mutant(
         "the next token may be seen",
-        "megatron/ops/alibi.py",
+        "megatron/ops/positions.py",
         ".masked_fill_(ahead > 0,",
         ".masked_fill_(ahead > 1,",
         (f"{ALIBI}::test_a_bias_is_minus_slope_times_distance_and_hides_what_comes_later",),
     ),
     Mutant(
         "biases of an fp64 model are made in fp32",
-        "megatron/ops/alibi.py",
+        "megatron/ops/positions.py",
         "    wide = dtype if dtype == torch.float64 else torch.float32\n",
         "    wide = torch.float32\n",
         (TWELVE_HEADS,),
     ),
     Mutant(
         "biases in 16 bits are made in 16 bits",
-        "megatron/ops/alibi.py",
+        "megatron/ops/positions.py",
         "    wide = dtype if dtype == torch.float64 else torch.float32\n",
         "    wide = dtype\n",
         (f"{ALIBI}::test_16_bits_hold_what_matters_of_a_bias",),
     ),
     Mutant(
         "documents see each other",
-        "megatron/ops/alibi.py",
+        "megatron/ops/positions.py",
         "~document_mask(segment_ids)",
         "~document_mask(segment_ids * 0)",
         (f"{ALIBI}::test_documents_are_as_if_each_stood_alone",),
     ),
     Mutant(
         "every tensor rank takes the slopes of the first",
-        "megatron/model/alibi.py",
+        "megatron/models/mpt/model.py",
         "        first = place.group.rank * heads\n",
         "        first = 0\n",
         (f"{MODEL}::test_heads_of_a_tensor_rank_have_the_slopes_of_their_place",),
     ),
     Mutant(
         "the documents of the first micro-batch are those of all",
-        "megatron/model/last_made.py",
+        "megatron/models/common/attention.py",
         "self._key[0]() is key and",
         "self._key[0]() is not None and",
         (KEPT,),
     ),
     Mutant(
         "documents that are overwritten in place go unseen",
-        "megatron/model/last_made.py",
+        "megatron/models/common/attention.py",
         " and self._key[1] == key._version\n",
         "\n",
         (KEPT,),
     ),
     Mutant(
         "a bias outlives its number format",
-        "megatron/model/alibi.py",
+        "megatron/models/mpt/model.py",
         "(causal.shape[-1], causal.dtype, causal.device) != (length, x.dtype, x.device)",
         "causal.shape[-1] != length",
         (KEPT,),
     ),
     Mutant(
         "a bias within documents outlives the one that it was made of",
-        "megatron/model/alibi.py",
+        "megatron/models/mpt/model.py",
         "            self._within.forget()\n",
         "",
         (KEPT,),
     ),
     Mutant(
         "each layer makes a bias of its own",
-        "megatron/model/last_made.py",
+        "megatron/models/common/attention.py",
         "        if self._made is None or not is_known:\n",
         "        if True:\n",
         (KEPT,),
     ),
     Mutant(
         "queries of all rows stand where those of the first do",
-        "megatron/model/alibi.py",
+        "megatron/models/mpt/model.py",
         "slots.positions if slots.mask is not None else slots.positions[:1]",
         "slots.positions[:1]",
         (CACHED,),
     ),
     Mutant(
         "norms shift",
-        "megatron/model/mpt.py",
+        "megatron/models/mpt/model.py",
         "sizes.layernorm_epsilon, bias=False)",
         "sizes.layernorm_epsilon)",
         (f"{MODEL}::test_there_is_no_bias_and_no_table_of_positions",),
     ),
     Mutant(
         "queries, keys and values are clipped on one side",
-        "megatron/model/mpt.py",
+        "megatron/models/mpt/model.py",
         ".clamp(-self.limit, self.limit)",
         ".clamp(max=self.limit)",
         (TWELVE_HEADS,),
     ),
     Mutant(
         "a single stage does not keep documents apart",
-        "megatron/model/mpt.py",
+        "megatron/models/mpt/model.py",
         "self.alibi.for_hidden(x, segment_ids)",
         "self.alibi.for_hidden(x)",
         (DOCUMENTS,),
     ),
     Mutant(
         "a pipeline does not keep documents apart",
-        "megatron/pipe/mpt.py",
+        "megatron/models/mpt/pipeline.py",
         "self.alibi.for_hidden(x, segment_ids)",
         "self.alibi.for_hidden(x)",
         ("tests/parity/test_mpt.py::test_fp64_equals_one_process[2-2-1-documents]",),
     ),
     Mutant(
         "their queries, keys and values are taken as ours",
-        "megatron/checkpoint/hf/mpt.py",
+        "megatron/models/mpt/huggingface.py",
         "blocks=config.model.num_attention_heads, parts_in_one=3",
         "blocks=1, parts_in_one=3",
         (TWELVE_HEADS,),
     ),
     Mutant(
         "their gelu is taken for the approximation",
-        "megatron/checkpoint/hf/mpt.py",
+        "megatron/models/mpt/huggingface.py",
         '        "activation": "gelu",\n',
         '        "activation": "gelu-tanh",\n',
         (TWELVE_HEADS,),
     ),
     Mutant(
         "their model keeps the slopes that it has without the setting",
-        "megatron/checkpoint/hf/mpt.py",
+        "megatron/models/mpt/huggingface.py",
         '"alibi_bias_max": config.own.alibi_bias_max})',
         "})",
         (TWELVE_HEADS,),
     ),
     Mutant(
         "a model of the hub without alibi is taken",
-        "megatron/checkpoint/hf/mpt.py",
+        "megatron/models/mpt/huggingface.py",
         '    "alibi": True,\n',
         "",
         (f"{CONVERTED}::test_what_our_mpt_has_not_is_refused_by_name",),
     ),
     Mutant(
         "the verification does not prepare their model",
-        "megatron/checkpoint/hf/verify.py",
+        "megatron/checkpoint/huggingface/convert.py",
         "    form.prepare(model, config)\n",
         "",
         (f"{CONVERTED}::test_theirs_to_ours_and_back_is_bitwise_and_computes_the_same",),
     ),
     Mutant(
         "the plan counts a table of positions",
-        "megatron/cost/mpt.py",
+        "megatron/models/mpt/cost.py",
         "has_positions: ClassVar[bool] = False",
         "has_positions: ClassVar[bool] = True",
         (f"{COSTS}::test_mpt_7b_has_its_published_number_of_parameters",),
     ),
     Mutant(
         "the plan counts the biases of all heads on each tensor rank",
-        "megatron/cost/mpt.py",
+        "megatron/models/mpt/cost.py",
         "self.sizes.num_attention_heads // tensor * self.seq_length**2",
         "self.sizes.num_attention_heads * self.seq_length**2",
         (f"{COSTS}::test_a_stage_keeps_one_bias_and_one_for_the_documents_of_each_micro_batch",),

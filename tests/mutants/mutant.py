@@ -20,9 +20,9 @@ class Mutant(NamedTuple):
 
 
 PIPELINE = "tests/tds/test_parity.py::test_fp32_equals_one_process_to_the_bit[2]"
-EXCHANGE = "tests/tds/test_exchange.py::test_every_structure_crosses_in_both_directions_with_any_number_of_chunks"
+EXCHANGE = "tests/tds/p2p/test_exchange.py::test_every_structure_crosses_in_both_directions_with_any_number_of_chunks"
 TIED = "tests/tds/test_parity.py::test_fp64_tied_weights_equal_one_process[2]"
-NORM = "tests/mpu/test_grads.py::test_replicated_cut_and_tied_parameters_count_once"
+NORM = "tests/tds/test_grads.py::test_replicated_cut_and_tied_parameters_count_once"
 STEP = "tests/optim/test_mixed_precision.py"
 LINEAR = "tests/mpu/test_layers.py::test_column_then_row_equals_two_linears"
 EMBEDDING = "tests/mpu/test_vocabulary.py::test_embedding_equals_torch_and_padded_rows_get_no_gradient"
@@ -35,4 +35,6 @@ RESUME = "tests/training/test_resume.py::test_killed_and_resumed_run_is_bit_for_
 SUMS = "tests/tds/test_reduction.py"
 FP16 = "tests/training/test_loss_scale.py"
 LOOP = "tests/training/test_loop.py"
-OVERFLOW = "tests/tds/test_optimizers.py::test_an_overflow_on_one_stage_skips_the_same_step_on_all_with_one_scale"
+OVERFLOW = (
+    "tests/tds/engine/test_optimizers.py::test_an_overflow_on_one_stage_skips_the_same_step_on_all_with_one_scale"
+)

@@ -4,61 +4,61 @@ from __future__ import annotations
 
 from tests.mutants.mutant import FP16, LAYOUTS, NORM, STEP, TIED, Mutant
 
-SQUARES = "tests/mpu/test_grads.py::test_squares_add_up_in_fp64_however_many_they_are"
+SQUARES = "tests/tds/test_grads.py::test_squares_add_up_in_fp64_however_many_they_are"
 
 NORMS = (
     Mutant(
         "squares of a large gradient add up in one sum of fp32",
-        "megatron/mpu/grads.py",
-        "    if x.numel() < LARGE:",
-        "    if x.numel() >= 0:",
+        "tds/gradients.py",
+        "    dtype = accurate_dtype(x.dtype)\n    if x.numel() < LARGE:",
+        "    dtype = accurate_dtype(x.dtype)\n    if x.numel() >= 0:",
         (f"{SQUARES}[megatron-(4000003,)-float32]",),
     ),
     Mutant(
         "the last numbers of a gradient are not in its norm",
-        "megatron/mpu/grads.py",
+        "tds/gradients.py",
         " + rest.double().square()",
         "",
         (f"{SQUARES}[megatron-(66001,)-float32]",),
     ),
     Mutant(
         "the pipeline engine leaves the first numbers out of the norm",
-        "tds/norm.py",
+        "tds/gradients.py",
         " + torch.linalg.vector_norm(flat[:start], dtype=dtype).double().square()",
         "",
         (f"{SQUARES}[tds-(66001,)-float32]",),
     ),
     Mutant(
         "the norm counts tied weights twice",
-        "megatron/mpu/grads.py",
+        "megatron/mpu/shard.py",
         '    if getattr(parameter, "ds_pipe_replicated", False):\n        return False\n',
         "",
         (NORM,),
     ),
     Mutant(
         "the norm counts tied weights twice, in the pipeline engine's own clipping",
-        "tds/norm.py",
+        "tds/gradients.py",
         '    if getattr(parameter, "ds_pipe_replicated", False):\n        return False\n',
         "",
         (TIED,),
     ),
     Mutant(
         "the norm counts what all tensor ranks hold on each",
-        "megatron/mpu/grads.py",
+        "megatron/mpu/shard.py",
         "    return tensor_rank == 0 or shard_of(parameter).is_partitioned\n",
         "    return True\n",
         (NORM,),
     ),
     Mutant(
         "the norm is taken per stage",
-        "megatron/optim/mixed_precision.py",
+        "megatron/optim/optimizer.py",
         "global_norm(counted, model=self.model_group, holders",
         "global_norm(counted, model=self.tensor_group, holders",
         (f"{STEP}::test_norm_and_clipped_steps_over_two_stages_of_two_ranks_equal_one_process",),
     ),
     Mutant(
         "each replica clips before the sum, in one stage",
-        "megatron/optim/overlapped_gradients.py",
+        "megatron/optim/main_params.py",
         "            self._flights += [",
         "            buckets = list(buckets)\n"
         "            for own in (self.of(p) for bucket in buckets for p in bucket):\n"
@@ -68,10 +68,10 @@ NORMS = (
     ),
     Mutant(
         "each replica clips before the sum, in a pipeline",
-        "tds/train_step.py",
+        "tds/engine/engine.py",
         "    engine._force_grad_boundary = True\n",
         "    engine._force_grad_boundary = True\n    clip_gradients(engine, gradients)\n",
-        ("tests/tds/test_tensor_group.py::test_the_norm_counts_cut_and_whole_parameters_once_and_clips_by_it",),
+        ("tests/tds/p2p/test_tensor_group.py::test_the_norm_counts_cut_and_whole_parameters_once_and_clips_by_it",),
     ),
     Mutant(
         "weight decay reaches norms and biases under tensor parallelism",
@@ -83,28 +83,28 @@ NORMS = (
     ),
     Mutant(
         "the updated masters do not reach the 16-bit weights",
-        "megatron/optim/mixed_precision.py",
+        "megatron/optim/optimizer.py",
         "            self.copy_masters_to_parameters()\n",
         "            pass\n",
         (f"{STEP}::test_many_tiny_updates_move_a_bf16_weight",),
     ),
     Mutant(
         "the norm includes the loss scale",
-        "megatron/optim/mixed_precision.py",
+        "megatron/optim/optimizer.py",
         "(self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * factor\n",
         "(self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm)\n",
         (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
     ),
     Mutant(
         "the update includes the loss scale",
-        "megatron/optim/mixed_precision.py",
+        "megatron/optim/optimizer.py",
         "clip_coefficient(norm, self.clip_grad) * factor)",
         "clip_coefficient(norm, self.clip_grad))",
         (f"{STEP}::test_the_loss_scale_leaves_no_trace",),
     ),
     Mutant(
         "a pipeline's backward leaves out the loss scale",
-        "tds/stage.py",
+        "tds/engine/stage.py",
         "        scaled = share if call.loss_scale == 1.0 else share * call.loss_scale\n",
         "        scaled = share\n",
         (f"{FP16}::test_fp16_that_skips_nothing_trains_as_fp32_does[1-2-1]",),

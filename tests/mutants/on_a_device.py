@@ -10,7 +10,7 @@ PART = "tests/benchmarks/gpu/test_suite.py"
 ON_A_DEVICE = (
     Mutant(
         "root mean squares of a device have twice the epsilon",
-        "megatron/ops/norm.py",
+        "megatron/models/common/transformer.py",
         "    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)\n",
         "    return F.rms_norm(x, (x.shape[-1],), weight, 2 * epsilon)\n",
         SIMULATED,
@@ -38,21 +38,21 @@ ON_A_DEVICE = (
     ),
     Mutant(
         "the table of rotary positions stays on the host",
-        "megatron/ops/rotary.py",
+        "megatron/ops/positions.py",
         "        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)\n",
         "        return angles.cos().to(dtype), angles.sin().to(dtype)\n",
         SIMULATED,
     ),
     Mutant(
         "what shall wait on the host waits on the device",
-        "megatron/mpu/kept.py",
+        "megatron/mpu/activation_storage.py",
         "        if self.how.is_on_host:\n            return device.host_memory(shape, like.dtype, like.device)\n",
         "",
         SIMULATED,
     ),
     Mutant(
         "masks of any layout are made on the host",
-        "megatron/mpu/counted.py",
+        "megatron/mpu/random.py",
         "-(-columns.stop // LANES), device=rows.device)\n",
         "-(-columns.stop // LANES))\n",
         SIMULATED,

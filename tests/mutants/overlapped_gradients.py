@@ -13,7 +13,7 @@ PARITY = "tests/parity/test_overlapped_sums.py"
 ENGINE = f"{PARITY}::test_one_stage_with_accumulation_in_fp32_has_the_same_bits"
 PUT_OFF = f"{PARITY}::test_stages_that_put_weights_off_have_the_same_bits"
 FOUR = f"{PARITY}::test_other_layouts_and_precisions_have_the_same_bits[(1, 1, 4)---fp32]"
-FILE = "megatron/optim/overlapped_gradients.py"
+FILE = "megatron/optim/main_params.py"
 
 OVERLAPPED_GRADIENTS = (
     Mutant(
@@ -70,77 +70,77 @@ OVERLAPPED_GRADIENTS = (
     ),
     Mutant(
         "sums start with the first weights",
-        "megatron/optim/bucket_order.py",
+        "tds/gradients.py",
         "key=lambda bucket: -place[bucket[0]])",
         "key=lambda bucket: place[bucket[0]])",
         (ORDER,),
     ),
     Mutant(
         "biases of the first layers hold up the buckets behind them",
-        "megatron/optim/bucket_order.py",
+        "tds/gradients.py",
         "key=lambda bucket: bucket[-1].dim() < 2)",
         "key=lambda bucket: bucket[0].dim() < 2)",
         (ORDER,),
     ),
     Mutant(
         "the order of the first backward is not kept",
-        "megatron/optim/bucket_order.py",
+        "tds/gradients.py",
         "            self._filled.append(number)\n",
         "            pass\n",
         (ORDER,),
     ),
     Mutant(
         "an unused weight holds up the buckets behind it",
-        "megatron/optim/bucket_order.py",
-        "[int(not all(map(backward.will_reach, bucket))) for bucket in order]",
+        "tds/gradients.py",
+        "[int(not all(map(will_reach, bucket))) for bucket in order]",
         "[0 for bucket in order]",
         (ORDER,),
     ),
     Mutant(
         "the engine takes the first micro-batch for the last",
-        "megatron/training/engines.py",
+        "megatron/training/train_step.py",
         "            if micro_batch == number - 1:\n",
         "            if micro_batch == 0:\n",
         (ENGINE,),
     ),
     Mutant(
         "--no-overlap-grad-reduce acts on pipelines alone",
-        "megatron/training/assembly.py",
+        "megatron/training/setup.py",
         "config.parallel.overlap_grad_reduce and not",
         "not",
         (ENGINE,),
     ),
     Mutant(
         "a pipeline's sums start early in any case",
-        "tds/reduction.py",
+        "tds/gradients.py",
         "        if not self.starts_early or index is None",
         "        if index is None",
         (f"{SUMS}::test_sums_may_all_start_after_the_backward",),
     ),
     Mutant(
         "a stage that puts weights off starts its sums behind all of them",
-        "tds/stage.py",
+        "tds/engine/stage.py",
         "reduction.ready if reduction is not None and starts_early else None)",
         "None)",
         (PUT_OFF,),
     ),
     Mutant(
         "a weight that is put off counts as summed up ahead of its gradient",
-        "tds/stage.py",
+        "tds/engine/stage.py",
         "apart_from=self.splitter.waiting(_key(action)))",
         "apart_from=())",
         (PUT_OFF,),
     ),
     Mutant(
         "a stage that keeps its backwards whole starts its sums behind them",
-        "tds/stage.py",
+        "tds/engine/stage.py",
         "        with self._making_final(action, call):\n",
         "        with nullcontext():\n",
         (PUT_OFF,),
     ),
     Mutant(
         "sums within the backward are cut into other buckets than those behind it",
-        "megatron/optim/bucket_order.py",
+        "tds/gradients.py",
         "        if not found or size + num_bytes > limit:\n",
         "        if not found or 2 * (size + num_bytes) > limit:\n",
         (FOUR,),

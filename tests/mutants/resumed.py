@@ -7,49 +7,49 @@ from tests.mutants.mutant import FP16, LOOP, RESUME, Mutant
 RESUMED = (
     Mutant(
         "random states are not restored",
-        "megatron/training/state_tensors.py",
+        "megatron/training/train_state.py",
         "    device.set_rng_states(states)\n",
         "    del states\n",
         (f"{RESUME}[1-1-2]",),
     ),
     Mutant(
         "every rank restores the random state of rank 0",
-        "megatron/training/state_tensors.py",
+        "megatron/training/train_state.py",
         "        name = _rng_name(kind, world)\n",
         '        name = f"rng/{kind}/{0:05d}"\n',
         (f"{RESUME}[1-1-2]",),
     ),
     Mutant(
         "the data goes on some micro-batches too late",
-        "megatron/training/loop.py",
+        "megatron/training/trainer.py",
         "config, run.world, run.progress.samples_consumed)",
         "config, run.world, run.progress.samples_consumed + (config.batch.gas if run.progress.step else 0))",
         (f"{RESUME}[1-1-1]",),
     ),
     Mutant(
         "consumed samples leave out the accumulation",
-        "megatron/training/loop.py",
+        "megatron/training/trainer.py",
         "    progress.samples_consumed += samples\n",
         "    progress.samples_consumed += run.config.batch.batch_size * run.world.grid.data.size\n",
         (f"{LOOP}::test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate",),
     ),
     Mutant(
         "Adam's step count is not restored",
-        "megatron/training/state.py",
+        "megatron/training/train_state.py",
         '        set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])\n',
         "",
         (f"{RESUME}[1-1-1]",),
     ),
     Mutant(
         "the loss scale is not restored",
-        "megatron/training/state.py",
+        "megatron/training/train_state.py",
         '        optimizer.scaler.load(checkpoint.state["scaler"])\n',
         "",
         (f"{FP16}::test_loss_scale_and_counters_survive_a_stop[8]",),
     ),
     Mutant(
         "tensor ranks load each other's slices",
-        "megatron/checkpoint/load_plan.py",
+        "megatron/checkpoint/dcp.py",
         "        wanted = ChunkStorageMetadata(torch.Size(offsets(shard)), torch.Size(part_shape(shard)))\n",
         "        facts = zip(shard.global_shape, offsets(shard), part_shape(shard), strict=True)\n"
         "        starts = torch.Size([whole - start - length for whole, start, length in facts])\n"
@@ -58,7 +58,7 @@ RESUMED = (
     ),
     Mutant(
         "16-bit weights do not follow the masters that were loaded",
-        "megatron/training/state.py",
+        "megatron/training/train_state.py",
         "    optimizer.copy_masters_to_parameters()\n",
         "",
         (f"{FP16}::test_loss_scale_and_counters_survive_a_stop[8]",),

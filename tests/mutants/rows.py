@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 CONFIGURATION = "tests/reliability/test_configuration.py"
 CASES = f"{CONFIGURATION}::test_what_cannot_be_is_told_with_what_was_got_and_what_to_do"
 CHECKPOINTS = "tests/reliability/test_checkpoints.py"
-VALIDATE = "megatron/config/validate.py"
+VALIDATE = "megatron/arguments/validate.py"
 
 ROWS = (
     Mutant(
@@ -29,7 +29,7 @@ ROWS = (
         "megatron/arguments/parser.py",
         "    problems = own + found.problems + _plugin_problems(env) + find_problems(config, world_size)\n",
         "    problems = own + found.problems or _plugin_problems(env) + find_problems(config, world_size)\n",
-        ("tests/config/test_parse.py::test_all_problems_are_told_at_once_and_numbered",),
+        ("tests/arguments/test_parse.py::test_all_problems_are_told_at_once_and_numbered",),
     ),
     Mutant(
         "a stage without a layer is taken",
@@ -47,35 +47,35 @@ ROWS = (
     ),
     Mutant(
         "a key twice in the JSON is taken as its last",
-        "megatron/config/json_text.py",
+        "megatron/arguments/deepspeed_json.py",
         '            if keys in places and "" not in keys:\n',
         '            if keys in places and "" in keys:\n',
         (CASES,),
     ),
     Mutant(
         "a flag and the JSON may differ",
-        "megatron/config/deepspeed.py",
+        "megatron/arguments/deepspeed_json.py",
         "        elif given != value:\n",
         "        elif given is None:\n",
         (CASES,),
     ),
     Mutant(
         "fields of a later version are passed over",
-        "megatron/checkpoint/manifest.py",
+        "megatron/checkpoint/metadata.py",
         "sorted(fields.keys() - _FIELDS)",
         "sorted(fields.keys() & set())",
         (f"{CHECKPOINTS}::test_a_field_of_a_later_version_is_named_and_nothing_older_is_taken",),
     ),
     Mutant(
         "moments of another optimizer are taken",
-        "megatron/training/state.py",
+        "megatron/training/train_state.py",
         "    if taken.optimizer and saved != now:\n",
         "    if taken.optimizer and not saved:\n",
         (f"{CHECKPOINTS}::test_moments_of_another_optimizer_are_refused_and_weights_alone_are_taken",),
     ),
     Mutant(
         "ids below 0 pass",
-        "megatron/data/token_file.py",
+        "megatron/data/indexed_dataset.py",
         "            if int(block.max()) < vocab_size and int(block.min()) >= 0:\n",
         "            if int(block.max()) < vocab_size:\n",
         ("tests/reliability/test_data.py::test_an_id_below_0_is_named_with_its_place",),

@@ -7,9 +7,9 @@ from tests.mutants.mutant import LOOP, Mutant
 BESIDE = "tests/training/test_side_effects.py::test_what_goes_on_beside_the_steps_changes_nothing_in_them"
 ONE, STAGES = f"{BESIDE}[one rank]", f"{BESIDE}[two stages]"
 EACH = "tests/training/test_side_effects.py::test_all_that_can_go_on_beside_the_steps_changes_nothing_in_them[one rank]"
-DRAWS = "tests/tds/test_evaluation.py::test_evaluation_with_a_layer_and_data_that_draw_leaves_the_generator_as_it_was"
+DRAWS = "tests/tds/engine/test_evaluation.py::test_evaluation_with_a_layer_and_data_that_draw_leaves_the_generator_as_it_was"  # noqa: E501
 READS_TRAINING = (
-    "megatron/training/evaluation.py",
+    "megatron/training/evaluate.py",
     "    batches = run.data.batches(kind, run.config, run.world, corpus=corpus)\n",
     "    batches = run.batches or run.data.batches(kind, run.config, run.world, corpus=corpus)\n",
 )
@@ -24,21 +24,21 @@ SIDE_EFFECTS = (
     ),
     Mutant(
         "an evaluation without a pipeline moves the generator",
-        "megatron/training/engines.py",
+        "megatron/training/train_step.py",
         "        with random_numbers_kept(self.device):  # a user's layers and samples may draw some\n",
         "        if self.device is not None:\n",
         (ONE,),
     ),
     Mutant(
         "an evaluation of a pipeline moves the generator",
-        "tds/evaluation.py",
+        "tds/engine/evaluate.py",
         "        with random_numbers_kept(device), forwards_uncounted(module):\n",
         "        with forwards_uncounted(module):\n",
         (DRAWS,),
     ),
     Mutant(
         "an evaluation counts as samples of the training",
-        "megatron/training/evaluation.py",
+        "megatron/training/evaluate.py",
         "        loss += run.engine.evaluate_batch(batches) / iterations\n",
         "        loss += run.engine.evaluate_batch(batches) / iterations\n"
         "        run.progress.samples_consumed += run.config.batch.batch_size\n",
@@ -46,7 +46,7 @@ SIDE_EFFECTS = (
     ),
     Mutant(
         "norms of layers are taken of gradients that they scale",
-        "megatron/training/layer_norms.py",
+        "megatron/training/metrics.py",
         "square_of_norm(gradient).to(self._device)",
         "square_of_norm(gradient.mul_(0.5)).to(self._device)",
         (ONE,),
@@ -67,14 +67,14 @@ SIDE_EFFECTS = (
     ),
     Mutant(
         "a profile seeds the generator, so that it can be repeated",
-        "megatron/training/profiling.py",
+        "megatron/training/profiler.py",
         "        made.start()\n",
         "        made.start()\n        torch.manual_seed(0)\n",
         (EACH,),
     ),
     Mutant(
         "a checkpoint in mid-run sets the generators back to the seed",
-        "megatron/training/saver.py",
+        "megatron/training/checkpointing.py",
         "    is_due = bool(flags.save_interval) and run.progress.step % flags.save_interval == 0\n",
         "    is_due = bool(flags.save_interval) and run.progress.step % flags.save_interval == 0\n"
         "    if is_due:\n        __import__('torch').manual_seed(run.config.run.seed)\n",
@@ -82,7 +82,7 @@ SIDE_EFFECTS = (
     ),
     Mutant(
         "the search for drift draws its weights",
-        "megatron/training/drift.py",
+        "megatron/training/replica_check.py",
         "    return (parts * (2 * torch.arange(parts.numel(), device=parts.device) + 1)).sum()\n",
         "    torch.rand(1)\n    return (parts * (2 * torch.arange(parts.numel(), device=parts.device) + 1)).sum()\n",
         (STAGES,),

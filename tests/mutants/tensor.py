@@ -52,17 +52,17 @@ TENSOR = (
     ),
     Mutant(
         "queries, keys and values of all heads lie together, so that a cut mixes them",
-        "megatron/model/attention.py",
+        "megatron/models/common/attention.py",
         ".view(*packed.shape[:2], self.num_heads, parts, self.head_size)",
         ".view(*packed.shape[:2], parts, self.num_heads, self.head_size).transpose(2, 3)",
-        ("tests/model/test_gpt2.py::test_tensor_ranks_together_equal_one_process[plain-2]",),
+        ("tests/models/gpt2/test_model.py::test_tensor_ranks_together_equal_one_process[plain-2]",),
     ),
     Mutant(
         "each tensor rank starts from numbers of its own",
-        "megatron/model/init.py",
+        "megatron/models/common/parameters.py",
         "        block = _block(name, seed, first, last - first, shard.global_shape[1:]) * scale\n",
         "        block = _block(name, seed + shard.start, first, last - first, shard.global_shape[1:]) * scale\n",
-        ("tests/model/test_init.py::test_a_model_starts_from_the_same_values_on_any_number_of_tensor_ranks",),
+        ("tests/models/common/test_init.py::test_a_model_starts_from_the_same_values_on_any_number_of_tensor_ranks",),
     ),
     Mutant(
         "collectives have the names of torch 2.13 alone",

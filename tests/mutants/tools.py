@@ -36,7 +36,7 @@ TOOLS = (
     ),
     Mutant(
         "a document ends before its end-of-document token",
-        "megatron/data/inspect/stream.py",
+        "megatron/data/inspect/view.py",
         "is_start[1:] |= stream.ends[:-1]",
         "is_start[1:] |= stream.ends[1:]",
         (f"{VIEW}::test_documents_that_are_not_kept_apart_are_told_by_their_ends",),
@@ -50,14 +50,14 @@ TOOLS = (
     ),
     Mutant(
         "a quantile is one document short",
-        "megatron/data/inspect/lengths.py",
+        "megatron/data/inspect/statistics.py",
         'np.searchsorted(below, needed, "left")',
         'np.searchsorted(below, needed - 1, "left")',
         (f"{FACTS}::test_lengths_are_counted_alike_in_blocks_of_any_size",),
     ),
     Mutant(
         "only the first documents' ends are looked at",
-        "megatron/data/inspect/facts.py",
+        "megatron/data/inspect/statistics.py",
         "np.linspace(0, token_file.num_documents - 1, count)",
         "np.linspace(0, count - 1, count)",
         (f"{FACTS}::test_ends_are_looked_at_over_the_whole_file",),

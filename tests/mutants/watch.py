@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PHASES = "megatron/training/phases.py"
-WATCH = "megatron/training/watch.py"
+PHASES = "megatron/training/timeouts.py"
+WATCH = "tds/watchdog/watchdog.py"
 RANKS = "tests/training/test_phases.py"
-ALONE = "tests/training/test_watch.py"
+ALONE = "tests/tds/watchdog/test_watch.py"
 LIMITS = f"{RANKS}::test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone"
 
 WATCHED = (
@@ -41,14 +41,14 @@ WATCHED = (
     ),
     Mutant(
         "messages of a pipeline keep their limit",
-        "tds/engine.py",
+        "tds/engine/engine.py",
         "        links.timeout = limit\n",
         "",
         (LIMITS,),
     ),
     Mutant(
         "what a thread in the background sends counts as progress",
-        "megatron/training/watch_record.py",
+        "tds/watchdog/diagnosis.py",
         'if each.get("thread_id") not in background]',
         "]",
         (f"{ALONE}::test_the_last_operations_are_those_of_the_main_thread_with_their_groups",),
@@ -118,14 +118,14 @@ WATCHED = (
     ),
     Mutant(
         "whoever was the slowest once is named",
-        "megatron/training/straggler.py",
+        "megatron/training/metrics.py",
         "self._times + 1 if place == self._place else 1",
         "self._times + 1",
         ("tests/training/test_drift.py::test_only_who_is_the_slowest_again_and_again_is_named",),
     ),
     Mutant(
         "a loss that is no number has a gradient norm of 0",
-        "megatron/training/guard.py",
+        "megatron/training/stability_guard.py",
         "norm if has_gradients else math.nan",
         "norm",
         ("tests/training/test_guard.py::test_a_bad_step_is_left_out_on_all_ranks[replicas no number]",),

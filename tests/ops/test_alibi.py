@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron.ops.alibi import alibi_bias, alibi_slopes, within_documents
 from megatron.ops.attention import attention, lowest
+from megatron.ops.positions import alibi_bias, alibi_slopes, within_documents
 
 
 def slopes_of_the_paper(num_heads: int) -> list[float]:

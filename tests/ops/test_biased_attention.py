@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.ops import biased_attention as module
 from megatron.ops.attention import additive, segment_mask
-from megatron.ops.biased_attention import biased_attention
-from megatron.ops.by_distance import spread, without_future
+from megatron.ops.biased_attention import biased_attention, spread, without_future
 from tests.mpu.whole import random
 
 B, A, S, D = 3, 4, 7, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.ops.by_distance import diagonal_sums, spread, sums_of_some
+from megatron.ops.biased_attention import diagonal_sums, spread, sums_of_some
 from tests.mpu.whole import random
 
 HEADS, SIZE = 6, 5

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.ops import causal_attention
 from megatron.ops import causal_attention as module
-from megatron.ops import causal_blocks
 from megatron.ops.attention import attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
 from tests.ops.causal import formula, outcome, packed_of
@@ -24,8 +24,8 @@ SHAPES = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on blocks of 4 queries, whose scores of 3 heads with 11 keys fit: 7 heads with 8 keys are 4 and 3."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(causal_blocks, "queries_of_block", lambda size: min(size, 4))
-    monkeypatch.setattr(causal_blocks, "CACHED", 3 * 4 * 11)
+    monkeypatch.setattr(causal_attention, "queries_of_block", lambda size: min(size, 4))
+    monkeypatch.setattr(causal_attention, "CACHED", 3 * 4 * 11)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -11,13 +11,14 @@ import torch
 from torch._inductor.codecache import CppCodeCache
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.ops import causal_attention, causal_kernel
+from megatron.ops import causal_attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
 from tests.mpu.whole import random
 from tests.ops.causal import formula, outcome, packed_of
 
 pytestmark = pytest.mark.skipif(
-    not causal_kernel.is_built(), reason="needs a C++ compiler and a processor that the kernel is for: AVX2 or AVX-512"
+    not causal_attention.is_built(),
+    reason="needs a C++ compiler and a processor that the kernel is for: AVX2 or AVX-512",
 )
 KERNEL = torch.ops.megatron_tds.causal_kernel
 SHAPES = {
@@ -175,7 +176,7 @@ def test_the_input_and_two_numbers_for_each_query_are_kept() -> None:
 
 def test_a_compiler_can_work_with_it() -> None:
     packed = packed_of(*SHAPES["less than a block, no whole vector"]).float()
-    torch.library.opcheck(causal_kernel.forward, (packed.requires_grad_(),))
+    torch.library.opcheck(causal_attention.forward, (packed.requires_grad_(),))
     assert by_kernel(packed).permute(2, 0, 1, 3).is_contiguous(), "as the next product reads it"
 
 
@@ -192,9 +193,9 @@ def test_its_products_are_counted_as_those_of_blocks() -> None:
 @pytest.fixture
 def unbuilt() -> Iterator[None]:
     """Build it anew, and again after the test."""
-    causal_kernel._library.cache_clear()
+    causal_attention._library.cache_clear()
     yield
-    causal_kernel._library.cache_clear()
+    causal_attention._library.cache_clear()
 
 
 @pytest.mark.usefixtures("unbuilt")
@@ -206,7 +207,7 @@ def test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so(monkeypatch: py
     monkeypatch.setattr(CppCodeCache, "load", broken)
     packed = packed_of(*SHAPES["a rest"]).float()
     said: list[str] = []
-    monkeypatch.setattr(causal_kernel.log, "warn_once", said.append)
+    monkeypatch.setattr(causal_attention.log, "warn_once", said.append)
     compiled, names = operators(packed)
     assert len(said) == 1 and "goes by torch's operators" in said[0] and "could not be built; " in said[0]
     assert said[0].endswith("(g++, or what CXX names): no such header")
@@ -219,14 +220,14 @@ def test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so(monkeypatch: py
 @pytest.mark.usefixtures("unbuilt")
 def test_without_a_compiler_that_is_said_once_and_is_no_warning_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(causal_kernel.log, "info", said.append)
+    monkeypatch.setattr(causal_attention.log, "info", said.append)
     with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
-        assert not causal_kernel.is_built() and not causal_kernel.is_built()
+        assert not causal_attention.is_built() and not causal_attention.is_built()
     assert len(said) == 1 and "needs a C++ compiler" in said[0] and "/no/compiler" in said[0]
 
 
 def test_it_has_the_vectors_of_this_processor() -> None:
-    library = causal_kernel._library()
+    library = causal_attention._library()
     assert library is not None
     assert library.causal_vectors() == {"AVX512": 512, "AVX2": 256}[torch.backends.cpu.get_cpu_capability()]
 
@@ -243,7 +244,7 @@ def test_it_is_built_for_processors_that_it_was_measured_on(monkeypatch: pytest.
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(CppCodeCache, "load", load)
-    assert not causal_kernel.is_built()
+    assert not causal_attention.is_built()
     if capability == "DEFAULT":
         assert given == []
         return
@@ -268,7 +269,7 @@ def test_an_error_of_the_library_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
         def causal_forward(self, *_: Any) -> bytes:
             return b"could not create a primitive"
 
-    monkeypatch.setattr(causal_kernel, "_library", Failing)
+    monkeypatch.setattr(causal_attention, "_library", Failing)
     with pytest.raises(
         RuntimeError, match=r"causal_forward of causal_kernel.cpp on \(8, 2, 6, 3, 4\): could not create"
     ):

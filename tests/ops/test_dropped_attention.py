@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron.ops.attention import attention, document_mask, segment_mask
-from megatron.ops.biased_attention import biased_attention
-from megatron.ops.by_distance import without_future
+from megatron.ops.biased_attention import biased_attention, without_future
 from tests.mpu.whole import random
 
 B, A, S, D = 2, 3, 7, 4

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.ops import gelu as module
-from megatron.ops.gelu import gelu
+from megatron.ops import activations as module
+from megatron.ops.activations import gelu
 from tests.mpu.whole import random
 
 

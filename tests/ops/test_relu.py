@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.ops import relu as module
-from megatron.ops.relu import relu
+from megatron.ops import activations as module
+from megatron.ops.activations import relu
 from tests.mpu.whole import random
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.ops.attention import attention
-from megatron.ops.rotary import Rotary, rotated, turns
+from megatron.ops.positions import Rotary, rotated, turns
 
 HEAD = Rotary(head_size=8)
 LLAMA3 = Rotary(

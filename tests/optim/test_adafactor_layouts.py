@@ -16,12 +16,11 @@ from megatron.mpu.groups import SINGLE
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
-from megatron.training import arguments, world
-from megatron.training.assembly import build_engine
+from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.stand_in import random_data, stand_in_tokenizer
-from megatron.training.state import CHECKPOINTS, Progress, open_for, restore, save_state
-from megatron.training.state_tensors import make_moments
+from megatron.training.parity import random_data, stand_in_tokenizer
+from megatron.training.setup import build_engine
+from megatron.training.train_state import CHECKPOINTS, Progress, make_moments, open_for, restore, save_state
 from tests.harness import run_ranks
 from tests.parity.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
 
@@ -51,9 +50,9 @@ def started(rank: int, family: str, pipe: int, data: int, extra: str) -> tuple[A
         layout = f"--pipe-parallel-size {pipe} --batch-size {micro} --gas {gas} {extra}"
         argv, script, defaults = [*T5, *layout.split()], pretrain_t5, pretrain_t5.DEFAULTS
     config = parse(argv, world_size=pipe * data, family=family, defaults=defaults).with_vocab(VOCAB)
-    here = world.start(config)
+    here = initialize.start(config)
     streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     return config, here, engine, RunData({"train": random_data(config)} if here.reads_data else {}, None)
 

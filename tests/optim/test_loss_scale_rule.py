@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError
-from megatron.model.gpt2 import GPT2Model
+from megatron.models.gpt2.model import GPT2Model
 from megatron.optim import LossScaler, MixedPrecisionOptimizer
-from tests.model.samples import batch_of, filled, place_of, small_sizes
+from tests.models.common.samples import batch_of, filled, place_of, small_sizes
 from tests.mpu.whole import whole_world
 
 TABLE = [

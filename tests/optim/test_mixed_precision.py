@@ -15,8 +15,8 @@ from megatron.mpu.shard import Shard, set_shard
 from megatron.mpu.topology import Topology
 from megatron.optim import LossScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.optim.param_groups import decay_groups
+from tds.engine.optimizers import Gradients, gradients_of
 from tds.gradients import GradientSource
-from tds.optimizers import Gradients, gradients_of
 from tests.harness import run_ranks
 from tests.mpu.whole import random
 
@@ -104,10 +104,12 @@ def test_many_tiny_gradients_add_up_in_fp32(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_pipelines_engine_is_told_of_gradients_what_it_would_find_out_by_itself(dtype):
-    """tds.optimizers has a view of each optimizer that DeepSpeed knows; ours brings its own, which says the same."""
+    """tds.engine.optimizers has a view of each optimizer that DeepSpeed knows; ours brings its own, which says the
+    same.
+    """
     parameter, optimizer = one_weight(dtype, scaler=LossScaler(4.0))
     source, found = gradients_of(optimizer, 0), Gradients(optimizer)
-    assert type(source).__module__ == "megatron.optim.gradients"
+    assert type(source).__module__ == "megatron.optim.main_params"
     for name in (*get_type_hints(GradientSource), "clips_itself"):
         assert getattr(source, name) == getattr(found, name), name
     assert source.loss_scale() == found.loss_scale() == 4.0

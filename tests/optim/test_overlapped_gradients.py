@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import LossScaler, MixedPrecisionOptimizer, bucket_order, build_optimizer, overlapped_gradients
+from megatron.optim import LossScaler, MixedPrecisionOptimizer, build_optimizer, main_params
 from tds import gradients
 from tests.harness import RankFailure, run_ranks
-from tests.optim.parts import H, Model, loss_of, make, take_step, tokens_of
+from tests.optim.zero.parts import H, Model, loss_of, make, take_step, tokens_of
 
 STEPS = 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def pair(grid: Grid, stage: int = 0, gas: int = 1, **settings: Any) -> list[tupl
 def compare(rank: int, size: int, kinds: list[str]) -> dict[str, Any]:
     """Train both ways; return by kind what differs, and whether anything moved."""
     grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
-    gradients.BUCKET_BYTES = bucket_order.BUCKET_BYTES = BYTES
+    gradients.BUCKET_BYTES = gradients.BUCKET_BYTES = BYTES
     gradients.reduce_gradients.__defaults__ = (1.0, BYTES)
     found = {}
     for kind in kinds:
@@ -84,8 +84,8 @@ class Recorder:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: self.events.append(f"came {self.names[p]}"))
-        self.fly = overlapped_gradients.fly
-        overlapped_gradients.fly = self.flying  # type: ignore[assignment]
+        self.fly = main_params.fly
+        main_params.fly = self.flying  # type: ignore[assignment]
 
     def flying(self, bucket: list[torch.Tensor], group: Any) -> Any:
         self.events.append(f"sum {len(bucket)} {sum(g.numel() for g in bucket)}")
@@ -95,7 +95,7 @@ class Recorder:
 def record(rank: int, gas: int) -> list[list[str]]:
     """Return the events of each backward of two steps."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    bucket_order.BUCKET_BYTES = BYTES
+    gradients.BUCKET_BYTES = BYTES
     module, optimizer = make(grid, 0, overlaps_sums=True)
     recorder = Recorder(module)
     found = []
@@ -166,7 +166,7 @@ def test_what_the_last_micro_batch_does_not_reach_is_summed_too_and_what_is_tied
 def broken_off(rank: int) -> bool:
     """Break a last backward off with sums on their way; return whether the next step is as if nothing had been."""
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
-    bucket_order.BUCKET_BYTES = BYTES
+    gradients.BUCKET_BYTES = BYTES
     (plain, after), (module, within) = pair(grid)
     optimizers = after, within
     within.begin_last_backward()

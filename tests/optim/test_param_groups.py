@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.model.gpt2 import GPT2Model
+from megatron.models.gpt2.model import GPT2Model
 from megatron.mpu.groups import Group
 from megatron.optim import build_optimizer
 from megatron.optim.param_groups import decay_groups
-from tests.model.samples import filled, place_of, small_sizes
+from tests.models.common.samples import filled, place_of, small_sizes
 
 
 def decayed_names(model):

@@ -14,7 +14,7 @@ from megatron.config import parse
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.option import options_of
 from megatron.optim import LearningRate
-from megatron.optim.schedules import INVERSE_SQUARE_ROOT, STYLES
+from megatron.optim.lr_scheduler import INVERSE_SQUARE_ROOT, STYLES
 
 ENDING = [style for style in STYLES if style != INVERSE_SQUARE_ROOT]
 LR, MIN, UPDATES, WARMUP = 1e-2, 1e-4, 100, 0.1

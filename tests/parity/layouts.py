@@ -7,9 +7,9 @@ from typing import Any
 
 import pretrain_gpt2
 from megatron.config import parse
-from megatron.training import world
+from megatron.data.mock_dataset import RandomTokens
+from megatron.training import initialize
 from megatron.training.parity import Difference, Trace, compare, trace_steps
-from megatron.training.stand_in import RandomTokens
 from tests.harness import run_ranks
 
 VOCAB = 101  # a prime: padded for every tensor size
@@ -34,7 +34,7 @@ def flags(tensor: int, pipe: int, *, micro: int, gas: int, extra: str = "") -> l
 def trace_rank(rank: int, argv: list[str], world_size: int, steps: int, eval_every: int) -> Trace:
     """What each rank runs."""
     config = parse(argv, world_size=world_size).with_vocab(VOCAB)
-    here = world.start(config)
+    here = initialize.start(config)
     provider, forward = pretrain_gpt2.model_provider, pretrain_gpt2.forward_step
     data = RandomTokens(VOCAB, SEQ, seed=7)
     return trace_steps(config, here, data, provider, forward, steps=steps, eval_every=eval_every)

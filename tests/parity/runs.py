@@ -9,9 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron.config import parse
-from megatron.training import world
-from megatron.training.parity import Difference, Trace, compare, trace_steps
-from megatron.training.stand_in import random_data
+from megatron.training import initialize
+from megatron.training.parity import Difference, Trace, compare, random_data, trace_steps
 from tests.harness import run_ranks
 from tests.parity.layouts import batches
 
@@ -47,7 +46,7 @@ class Runs:
     def trace_rank(self, rank: int, argv: list[str], world_size: int, steps: int, eval_every: int) -> Trace:
         """What each rank runs."""
         config = parse(argv, world_size=world_size, family=self.family, defaults=self.defaults).with_vocab(self.vocab)
-        here = world.start(config)
+        here = initialize.start(config)
         scripts = (self.script.model_provider, self.script.forward_step)
         return trace_steps(config, here, random_data(config), *scripts, steps=steps, eval_every=eval_every)
 

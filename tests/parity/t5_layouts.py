@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
-from megatron.model.sizes import Place, T5Sizes
-from megatron.model.t5 import T5Model
+from megatron.models import T5ModelPipe
+from megatron.models.common.model_args import Place
+from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.random import DropoutStreams, Position
 from megatron.mpu.shard import Shard, shard_of
 from megatron.mpu.topology import Topology
-from megatron.pipe import T5ModelPipe
-from tds.agreement import agree_on_loss
-from tds.loss import LossMeter, Weighted
+from tds.loss import LossMeter, Weighted, agree_on_loss
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, train
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch._dynamo.utils import counters
 
-from megatron.training import assembly
-from megatron.training.compiled import compile_layers
+from megatron.training import setup
+from megatron.training.compile import compile_layers
 from megatron.training.parity import Trace, compare
 from tests import harness
 from tests.harness import run_ranks
@@ -33,7 +33,7 @@ def compiled_rank(rank: int, backend: str, cache: str, argv: list[str], size: in
     """Train with ``--compile`` and return what was seen and the number of graphs."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     built = compile_layers
-    assembly.compile_layers = lambda *args, **how: built(*args, **how, backend=backend)  # type: ignore[assignment]
+    setup.compile_layers = lambda *args, **how: built(*args, **how, backend=backend)  # type: ignore[assignment]
     before = counters["stats"]["unique_graphs"]  # of the process that this one is a fork of
     trace = trace_rank(rank, argv, size, STEPS, 0)
     return trace, counters["stats"]["unique_graphs"] - before
@@ -84,7 +84,7 @@ def evaluated_rank(rank: int, cache: str, argv: list[str], size: int) -> Trace:
     built = compile_layers
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     if "--compile" in argv:
-        assembly.compile_layers = lambda *args, **how: built(*args, **how, backend="aot_eager")  # type: ignore[assignment]
+        setup.compile_layers = lambda *args, **how: built(*args, **how, backend="aot_eager")  # type: ignore[assignment]
     return trace_rank(rank, argv, size, STEPS, 1)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron.optim import backward, bucket_order, overlapped_gradients
+from megatron.optim import main_params
 from megatron.training.parity import Trace
-from tds import gradients, reduction, split
+from tds import gradients
+from tds.engine import weight_grad_store
 from tests.harness import run_ranks
 from tests.parity import t5_runs
 from tests.parity.layouts import batches, flags, trace_rank
@@ -22,9 +23,9 @@ BYTES = 16000
 def watch_weights() -> Callable[[], bool]:
     """Return what tells whether the half of a split backward that is for weights runs, with weights still to come."""
     waiting: list[Any] = []
-    run, made = split.Splitter.run, split._PutOff.gradients
+    run, made = weight_grad_store.Splitter.run, weight_grad_store._PutOff.gradients
 
-    def running(splitter: split.Splitter, key: Any, *on_done: Any) -> None:
+    def running(splitter: weight_grad_store.Splitter, key: Any, *on_done: Any) -> None:
         waiting[:] = splitter._put_off[key]
         run(splitter, key, *on_done)
 
@@ -32,7 +33,7 @@ def watch_weights() -> Callable[[], bool]:
         waiting.pop()
         return made(put_off)
 
-    split.Splitter.run, split._PutOff.gradients = running, making  # type: ignore[assignment, method-assign]
+    weight_grad_store.Splitter.run, weight_grad_store._PutOff.gradients = running, making  # type: ignore[assignment, method-assign]
     return lambda: bool(waiting)
 
 
@@ -47,15 +48,15 @@ def watched(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, l
 
     def noting(fly: Any) -> Any:
         def flying(*args: Any) -> Any:
-            within.append(backward.is_running() or makes_weights())
+            within.append(gradients.is_running() or makes_weights())
             return fly(*args)
 
         return flying
 
-    overlapped_gradients.fly, reduction.fly = noting(overlapped_gradients.fly), noting(reduction.fly)
-    bucket_order.BUCKET_BYTES = BYTES
+    main_params.fly, gradients.fly = noting(main_params.fly), noting(gradients.fly)
+    gradients.BUCKET_BYTES = BYTES
     gradients.reduce_gradients.__defaults__ = (1.0, BYTES)  # type: ignore[attr-defined]
-    reduction.Reduction.__init__.__defaults__ = (BYTES, None, True)  # type: ignore[misc]
+    gradients.Reduction.__init__.__defaults__ = (BYTES, None, True)  # type: ignore[misc]
     return trace(rank, argv, size, STEPS, 0), within
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.training.parity import Trace, compare
-from tds.wire import Layout
+from tds.p2p.communicator import Layout
 from tests.harness import run_ranks
 from tests.parity import bert_runs, llama_runs, mpt_runs, t5_runs
 from tests.parity.layouts import SEQ, batches, check_fp64, difference, flags, serial, trace_rank, traces

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
-from megatron.checkpoint.hf.t5 import from_ours, model_fields, to_ours
-from megatron.model.sizes import Place, T5Sizes
+from megatron.models import T5ModelPipe
+from megatron.models.common.model_args import Place
+from megatron.models.t5.huggingface import from_ours, model_fields, to_ours
+from megatron.models.t5.layers import T5Sizes
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
-from megatron.pipe import T5ModelPipe
 from tests.harness import run_ranks
-from tests.model.samples import worst_relative
-from tests.model.test_t5_against_huggingface import (
+from tests.models.common.samples import worst_relative
+from tests.models.t5.test_against_huggingface import (
     ALLOWED,
     DTYPES,
     HEADS,

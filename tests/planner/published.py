@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from megatron import cost
 from megatron.arguments import config_from_values
 from megatron.config import Config
-from megatron.cost.gpt2 import GPT2Costs
-from megatron.planner.devices import device
+from megatron.models import registry
+from megatron.models.common.decoder_cost import GPT2Costs
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout
+from megatron.planner.machine import device
 
 SC21 = "Narayanan et al. 2021 (SC21), table 1"
 SELECTIVE = "Korthikanti et al. 2022, table 5"
@@ -70,7 +70,7 @@ class Run:
     @cache  # noqa: B019 - a handful of frozen rows
     def estimate(self) -> Estimate:
         """Return what the planner says."""
-        costs = cost.of(self.config)
+        costs = registry.costs_of(self.config)
         assert isinstance(costs, GPT2Costs)
         return Planner(self.config, device(self.gpu), replace(costs, is_fused=self.is_fused)).estimate(self.layout)
 

@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from megatron.planner import calibrate as calibrating
-from megatron.planner import links, pieces, probes
+from megatron.planner import layer_benchmarks, microbenchmarks
 from megatron.planner.calibrate import Found, calibrate, joined
-from megatron.planner.links import KINDS, fitted
-from megatron.planner.machine import Link, Machine
-from megatron.planner.models import Shape
-from megatron.planner.probes import Pace, Rates
-from megatron.planner.ranks import Rank, run_ranks
-from megatron.planner.tempo import CUT, numbers
+from megatron.planner.layer_benchmarks import Shape
+from megatron.planner.machine import CUT, Link, Machine, numbers
+from megatron.planner.microbenchmarks import KINDS, Pace, Rates, fitted
+from megatron.planner.spawn_ranks import Rank, run_ranks
 
 SHORT = Pace(window_s=1e-3, windows=1, largest_side=128, numbers=2**12, turns=1)
 TINY = (Shape(16, 8, 8, 2), Shape(32, 16, 8, 2))
@@ -96,17 +94,17 @@ def test_the_median_window_counts_and_the_turns_ahead_of_it_do_not(monkeypatch: 
         now[0] += next(turns)
 
     alone = Rank(0, 1, "cpu", "", 1)
-    assert probes._turns_per_s(alone, turn, Pace(window_s=0.5, windows=3)) == 0.5
+    assert microbenchmarks._turns_per_s(alone, turn, Pace(window_s=0.5, windows=3)) == 0.5
     assert next(turns, None) is None
 
 
 def test_work_is_counted_by_the_turns_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_turns_per_s", lambda *_: 10.0)
-    monkeypatch.setattr(probes, "_slowest", lambda rank, seconds: 1.0)
+    monkeypatch.setattr(microbenchmarks, "_turns_per_s", lambda *_: 10.0)
+    monkeypatch.setattr(microbenchmarks, "_slowest", lambda rank, seconds: 1.0)
     pace = Pace(numbers=2**12)
-    measured = probes.rates_of(Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), pace)
+    measured = microbenchmarks.rates_of(Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), pace)
     assert measured.products["fp32"][1] == (128.0, 6 * 128**3 * 10.0)  # three products of 2 side^3
-    assert measured.products["bf16"][-1][0] == probes.LEAST_SIDE  # the turn above was too long to go on
+    assert measured.products["bf16"][-1][0] == microbenchmarks.LEAST_SIDE  # the turn above was too long to go on
     assert measured.stream == 16 * 4 * 2**12 * 10.0
     assert measured.update == 32 * 2**12 * 10.0
     assert measured.copy == 2 * 4 * 2**12 * 10.0
@@ -115,10 +113,14 @@ def test_work_is_counted_by_the_turns_of_a_second(monkeypatch: pytest.MonkeyPatc
 
 def test_probes_do_what_they_are_counted_for() -> None:
     place = torch.device("cpu")
-    x = probes._update(place, SHORT)
+    x = microbenchmarks._update(place, SHORT)
     x()
     alone = Rank(0, 1, "cpu", "", 1)
-    for turn in (probes._product(place, "bf16", 8), probes._stream(alone, "fp32", SHORT), probes._chain(place)):
+    for turn in (
+        microbenchmarks._product(place, "bf16", 8),
+        microbenchmarks._stream(alone, "fp32", SHORT),
+        microbenchmarks._chain(place),
+    ):
         turn()
         turn()
 
@@ -126,8 +128,8 @@ def test_probes_do_what_they_are_counted_for() -> None:
 def test_two_ranks_measure_a_machine_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(pieces, "SHAPES", {True: TINY})
-    monkeypatch.setattr(pieces, "TOUCHED", 0)
+    monkeypatch.setattr(layer_benchmarks, "SHAPES", {True: TINY})
+    monkeypatch.setattr(layer_benchmarks, "TOUCHED", 0)
     machine = calibrate(2, "cpu", tell=told.append, pace=SHORT, sizes=(256, 65536), round_s=1e-3)
     assert machine == Machine.from_json(machine.to_json())
     assert machine.devices_per_node == 2 and [side for side, _ in machine.product_flops["fp32"]] == [64.0, 128.0]
@@ -206,7 +208,9 @@ def test_ranks_that_take_turns_count_their_processor_time_once_for_each(monkeypa
     assert Pace(ranks_per_core=2.0).now() == 10.0
 
 
-@pytest.mark.parametrize(("work_s", "message_s", "wanted"), [(0.001, 0.004, 0.004), (0.001, 0.0, links.SHORTEST_S)])
+@pytest.mark.parametrize(
+    ("work_s", "message_s", "wanted"), [(0.001, 0.004, 0.004), (0.001, 0.0, microbenchmarks.SHORTEST_S)]
+)
 def test_what_ranks_do_ahead_of_a_message_is_not_in_its_time(
     work_s: float, message_s: float, wanted: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,13 +219,13 @@ def test_what_ranks_do_ahead_of_a_message_is_not_in_its_time(
     def lasting(seconds: float) -> Callable[[], None]:
         return lambda: clock.__setitem__(0, clock[0] + seconds)
 
-    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(links, "_work", lambda rank: lasting(work_s))
-    monkeypatch.setattr(links, "_agreed", lambda rank, seconds: seconds)
+    monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(microbenchmarks, "_work", lambda rank: lasting(work_s))
+    monkeypatch.setattr(microbenchmarks, "_agreed", lambda rank, seconds: seconds)
     rank = SimpleNamespace(kind="cpu", meet=lambda: None)
-    assert links._message_seconds(rank, lasting(message_s), 0.05) == pytest.approx(wanted, rel=1e-6)
+    assert microbenchmarks._message_seconds(rank, lasting(message_s), 0.05) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_only_ranks_on_a_cpu_work_ahead_of_a_message() -> None:
-    assert links._work(SimpleNamespace(kind="cpu"))().shape == (512, 512)
-    assert links._work(SimpleNamespace(kind="cuda"))() is None
+    assert microbenchmarks._work(SimpleNamespace(kind="cpu"))().shape == (512, 512)
+    assert microbenchmarks._work(SimpleNamespace(kind="cuda"))() is None

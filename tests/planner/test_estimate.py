@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron import cost
 from megatron.config import parse
-from megatron.planner.devices import device
+from megatron.models.common import memory as cost
 from megatron.planner.estimate import Estimate, Planner, estimate
 from megatron.planner.layout import Layout, layout_of
-from megatron.stages import bubble, pieces_on
+from megatron.planner.machine import device
+from tds.partition import pieces_on
+from tds.schedule.simulate import bubble
 
 H100 = device("h100-80g")
 LINE = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 8192 --seq-length 512 --dry-run"

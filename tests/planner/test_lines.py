@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import parse
-from megatron.planner.layout import Layout
-from megatron.planner.lines import flags, lines, variables
+from megatron.planner.layout import Layout, flags, lines, variables
 
 WORDS = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --dry-run"
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.planner.devices import SHEETS, device
-from megatron.planner.machine import Machine
+from megatron.planner.machine import SHEETS, Machine, device
 
 A100 = device("a100-80g")
 

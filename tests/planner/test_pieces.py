@@ -7,20 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron import cost
-from megatron.cost.memory import State
+from megatron.models import registry
+from megatron.models.common.memory import State
 from megatron.models.registry import FAMILIES
-from megatron.planner import models, pieces
+from megatron.planner import layer_benchmarks
 from megatron.planner.calibrate import Found, joined
-from megatron.planner.devices import device
 from megatron.planner.estimate import Planner
+from megatron.planner.layer_benchmarks import Marks, Shape, Timed, slowest, with_pieces
 from megatron.planner.layout import Layout, layout_of
-from megatron.planner.machine import Link, Machine
-from megatron.planner.messages import Messages
-from megatron.planner.models import Shape
-from megatron.planner.pieces import Marks, Timed, slowest, with_pieces
-from megatron.planner.probes import Rates
-from megatron.planner.tempo import CUT, LAYER, Sample, Tempo, Tempos, fitted, slowdown
+from megatron.planner.machine import CUT, LAYER, Link, Machine, Sample, Tempo, Tempos, device, fitted, slowdown
+from megatron.planner.microbenchmarks import Rates
+from megatron.planner.time_model import Messages
 
 PLAIN = replace(device("h100-80g"), is_cpu=True)
 SHAPES = (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 8))
@@ -44,7 +41,7 @@ def as_timed(family: str, shape: Shape, machine: Machine = PLAIN, tensor: int = 
         kinds = {
             kind + CUT: Tempos(one.forward.times(longer), one.backward.times(longer)) for kind, one in kinds.items()
         }
-    planner = Planner(models.config_of(family, "bf16", shape), replace(machine, tempos={"bf16": kinds}))
+    planner = Planner(layer_benchmarks.config_of(family, "bf16", shape), replace(machine, tempos={"bf16": kinds}))
     layout = replace(layout_of(planner.config, 1), tensor=tensor)
     units = planner.units(layout)
     sent = Messages(planner.costs, planner.machine).ways(layout, units)
@@ -52,7 +49,7 @@ def as_timed(family: str, shape: Shape, machine: Machine = PLAIN, tensor: int = 
         name: (unit.forward + there.exposed_s, unit.backward + back.exposed_s)
         for name, unit, (there, back) in zip(planner.costs.unit_names, units, sent, strict=True)
     }
-    seconds = {kind: taken.pop(f"{kind} 0") for kind in models.rows_of(family)}
+    seconds = {kind: taken.pop(f"{kind} 0") for kind in layer_benchmarks.rows_of(family)}
     seconds["head"] = sum(one for one, _ in taken.values()), sum(one for _, one in taken.values())
     return Timed(family, "bf16", shape, seconds, planner.costs.num_parameters / 1e9, tensor)
 
@@ -94,7 +91,7 @@ def test_a_cut_layer_is_no_faster_than_its_part_of_a_whole_one() -> None:
 
 
 def test_layouts_with_tensor_ranks_take_the_tempos_of_cut_layers() -> None:
-    config = models.config_of("gpt2", "bf16", SHAPES[3])
+    config = layer_benchmarks.config_of("gpt2", "bf16", SHAPES[3])
     kinds = kinds_of("gpt2")
     plain, whole, cut = (
         Planner(config, replace(PLAIN, tempos={"bf16": tempos}))
@@ -111,7 +108,7 @@ def test_a_machine_that_timed_nothing_keeps_its_closed_forms() -> None:
 
 
 def test_plans_take_the_tempo_of_their_family_and_format() -> None:
-    config = models.config_of("gpt2", "bf16", SHAPES[0])
+    config = layer_benchmarks.config_of("gpt2", "bf16", SHAPES[0])
     plain = replace(PLAIN, overhead_s=0.0)
     closed = Planner(config, plain).units(Layout())
     for machine in (
@@ -155,7 +152,7 @@ def test_the_slowest_rank_stands_for_a_model() -> None:
     ranks = [Found(rates, None, 100, 10, 1e9, "CPU", (one,)) for one in (fast, slow)]
     machine = joined(ranks, Link.of(1e9, 1e-5), "cpu")
     assert set(machine.tempos["fp32"]) == {"gpt2 layer", "gpt2 head"}
-    moved = cost.of(models.config_of("gpt2", "fp32", SHAPES[0])).num_parameters * 32
+    moved = registry.costs_of(layer_benchmarks.config_of("gpt2", "fp32", SHAPES[0])).num_parameters * 32
     assert machine.update_bandwidth == pytest.approx(moved / 0.2)
 
 
@@ -181,13 +178,13 @@ def test_marks_lie_around_the_layers_there_and_back() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "llama", "mpt", "bert"])
 def test_models_are_those_that_are_reckoned_with(family: str) -> None:
-    config = models.config_of(family, "bf16", Shape(16, 8, 8, 2))
-    module = models.build(config, torch.device("cpu"))
-    optimizer = models.optimizer_of(module, "bf16")
-    counted = cost.of(config, is_on_cpu=True).num_parameters
+    config = layer_benchmarks.config_of(family, "bf16", Shape(16, 8, 8, 2))
+    module = layer_benchmarks.build(config, torch.device("cpu"))
+    optimizer = layer_benchmarks.optimizer_of(module, "bf16")
+    counted = registry.costs_of(config, is_on_cpu=True).num_parameters
     assert sum(p.numel() for p in module.parameters()) == counted
     assert not config.model.attention_dropout and not config.model.hidden_dropout
-    loss = models.loss_of(module(**models.micro_batch(config, torch.device("cpu"))))
+    loss = layer_benchmarks.loss_of(module(**layer_benchmarks.micro_batch(config, torch.device("cpu"))))
     loss.backward()
     optimizer.end_micro_batch()
     assert all(optimizer.gradient_of(p) is not None for p in module.parameters())
@@ -200,7 +197,7 @@ def test_ranks_that_take_turns_on_a_core_lose_less_by_waiting() -> None:
 
 
 def test_on_a_cpu_nothing_hides_messages() -> None:
-    config = models.config_of("gpt2", "bf16", SHAPES[2])
+    config = layer_benchmarks.config_of("gpt2", "bf16", SHAPES[2])
     layout = Layout(tensor=2, data=2)
     for machine, is_hidden in ((PLAIN, False), (replace(PLAIN, is_cpu=False), True)):
         traffic = Planner(config, machine).estimate(layout).traffic
@@ -209,16 +206,20 @@ def test_on_a_cpu_nothing_hides_messages() -> None:
 
 def test_models_in_the_first_format_have_all_turns_and_those_in_others_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[str, int]] = set()
-    monkeypatch.setattr(pieces, "_touch_memory", lambda: None)
-    monkeypatch.setattr(pieces, "_timed", lambda rank, family, dtype, shape, pace: asked.add((dtype, pace.turns)))
-    pieces.timed(pieces.Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), pieces.Pace(turns=3))
+    monkeypatch.setattr(layer_benchmarks, "_touch_memory", lambda: None)
+    monkeypatch.setattr(
+        layer_benchmarks, "_timed", lambda rank, family, dtype, shape, pace: asked.add((dtype, pace.turns))
+    )
+    layer_benchmarks.timed(layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), layer_benchmarks.Pace(turns=3))
     assert asked == {("fp32", 3), ("bf16", 1)}
 
 
 def test_wide_models_are_left_out_of_a_short_look(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(pieces, "_touch_memory", lambda: None)
-    monkeypatch.setattr(pieces, "_timed", lambda rank, family, dtype, shape, pace: asked.append((family, shape.hidden)))
-    pieces.timed(pieces.Rank(0, 1, "cpu", "", 1), ("fp32",), pieces.Pace(widest=320))
+    monkeypatch.setattr(layer_benchmarks, "_touch_memory", lambda: None)
+    monkeypatch.setattr(
+        layer_benchmarks, "_timed", lambda rank, family, dtype, shape, pace: asked.append((family, shape.hidden))
+    )
+    layer_benchmarks.timed(layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32",), layer_benchmarks.Pace(widest=320))
     assert {family for family, _ in asked} == set(FAMILIES)
     assert {width for _, width in asked} == {128, 320}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planner.devices import SLOWER
+from megatron.planner.machine import SLOWER
 from tests.planner.published import BAND, CLOSE, RUNS, SC21, SELECTIVE, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"

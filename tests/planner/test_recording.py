@@ -31,7 +31,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Measured(rank * stages // ranks, [2.0] * 3, [1.0] * 3, 60_000_000, 40_000_000) for rank in range(ranks)]
 
     monkeypatch.setattr("megatron.planner.calibrate.calibrate", calibrate)
-    monkeypatch.setattr("megatron.planner.ranks.run_ranks", run_ranks)
+    monkeypatch.setattr("megatron.planner.spawn_ranks.run_ranks", run_ranks)
 
 
 def test_a_recording_gives_the_estimates_that_it_was_made_with(no_training: None, tmp_path: Path) -> None:

@@ -9,12 +9,21 @@ import pytest
 
 from megatron.arguments import config_from_values
 from megatron.config import Config
-from megatron.planner.devices import device
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout
-from megatron.planner.remedies import changes, overflow, remedies
-from megatron.planner.search import Search, candidates, divisors, least_bytes, lower_bound, search
-from megatron.stages import MANY_CHUNKS, ONE_CHUNK
+from megatron.planner.machine import device
+from megatron.planner.search import (
+    Search,
+    candidates,
+    changes,
+    divisors,
+    least_bytes,
+    lower_bound,
+    overflow,
+    remedies,
+    search,
+)
+from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK
 
 H100 = device("h100-80g")
 

@@ -13,8 +13,8 @@ import pytest
 
 from megatron.config import parse
 from megatron.models.registry import FAMILIES
-from megatron.planner.devices import device
 from megatron.planner.layout import layout_of
+from megatron.planner.machine import device
 from megatron.planner.options import with_defaults
 from tools import plan
 

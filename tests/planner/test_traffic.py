@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.arguments import config_from_values
-from megatron.planner.devices import device
 from megatron.planner.estimate import DATA, PIPELINE, TENSOR, Estimate, Planner
 from megatron.planner.layout import Layout
-from megatron.planner.machine import Link
-from megatron.planner.traffic import Group, Traffic
+from megatron.planner.machine import Link, device
+from megatron.planner.time_model import Group, Traffic
 
 A100 = replace(device("a100-80g"), intra=Link.of(100e9, 1e-6), inter=Link.of(10e9, 1e-5))
 L, H, S, V = 8, 1024, 512, 8192

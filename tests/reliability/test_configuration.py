@@ -10,8 +10,8 @@ import pytest
 
 from megatron.config import parse
 from megatron.training import metrics, report
+from megatron.training.dry_run import dry_run
 from megatron.training.metrics import read_metrics
-from megatron.training.plan import dry_run
 from tests.reliability.cases import CASES, GPT2, T5, Case, told
 from tests.training.runs import ROOT, flags, start_script, train_ranks
 

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tds import channels
-from tds.exchange import Exchange
+from tds.p2p import process_groups
+from tds.p2p.communicator import Exchange, Links, Slice
 from tds.schedule import Action, Backward, Forward, received, sent
-from tds.transport import Links
-from tds.wire import Slice
 
 CPU = torch.device("cpu")
 
@@ -34,9 +32,9 @@ def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) 
         pipe_groups=[list(range(num_stages))],
     )
     ranks = list(range(num_stages))
-    groups, must_open = channels.message_groups(grid, CPU, num_chunks)
+    groups, must_open = process_groups.message_groups(grid, CPU, num_chunks)
     if must_open:
-        channels.open_channels(groups, ranks, stage, CPU, num_chunks)
+        process_groups.open_channels(groups, ranks, stage, CPU, num_chunks)
     links = Links(stage, ranks, groups, Slice(), CPU, timedelta(seconds=timeout_s))
     return Exchange(links, num_chunks=num_chunks, **options)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tds.balance import TOLERANCE, partition_by_times
+from tds.partition import TOLERANCE, partition_by_times
 
 TIMES = st.lists(st.floats(0.05, 2), min_size=6, max_size=9)
 

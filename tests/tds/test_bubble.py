@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tds import tracing
-from tds.bubble import BubbleMeter, bubble_of
-from tds.clock import HostClock
+from tds import plot
+from tds.engine.monitor import bubble_of
 from tds.pipe import PipelineModule
 from tds.schedule import Costs, schedule_named, simulate
+from tds.timers import BubbleMeter, HostClock
 from tds.trace import read_traces
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
@@ -80,7 +80,7 @@ def sleepers(toy: Toy, units: list[float]) -> Any:
 
 
 def _measure(rank: int, units: list[float], folder: str) -> list[float | None]:
-    tracing.draw = lambda *_: None
+    plot.draw = lambda *_: None
     toy = Toy(dtype=torch.float32, pipeline={"trace": folder})
     engine = sleepers(toy, units)
     bubbles = []

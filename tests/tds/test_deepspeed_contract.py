@@ -35,9 +35,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
-from tds.chatter import SPEAKERS
+from tds.deepspeed_alias import SPEAKERS
 from tds.deepspeed_api import GRID_GROUPS
-from tds.section import KEYS
+from tds.engine.build import KEYS
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -135,7 +135,7 @@ def test_every_key_of_the_json_that_deepspeed_fills_in_is_known() -> None:
 
 
 def test_process_groups_in_python_take_the_place_of_torchs() -> None:
-    """As tds.host_copies does; of the names of an operation torch 2.11 has the first, 2.13 the second or both."""
+    """As tds.p2p.host_copies does; of the names of an operation torch 2.11 has the first, 2.13 the second or both."""
     assert "issubclass(type(backend_class), ProcessGroup)" in _source(distributed_c10d._new_process_group_helper)
     for name in ("_set_default_backend", "_register_backend", "_get_backend", "_start_coalescing", "_end_coalescing"):
         assert callable(getattr(dist.ProcessGroup, name)), name

@@ -18,7 +18,7 @@ import torch
 
 import tds
 import tds.pipe
-from tds.compatibility import check_torch, check_versions
+from tds.deepspeed_alias import check_torch, check_versions
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, check_equal, make_engine, train
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tds
-from tds.gradients import buckets, reduce_gradients, sum_tied
-from tds.norm import clip, global_norm
+from tds.gradients import buckets, clip, global_norm, reduce_gradients, sum_tied
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, preload_zero
 

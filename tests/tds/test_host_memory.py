@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 from megatron import device
-from tds import engine, host_memory
+from tds import device as host_memory
+from tds.engine import engine
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 
 PROGRAM = """
 import resource
 import torch
-from tds.host_memory import keep_freed
+from tds.device import keep_freed
 
 print(keep_freed())
 for step in range(25):

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tds.agreement import MAX_BYTES, MAX_LOSSES, Means, agree_on_loss
-from tds.loss import LossMeter, Weighted, named_losses
+from tds.loss import MAX_BYTES, MAX_LOSSES, LossMeter, Means, Weighted, agree_on_loss, named_losses
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, worst
 

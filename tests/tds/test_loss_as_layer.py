@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tds
-from tds.boundary import Boundary
+from tds.p2p.boundary import Boundary
 from tds.pipe import LayerSpec, PipelineModule
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, train

@@ -12,7 +12,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from tds import picture
+from tds import plot
 from tds.schedule import Costs, Span, Timeline, schedule_named, simulate, validate
 from tds.trace import MeasuredStep
 
@@ -29,7 +29,7 @@ def draw(name: str, p: int, m: int, c: int, out: Any) -> Timeline:
     order = schedule_named(name, c)
     stages = [order(p, m, stage) for stage in range(p)]
     timeline = simulate(stages, Costs.even(p * c), c)
-    picture.draw_planned(name, timeline, validate(stages, m, num_chunks=c), m, c, out)
+    plot.draw_planned(name, timeline, validate(stages, m, num_chunks=c), m, c, out)
     return timeline
 
 
@@ -73,7 +73,7 @@ def test_a_measured_step_stands_above_its_simulation(figures: list[Figure]) -> N
     slow = Timeline(
         tuple(tuple(Span(s.action, 2 * s.start_s, s.start_s + s.end_s) for s in row) for row in planned.spans)
     )
-    picture.draw_measured(MeasuredStep(7, 0, "zb-h1", 1, 4, slow, costs), "no file")
+    plot.draw_measured(MeasuredStep(7, 0, "zb-h1", 1, 4, slow, costs), "no file")
     (figure,) = figures
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         f"measured: step {1e3 * slow.step_s:.4g} ms", "simulated with the measured costs: step 130 ms",
@@ -98,7 +98,7 @@ def test_kinds_are_told_apart_by_their_brightness_too() -> None:
         return 0.299 * red + 0.587 * green + 0.114 * blue
 
     together = (("Forward", "Backward"), ("Forward", "BackwardInput", "BackwardWeight"))
-    by_name = {kind.__name__: brightness(colour) for kind, (colour, _) in picture.COLOURS.items()}
+    by_name = {kind.__name__: brightness(colour) for kind, (colour, _) in plot.COLOURS.items()}
     for names in together:
         for one, two in itertools.combinations(names, 2):
             assert abs(by_name[one] - by_name[two]) > 0.07, (one, two)

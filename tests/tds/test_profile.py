@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import tds
+from tds.engine.monitor import Piece, table, told_layers
+from tds.layer_profiler import LayerCost, even_out, profile_layers, profiled_cut
 from tds.pipe import LayerSpec, PipelineModule
-from tds.profile import LayerCost, even_out, profile_layers, profiled_cut
-from tds.stage_table import Piece, table, told_layers
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
+from tds.engine.recompute import keeping_structure
 from tds.pipe import PipelineModule
-from tds.recompute import keeping_structure
 from tests.harness import run_ranks
 from tests.tds.test_structures import Fork, Join, Structures, Use, _check
 from tests.tds.toys import make_engine, train

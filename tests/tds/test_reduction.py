@@ -12,11 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tds
-from tds import reduction
-from tds.gradients import reduce_gradients
-from tds.optimizers import Gradients
+from tds import gradients as reduction
+from tds.engine.optimizers import Gradients
+from tds.gradients import Reduction, reduce_gradients
 from tds.pipe import LayerSpec, PipelineModule
-from tds.reduction import Reduction
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, make_engine, preload_zero, train
 

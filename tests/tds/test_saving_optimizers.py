@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 
 import tds
-from tds.saving import CheckpointError
+from tds.engine.checkpointing import CheckpointError
 from tests.harness import GROUP_TIMEOUT_S, run_ranks
 from tests.tds.toys import Toy, _share_groups, preload_zero
 

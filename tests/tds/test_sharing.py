@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import tds
+from tds.engine.checkpointing import CheckpointError
 from tds.module import layer_parameters
 from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec, TiedLayerSpec
-from tds.saving import CheckpointError
-from tds.sharing import held_in, sharing_layers
+from tds.shared_layers import held_in, sharing_layers
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Sharer, Table, Toy, check_equal, make_engine, run_toys, train
 

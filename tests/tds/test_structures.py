@@ -10,9 +10,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import tds
-from tds.boundary import Boundary
+from tds.p2p.boundary import Boundary, entered
 from tds.pipe import LayerSpec, PipelineModule
-from tds.structure import entered
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, make_engine, reference, train, worst
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tds import tracing
-from tds.clock import HostClock
-from tds.recorder import Recorder, Work
+from tds import plot
+from tds.engine import monitor
 from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, schedule_named
+from tds.timers import HostClock, Recorder, Work
 from tds.trace import TraceFile, events, name_of, read_traces
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
@@ -69,7 +69,7 @@ def test_actions_have_the_names_of_the_picture() -> None:
 def _train(rank: int, folder: str | None, schedule: str, steps: int, fails_at: int | None) -> dict[str, int]:
     pipeline = {"schedule": schedule} | ({} if folder is None else {"trace": folder, "trace_steps": 2})
     toy = Toy("chain", pipeline=pipeline)
-    tracing.draw = lambda *_: None
+    plot.draw = lambda *_: None
     engine = make_engine(toy, 2)
     calls = {"before": 0, "after": 0}
     for name in calls:
@@ -130,7 +130,7 @@ NAP_S = 0.02
 
 
 def _train_with_naps(rank: int, folder: str) -> None:
-    tracing.draw = lambda *_: None
+    plot.draw = lambda *_: None
     toy = Toy("chain", pipeline={"trace": folder})
     engine = make_engine(toy, 2)
     engine.on_micro_batch = lambda _: time.sleep(NAP_S)
@@ -156,7 +156,7 @@ def test_what_ran_ahead_of_an_error_is_not_lost(tmp_path: Path) -> None:
 
 
 def _train_alone(rank: int, folder: str) -> None:
-    tracing.draw = lambda *_: None
+    plot.draw = lambda *_: None
     toy = Toy("chain", pipeline={"trace": folder})
     engine = make_engine(toy, 1)
     engine.train_batch(iter(toy.batches()))
@@ -201,7 +201,7 @@ def _train_without_a_folder(rank: int, place: str, breaks_at: int) -> tuple[list
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tds").addHandler(handler)
-    tracing.draw = lambda *_: None
+    plot.draw = lambda *_: None
     folder = Path(place) / ("other" if rank else "trace")
     if rank and breaks_at == 0:
         folder.write_text("not a folder")
@@ -227,11 +227,11 @@ def test_a_trace_that_cannot_be_written_is_told_once_and_ends_nothing(breaks_at:
 def test_a_program_that_drew_its_own_picture_gets_no_second_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing, "_drawn_elsewhere", set())
+    monkeypatch.setattr(plot, "_drawn_elsewhere", set())
     _write(tmp_path, 0)
-    tracing.leave_picture(str(tmp_path))
-    tracing.draw(tmp_path)
-    assert not (tmp_path / tracing.PICTURE).exists()
+    plot.leave_picture(str(tmp_path))
+    plot.draw(tmp_path)
+    assert not (tmp_path / plot.PICTURE).exists()
 
 
 @pytest.mark.parametrize(
@@ -246,21 +246,21 @@ def test_a_program_that_drew_its_own_picture_gets_no_second_one(
 )
 def test_a_wrong_trace_setting_is_told(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        tracing.asked_window(section)
+        monitor.asked_window(section)
 
 
 def test_the_window_is_twenty_steps_unless_told() -> None:
-    assert tracing.asked_window({"trace": "x"}) == ("x", 20) and tracing.asked_window({}) is None
+    assert monitor.asked_window({"trace": "x"}) == ("x", 20) and monitor.asked_window({}) is None
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(plot, "PATIENCE_S", 0.0)
     with caplog.at_level(logging.WARNING, "tds"):
-        tracing.draw(tmp_path)
+        plot.draw(tmp_path)
         (tmp_path / "trace-rank0.json").write_text("{")
-        tracing.draw(tmp_path)
+        plot.draw(tmp_path)
     assert [record.message.split("(")[1].split(":")[0] for record in caplog.records] == [
         "FileNotFoundError",
         "ValueError",
@@ -270,9 +270,9 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(
 
 def test_the_picture_is_drawn_once_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Path] = []
-    monkeypatch.setattr(tracing, "draw", drawn.append)
+    monkeypatch.setattr(plot, "draw", drawn.append)
     owner = HostClock()  # anything that can go
-    own = tracing.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
+    own = monitor.Tracing(owner, str(tmp_path), 1, 0, {"stage": 0, "replica": 0}, origin_ns=0, offset_ns=0)
     own.write([], step=0, schedule="1f1b", num_micro_batches=1)
     assert not own.wants_step and drawn == []
     own.close()
@@ -283,5 +283,5 @@ def test_the_picture_is_drawn_once_at_the_end(tmp_path: Path, monkeypatch: pytes
 
 def test_a_trace_becomes_a_picture(tmp_path: Path) -> None:
     _write(tmp_path, 0)
-    tracing.draw(tmp_path)
-    assert (tmp_path / tracing.PICTURE).read_bytes().startswith(b"\x89PNG")
+    plot.draw(tmp_path)
+    assert (tmp_path / plot.PICTURE).read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,7 @@ from torch import nn
 
 import tds
 from tds.pipe import LayerSpec, PipelineModule, Shared, SharingLayerSpec, TiedLayerSpec
-from tds.sharing import held_in
+from tds.shared_layers import held_in
 
 Tensors = dict[str, torch.Tensor]
 

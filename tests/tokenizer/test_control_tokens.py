@@ -15,7 +15,7 @@ import tokenizers
 
 from megatron import tokenizer
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.spellings import Spellings
+from megatron.tokenizer.tokenizer import Spellings
 
 NAMES = [
     "<|endoftext|>",

@@ -15,8 +15,10 @@ import tokenizers
 
 from megatron import log, tokenizer
 from megatron.errors import DataError
-from megatron.tokenizer import fast_bpe, giga, train, with_gigatoken
-from megatron.tokenizer.giga import GigatokenTokenizer
+from megatron.tokenizer import gigatoken as giga
+from megatron.tokenizer import train, with_gigatoken
+from megatron.tokenizer.build import _PROBES
+from megatron.tokenizer.gigatoken import GigatokenTokenizer
 
 
 def with_control_tokens(folder: Path, bpe_path: Path) -> Path:
@@ -104,7 +106,7 @@ def test_a_dependency_of_gigatokens_own_that_is_missing_is_named(
     told: list[str] = []
     monkeypatch.setattr(log, "warning", told.append)
     monkeypatch.setitem(sys.modules, "awkward", None)  # its import fails as if it were not there
-    monkeypatch.delitem(sys.modules, "megatron.tokenizer.giga")
+    monkeypatch.delitem(sys.modules, "megatron.tokenizer.gigatoken")
     bpe = tokenizer.build(tokenizer_path=bpe_path)
     assert with_gigatoken(bpe, []) is bpe
     assert "gigatoken needs awkward, which cannot be imported" in told[0] and "vocabulary" not in told[0]
@@ -129,7 +131,7 @@ def test_the_probes_are_compared_even_without_a_sample(bpe_path: Path, monkeypat
     slow = tokenizer.build(tokenizer_path=bpe_path)
     monkeypatch.setattr(log, "warning", lambda text: None)
     monkeypatch.setattr(giga, "_encode", lambda fast, texts: (np.zeros(0, np.int32), np.zeros(len(texts), np.int64)))
-    assert with_gigatoken(slow, []) is slow and len(fast_bpe._PROBES) > 5
+    assert with_gigatoken(slow, []) is slow and len(_PROBES) > 5
 
 
 def test_texts_that_spell_a_control_token_are_left_to_the_library(

@@ -13,9 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron import log, tokenizer
-from megatron.tokenizer import Tokenizer, with_gigatoken, word_cut
-from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
-from megatron.tokenizer.sentence_piece_continued import Continued
+from megatron.tokenizer import Tokenizer, cpm, with_gigatoken
+from megatron.tokenizer.sentence_piece import Continued, SentencePieceTokenizer
 from tests.tokenizer.conftest import BETWEEN, LEFT_IN_CHARACTERS, NOT_CHINESE, mixed_lines
 from tests.tokenizer.test_control_tokens import sentence_piece, unigram
 
@@ -81,7 +80,7 @@ def built(
 
 def fresh(built: Tokenizer) -> Tokenizer:
     """Return the tokenizer as a new process has it: nothing is remembered."""
-    word_cut._known_runs.clear()
+    cpm._known_runs.clear()
     return pickle.loads(pickle.dumps(built))
 
 

@@ -8,8 +8,8 @@ import sentencepiece
 import transformers
 
 from megatron import tokenizer
-from megatron.data.control_tokens import t5_tokens
 from megatron.errors import DataError
+from megatron.models.t5.data import t5_tokens
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron import config as config_package
 from megatron import tokenizer
-from megatron.checkpoint.whole import open_folder, read_weights
+from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.tokenizer import train
-from tests.checkpoint.hf.models import config_of, save_model, values_of
+from tests.checkpoint.huggingface.models import config_of, save_model, values_of
 from tests.tools.small_corpora import TEXTS, make_tokenizer, write
 from tools import convert_hf
 
@@ -143,10 +143,10 @@ def test_the_type_asked_for_is_written(convert: Run, tmp_path: Path) -> None:
 
 
 def test_logits_that_differ_are_told(convert: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.checkpoint.hf import gpt2
+    from megatron.models.gpt2 import huggingface
 
     save_model(tmp_path / "run", config_of("gpt2", activation="gelu"))
-    monkeypatch.setitem(gpt2._THEIR_ACTIVATIONS, "gelu", "gelu_new")
+    monkeypatch.setitem(huggingface._THEIR_ACTIVATIONS, "gelu", "gelu_new")
     code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--verify")
     assert code == 3 and "our logits and those of" in told
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.data import DataPaths, ReplicaBatches, build_train_valid_test, gpt2_fields
-from megatron.data.inspect import picture
+from megatron.data.inspect import statistics
 from tests.harness import run_ranks
 from tests.tools import small_corpora
 from tools import inspect_data
@@ -90,7 +90,7 @@ def test_facts_need_no_tokenizer_and_all_lengths_go_into_one_picture(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn = {}
-    monkeypatch.setattr(picture, "draw", lambda lengths, path: drawn.update({path.name: lengths}))
+    monkeypatch.setattr(statistics, "draw", lambda lengths, path: drawn.update({path.name: lengths}))
     assert inspect_data.main(f"{folder}/a {folder}/b --top 2 --picture {folder}/l.png".split()) == 0
     text = capsys.readouterr().out
     assert "100.0% of 12 documents" in text and "100.0% of 8 documents" in text and "commonest tokens" in text

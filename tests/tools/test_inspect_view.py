@@ -10,11 +10,10 @@ import torch
 from rich.console import Console
 
 from megatron.data import gpt2_fields
-from megatron.data.control_tokens import T5Tokens
-from megatron.data.fields import t5_fields
 from megatron.data.inspect import view
-from megatron.data.inspect.stream import Section, Stream, gpt2_streams, sections, t5_streams
-from megatron.data.inspect.words import Words
+from megatron.data.inspect.view import Section, Stream, Words, gpt2_streams, sections, t5_streams
+from megatron.models.t5.data import T5Tokens
+from megatron.models.t5.model import t5_fields
 
 EOD = 0
 

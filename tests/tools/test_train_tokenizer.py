@@ -14,9 +14,9 @@ import orjson
 import pytest
 
 from megatron import tokenizer
-from megatron.data.preprocess import BadRecord, training_text
-from megatron.data.preprocess import sample as sample_module
-from megatron.data.preprocess.sample import Drawn, sample
+from megatron.data.preprocess import BadRecord, tokenizer_corpus
+from megatron.data.preprocess import tokenizer_corpus as sample_module
+from megatron.data.preprocess.tokenizer_corpus import Drawn, sample
 from megatron.errors import DataError
 from tools import make_big_corpus, train_tokenizer
 
@@ -40,7 +40,7 @@ def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captur
     """Run the tool in this process; returns its exit code, the file, and what it printed."""
 
     def run(*arguments: object, name: str = "t.json") -> tuple[int, Path, str]:
-        monkeypatch.setattr(training_text, "HELD_OUT_STEP", 1 << 9)
+        monkeypatch.setattr(tokenizer_corpus, "HELD_OUT_STEP", 1 << 9)
         output = tmp_path / name
         command = ["train_tokenizer.py", "--output", output, *arguments]
         monkeypatch.setattr(sys, "argv", [str(word) for word in command])
@@ -238,9 +238,9 @@ def test_the_tool_is_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_what_is_kept_apart_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_text, "HELD_OUT_STEP", 100)
+    monkeypatch.setattr(tokenizer_corpus, "HELD_OUT_STEP", 100)
     drawn = [Drawn("ab"[number % 2], f"{number:03d}" + "x" * (number % 50), 0) for number in range(400)]
-    text = training_text.TrainingText(drawn, lambda path: path, 0.1, max_bad_lines=0)
+    text = tokenizer_corpus.TrainingText(drawn, lambda path: path, 0.1, max_bad_lines=0)
     trained = list(text)
     kept = [document for group in text.held_out.values() for document in group]
     assert sorted(trained + kept) == sorted(document.text for document in drawn if isinstance(document.text, str))

@@ -12,11 +12,11 @@ from typing import Any
 import pretrain_gpt2
 from megatron.config import resolve_dtype
 from megatron.errors import NumericsError, StopRequest
-from megatron.training import engines, loop, losses, world
-from megatron.training.parts import Run
-from megatron.training.run import run
-from megatron.training.samples import StepSamples
-from megatron.training.stop import StopRequests
+from megatron.training import initialize, train_step, trainer
+from megatron.training.exit_signals import StopRequests
+from megatron.training.run import Run
+from megatron.training.train_step import StepSamples
+from megatron.training.trainer import run
 from tds.loss import Weighted
 from tests.harness import run_ranks
 from tests.training import runs
@@ -53,7 +53,7 @@ def spoil(
 
     def plant(rank: int) -> None:
         now = {"first": -1, "micro": -1}
-        plain = losses.as_weighted
+        plain = train_step.as_weighted
 
         def noted(*facts: int) -> StepSamples:
             made = StepSamples(*facts)
@@ -66,8 +66,8 @@ def spoil(
             is_hit = now["first"] in firsts and rank_hit in (None, rank) and micro_hit in (None, now["micro"])
             return Weighted(weighted.total * factor, weighted.count) if is_hit else weighted
 
-        loop.StepSamples = noted  # type: ignore[assignment, misc]
-        engines.as_weighted = losses.as_weighted = spoiled
+        trainer.StepSamples = noted  # type: ignore[assignment, misc]
+        train_step.as_weighted = train_step.as_weighted = spoiled
 
     return plant
 
@@ -78,7 +78,7 @@ def _rank(rank: int, argv: list[str], num_ranks: int, plant: Plant | None) -> Se
     if plant is not None:
         plant(rank)
     config = resolve_dtype(runs.parse_as(pretrain_gpt2, argv, num_ranks), "fp32")
-    here = world.start(config)
+    here = initialize.start(config)
     stop = StopRequests()
     stop.limit(config.run.exit_interval, 0.0, 0.0)
     script = pretrain_gpt2
@@ -95,7 +95,7 @@ def _rank(rank: int, argv: list[str], num_ranks: int, plant: Plant | None) -> Se
 
 def _watch(seen: Seen) -> None:
     """Note what is there ahead of each step, and at the end."""
-    step = loop.train_step
+    step = trainer.train_step
 
     def watched_step(run: Run) -> bool:
         seen.digests.append(_digest(run))
@@ -110,7 +110,7 @@ def _watch(seen: Seen) -> None:
         finally:
             seen.rates.append(run.engine.optimizer.param_groups[0]["lr"])
 
-    loop.train_step = watched_step
+    trainer.train_step = watched_step
 
 
 def _digest(run: Run) -> str:

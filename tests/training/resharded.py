@@ -22,11 +22,19 @@ from megatron.checkpoint import TensorRecord, named_parameters
 from megatron.config import Config, parse
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import arguments, resume, saver, world
-from megatron.training.assembly import build_weights, make_streams
-from megatron.training.stand_in import stand_in_tokenizer
-from megatron.training.state import Progress, open_for, restore, save_state
-from megatron.training.state_tensors import make_moments, optimizer_records, set_optimizer_steps, weight_records
+from megatron.training import checkpointing, global_vars, initialize, resume
+from megatron.training.parity import stand_in_tokenizer
+from megatron.training.setup import build_weights, make_streams
+from megatron.training.train_state import (
+    Progress,
+    make_moments,
+    open_for,
+    optimizer_records,
+    restore,
+    save_state,
+    set_optimizer_steps,
+    weight_records,
+)
 from tests.harness import run_ranks
 
 VOCAB = 101  # a prime: padded for every tensor size
@@ -76,7 +84,7 @@ class Rank:
     """One rank of a layout: its part of the model and of the optimizer's state."""
 
     config: Config
-    here: world.World
+    here: initialize.World
     module: torch.nn.Module
     optimizer: MixedPrecisionOptimizer
 
@@ -86,11 +94,11 @@ class Rank:
         family = script.__name__.rpartition("pretrain_")[2]
         argv, defaults = layout.flags(script), getattr(script, "DEFAULTS", None)
         config = parse(argv, world_size=layout.num_ranks, family=family, defaults=defaults).with_vocab(VOCAB)
-        here = world.start(config)
+        here = initialize.start(config)
         # only now: parse refuses fp16 on a CPU, since its arithmetic is slow there; there is none here
         config = replace(config, precision=replace(config.precision, dtype=layout.dtype))
         streams = make_streams(config, here)
-        arguments.set_current(config, stand_in_tokenizer(config), streams)
+        global_vars.set_current(config, stand_in_tokenizer(config), streams)
         module, optimizer = build_weights(config, here, streams, script.model_provider)
         optimizer.cut_weights(module)
         make_moments(optimizer)
@@ -146,7 +154,7 @@ def keep_parts(folder: Path) -> Callable[[int], None]:
         (folder / name).write_bytes(pickle.dumps(parts_of(module, optimizer)))
 
     def plant(rank: int) -> None:
-        save, load = saver.save_state, resume.restore
+        save, load = checkpointing.save_state, resume.restore
 
         def save_and_keep(*args: Any, **given: Any) -> Any:
             keep(f"saved-{rank}", given["module"], given["optimizer"])
@@ -157,7 +165,7 @@ def keep_parts(folder: Path) -> Callable[[int], None]:
             keep(f"loaded-{rank}", given["module"], given["optimizer"])
             return progress
 
-        saver.save_state, resume.restore = save_and_keep, load_and_keep
+        checkpointing.save_state, resume.restore = save_and_keep, load_and_keep
 
     return plant
 

@@ -16,10 +16,10 @@ from megatron.config import Config, parse, resolve_dtype
 from megatron.data import TokenFileWriter
 from megatron.errors import StopRequest
 from megatron.tokenizer import build
-from megatron.training import world
-from megatron.training.entry import pretrain
-from megatron.training.run import run
-from megatron.training.stop import StopRequests
+from megatron.training import initialize
+from megatron.training.entrypoint import pretrain
+from megatron.training.exit_signals import StopRequests
+from megatron.training.trainer import run
 from tests.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], N
         before(rank)
     script = sys.modules[name]
     config = resolve_dtype(parse_as(script, argv, num_ranks), "fp32")
-    here = world.start(config)
+    here = initialize.start(config)
     stop = StopRequests()
     stop.limit(config.run.exit_interval, 0.0, 0.0)
     providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)

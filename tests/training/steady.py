@@ -22,12 +22,11 @@ import torch
 import pretrain_gpt2
 import pretrain_t5
 from megatron.config import parse
-from megatron.training import arguments, world
-from megatron.training.assembly import build_engine, make_streams
+from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import stand_in_tokenizer
-from megatron.training.stand_in import random_data
-from tds.agreement import Agreement
+from megatron.training.parity import random_data, stand_in_tokenizer
+from megatron.training.setup import build_engine, make_streams
+from tds.loss import Agreement
 from tests.parity import layouts, t5_runs
 from tests.training.host_reads import place, synchronize_is
 
@@ -43,9 +42,9 @@ def engine_of(family: str, tensor: int = 1, pipe: int = 1, data: int = 1, extra:
     script, flags, vocab, defaults = FAMILIES[family]
     argv = flags(tensor, pipe, micro=2, gas=2, extra=extra)
     config = parse(argv, world_size=tensor * pipe * data, family=family, defaults=defaults).with_vocab(vocab)
-    here = world.start(config)
+    here = initialize.start(config)
     streams = make_streams(config, here)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     found = RunData({"train": random_data(config)} if here.reads_data else {}, None)
     return engine, found.batches("train", config, here)

@@ -12,11 +12,10 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from megatron import accelerators
-from megatron.accelerators import Accelerator
-from megatron.adaptors import Adaptor, Patch
+from megatron.accelerators import Accelerator, Adaptor, Patch
 from megatron.config import Config, ParallelConfig, PrecisionConfig
 from megatron.errors import ConfigError
-from megatron.training import accelerator
+from megatron.training import device_setup
 from tds import device as seam
 
 
@@ -67,49 +66,49 @@ def config_of(kind: str, **parallel: Any) -> Config:
 
 def test_a_plug_in_is_opened_once_in_order_and_deepspeed_gets_its_object(calls: list[str]) -> None:
     assert (
-        accelerator.configure_device(config_of("plugged"))
-        == accelerator.configure_device(config_of("plugged"))
+        device_setup.configure_device(config_of("plugged"))
+        == device_setup.configure_device(config_of("plugged"))
         == "plugged"
     )
     assert calls == ["prepare", "deepspeed", "adaptor"]
     assert os.environ["DS_ACCELERATOR"] == "plugged" and os.adapted_here == "adapted"  # type: ignore[attr-defined]
-    accelerator.check_agreement("plugged")
-    assert accelerator.backend_of("plugged") == "pccl", "what the plug-in leaves open, DeepSpeed's object says"
-    assert list(accelerator.device_rows("plugged")) == [("adaptors", "megatron: mine (1)")]
+    device_setup.check_agreement("plugged")
+    assert device_setup.backend_of("plugged") == "pccl", "what the plug-in leaves open, DeepSpeed's object says"
+    assert list(device_setup.device_rows("plugged")) == [("adaptors", "megatron: mine (1)")]
     accelerators.disable("plugged")
     assert os.adapted_here == "old"  # type: ignore[attr-defined]
 
 
 def test_adaptors_that_are_switched_off_are_told(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISABLE_ADAPTOR", "1")
-    accelerator.configure_device(config_of("plugged"))
+    device_setup.configure_device(config_of("plugged"))
     assert calls == ["prepare", "deepspeed"]
-    assert list(accelerator.device_rows("plugged")) == [("adaptors", "megatron: mine (1), off")]
+    assert list(device_setup.device_rows("plugged")) == [("adaptors", "megatron: mine (1), off")]
     monkeypatch.setenv("DISABLE_ADAPTOR", "yes")
     accelerators.disable("plugged")
     with pytest.raises(ConfigError, match="the environment's DISABLE_ADAPTOR must be 0 or 1, got 'yes'"):
-        accelerator.configure_device(config_of("plugged"))
+        device_setup.configure_device(config_of("plugged"))
 
 
 def test_the_cpu_opens_no_plug_in(calls: list[str]) -> None:
-    assert accelerator.configure_device(config_of("cpu")) == "cpu"
-    assert not calls and not list(accelerator.device_rows("cpu"))
-    accelerator.check_agreement("cpu")
-    assert (accelerator.backend_of("cpu"), accelerator.backend_of("cuda")) == ("gloo", "nccl")
+    assert device_setup.configure_device(config_of("cpu")) == "cpu"
+    assert not calls and not list(device_setup.device_rows("cpu"))
+    device_setup.check_agreement("cpu")
+    assert (device_setup.backend_of("cpu"), device_setup.backend_of("cuda")) == ("gloo", "nccl")
 
 
 def test_deepspeed_on_another_device_is_told(calls: list[str]) -> None:
     with pytest.raises(ConfigError, match="use the device of --device, got cpu and cuda.*DS_ACCELERATOR=cuda"):
-        accelerator.check_agreement("cuda")
+        device_setup.check_agreement("cuda")
 
 
 def test_a_format_that_the_device_does_not_compute_in_is_refused(calls: list[str]) -> None:
     config = Config(precision=PrecisionConfig(dtype="fp64"))
     with pytest.raises(ConfigError, match="--device plugged computes in bf16, fp32, got --fp64. Use --bf16"):
-        accelerator.check_device_fits(config, "plugged")
-    accelerator.check_device_fits(Config(), "plugged")
+        device_setup.check_device_fits(config, "plugged")
+    device_setup.check_device_fits(Config(), "plugged")
     with pytest.raises(ConfigError, match="fp16 needs a GPU, got a CPU"):
-        accelerator.check_device_fits(Config(precision=PrecisionConfig(dtype="fp16")), "cpu")
+        device_setup.check_device_fits(Config(precision=PrecisionConfig(dtype="fp16")), "cpu")
 
 
 def test_the_pipelines_seam_goes_by_deepspeeds_accelerator(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

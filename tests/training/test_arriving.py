@@ -12,13 +12,13 @@ import pretrain_gpt2
 from megatron.checkpoint import named_parameters
 from megatron.config import parse
 from megatron.errors import ConfigError
-from megatron.model import init
+from megatron.models.common import parameters
 from megatron.mpu.layers import ColumnParallelLinear
-from megatron.mpu.unset import give_memory, is_unset, without_memory
-from megatron.training import arguments, arriving, world
-from megatron.training.assembly import build_engine, build_weights, make_streams
-from megatron.training.stand_in import stand_in_tokenizer
-from megatron.training.state import Progress, Taken, open_for, restore, save_state
+from megatron.mpu.shard import give_memory, is_unset, without_memory
+from megatron.training import global_vars, initialize, setup
+from megatron.training.parity import stand_in_tokenizer
+from megatron.training.setup import build_engine, build_weights, make_streams
+from megatron.training.train_state import Progress, Taken, open_for, restore, save_state
 from tests.alive import Alive
 from tests.harness import run_ranks
 
@@ -37,15 +37,15 @@ BLOCKS = 2 * ROWS * H * 4
 def started(case: str) -> tuple[Any, Any, Any]:
     """Return configuration, world and streams of this rank. Collective."""
     config = parse([*LINE.split(), *case.split()], world_size=2).with_vocab(VOCAB)
-    here = world.start(config)
+    here = initialize.start(config)
     streams = make_streams(config, here)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, stand_in_tokenizer(config), streams)
     return config, here, streams
 
 
 def build_and_load(rank: int, folder: str) -> list[dict[str, int]]:
     """Return, for each case, the most bytes while the engine was built, those of a load, and what they may be."""
-    init.ROWS_PER_BLOCK = ROWS
+    parameters.ROWS_PER_BLOCK = ROWS
     found = []
     for case in CASES:
         config, here, streams = started(case)
@@ -106,7 +106,7 @@ def own_weights(rank: int, case: str) -> dict[str, torch.Tensor]:
     """Return each weight of the user's model as this replica's passes would have it. Collective."""
     config, here, streams = started(case)
     module, optimizer = build_weights(config, here, streams, lambda: Own(rank))
-    with arriving.not_sent(module, arrives=arriving.is_asked_for(config, here)):
+    with setup.not_sent(module, arrives=setup.is_asked_for(config, here)):
         for parameter in module.parameters():
             if not hasattr(parameter, "ds_optim_param"):
                 torch.distributed.broadcast(parameter.data, 0)  # as DeepSpeed does
@@ -120,7 +120,7 @@ def own_weights(rank: int, case: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [3, 2**20])
 def test_every_weight_is_that_of_the_other_stages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "CHUNK_BYTES", size)
+    monkeypatch.setattr(setup, "CHUNK_BYTES", size)
     plain, cut = (run_ranks(2, own_weights, f"--fp32 --zero-stage {stage}") for stage in (0, 3))
     for wanted, found in zip(plain, cut, strict=True):
         assert wanted.keys() == found.keys()
@@ -147,7 +147,7 @@ def test_writing_to_a_weight_that_is_filled_later_is_refused() -> None:
         return layer
 
     with pytest.raises(ConfigError, match="--zero-stage 3 .* model_provider that writes to one.*of your own"):
-        arriving.build(provider, arrives=True)
-    arriving.build(provider, arrives=False)
+        setup.build(provider, arrives=True)
+    setup.build(provider, arrives=False)
     with pytest.raises(RuntimeError, match="planted"):
-        arriving.build(lambda: (_ for _ in ()).throw(RuntimeError("planted")), arrives=True)
+        setup.build(lambda: (_ for _ in ()).throw(RuntimeError("planted")), arrives=True)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch._dynamo import utils
 
-from megatron.training import assembly, compile_time
-from megatron.training.compile_time import Compiled, CompileMeter, compiled_here
-from megatron.training.compiled import compile_layers
+from megatron.training import compile, setup
+from megatron.training.compile import Compiled, CompileMeter, compile_layers, compiled_here
 from megatron.training.metrics import read_metrics
-from tests.model.recomputed import RATES, bits, make
+from tests.models.common.recomputed import RATES, bits, make
 from tests.training.runs import flags, train_ranks
 
 NAMES = ("compile_s", "graphs_compiled", "graphs_cached")
@@ -22,14 +21,14 @@ NAMES = ("compile_s", "graphs_compiled", "graphs_cached")
 def without_kernels(rank: int) -> None:
     """Have layers traced and differentiated, and no kernels made: the tracing takes a second, kernels half a minute."""
     built = compile_layers
-    assembly.compile_layers = lambda *args, **how: built(*args, **how, backend="aot_eager")  # type: ignore[assignment]
+    setup.compile_layers = lambda *args, **how: built(*args, **how, backend="aot_eager")  # type: ignore[assignment]
 
 
 def test_a_meter_tells_what_came_since_it_was_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter(
         [Compiled(1.0, 1, 0), Compiled(4.0, 3, 1), Compiled(5.5, 3, 5), Compiled()]
     )  # the first is of an earlier run
-    monkeypatch.setattr(compile_time, "compiled_here", lambda: next(told))
+    monkeypatch.setattr(compile, "compiled_here", lambda: next(told))
     meter = CompileMeter(is_on=True)
     assert meter.drain() == (3.0, 2, 1)
     assert meter.drain() == (1.5, 0, 4)
@@ -39,13 +38,13 @@ def test_a_meter_tells_what_came_since_it_was_asked_last(monkeypatch: pytest.Mon
 
 def test_graphs_of_all_ranks_count_and_the_longest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/cache")
-    told = compile_time.values([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
+    told = compile.values([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
     assert told == {"compile_s": 4.5, "graphs_compiled": 2, "graphs_cached": 4}
-    assert compile_time.line(told) == (
+    assert compile.line(told) == (
         "torch.compile took 4.5 s (the rank that waited longest); "
         "graphs of all ranks: 2 compiled, 4 found in /the/cache"
     )
-    assert compile_time.line(compile_time.values([Compiled(), Compiled()])) is None
+    assert compile.line(compile.values([Compiled(), Compiled()])) is None
 
 
 def test_a_run_says_and_writes_down_what_was_compiled(

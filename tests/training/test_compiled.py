@@ -10,9 +10,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
 from megatron.errors import ConfigError
-from megatron.training import compiled
-from megatron.training.compiled import check_compiler, compile_layers
-from tests.model.recomputed import FAMILIES, RATES, bits, make
+from megatron.training import compile
+from megatron.training.compile import check_compiler, compile_layers
+from tests.models.common.recomputed import FAMILIES, RATES, bits, make
 
 CPU = torch.device("cpu")
 NO_RATES = dict.fromkeys(RATES, 0.0)
@@ -82,20 +82,20 @@ def test_kernels_of_inductor_equal_plain_layers_to_rounding(
 
 def test_a_cpu_without_a_compiler_is_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compile.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"--compile on a CPU needs a C\+\+ compiler, found none of g\+\+, clang\+\+"):
         check_compiler(CPU)
     monkeypatch.setenv("CXX", "mine")
     with pytest.raises(ConfigError, match="found none of mine"):
         check_compiler(CPU)
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs Triton"):
         check_compiler(torch.device("cuda"))
 
 
 def test_cuda_graphs_are_refused_on_a_gpu_and_do_not_matter_to_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: name)
+    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(compile.shutil, "which", lambda name: name)
     check_compiler(torch.device("cuda"))
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
         check_compiler(CPU)

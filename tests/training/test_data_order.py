@@ -17,10 +17,9 @@ from megatron.config import Config, parse
 from megatron.data import DataPaths, build_train_valid_test
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group, single_grid
-from megatron.training import data_order
-from megatron.training.data import RunData, samples_wanted
-from megatron.training.data_agreement import Told, disagreement
-from megatron.training.world import World
+from megatron.training import data as data_order
+from megatron.training.data import RunData, Told, disagreement, samples_wanted
+from megatron.training.initialize import World
 from tests.data.token_data import write
 
 SEQ, STEPS = 8, 9

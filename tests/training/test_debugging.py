@@ -9,24 +9,24 @@ import pytest
 import torch
 
 import pretrain_gpt2
-from megatron.debug.folder import read
-from megatron.debug.names import named_modules
+from megatron.debug.dump_files import read
 from megatron.errors import NumericsError, exit_code
-from megatron.training import assembly, engines, parity
-from megatron.training.step_result import ModuleError
+from megatron.models.common.parameters import named_modules
+from megatron.training import parity, setup, train_step
+from megatron.training.train_step import ModuleError
 from tests.debug import dumps
 from tests.harness import run_ranks
 from tests.training import guarded
 
 HIT = "layers.1.mlp.up"
-IN_TRAINING = ("megatron.training.debugging", "megatron.training.dump_opening")
+IN_TRAINING = ("megatron.training.debugging", "megatron.training.debugging")
 SLICED = "layers.0.attention.query_key_value"
 SMALL = "--eval-iters 0 --train-iters 5 --clip-grad 0 --lr 1e-3"
 
 
 def spoil_from_the_third_step(rank: int) -> None:
     """Let a module of one layer give an infinite number in the second micro-batch of step 3."""
-    plain = assembly.build_model
+    plain = setup.build_model
 
     def spoiled(*args):
         model = plain(*args)
@@ -35,7 +35,7 @@ def spoil_from_the_third_step(rank: int) -> None:
                 module.register_forward_hook(_Spoiler())
         return model
 
-    assembly.build_model = spoiled
+    setup.build_model = spoiled
 
 
 class _Spoiler:
@@ -60,7 +60,7 @@ def test_the_rank_that_holds_the_module_names_it_and_all_end_ahead_of_the_update
 
 def spoil_one_slice(rank: int) -> None:
     """Let the slice of a column layer that tensor rank 1 holds give an infinite number in step 3."""
-    plain = assembly.build_model
+    plain = setup.build_model
 
     def spoiled(*args):
         model = plain(*args)
@@ -69,7 +69,7 @@ def spoil_one_slice(rank: int) -> None:
                 module.register_forward_hook(_Spoiler())
         return model
 
-    assembly.build_model = spoiled
+    setup.build_model = spoiled
 
 
 @pytest.mark.parametrize("flag", ["--debug-nan", pytest.param("--debug-dump", marks=pytest.mark.slow)])
@@ -94,7 +94,7 @@ class _Poisoned(torch.autograd.Function):
 
 def spoil_a_gradient(rank: int) -> None:
     """Let a layer of the first stage's second chunk send NaN back, all the way to the first layer."""
-    plain = assembly.build_model
+    plain = setup.build_model
 
     def spoiled(*args):
         model = plain(*args)
@@ -103,7 +103,7 @@ def spoil_a_gradient(rank: int) -> None:
                 module.register_forward_pre_hook(lambda module, given: (_Poisoned.apply(given[0]),))
         return model
 
-    assembly.build_model = spoiled
+    setup.build_model = spoiled
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def _look(rank: int, extra: str) -> tuple[list[str], int, bool]:
     dumps._rank(rank, words, 1, "pretrain_gpt2", 2, None)
     tables = [(m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in found[0].module.modules()]
     hooks = sum(not hook.__module__.startswith("deepspeed") for each in tables for t in each for hook in t.values())
-    return _ours(), hooks, found[0].train_step.__func__ is engines.SingleStageEngine.train_step
+    return _ours(), hooks, found[0].train_step.__func__ is train_step.SingleStageEngine.train_step
 
 
 def test_without_the_flags_nothing_is_imported_hooked_or_wrapped(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.utils.tensorboard  # noqa: F401 - imported once, not by every fork
 
 from megatron.training import metrics, report
-from tds.safe_loading import load_safely
+from tds.engine.checkpointing import load_safely
 from tests.training.runs import flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
 

@@ -14,20 +14,20 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megatron import files
-from megatron.checkpoint import manifest
-from megatron.checkpoint.keeping import ALL, Keep
+from megatron.checkpoint import metadata
+from megatron.checkpoint.folders import ALL, Keep
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE, Group, single_grid
 from megatron.mpu.topology import Topology
 from megatron.optim import LossScaler, MixedPrecisionOptimizer, build_optimizer
-from megatron.training import deepspeed_format as format
-from megatron.training import run_source
-from megatron.training.deepspeed_format_folder import open_newest, tags_in
-from megatron.training.state import EVERYTHING
-from megatron.training.world import World
+from megatron.training import deepspeed_checkpoint as format
+from megatron.training import run_folder
+from megatron.training.deepspeed_checkpoint import open_newest, tags_in
+from megatron.training.initialize import World
+from megatron.training.train_state import EVERYTHING
 from tests.harness import run_ranks
-from tests.tds.test_safe_loading import Bomb
+from tests.tds.engine.test_safe_loading import Bomb
 from tests.training.runs import TOKENIZER
 
 WORLD = World("cpu", torch.device("cpu"), single_grid(), 0)
@@ -177,7 +177,7 @@ def test_damage_is_found_and_an_older_one_taken_loudly(tmp_path: Path, capfd: py
         assert "going back to global_step1 (step 1)" in said.err + said.out and told in said.err + said.out
         with pytest.raises(CheckpointError, match="none older is taken"):
             open_newest(tmp_path, SINGLE, strict=True)
-    (tmp_path / "global_step1" / manifest.NAME).write_text("{}")
+    (tmp_path / "global_step1" / metadata.NAME).write_text("{}")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* verifies"):
         open_newest(tmp_path, SINGLE)
 
@@ -193,7 +193,7 @@ def test_a_file_that_would_run_code_is_refused_without_a_switch(tmp_path: Path) 
 
 
 def _verified(path: Path) -> Any:
-    content = manifest.from_bytes((path / manifest.NAME).read_bytes(), path)
+    content = metadata.from_bytes((path / metadata.NAME).read_bytes(), path)
     from megatron.checkpoint import Checkpoint
 
     return Checkpoint(path, content)
@@ -314,17 +314,17 @@ def test_what_cannot_act_in_this_format_is_refused(flags: str) -> None:
 
 def test_a_run_folder_holds_one_format_and_names_it(tmp_path: Path) -> None:
     flags = Config().checkpoint
-    assert run_source.format_of(tmp_path, flags) == "native"
+    assert run_folder.format_of(tmp_path, flags) == "native"
     write(tmp_path, 1)
-    assert run_source.format_of(tmp_path, flags) == "deepspeed"
-    run_source.require_checkpoint(tmp_path)
+    assert run_folder.format_of(tmp_path, flags) == "deepspeed"
+    run_folder.require_checkpoint(tmp_path)
     native = type(flags)(checkpoint_format="native")
     with pytest.raises(ConfigError, match="got deepspeed ones in .* and --checkpoint-format native"):
-        run_source.format_of(tmp_path, native)
+        run_folder.format_of(tmp_path, native)
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="native and deepspeed ones"):
-        run_source.format_of(tmp_path, flags)
+        run_folder.format_of(tmp_path, flags)
     foreign = tmp_path / "foreign"
     os.makedirs(foreign / "global_step7")
     with pytest.raises(CheckpointError, match=r"tools/import_checkpoint\.py"):
-        run_source.require_checkpoint(foreign)
+        run_folder.require_checkpoint(foreign)

@@ -9,8 +9,8 @@ import torch
 
 from megatron.config import parse
 from megatron.errors import ConfigError
-from megatron.training import accelerator, determinism
-from megatron.training.determinism import WORKSPACE
+from megatron.training import device_setup
+from megatron.training.device_setup import WORKSPACE
 from tests.training.runs import flags, train_ranks
 
 FLAGS = "--data-path none --vocab-size 100".split()
@@ -31,8 +31,8 @@ def config_of(*extra):
 def settle_as(kind, monkeypatch, *extra):
     """Settle as on a machine with that device; return (cuBLAS's setting, torch's)."""
     monkeypatch.setenv("DS_ACCELERATOR", "")
-    monkeypatch.setattr(accelerator.device, "choose", lambda requested: kind)
-    accelerator.configure_device(config_of(*extra))
+    monkeypatch.setattr(device_setup.device, "choose", lambda requested: kind)
+    device_setup.configure_device(config_of(*extra))
     return os.environ.get(WORKSPACE), torch.are_deterministic_algorithms_enabled()
 
 
@@ -64,7 +64,7 @@ def test_a_workspace_that_the_user_chose_is_kept_if_cublas_repeats_itself_with_i
     ],
 )
 def test_the_start_table_says_how_exactly_a_run_resumes(kind, extra, said):
-    rows = list(determinism.determinism_rows(config_of(*extra), kind))
+    rows = list(device_setup.determinism_rows(config_of(*extra), kind))
     assert [name for name, _ in rows] == ([] if said is None else ["resume"])
     assert said is None or said in rows[0][1]
 

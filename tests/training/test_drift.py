@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint import named_parameters
 from megatron.mpu.topology import Topology
-from megatron.training import engines, loop
-from megatron.training.drift import checksum
-from megatron.training.straggler import Straggler, Suspect, slowest
+from megatron.training import train_step, trainer
+from megatron.training.metrics import Straggler, Suspect, slowest
+from megatron.training.replica_check import checksum
 from tests.training.guarded import GRID, train
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -47,15 +47,15 @@ def flip(name: str, ranks: list[int], step: int) -> Any:
     """Plant: the lowest bit of the first element of a weight flips on ``ranks`` after so many steps."""
 
     def plant(rank: int) -> None:
-        advance = loop._advance
+        advance = trainer._advance
 
-        def advance_and_flip(run: loop.Run, result: Any, samples: int) -> None:
+        def advance_and_flip(run: trainer.Run, result: Any, samples: int) -> None:
             advance(run, result, samples)
             if run.progress.step == step and rank in ranks:
                 weight = run.engine.optimizer.kept(dict(named_parameters(run.engine.module))[name])
                 weight.detach().view(torch.int32).view(-1)[0] ^= 1
 
-        loop._advance = advance_and_flip
+        trainer._advance = advance_and_flip
 
     return plant
 
@@ -171,13 +171,13 @@ def test_a_straggler_is_named_once_in_three_log_intervals(
 
     def plant(rank: int) -> None:
         if rank == 1:
-            plain = engines.Position
+            plain = train_step.Position
 
             def slow(*facts: int) -> Any:
                 time.sleep(0.1)
                 return plain(*facts)
 
-            engines.Position = slow  # type: ignore[assignment, misc]
+            train_step.Position = slow  # type: ignore[assignment, misc]
 
     seen = train(2, corpus, tmp_path / "run", f"{layout} --train-iters 4", plant)
     assert not any(one.error for one in seen)

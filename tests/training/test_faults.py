@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data import TokenFile
-from megatron.training import loop, position
+from megatron.training import failure, trainer
 from tests.training.runs import flags, start_script
 
 PIPELINE = "--model-parallel-size 2 --pipe-parallel-size 2"
@@ -23,14 +23,14 @@ def at_step(step: int, rank_hit: int | None, act: Callable[[], None]) -> Callabl
     """Return a plant that calls ``act`` on ``rank_hit`` (on all ranks for None) once so many steps are done."""
 
     def plant(rank: int) -> None:
-        advance = loop._advance
+        advance = trainer._advance
 
-        def advance_and_act(run: loop.Run, result: object, samples: int) -> None:
+        def advance_and_act(run: trainer.Run, result: object, samples: int) -> None:
             advance(run, result, samples)  # type: ignore[arg-type]
             if run.progress.step == step and rank_hit in (None, rank):
                 act()
 
-        loop._advance = advance_and_act
+        trainer._advance = advance_and_act
 
     return plant
 
@@ -103,7 +103,7 @@ def test_exception_is_told_by_the_rank_that_raised_it(corpus: Path, tmp_path: Pa
 
 def test_a_run_that_is_done_may_be_left_with_0(corpus: Path, tmp_path: Path) -> None:
     def tell_state(rank: int) -> None:
-        sys.exit = lambda code: os._exit(9 if position.own().is_running else code)  # type: ignore[assignment,arg-type]
+        sys.exit = lambda code: os._exit(9 if failure.own().is_running else code)  # type: ignore[assignment,arg-type]
 
     argv = flags(corpus, tmp_path / "run", "--train-iters 1 --eval-iters 0")
     assert start_script(1, argv, tmp_path / "log", tell_state) == [0]
@@ -168,7 +168,7 @@ def test_bad_data_ends_every_rank_with_2(
     assert "Traceback" not in log.read_text()
 
 
-def kill_reader(run: loop.Run) -> None:
+def kill_reader(run: trainer.Run) -> None:
     os.kill(run.batches._batches._pids[1], signal.SIGKILL)  # type: ignore[union-attr]
 
 
@@ -178,14 +178,14 @@ def test_a_killed_reader_ends_the_run_and_is_named(corpus: Path, tmp_path: Path)
     log, start = tmp_path / "log", time.monotonic()
 
     def plant(rank: int) -> None:
-        advance = loop._advance
+        advance = trainer._advance
 
-        def advance_and_kill(run: loop.Run, result: object, samples: int) -> None:
+        def advance_and_kill(run: trainer.Run, result: object, samples: int) -> None:
             advance(run, result, samples)  # type: ignore[arg-type]
             if run.progress.step == 3 and rank == 1:
                 kill_reader(run)
 
-        loop._advance = advance_and_kill
+        trainer._advance = advance_and_kill
 
     codes = start_script(2, flags(corpus, tmp_path / "run", "--num-workers 2 --train-iters 500"), log, plant)
     assert codes == [4, 1]

@@ -24,12 +24,11 @@ import pretrain_t5
 from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
-from megatron import cost
 from megatron.config import Config
-from megatron.training import world
-from megatron.training.parity import trace_steps
+from megatron.models import registry
+from megatron.training import initialize
+from megatron.training.parity import random_data, trace_steps
 from megatron.training.report import Rates
-from megatron.training.stand_in import random_data
 from tests.harness import run_ranks
 from tests.training.runs import family_of, parse_as
 
@@ -72,7 +71,7 @@ def count_flops(rank: int) -> dict[str, tuple[float, Config]]:
     for name, (script, extra) in CASES.items():
         words = COMMON if script is not pretrain_t5 else COMMON.replace("--num-layers 2", OF_T5)
         config = parse_as(script, [*words.split(), *extra.split()], 1).with_vocab(VOCAB)
-        here = world.start(config)
+        here = initialize.start(config)
         scripts = (script.model_provider, script.forward_step)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             trace_steps(config, here, random_data(config), *scripts, steps=1)
@@ -111,7 +110,7 @@ def vectors(config: Config) -> float:
 def test_flops_are_those_that_torch_counts(name: str, counted: dict[str, tuple[float, Config]]) -> None:
     flops, config = counted[name]
     assert config.family == family_of(CASES[name][0])
-    assert cost.of(config).flops_per_sample == flops / SAMPLES - causal_half(config) + vectors(config)
+    assert registry.costs_of(config).flops_per_sample == flops / SAMPLES - causal_half(config) + vectors(config)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -120,8 +119,8 @@ def test_mfu_is_flops_of_a_second_over_what_the_devices_can_do(
 ) -> None:
     """Of a model of the user's own, whose parameters differ, 6 N are counted."""
     config, now = counted["gpt2"][1], [10.0]
-    number = cost.of(config).num_parameters + (not is_known)
-    flops = cost.of(config).flops_per_sample if is_known else 6.0 * number * LENGTH
+    number = registry.costs_of(config).num_parameters + (not is_known)
+    flops = registry.costs_of(config).flops_per_sample if is_known else 6.0 * number * LENGTH
     monkeypatch.setattr("megatron.training.report.time", SimpleNamespace(perf_counter=lambda: now[0]))
     rates = Rates(config, 1e9, [number, number])
     for _ in range(4):

@@ -12,12 +12,13 @@ import pytest
 
 import pretrain_gpt2
 from megatron.config import parse
-from megatron.training import arguments, world
-from megatron.training.assembly import build_engine, make_learning_rate, make_streams
+from megatron.data.mock_dataset import RandomTokens
+from megatron.optim.lr_scheduler import set_learning_rate
+from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.report import set_learning_rate
-from megatron.training.stand_in import RandomTokens, stand_in_tokenizer
-from megatron.training.state import Progress, open_for, restore, save_state
+from megatron.training.parity import stand_in_tokenizer
+from megatron.training.setup import build_engine, make_learning_rate, make_streams
+from megatron.training.train_state import Progress, open_for, restore, save_state
 from tests.harness import run_ranks
 
 FORMAT_1 = Path(__file__).parent / "format_1"
@@ -32,9 +33,9 @@ SIZES = (
 def go_on(rank: int, source: Path | None, target: Path | None, layout: str = "", num_ranks: int = 1) -> list[float]:
     """Take three steps from ``source``, or from the beginning, and save to ``target``; return the losses."""
     config = parse([*SIZES.split(), *layout.split()], world_size=num_ranks).with_vocab(VOCAB)
-    here = world.start(config)
+    here = initialize.start(config)
     streams = make_streams(config, here)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
     parts = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": here}
     progress = Progress()

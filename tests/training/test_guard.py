@@ -15,17 +15,14 @@ from hypothesis import strategies as st
 
 from megatron.config import parse
 from megatron.errors import ConfigError
-from megatron.mpu.grads import counts_here
 from megatron.mpu.groups import build_grid
-from megatron.mpu.shard import set_partial
+from megatron.mpu.shard import counts_here, set_partial
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.optim.scaler import LossScaler
-from megatron.training.guard import Guard
-from megatron.training.journal import NAME, Journal, read_journal
+from megatron.optim.grad_scaler import LossScaler
 from megatron.training.metrics import read_metrics
-from megatron.training.recent import SMALLEST_SPREAD, Recent
-from megatron.training.samples import StepSamples
+from megatron.training.stability_guard import NAME, SMALLEST_SPREAD, Guard, Journal, Recent, read_journal
+from megatron.training.train_step import StepSamples
 from tests.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
 from tests.training.test_loss_scale import FP16, allow_fp16_on_cpu

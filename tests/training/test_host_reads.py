@@ -19,9 +19,9 @@ from tests.training.steady import STEPS, WARM, engine_of, take, watched_by_cuda
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "accelerator_sim"
-ONCE = {"tolist in tds/agreement.py:read": 1}
+ONCE = {"tolist in tds/loss.py:read": 1}
 """Of every step, on every rank."""
-HEADERS = {"tolist in tds/header.py:decode_header": 1}
+HEADERS = {"tolist in tds/p2p/boundary.py:decode_header": 1}
 """Of the first message that a stage receives in a step; of a header of the host under gloo and NCCL alike."""
 SHAPES = {"tolist in megatron/mpu/data.py:_broadcast_shapes": 2}
 """Of each of two micro-batches; of a table on the host likewise (tests/mpu/test_data.py)."""
@@ -86,17 +86,17 @@ def test_between_host_and_device_go_the_data_and_what_the_host_reads(family: str
     fields = {"gpt2": 1, "t5": 4}[family]
     found = in_own_process("sim", family, "--bf16", "--clip-grad", "1")
     data = {"to the device in megatron/device.py": 2 * fields}
-    assert found == data | {"to the host in tds/agreement.py": 1}
+    assert found == data | {"to the host in tds/loss.py": 1}
 
 
 def test_with_offload_each_gradient_goes_once_and_each_weight_comes_once() -> None:
     found = in_own_process("sim", "gpt2", "--bf16", "--offload-optimizer")
-    weights = found.pop("to the host in megatron/optim/host.py")
+    weights = found.pop("to the host in megatron/optim/zero/partition.py")
     assert weights > 10
     assert found == {
         "to the device in megatron/device.py": 2,
-        "to the host in tds/agreement.py": 1,
-        "to the device in megatron/optim/masters.py": weights,
+        "to the host in tds/loss.py": 1,
+        "to the device in megatron/optim/main_params.py": weights,
     }
 
 

@@ -22,7 +22,7 @@ from benchmarks.kill_parts.preload import preload
 from benchmarks.kill_parts.records import losses
 from megatron import files
 from megatron.training import metrics, report
-from megatron.training.state import CHECKPOINTS
+from megatron.training.train_state import CHECKPOINTS
 from tests.training.runs import train_ranks
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_latest
-from megatron.mpu.grads import counts_here
 from megatron.mpu.groups import SINGLE
+from megatron.mpu.shard import counts_here
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.training import world
+from megatron.training import initialize
 from megatron.training.metrics import read_metrics
-from megatron.training.state import CHECKPOINTS
+from megatron.training.train_state import CHECKPOINTS
 from tests.harness import run_ranks
 from tests.parity import t5_runs
 from tests.parity.layouts import flags, serial, trace_rank
@@ -31,7 +31,7 @@ Seen = list[tuple[float, bool]]  # for each step, the loss scale that it ran wit
 
 def allow_fp16_on_cpu(rank: int) -> None:
     """What a user may not do, for its CPU kernels are slow; the numbers are right."""
-    world.check_device_fits = lambda *_: None  # type: ignore[assignment]
+    initialize.check_device_fits = lambda *_: None  # type: ignore[assignment]
 
 
 def scaled_rank(

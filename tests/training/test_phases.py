@@ -23,9 +23,10 @@ from megatron.config.parallel import ParallelConfig
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
-from megatron.training import failure, phases, position, watch
-from megatron.training.phases import EVALUATING, FIRST_STEP, LOADING, NET_S, OPENING_DATA, SAVING, STEP, Phases
-from megatron.training.world import World
+from megatron.training import failure, timeouts
+from megatron.training.initialize import World
+from megatron.training.timeouts import EVALUATING, FIRST_STEP, LOADING, NET_S, OPENING_DATA, SAVING, STEP, Phases
+from tds.watchdog import watchdog
 from tests.harness import fork_ranks, run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -78,7 +79,7 @@ def _train(rank: int, place: Path, how: str) -> None:
         with this.over(STEP):
             for step in range(3):
                 for micro_batch in range(2):
-                    position.note(f"step {step + 1}, forward of micro-batch {micro_batch}")
+                    failure.note(f"step {step + 1}, forward of micro-batch {micro_batch}")
                     if (rank, step, micro_batch) == (ABSENT, 1, 1):
                         while this._watch._armed[1] != LIMIT_S:  # type: ignore[union-attr]
                             time.sleep(0.01)
@@ -268,7 +269,7 @@ def test_a_host_that_is_lost_with_the_store_of_the_process_group_takes_the_limit
     codes, _, reports = fork_ranks(2, _lose_store, tmp_path, init=False, deadline_s=LIMIT_S + 3 * SLACK_S)
     helper.join(SLACK_S)
     assert codes == [-signal.SIGKILL, 4], reports
-    assert watch.STORE_LOST in (tmp_path / "lines-1").read_text()
+    assert watchdog.STORE_LOST in (tmp_path / "lines-1").read_text()
 
 
 def _limits(rank: int) -> list[Any]:
@@ -306,7 +307,7 @@ def test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone() -> 
     step = (LIMIT_S + NET_S, LIMIT_S + NET_S, LONG_S + NET_S, 77.0, LIMIT_S + NET_S, LIMIT_S)
     for found in run_ranks(2, _limits):
         assert found[:7] == [long, long, step, long, step, step, long]
-        assert found[7] == [phases.ENDING, 2] and found[8] == 1, "no thread of the engine's, none of ours once closed"
+        assert found[7] == [timeouts.ENDING, 2] and found[8] == 1, "no thread of the engine's, none of ours once closed"
 
 
 def _alone(rank: int, place: Path) -> None:
@@ -317,7 +318,7 @@ def _alone(rank: int, place: Path) -> None:
         with this.over(STEP):
             for _ in range(3):
                 this.step_done()
-            position.note("step 4, forward of micro-batch 1")
+            failure.note("step 4, forward of micro-batch 1")
             _be_stuck("sleep")
 
     _guarded(rank, place, main)
@@ -342,7 +343,7 @@ def test_a_run_of_one_rank_that_a_person_may_be_at_is_not_watched(
     monkeypatch.delenv("MEGATRON_FAILURE_FILE", raising=False)
     if has_launcher:
         monkeypatch.setenv("MEGATRON_FAILURE_FILE", "nowhere")
-        monkeypatch.setattr(phases.os, "isatty", lambda file: True)
+        monkeypatch.setattr(timeouts.os, "isatty", lambda file: True)
     number = threading.active_count()
     for this in (Phases(), Phases(World("cpu", CPU, single_grid(), 0), _config())):
         with this.over(STEP):

@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron import cost, device
+from megatron import device
 from megatron.config import Config, parse
+from megatron.data.mock_dataset import StandInTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.log import human_bytes
+from megatron.models import registry
+from megatron.models.common import memory as cost
 from megatron.mpu.topology import Topology
-from megatron.training import plan, vocabulary
-from megatron.training.forecast import simulated_bubble
-from megatron.training.plan import dry_run, plan_rows
+from megatron.training import dry_run as plan
+from megatron.training import global_vars
+from megatron.training.dry_run import dry_run, plan_rows, simulated_bubble
+from megatron.training.global_vars import with_tokenizer
 from megatron.training.report import Rates
-from megatron.training.stand_in import StandInTokenizer
-from megatron.training.vocabulary import with_tokenizer
 
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 101 --gas 8"
 T5_SIZES = SIZES.replace("--seq-length 32", "--enc-seq-length 64").replace("--num-layers 8", "--num-layers 4")
@@ -38,7 +40,7 @@ def rows(
 ) -> dict[str, str]:
     config = config_of(flags, pipe, family)
     topology = Topology.of_world(pipe, 1, pipe)
-    bounds = bounds or cost.of(config).stage_bounds(pipe, config.parallel.chunks)
+    bounds = bounds or registry.costs_of(config).stage_bounds(pipe, config.parallel.chunks)
     return dict(plan_rows(config, topology, bounds, "fp32", counted, simulated_bubble if counted else None))
 
 
@@ -60,7 +62,7 @@ def test_a_llama_is_described_with_its_heads_of_keys() -> None:
 
 def test_parameters_of_stages_add_up_whatever_the_chunks() -> None:
     for chunks in (1, 2, 4):
-        costs = cost.of(config_of("", 1, "gpt2"))
+        costs = registry.costs_of(config_of("", 1, "gpt2"))
         bounds = costs.stage_bounds(2, chunks)
         assert sum(costs.stage_parameters(bounds, stages=2)) == costs.num_parameters + 101 * 64
 
@@ -82,7 +84,7 @@ def test_auto_shows_what_it_chooses_from() -> None:
 
 
 def test_a_model_that_is_built_is_simulated_and_one_of_ones_own_has_equal_stages() -> None:
-    built = rows("", counted=[cost.of(config_of("", 1, "gpt2")).num_parameters, 0, 0])
+    built = rows("", counted=[registry.costs_of(config_of("", 1, "gpt2")).num_parameters, 0, 0])
     assert built["pipeline bubble"] == rows("")["pipeline bubble"].removeprefix("about ")
     own = rows("", counted=[1000, 600, 400], bounds=[0, 2, 3, 5, 7])
     kept = "keeps the activations of 5 of 8 x 2 forwards"
@@ -107,7 +109,7 @@ def test_a_plan_with_zero_1_counts_the_states_that_replicas_share() -> None:
         config = parse(line.split(), world_size=1024, env={}, family="gpt2").with_vocab(101)
         shown[stage] = dict(plan_rows(config, Topology.of_world(1024, 1, 1), [0, 11], "bf16"))
     assert shown[1]["ZeRO"] == "stage 1: 1024 replicas share masters and optimizer states" and "ZeRO" not in shown[0]
-    costs = cost.of(config, is_on_cpu=True)
+    costs = registry.costs_of(config, is_on_cpu=True)
     common = {"micro_batch_size": config.batch.batch_size, "num_micro_batches": 8, "dtype": "bf16"}
     (memory,) = costs.memory_per_stage([0, 11], zero=cost.Zero(1, 1024), **common)
     assert f"about {human_bytes(memory.total)} on each rank" in shown[1]["stage 0"]
@@ -162,15 +164,17 @@ def test_spans_are_told_and_sentinels_checked_unless_every_corpus_is_a_set(tmp_p
 
 def test_the_bubble_of_t5_is_that_of_its_own_costs() -> None:
     config = config_of("", 2, "t5")
-    uneven = rows("", family="t5", bounds=[0, 2, 13], counted=[cost.of(config).num_parameters, 0, 0])["pipeline bubble"]
-    even = rows("", family="t5", counted=[cost.of(config).num_parameters, 0, 0])["pipeline bubble"]
+    uneven = rows("", family="t5", bounds=[0, 2, 13], counted=[registry.costs_of(config).num_parameters, 0, 0])[
+        "pipeline bubble"
+    ]
+    even = rows("", family="t5", counted=[registry.costs_of(config).num_parameters, 0, 0])["pipeline bubble"]
     assert float(uneven.split()[0]) > 30 > float(even.split()[0])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_rates_count_the_flops_of_the_model_and_of_ones_own_six_per_parameter_and_token(family: str) -> None:
     config = config_of("", 1, family)
-    costs = cost.of(config)
+    costs = registry.costs_of(config)
     assert 24 * Rates(config, None, [costs.num_parameters]).flops_per_sample == costs.flops_per_step(24)
     assert Rates(config, None, [1000]).flops_per_sample == 6 * 1000 * config.tokens_per_sample
 
@@ -225,7 +229,7 @@ class WithSentinels(StandInTokenizer):
 
 
 def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "build_tokenizer", lambda *args, **kwargs: WithSentinels())
+    monkeypatch.setattr(global_vars, "build_tokenizer", lambda *args, **kwargs: WithSentinels())
     line = ["--tokenizer-path", str(TOKENIZER)]
     _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
     assert config.model.vocab_size == 50
@@ -258,7 +262,7 @@ def test_a_plan_for_cpus_counts_the_probabilities_that_blocked_attention_keeps(m
     held = {kind: rows(f"{sizes} --device {kind}", 1, family="t5")["stage 0"] for kind in ("cpu", "cuda")}
     config = config_of(sizes, 1, "t5")
     for kind, told in held.items():
-        costs = cost.of(config, is_on_cpu=kind == "cpu")
+        costs = registry.costs_of(config, is_on_cpu=kind == "cpu")
         (memory,) = costs.memory_per_stage([0, costs.num_units], micro_batch_size=1)
         assert f"about {human_bytes(memory.total)} on each rank" in told
     assert held["cpu"] != held["cuda"]

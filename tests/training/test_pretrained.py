@@ -12,8 +12,11 @@ import torch
 
 import pretrain_gpt2
 from examples.llama import pretrain_llama
-from megatron.checkpoint.hf import folder, settings, tensors, tokens
-from megatron.checkpoint.whole import open_folder, read_weights
+from megatron.checkpoint.huggingface import config as settings
+from megatron.checkpoint.huggingface import config as tokens
+from megatron.checkpoint.huggingface import folder
+from megatron.checkpoint.huggingface import weights as tensors
+from megatron.checkpoint.loading import open_folder, read_weights
 from tests.training.runs import TOKENIZER, flags, parse_as, train_ranks, write_corpus
 
 FEW = "--train-iters 3 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatron.config.seeing import SeeingConfig
+from megatron.config.run import SeeingConfig
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import profiling
+from megatron.training import profiler as profiling
 from megatron.training.metrics import read_metrics
-from megatron.training.operators import Operator, joined, operators_of, table
+from megatron.training.profiler import Operator, joined, operators_of, table
 from tests.harness import run_ranks
 from tests.training.runs import flags, train_ranks
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.errors import JobError, StopRequest, exit_code
 from megatron.training import rendezvous
-from megatron.training.stop import StopRequests
+from megatron.training.exit_signals import StopRequests
 from tests.harness import run_ranks
 from tests.launch.jobs import free_port
 

@@ -18,9 +18,9 @@ from examples.mpt import pretrain_mpt
 from megatron.checkpoint import open_latest
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training import loop
+from megatron.training import trainer
 from megatron.training.metrics import read_metrics
-from megatron.training.state import CHECKPOINTS
+from megatron.training.train_state import CHECKPOINTS
 from tests.training.resharded import keep_parts, kept
 from tests.training.runs import flags, together, train_ranks
 
@@ -31,14 +31,14 @@ def kill_after(step: int):
     """Return a plant that ends the process by SIGKILL once so many steps are done."""
 
     def plant(rank: int) -> None:
-        save_when_due = loop.save_when_due
+        save_when_due = trainer.save_when_due
 
-        def save_and_die(run: loop.Run, by_time: bool) -> None:
+        def save_and_die(run: trainer.Run, by_time: bool) -> None:
             save_when_due(run, by_time)
             if run.progress.step == step:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        loop.save_when_due = save_and_die
+        trainer.save_when_due = save_and_die
 
     return plant
 
@@ -48,13 +48,13 @@ def draw_numbers(rank: int) -> None:
 
     Without it the generators stay as they were seeded, and one that is not restored would not be missed.
     """
-    advance = loop._advance
+    advance = trainer._advance
 
-    def advance_and_draw(run: loop.Run, result: object, samples: int) -> None:
+    def advance_and_draw(run: trainer.Run, result: object, samples: int) -> None:
         advance(run, result, samples)  # type: ignore[arg-type]
         torch.rand(rank + 1)
 
-    loop._advance = advance_and_draw
+    trainer._advance = advance_and_draw
 
 
 def random_states(folder: Path) -> list[bytes]:

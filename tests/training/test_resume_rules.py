@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.arguments.values import all_sections, config_from_values
+from megatron.arguments.flag_values import all_sections, config_from_values
 from megatron.checkpoint import TensorRecord, save
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError, ConfigError
@@ -20,11 +20,11 @@ from megatron.mpu.groups import SINGLE
 from megatron.mpu.initialize import initialize_model_parallel
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
-from megatron.training import resume_rules, run_folder
-from megatron.training.resume_rules import RULES, check_tokenizer, layout_text, machine, settings_changed
+from megatron.training import compatibility, run_folder
+from megatron.training.compatibility import RULES, check_tokenizer, layout_text, machine, settings_changed
+from megatron.training.initialize import World
 from megatron.training.run_folder import Place, _chosen
-from megatron.training.state import CHECKPOINTS, EVERYTHING, Taken
-from megatron.training.world import World
+from megatron.training.train_state import CHECKPOINTS, EVERYTHING, Taken
 from tests.harness import run_ranks
 
 
@@ -51,8 +51,8 @@ def test_each_warned_setting_is_told_with_both_values(name: str) -> None:
 
 def test_what_an_older_checkpoint_does_not_say_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(resume_rules.log, "warning", warned.append)
-    resume_rules.warn_of_changes({"torch": torch.__version__, "config": {"optimizer": {}}}, Config(), "cpu")
+    monkeypatch.setattr(compatibility.log, "warning", warned.append)
+    compatibility.warn_of_changes({"torch": torch.__version__, "config": {"optimizer": {}}}, Config(), "cpu")
     assert warned == []
 
 
@@ -60,10 +60,10 @@ def test_what_an_older_checkpoint_does_not_say_is_not_warned_of(monkeypatch: pyt
 def test_another_machine_is_warned_of(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row N10."""
     warned: list[str] = []
-    monkeypatch.setattr(resume_rules.log, "warning", warned.append)
+    monkeypatch.setattr(compatibility.log, "warning", warned.append)
     here = machine("cpu")
     saved = {**here, changed: "another"}
-    resume_rules.warn_of_changes({"torch": saved["torch"], "machine": saved}, Config(), "cpu")
+    compatibility.warn_of_changes({"torch": saved["torch"], "machine": saved}, Config(), "cpu")
     assert len(warned) == 1 and "bitwise identity" in warned[0]
     assert f"{changed}: saved another, now {here[changed]}" in warned[0]
 

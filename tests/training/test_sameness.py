@@ -11,11 +11,11 @@ import torch
 
 import pretrain_gpt2
 from megatron import accelerators, device
-from megatron.adaptors import ALL_OFF, PARTS, Adaptor
+from megatron.accelerators import ALL_OFF, PARTS, Adaptor
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
-from megatron.training import sameness, world
+from megatron.training import initialize
 from megatron.training.failure import is_same_everywhere
 from tests.harness import run_ranks
 from tests.training.runs import flags, parse_as, start_script
@@ -27,13 +27,13 @@ def on_rank_1(act: Callable[[], None]) -> Callable[[int], None]:
 
 def other_code() -> None:
     os.environ["LOCAL_RANK"] = "0"  # as on a node of its own
-    sameness.code_checksum = lambda root=None: 0  # type: ignore[assignment]
-    sameness.commit = lambda root: "0123abc"  # type: ignore[assignment]
+    initialize.code_checksum = lambda root=None: 0  # type: ignore[assignment]
+    initialize.commit = lambda root: "0123abc"  # type: ignore[assignment]
 
 
 def other_torch() -> None:
-    version = sameness._version
-    sameness._version = lambda name: "1.0" if name == "torch" else version(name)
+    version = initialize._version
+    initialize._version = lambda name: "1.0" if name == "torch" else version(name)
 
 
 def other_rate() -> None:
@@ -72,34 +72,34 @@ def test_a_rank_that_runs_something_else_ends_all_with_2_and_a_table(act, told, 
 
 def test_what_brings_and_switches_patches_of_a_plug_in_is_compared():
     switches = {Adaptor(part, "", ()).switch for part in PARTS}
-    assert {ALL_OFF, accelerators.VARIABLE, *switches} <= set(sameness.VARIABLES)
+    assert {ALL_OFF, accelerators.VARIABLE, *switches} <= set(initialize.VARIABLES)
 
 
 def test_ranks_are_told_by_runs_of_their_numbers():
     same, other = {"a": "1"}, {"a": "2"}
-    assert list(sameness.differences([same, other, other, same, other])) == ["a: 1 on rank 0, 3; 2 on rank 1-2, 4"]
+    assert list(initialize.differences([same, other, other, same, other])) == ["a: 1 on rank 0, 3; 2 on rank 1-2, 4"]
 
 
 def test_ranks_that_do_not_look_into_the_code_do_not_differ_by_it():
-    assert list(sameness.differences([{"code": "x"}, {}, {"code": "x"}])) == []
+    assert list(initialize.differences([{"code": "x"}, {}, {"code": "x"}])) == []
 
 
 def test_the_commit_is_read_from_gits_files(tmp_path):
-    assert sameness.commit(tmp_path) == "unknown"
+    assert initialize.commit(tmp_path) == "unknown"
     (tmp_path / ".git/refs/heads").mkdir(parents=True)
     (tmp_path / ".git/HEAD").write_text("ref: refs/heads/main\n")
     (tmp_path / ".git/packed-refs").write_text("# pack-refs\nabc refs/heads/main\n")
-    assert sameness.commit(tmp_path) == "abc"
+    assert initialize.commit(tmp_path) == "abc"
     (tmp_path / ".git/refs/heads/main").write_text("def\n")
-    assert sameness.commit(tmp_path) == "def"
+    assert initialize.commit(tmp_path) == "def"
 
 
 def test_a_rank_that_dies_ahead_of_the_first_message_of_a_group_is_an_error_and_no_hang(corpus, tmp_path) -> None:
     """Row I09."""
 
     def plant(rank: int) -> None:
-        touch = world._touch_every_group
-        world._touch_every_group = lambda *args: os._exit(9) if rank == 3 else touch(*args)  # type: ignore[assignment]
+        touch = initialize._touch_every_group
+        initialize._touch_every_group = lambda *args: os._exit(9) if rank == 3 else touch(*args)  # type: ignore[assignment]
 
     argv = flags(corpus, tmp_path / "run", "--model-parallel-size 2 --pipe-parallel-size 2")
     assert start_script(4, argv, tmp_path / "log", plant) == [4, 4, 4, 9]
@@ -115,12 +115,12 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
         os.environ["LOCAL_RANK"] = str(index)
         if visible != "unset":
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        sameness.gethostname = lambda: host
-        sameness.identity = lambda place: f"GPU-{place.index}"
-        sameness.dist.get_backend = lambda: backend  # type: ignore[assignment]
+        initialize.gethostname = lambda: host
+        initialize.identity = lambda place: f"GPU-{place.index}"
+        initialize.dist.get_backend = lambda: backend  # type: ignore[assignment]
         grid = build_grid(Topology.of_world(4, tensor=1, pipe=1), rank)
         try:
-            sameness.compare_devices(torch.device("cuda", index), grid)
+            initialize.compare_devices(torch.device("cuda", index), grid)
         except ConfigError as error:
             assert is_same_everywhere(error)
             return str(error)
@@ -142,12 +142,12 @@ def test_a_start_compares_devices_before_nccl_sees_them(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr(world, "compare_devices", lambda *_: order.append("devices"))
-    monkeypatch.setattr(world, "_touch_every_group", lambda *_: order.append("nccl"))
-    monkeypatch.setattr(world, "_init_process_group", lambda *_: None)
-    monkeypatch.setattr(world, "initialize_model_parallel", lambda *_: single_grid())
+    monkeypatch.setattr(initialize, "compare_devices", lambda *_: order.append("devices"))
+    monkeypatch.setattr(initialize, "_touch_every_group", lambda *_: order.append("nccl"))
+    monkeypatch.setattr(initialize, "_init_process_group", lambda *_: None)
+    monkeypatch.setattr(initialize, "initialize_model_parallel", lambda *_: single_grid())
     monkeypatch.setattr(device, "seed", lambda _: None)
     monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    world.start(parse_as(pretrain_gpt2, flags(corpus, tmp_path), 1))
+    initialize.start(parse_as(pretrain_gpt2, flags(corpus, tmp_path), 1))
     assert order == ["devices", "nccl"]

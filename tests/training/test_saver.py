@@ -15,12 +15,11 @@ from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import single_grid
 from megatron.optim import build_optimizer
-from megatron.training import save_news, saver
-from megatron.training.phases import SAVING, Phases
-from megatron.training.saver import await_saves, finish_saves, save, save_when_due, wants_by_time
-from megatron.training.saves import Saves
-from megatron.training.state import Progress, kept_by, save_state
-from megatron.training.world import World
+from megatron.training import checkpointing
+from megatron.training.checkpointing import await_saves, finish_saves, save, save_when_due, wants_by_time
+from megatron.training.initialize import World
+from megatron.training.timeouts import SAVING, Phases
+from megatron.training.train_state import Progress, Saves, kept_by, save_state
 
 
 class Stand:
@@ -43,9 +42,9 @@ class Stand:
         self.fails = False
         self.screen = SimpleNamespace(line=self.lines.append)
         self.metrics = SimpleNamespace(write=lambda kind, step, values: self.records.append((step, values)))
-        monkeypatch.setattr(saver, "_write", lambda run, is_unasked: run.write(is_unasked))
-        monkeypatch.setattr(save_news.progress_file, "tell", self.told.append)
-        monkeypatch.setattr(save_news.log, "error", self.errors.append)
+        monkeypatch.setattr(checkpointing, "_write", lambda run, is_unasked: run.write(is_unasked))
+        monkeypatch.setattr(checkpointing.progress_file, "tell", self.told.append)
+        monkeypatch.setattr(checkpointing.log, "error", self.errors.append)
 
     def write(self, is_unasked: bool) -> Path | Staged:
         step = self.progress.step

@@ -20,11 +20,11 @@ from megatron.checkpoint import Checkpoint, open_checkpoint, open_latest
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training import loop, metrics, report, saver
-from megatron.training import run as run_module
+from megatron.training import checkpointing, metrics, report, trainer
+from megatron.training import trainer as run_module
 from megatron.training.metrics import read_metrics
 from megatron.training.run_lock import NAME
-from megatron.training.state import CHECKPOINTS
+from megatron.training.train_state import CHECKPOINTS
 from tests.training.runs import TOKENIZER, flags, start_script, together, train_ranks
 from tests.training.test_resume import draw_numbers, kill_after, losses
 
@@ -71,7 +71,7 @@ def slow_disk(rank: int) -> None:
     import threading
 
     stepped = threading.Semaphore(0)
-    advance = loop._advance
+    advance = trainer._advance
 
     def advance_and_count(run: Any, *rest: Any) -> Any:
         stepped.release()
@@ -82,7 +82,7 @@ def slow_disk(rank: int) -> None:
             for _ in range(2):
                 stepped.acquire(timeout=5)
 
-    loop._advance = advance_and_count
+    trainer._advance = advance_and_count
     files.before_operation = wait
 
 
@@ -191,7 +191,7 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
     shutil.copytree(whole / CHECKPOINTS, folder / CHECKPOINTS)  # of an earlier run in this folder
 
     def go_back_once(rank: int) -> None:
-        step, seen, told = loop.train_step, SimpleNamespace(back=False), []
+        step, seen, told = trainer.train_step, SimpleNamespace(back=False), []
         run_module.log.warning = told.append
 
         def step_or_back(run: Any) -> bool:
@@ -200,16 +200,16 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
                 with pytest.raises(
                     CheckpointError, match="no checkpoint of this run up to step 99.*no checkpoint found"
                 ):
-                    saver.load_back(run, 99)
+                    checkpointing.load_back(run, 99)
             if run.progress.step != 7 or seen.back:
                 return step(run)
             seen.back = True
             assert run.progress.samples_consumed == 28
-            path = saver.load_back(run, 5)
+            path = checkpointing.load_back(run, 5)
             assert (path.name, run.progress.step, run.progress.samples_consumed) == ("step-00000003", 3, 12)
             return True
 
-        loop.train_step = step_or_back
+        trainer.train_step = step_or_back
 
     argv = flags(corpus, folder, f"{SHORT} --save-interval 3 --keep-last 2 --async-save")
     assert train_ranks(1, argv, together(draw_numbers, go_back_once))[0] == [0]
@@ -224,13 +224,13 @@ def test_a_run_does_not_go_back_to_a_branch_that_it_has_left(corpus: Path, whole
     shutil.copytree(whole, folder)
 
     def go_back_at_the_end(rank: int) -> None:
-        save = loop.save
+        save = trainer.save
 
         def go_back_and_save(run: Any) -> None:
-            assert run.progress.step == 9 and saver.load_back(run, 9).name == "step-00000004"
+            assert run.progress.step == 9 and checkpointing.load_back(run, 9).name == "step-00000004"
             save(run)
 
-        loop.save = go_back_and_save
+        trainer.save = go_back_and_save
 
     extra = f"{SHORT} --train-iters 9 --load {folder}/{CHECKPOINTS}/step-00000004"
     assert train_ranks(1, flags(corpus, folder, extra), together(draw_numbers, go_back_at_the_end))[0] == [0]

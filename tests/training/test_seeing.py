@@ -20,12 +20,11 @@ from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import run, wandb_run
-from megatron.training.layer_norms import group_of
-from megatron.training.metrics import MetricsWriter, read_metrics
-from megatron.training.of_ranks import by_stage
-from megatron.training.saves import Saves
-from megatron.training.wandb_run import open_wandb
+from megatron.training import metrics as wandb_run
+from megatron.training import trainer
+from megatron.training.metrics import MetricsWriter, group_of, open_wandb, read_metrics
+from megatron.training.train_state import Saves
+from megatron.training.training_log import by_stage
 from tests.harness import run_ranks
 from tests.training.runs import ROOT, flags, train_ranks
 from tools.report_parts.facts import state
@@ -312,7 +311,7 @@ def close_slowly(rank: int) -> float:
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     metrics = SimpleNamespace(close=lambda draws: time.sleep(1.0)) if rank == 0 else None
     began = time.monotonic()
-    run._close_reports_together(SimpleNamespace(world=SimpleNamespace(grid=grid), metrics=metrics, screen=None))  # type: ignore[arg-type]
+    trainer._close_reports_together(SimpleNamespace(world=SimpleNamespace(grid=grid), metrics=metrics, screen=None))  # type: ignore[arg-type]
     return time.monotonic() - began
 
 

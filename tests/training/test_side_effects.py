@@ -20,16 +20,16 @@ import torch
 import pretrain_gpt2
 from megatron.checkpoint import open_latest
 from megatron.config import resolve_dtype
-from megatron.data.gpt2_samples import GPT2Samples
-from megatron.model.mlp import MLP
+from megatron.data.gpt_dataset import GPT2Samples
+from megatron.models.common.transformer import MLP
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
-from megatron.training import loop, metrics, report, world
-from megatron.training.parts import Run
-from megatron.training.run import run
-from megatron.training.state import CHECKPOINTS
-from megatron.training.step_result import StepResult
-from megatron.training.stop import StopRequests
+from megatron.training import initialize, metrics, report, trainer
+from megatron.training.exit_signals import StopRequests
+from megatron.training.run import Run
+from megatron.training.train_state import CHECKPOINTS
+from megatron.training.train_step import StepResult
+from megatron.training.trainer import run
 from tests.harness import run_ranks
 from tests.training import runs
 from tests.training.test_seeing import StandIn
@@ -143,7 +143,7 @@ def state_of(this: Run) -> dict[str, Any]:
 def traced(argv: list[str], num_ranks: int) -> list[dict[str, Any]]:
     """Train as ``argv`` says; return the state ahead of each step, with what the step gave, and that at the end."""
     found: list[dict[str, Any]] = []
-    step, advance, finish = loop.train_step, loop._advance, loop.finish_saves
+    step, advance, finish = trainer.train_step, trainer._advance, trainer.finish_saves
 
     def noted_step(this: Run) -> bool:
         found.append(state_of(this))
@@ -158,14 +158,14 @@ def traced(argv: list[str], num_ranks: int) -> list[dict[str, Any]]:
         found.append(state_of(this))
 
     config = resolve_dtype(runs.parse_as(pretrain_gpt2, argv, num_ranks), "fp32")
-    here = world.start(config)
+    here = initialize.start(config)
     stop = StopRequests()
     stop.limit(0, 0.0, 0.0)
     script = pretrain_gpt2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", noted_step)
-        patch.setattr(loop, "_advance", noted_result)
-        patch.setattr(loop, "finish_saves", noted_end)
+        patch.setattr(trainer, "train_step", noted_step)
+        patch.setattr(trainer, "_advance", noted_result)
+        patch.setattr(trainer, "finish_saves", noted_end)
         providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
         run(config, here, *providers, "gpt2", stop)
     return found

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.entry import pretrain
-from megatron.training.started_by import STARTERS, adopt
+from megatron.training.entrypoint import STARTERS, adopt, pretrain
 from tests.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.training import failure, loop, run
-from megatron.training import stop as stopping
-from megatron.training.state import EVERYTHING, Taken
-from megatron.training.stop import LOSING, StopRequests, how_to_go_on
+from megatron.training import exit_signals as stopping
+from megatron.training import failure, trainer
+from megatron.training.exit_signals import LOSING, StopRequests, how_to_go_on
+from megatron.training.train_state import EVERYTHING, Taken
 from tests.harness import fork_ranks
 from tests.training.runs import flags, start_script
 
@@ -123,7 +123,9 @@ def test_another_error_is_not_one_of_memory(error):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(run, "open_data"), (loop, "save_when_due"), (loop, "evaluate")], ids=["start", "save", "eval"]
+    ("module", "name"),
+    [(trainer, "open_data"), (trainer, "save_when_due"), (trainer, "evaluate")],
+    ids=["start", "save", "eval"],
 )
 def test_a_second_signal_leaves_at_once_wherever_the_first_fell(module, name, corpus, tmp_path):
     """Row A11: into the start-up, a save or an evaluation; checkpoints that are there stay whole."""

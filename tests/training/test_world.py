@@ -16,7 +16,8 @@ from megatron.config import Config, ParallelConfig
 from megatron.errors import ConfigError, PeerError, exit_code
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import phases, world
+from megatron.training import initialize
+from megatron.training import timeouts as phases
 from megatron.training.failure import as_peer_error
 from tests.harness import run_ranks
 from tests.training.runs import flags, parse_as
@@ -27,10 +28,10 @@ def test_the_start_is_limited_by_the_phase_and_not_by_the_step(corpus: Path, tmp
 
     def timeouts(rank: int) -> list[timedelta]:
         found: list[timedelta] = []
-        world._init_process_group = lambda *given: found.append(given[2])  # type: ignore[assignment]
-        world.initialize_model_parallel = lambda t, p, place, timeout: found.append(timeout) or 1 / 0  # type: ignore
+        initialize._init_process_group = lambda *given: found.append(given[2])  # type: ignore[assignment]
+        initialize.initialize_model_parallel = lambda t, p, place, timeout: found.append(timeout) or 1 / 0  # type: ignore
         with pytest.raises(ZeroDivisionError):
-            world.start(parse_as(pretrain_gpt2, argv, 1))
+            initialize.start(parse_as(pretrain_gpt2, argv, 1))
         return found
 
     assert run_ranks(1, timeouts, init=False) == [[timedelta(minutes=2)] * 2]
@@ -42,10 +43,10 @@ def test_ranks_that_do_not_connect_are_told_with_the_flag_that_waits_longer(monk
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(world, "rendezvous", lambda *_: None)
-    monkeypatch.setattr(world.dist, "init_process_group", refuse)
+    monkeypatch.setattr(initialize, "rendezvous", lambda *_: None)
+    monkeypatch.setattr(initialize.dist, "init_process_group", refuse)
     with pytest.raises(PeerError, match=r"within 120 s \(--phase-timeout-minutes\), got: wait timeout"):
-        world._init_process_group("gloo", "cpu", timedelta(minutes=2))
+        initialize._init_process_group("gloo", "cpu", timedelta(minutes=2))
 
 
 def test_each_group_of_the_grid_gets_the_limit_of_each_phase() -> None:
@@ -58,7 +59,7 @@ def test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for() 
         groups = {id(grid.world): "world", id(grid.host): "host"}
         found = []
         for kind in ("cpu", "meta"):
-            group, place = world.World(kind, torch.device(kind), grid, rank).council
+            group, place = initialize.World(kind, torch.device(kind), grid, rank).council
             found.append(f"{groups[id(group)]} {place}")
         return found
 
@@ -79,9 +80,9 @@ def test_whatever_nccl_cannot_do_here_before_the_ranks_have_worked_together_is_a
         def refuse(*_: object, text: str = text, **__: object) -> None:
             raise dist.DistBackendError(f"NCCL error in: NCCLUtils.hpp:268\n{text}")
 
-        monkeypatch.setattr(world.dist, "all_reduce", refuse)
+        monkeypatch.setattr(initialize.dist, "all_reduce", refuse)
         with pytest.raises(kind) as caught:
-            world._touch_every_group(grid, torch.device("cpu"))
+            initialize._touch_every_group(grid, torch.device("cpu"))
         assert exit_code(as_peer_error(caught.value)) == (2 if kind is ConfigError else 4)
 
 
@@ -102,9 +103,9 @@ def test_a_pipeline_asks_for_many_queues_ahead_of_its_device(
         raise Settling
 
     monkeypatch.setattr(os, "environ", {} if said is None else {"CUDA_DEVICE_MAX_CONNECTIONS": said})
-    monkeypatch.setattr(world, "configure_device", configure_device)
+    monkeypatch.setattr(initialize, "configure_device", configure_device)
     with pytest.raises(Settling):
-        world.start(parse_as(pretrain_gpt2, flags(corpus, tmp_path, extra), 2))
+        initialize.start(parse_as(pretrain_gpt2, flags(corpus, tmp_path, extra), 2))
 
 
 @pytest.mark.parametrize(
@@ -125,16 +126,18 @@ def test_over_gloo_ranks_share_the_devices_of_their_host_and_send_through_it(
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(world, "configure_device", lambda config: "cuda")
-    monkeypatch.setattr(world, "check_device_fits", lambda *_: None)
-    monkeypatch.setattr(world.device, "count", lambda kind: 2)
-    monkeypatch.setattr(world.device, "bind", lambda kind, number: bound.append(number) or torch.device(kind, number))
-    monkeypatch.setattr(world.device, "seed", lambda _: None)
-    monkeypatch.setattr(world.log, "info", said.append)
-    monkeypatch.setattr(world, "_init_process_group", lambda *given: asked.append(given[0]))
-    monkeypatch.setattr(world, "initialize_model_parallel", lambda *_: build_grid(Topology(1, 1, 1), 0))
-    monkeypatch.setattr(world, "compare_ranks", lambda *_: None)
+    monkeypatch.setattr(initialize, "configure_device", lambda config: "cuda")
+    monkeypatch.setattr(initialize, "check_device_fits", lambda *_: None)
+    monkeypatch.setattr(initialize.device, "count", lambda kind: 2)
+    monkeypatch.setattr(
+        initialize.device, "bind", lambda kind, number: bound.append(number) or torch.device(kind, number)
+    )
+    monkeypatch.setattr(initialize.device, "seed", lambda _: None)
+    monkeypatch.setattr(initialize.log, "info", said.append)
+    monkeypatch.setattr(initialize, "_init_process_group", lambda *given: asked.append(given[0]))
+    monkeypatch.setattr(initialize, "initialize_model_parallel", lambda *_: build_grid(Topology(1, 1, 1), 0))
+    monkeypatch.setattr(initialize, "compare_ranks", lambda *_: None)
     config = Config(parallel=ParallelConfig(device="cuda", distributed_backend=backend))
-    here = world.start(config)
+    here = initialize.start(config)
     assert (asked[0], bound[0], os.environ["LOCAL_RANK"], said) == found
     assert here.local_rank == local_rank, "the first rank of a host is still one"

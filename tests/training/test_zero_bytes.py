@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import pretrain_gpt2
-from megatron import cost
 from megatron.checkpoint import named_parameters
 from megatron.config import parse
-from megatron.training import arguments, world
-from megatron.training.assembly import build_weights, make_streams
-from megatron.training.plan import zero_of
-from megatron.training.stand_in import stand_in_tokenizer
+from megatron.models import registry
+from megatron.models.common import memory as cost
+from megatron.training import global_vars, initialize
+from megatron.training.dry_run import zero_of
+from megatron.training.parity import stand_in_tokenizer
+from megatron.training.setup import build_weights, make_streams
 from tests.harness import run_ranks
 
 VOCAB = 128
@@ -47,9 +48,9 @@ def count(rank: int, cases: list[str]) -> list[tuple[dict[str, int], dict[str, i
 
 def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
     config = parse([*LINE.split(), *case.split()], world_size=2).with_vocab(VOCAB)
-    here = world.start(config)
+    here = initialize.start(config)
     streams = make_streams(config, here)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, stand_in_tokenizer(config), streams)
     module, optimizer = build_weights(config, here, streams, pretrain_gpt2.model_provider)
     optimizer.cut_weights(module)
     most = watch_gathered(optimizer)
@@ -74,7 +75,7 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
         "host": weights * away.offload_parameters + optimizers * away.offload_optimizer,
     }
     settings: dict[str, Any] = {"micro_batch_size": 1, "dtype": config.precision.dtype, "zero": zero_of(config, 2)}
-    (memory,) = cost.of(config).memory_per_stage([0, 6], **settings)
+    (memory,) = registry.costs_of(config).memory_per_stage([0, 6], **settings)
     return found, {name: getattr(memory, name) for name in found}
 
 
@@ -105,7 +106,7 @@ def test_counted_bytes_of_a_rank_are_those_of_the_formulas() -> None:
 )
 def test_the_formulas_are_those_of_the_documents(dtype: str, stage: int, of_parameter: float) -> None:
     config = parse([*LINE.split(), f"--{dtype}"], world_size=1).with_vocab(VOCAB)
-    costs = cost.of(config)
+    costs = registry.costs_of(config)
     (memory,) = costs.memory_per_stage([0, 6], micro_batch_size=1, dtype=dtype, zero=cost.Zero(stage, 4))
     held = memory.weights + memory.gradients + memory.optimizer
     assert abs(held - of_parameter * costs.num_parameters) <= 3

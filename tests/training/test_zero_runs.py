@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import world
+from megatron.training import initialize
 from tests.training.runs import flags, start_script, train_ranks
 from tests.training.test_resume import DROPOUT, assert_same_checkpoint, losses
 
@@ -59,12 +59,12 @@ def test_a_run_with_zero_3_that_stops_and_goes_on_is_one_that_did_not(corpus: Pa
 
 def _through_the_host(rank: int) -> None:
     """Let all that lies in the host's memory be sent as what lies on a device is, by copies."""
-    from tds import host_copies
+    from tds.p2p import host_copies
 
     host_copies.register()
     host_copies.is_host = lambda device: False  # type: ignore[assignment]
     host_copies.announce = print  # a test runner takes what is logged
-    world._backend = lambda *_, **__: host_copies.NAME  # type: ignore[assignment]
+    initialize._backend = lambda *_, **__: host_copies.NAME  # type: ignore[assignment]
 
 
 @pytest.mark.slow

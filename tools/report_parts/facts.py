@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.log import human_bytes
-from megatron.training.screen import human_count, human_time
+from megatron.log import human_bytes, human_count, human_time
 from tools.report_parts.columns import number
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, html, table, tag

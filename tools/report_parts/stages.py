@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.log import human_bytes
-from megatron.training.screen import human_count
+from megatron.log import human_bytes, human_count
 from tools.report_parts.columns import number
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, table, tag

@@ -2,7 +2,8 @@
 
 Every case is one start of tools/check_layout.py: the same seed, tokens and global batch in one process and in the
 layout; losses, gradient norm and every gradient must agree within the tool's bounds. Ranks that share a GPU send
-through the host (tds/host_copies.py), which shows their numbers and no speed. What the one process shows is kept for
+through the host (tds/p2p/host_copies.py), which shows their numbers and no speed. What the one process shows is kept
+for
 all cases of one model and number format. NCCL has one rank here, and as many as there are GPUs.
 """
 

@@ -54,14 +54,14 @@ from benchmarks.gpu.speed_models import (
     models,
 )
 from benchmarks.sizes import GPTSizes, LlamaSizes, Sizes, T5Sizes
-from megatron import cost
-from megatron.cost.peaks import peak_flops
-from megatron.planner import devices
+from megatron.models import registry
+from megatron.models.common.memory import peak_flops
+from megatron.planner import machine as devices
 from megatron.planner.calibrate import calibrate
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Machine as Planned
-from megatron.planner.probes import Pace
+from megatron.planner.microbenchmarks import Pace
 
 PLANNER = "planner"
 PLANNED_AFTER = 5
@@ -147,7 +147,7 @@ def figures_of(model: Model, run: Fitted, told: Mapping[str, Any], machine: Mach
         "seq_length": run.sizes.tokens_per_sample if not isinstance(run.sizes, T5Sizes) else run.sizes.enc_seq_length,
         "batch_size": run.batch_size,
         "sizes": vars(run.sizes),
-        "parameters": cost.of(config_for(run.sizes, run.batch_size, machine.kind)).num_parameters,
+        "parameters": registry.costs_of(config_for(run.sizes, run.batch_size, machine.kind)).num_parameters,
         "product_flops": told["peak_flops_per_s"],
         "sheet_flops": told["sheet_flops_per_s"],
         "expected_bytes": run.expected_bytes,

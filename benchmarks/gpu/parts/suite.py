@@ -32,14 +32,14 @@ FIRST = ("test_attention.py", "test_families.py", "test_optimizer.py")
 SUITE: dict[str, tuple[str, ...]] = {
     "mpu": ("tests/mpu",),
     "ops": ("tests/ops",),
-    "models": ("tests/model", "tests/generate/test_cache.py"),
+    "models": ("tests/models", "tests/generate/test_cache.py"),
     "optim": ("tests/optim",),
     "DeepSpeed's contract": ("tests/tds/test_deepspeed_contract.py", "tests/tds/test_private_names.py"),
-    "tds": ("tests/tds/test_parity.py", "tests/tds/test_engine.py", "tests/tds/test_exchange.py"),
+    "tds": ("tests/tds/test_parity.py", "tests/tds/engine/test_engine.py", "tests/tds/p2p/test_exchange.py"),
     "runs": ("tests/training/test_golden.py", "tests/training/test_resume.py", "tests/training/test_compiled.py"),
     "checkpoints": ("tests/checkpoint/test_layouts.py", "tests/checkpoint/test_background.py"),
 }
-DRY = {"ops": ("tests/ops/test_norm.py", "tests/ops/test_gelu.py")}
+DRY = {"ops": ("tests/models/common/test_norm.py", "tests/ops/test_gelu.py")}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 """Of the ordinary suite, which was written on machines without one."""
 NAMES_TOLD, LETTERS_OF_A_REASON = 6, 150

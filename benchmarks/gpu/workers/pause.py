@@ -52,7 +52,7 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if backend == "host_copies":
-        from tds import host_copies
+        from tds.p2p import host_copies
 
         host_copies.register()
     torch.distributed.init_process_group(backend)

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from megatron.arguments import parse
-from megatron.training import arguments, world
-from megatron.training.assembly import build_engine, make_streams
+from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.stand_in import random_data, stand_in_tokenizer
+from megatron.training.parity import random_data, stand_in_tokenizer
+from megatron.training.setup import build_engine, make_streams
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (f"{ROOT}/megatron/", f"{ROOT}/tds/")
@@ -48,15 +48,15 @@ def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
         *argv,
     ]
     config = parse(argv, world_size=1, family=family, defaults=getattr(script, "DEFAULTS", None)).with_vocab(VOCAB)
-    here = world.start(config)
+    here = initialize.start(config)
     streams = make_streams(config, here)
-    arguments.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, stand_in_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     return engine, RunData({"train": random_data(config)}, None).batches("train", config, here)
 
 
 def place() -> str:
-    """Return the innermost function of the project that is being run, as "tds/agreement.py:read"."""
+    """Return the innermost function of the project that is being run, as "tds/loss.py:read"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.adaptors import Adaptor, Patch
+from megatron.accelerators import Adaptor, Patch
 
 Call = Callable[..., Any]
 
@@ -72,7 +72,7 @@ ADAPTORS = (
         "blocks of dropout masks",
         (
             Patch(
-                "megatron.mpu.counted.BLOCK",
+                "megatron.mpu.random.BLOCK",
                 lambda blocks: {**blocks, "sim": blocks["cpu"]},
                 "layout-independent masks would be made in blocks for the memory of a GPU, not for a CPU's caches",
             ),

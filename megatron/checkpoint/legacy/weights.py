@@ -1,18 +1,185 @@
-"""The weights of a checkpoint of these families, by our names."""
+"""Their weights by our names, tensor slices merged."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.legacy import merge, names, pickles
-from megatron.checkpoint.legacy.find import Files
+from megatron.checkpoint.legacy import files as pickles
+from megatron.checkpoint.legacy.files import Files
 from megatron.errors import CheckpointError
+
+# Our names of the weights in checkpoints of Megatron-LM and its descendants.
+#
+# | theirs, behind prefixes | ours |
+# |---|---|
+# | word_embeddings, position_embeddings | embedding.word, embedding.position |
+# | {transformer, encoder}.layers.{i}.input_layernorm | layers.{i}.input_norm |
+# | ...{attention, self_attention}.{query_key_value, dense} | ...attention.* |
+# | ...post_attention_layernorm | ...post_attention_norm, in a decoder ...cross_norm |
+# | ...inter_attention.{query, key_value, dense} | ...cross_attention.* |
+# | ...post_inter_attention_layernorm | ...post_attention_norm |
+# | ...mlp.{dense_h_to_4h, dense_4h_to_h} | ...mlp.{up, down} |
+# | ...final_layernorm | final_norm |
+# | output_layer, lm_head | head |
+#
+# Since 2023 Megatron-LM's norms are called input_norm and so on, without "layer".
+# A T5 has ``encoder.`` and ``decoder.`` before the layers, here too.
+
+_PREFIX = re.compile(r"^(module\.|model\.|language_model\.|embedding\.)+")
+_LAYER = re.compile(r"(transformer|encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_FINAL = re.compile(r"(transformer|encoder|decoder)\.final_(?:layer_)?norm\.(weight|bias)")
+_UNREAD = re.compile(
+    r"(.*_extra_state|.*masked_bias|.*attention\.bias|(.*\.)?word_embeddings_for_head\..*|.*pooler\..*)"
+)
+_SIDES = {"transformer": "encoder", "encoder": "encoder", "decoder": "decoder"}
+_TOP = {
+    "word_embeddings.weight": "embedding.word.weight",
+    "position_embeddings.weight": "embedding.position.weight",
+    "output_layer.weight": "head.weight",
+    "lm_head.weight": "head.weight",
+}
+_PARTS = {
+    "input_norm": "input_norm",
+    "attention.query_key_value": "attention.query_key_value",
+    "self_attention.query_key_value": "attention.query_key_value",
+    "attention.dense": "attention.dense",
+    "self_attention.dense": "attention.dense",
+    "inter_attention.query": "cross_attention.query",
+    "inter_attention.key_value": "cross_attention.key_value",
+    "inter_attention.dense": "cross_attention.dense",
+    "post_attention_norm": "post_attention_norm",
+    "post_inter_attention_norm": "post_attention_norm",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+}
+_ROWS = ("embedding.word", "head", "attention.query_key_value", "cross_attention.query", "cross_attention.key_value")
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of nested dictionaries by their names joined with dots; what is no tensor is left out."""
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in tree.items():
+        if isinstance(value, torch.Tensor):
+            flat[f"{prefix}{key}"] = value
+        elif isinstance(value, Mapping):
+            flat.update(flattened(value, f"{prefix}{key}."))
+    return flat
+
+
+def is_unread(name: str) -> bool:
+    """Return whether a tensor of that name is a buffer or a copy, which no model of ours reads."""
+    return _UNREAD.fullmatch(name) is not None
+
+
+def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
+    """Return our name of ``theirs`` in a model with two sides, None if we have none.
+
+    Args:
+        first_layers: of "encoder" and "decoder", the global number of the first layer of this stage.
+    """
+    name = _PREFIX.sub("", theirs).replace("layernorm.", "norm.")
+    if name in _TOP:
+        return _TOP[name]
+    if match := _FINAL.fullmatch(name):
+        return f"{_SIDES[match[1]]}.final_norm.{match[2]}"
+    match = _LAYER.fullmatch(name)
+    if match is None or match[3] not in _PARTS:
+        return None
+    side, part = _SIDES[match[1]], _PARTS[match[3]]
+    if side == "decoder" and match[3] == "post_attention_norm":
+        part = "cross_norm"
+    return f"{side}.layers.{int(match[2]) + first_layers[side]}.{part}.{match[4]}"
+
+
+def layers_of(side: str, names: Iterable[str]) -> int:
+    """Return how many layers of ``side`` there are, by our ``names``."""
+    numbers = [int(name.split(".")[2]) for name in names if name.startswith(f"{side}.layers.")]
+    return max(numbers, default=-1) + 1
+
+
+def of_one_side(name: str) -> str:
+    """Return our name of the encoder's weight ``name`` in a model that has no decoder."""
+    return name.removeprefix("encoder.")
+
+
+def cut_dim(ours: str) -> int | None:
+    """Return the dimension along which tensor ranks hold slices of the weight; None: each holds all of it."""
+    stem, _, kind = ours.rpartition(".")
+    if stem.endswith(_ROWS) or stem.endswith("mlp.up"):
+        return 0
+    return 1 if kind == "weight" and stem.endswith((".dense", "mlp.down")) else None
+
+
+def heads_parts(ours: str) -> int:
+    """Return how many of query, key and value a weight's rows hold for each head; 1 where their order is no matter."""
+    stem = ours.rpartition(".")[0]
+    return 3 if stem.endswith("query_key_value") else 2 if stem.endswith("key_value") else 1
+
+
+# Whole tensors from the slices of tensor ranks, rows of query, key and value in our order.
+#
+# Megatron-LM wrote the rows of a rank's query, key and value in three orders; the version in a file says which:
+#
+# | version | rows | |
+# |---|---|---|
+# | 0, CPM-1 | [3, heads, d] | all queries, all keys, all values |
+# | 1 | [heads, d, 3] | |
+# | 2 and later | [heads, 3, d] | as ours |
+#
+# "heads" are those of the rank, so each slice is put in order before the slices are joined.
+
+ORDERS = {"3-heads-d": 0.0, "heads-d-3": 1.0, "heads-3-d": 2.0}
+"""Name of an order -> the first version that has it."""
+
+
+def order_of(version: float) -> str:
+    """Return the order of rows that files of ``version`` have."""
+    return [name for name, first in ORDERS.items() if version >= first][-1]
+
+
+def merged(name: str, slices: Sequence[torch.Tensor], order: str, num_heads: int) -> tuple[torch.Tensor, float]:
+    """Return the whole tensor of our name ``name``, and by how much copies of an uncut one differ from the first.
+
+    Raises:
+        CheckpointError: the rows of query, key and value are no multiple of the heads.
+    """
+    parts, dim = heads_parts(name), cut_dim(name)
+    if parts > 1:
+        slices = [_ordered(name, one, parts, order, num_heads, len(slices)) for one in slices]
+    if dim is not None and len(slices) > 1:
+        return torch.cat(list(slices), dim), 0.0
+    first = slices[0]
+    differs = [one for one in slices[1:] if not torch.equal(one, first)]
+    return first, max((float((one.double() - first.double()).abs().max()) for one in differs), default=0.0)
+
+
+def _ordered(name: str, rows: torch.Tensor, parts: int, order: str, num_heads: int, ranks: int) -> torch.Tensor:
+    """Return the rows of one rank as [heads, parts, d]."""
+    heads, left = divmod(num_heads, ranks)
+    if left or rows.shape[0] % (parts * max(heads, 1)):
+        raise CheckpointError(
+            f"{name}: {rows.shape[0]} rows on each of {ranks} tensor ranks cannot be {parts} x {num_heads} heads; "
+            "check --num-attention-heads"
+        )
+    d = rows.shape[0] // (parts * heads)
+    rest = tuple(rows.shape[1:])
+    if order == "3-heads-d":
+        blocks = rows.reshape(parts, heads, d, *rest).transpose(0, 1)
+    elif order == "heads-d-3":
+        blocks = rows.reshape(heads, d, parts, *rest).transpose(1, 2)
+    else:
+        return rows
+    return blocks.reshape(rows.shape)
+
+
+# The weights of a checkpoint of these families, by our names.
 
 Tensors = dict[str, torch.Tensor]
 _BIAS_OF_HEAD = "lm_head.bias"
@@ -57,9 +224,9 @@ def read(files: Files, *, num_heads: int | None, order: str | None) -> Found:
         )
     for stage in _layer_stages(files) if files.layers else _stages(files):
         _add(found, stage, int(heads))
-    found.is_t5 = names.layers_of("decoder", found.weights) > 0
+    found.is_t5 = layers_of("decoder", found.weights) > 0
     if not found.is_t5:
-        found.weights = {names.of_one_side(name): tensor for name, tensor in found.weights.items()}
+        found.weights = {of_one_side(name): tensor for name, tensor in found.weights.items()}
     return found
 
 
@@ -71,7 +238,7 @@ def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
     args = content.get("args")
     settings = vars(args) if isinstance(args, argparse.Namespace) else {}
     if "checkpoint_version" in content:
-        return settings, merge.order_of(float(content["checkpoint_version"]))
+        return settings, order_of(float(content["checkpoint_version"]))
     is_cpm1 = isinstance(content.get("module"), Mapping) and any("language_model" in key for key in content["module"])
     if isinstance(content.get("module"), Mapping) and not is_cpm1:
         return settings, "3-heads-d"
@@ -88,7 +255,7 @@ def _model_of(path: Path) -> Tensors:
     content = pickles.read(path)
     for key in ("model", "module"):
         if isinstance(content.get(key), Mapping):
-            return names.flattened(content[key])
+            return flattened(content[key])
     raise CheckpointError(
         f'{path} must hold a model under "model" or "module", got the keys {", ".join(map(str, content))}'
     )
@@ -102,7 +269,7 @@ def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
     """
     has_embedding = False
     for paths in files.layers:
-        ranks = [names.flattened(pickles.read(path)) for path in paths]
+        ranks = [flattened(pickles.read(path)) for path in paths]
         kinds = set(ranks[0])
         if not kinds:
             continue
@@ -126,15 +293,15 @@ def _renamed(ranks: list[Tensors], prefix: str) -> list[Tensors]:
 
 def _add(found: Found, ranks: list[Tensors], num_heads: int) -> None:
     """Put the tensors of one stage into ``found``, whose layers come before this stage's."""
-    first_layers = {side: names.layers_of(side, found.weights) for side in ("encoder", "decoder")}
+    first_layers = {side: layers_of(side, found.weights) for side in ("encoder", "decoder")}
     unknown = []
     for theirs in ranks[0]:
-        if names.is_unread(theirs):
+        if is_unread(theirs):
             continue
         if theirs.endswith(_BIAS_OF_HEAD):
             _require_zero(theirs, ranks)
             continue
-        name = names.our_name(theirs, first_layers)
+        name = our_name(theirs, first_layers)
         if name is None:
             unknown.append(theirs)
         elif name not in found.weights:  # a later stage repeats the tables that both sides share
@@ -147,7 +314,7 @@ def _whole(found: Found, name: str, theirs: str, ranks: list[Tensors], num_heads
     lacking = [str(rank) for rank, held in enumerate(ranks) if theirs not in held]
     if lacking:
         raise CheckpointError(f"{theirs} is on tensor rank 0 and not on {', '.join(lacking)}")
-    whole, difference = merge.merged(name, [held[theirs] for held in ranks], found.order or "", num_heads)
+    whole, difference = merged(name, [held[theirs] for held in ranks], found.order or "", num_heads)
     if difference:
         found.notes.append(f"{name}: copies on the tensor ranks differ by up to {difference:.1e}; rank 0's is taken")
     return whole

@@ -3,7 +3,6 @@
 ``sample`` and ``view`` need torch, so they are imported where samples are shown, not here.
 """
 
-from megatron.data.inspect.facts import Facts, facts_of
-from megatron.data.inspect.lengths import Lengths
+from megatron.data.inspect.statistics import Facts, Lengths, facts_of
 
 __all__ = ["Facts", "Lengths", "facts_of"]

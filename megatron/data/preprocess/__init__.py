@@ -9,31 +9,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.data.preprocess.documents import parse
-    from megatron.data.preprocess.inputs import find_inputs, guess_format
+    from megatron.data.preprocess.corpus import UNIT_BYTES, find_inputs, guess_format, plan_units, read_unit
+    from megatron.data.preprocess.encode import parse
     from megatron.data.preprocess.job import run
-    from megatron.data.preprocess.records import FORMATS, STDIN, BadRecord, Record, Unit
-    from megatron.data.preprocess.settings import Job, Summary
-    from megatron.data.preprocess.units import UNIT_BYTES, plan_units, read_unit
-    from megatron.data.preprocess.verification import Verified, verify
+    from megatron.data.preprocess.job_types import FORMATS, STDIN, BadRecord, Job, Record, Summary, Unit
+    from megatron.data.preprocess.verify import Verified, verify
 
 _MODULES = {
-    "FORMATS": "records",
-    "STDIN": "records",
-    "UNIT_BYTES": "units",
-    "BadRecord": "records",
-    "Job": "settings",
-    "Record": "records",
-    "Summary": "settings",
-    "Unit": "records",
-    "Verified": "verification",
-    "find_inputs": "inputs",
-    "guess_format": "inputs",
-    "parse": "documents",
-    "plan_units": "units",
-    "read_unit": "units",
+    "FORMATS": "job_types",
+    "STDIN": "job_types",
+    "UNIT_BYTES": "corpus",
+    "BadRecord": "job_types",
+    "Job": "job_types",
+    "Record": "job_types",
+    "Summary": "job_types",
+    "Unit": "job_types",
+    "Verified": "verify",
+    "find_inputs": "corpus",
+    "guess_format": "corpus",
+    "parse": "encode",
+    "plan_units": "corpus",
+    "read_unit": "corpus",
     "run": "job",
-    "verify": "verification",
+    "verify": "verify",
 }
 
 __all__ = [

@@ -1,35 +1,143 @@
-"""A whole preprocessing job: a corpus in, a pair of token files out.
-
-plan -> units encoded into parts by worker processes -> parts laid end to end -> all files in place at once.
-"""
+"""A job: units encoded by workers, parts merged, files in place at once."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
-from megatron import log
-from megatron.data.preprocess import bad, plan, prepare, space
-from megatron.data.preprocess.counts import Counts, total
-from megatron.data.preprocess.encode import Encoder
-from megatron.data.preprocess.gigatoken import with_gigatoken
-from megatron.data.preprocess.inputs import find_inputs
-from megatron.data.preprocess.limits import Limits, TooManyBad
-from megatron.data.preprocess.lock import locked
-from megatron.data.preprocess.merge import merge
-from megatron.data.preprocess.parts import Parts, folder_of
+from megatron import files, log
+from megatron import tokenizer as tokenizers
+from megatron.data.file_io import read_sizes
+from megatron.data.indexed_dataset_builder import TokenFileWriter, check_prefix
+from megatron.data.preprocess import plan, shards
+from megatron.data.preprocess.corpus import find_inputs, read_unit
+from megatron.data.preprocess.encode import Encoder, parse
+from megatron.data.preprocess.job_types import STDIN, BadRecord, Counts, Job, Summary, Unit, total
 from megatron.data.preprocess.plan import Plan
-from megatron.data.preprocess.progress import progress
-from megatron.data.preprocess.records import STDIN
-from megatron.data.preprocess.settings import Job, Summary
-from megatron.data.preprocess.supervise import UnitError, Workers
-from megatron.data.preprocess.tally import Tally
-from megatron.data.preprocess.worker import Work
-from megatron.data.token_writer import TokenFileWriter, check_prefix
+from megatron.data.preprocess.progress import Limits, Tally, TooManyBad, progress
+from megatron.data.preprocess.shards import LOCK, Part, Parts, folder_of
+from megatron.data.preprocess.workers import UnitError, Work, Workers
 from megatron.errors import DataError, StopRequest
+from megatron.file_lock import FileLock
 from megatron.tokenizer import Tokenizer
+
+# BPE by ``gigatoken``, once it has shown on texts of the corpus that its ids are the same.
+
+_PLACES = 16
+_SHARE = 128
+_LEAST_CHARS, _MOST_CHARS = 1 << 12, 1 << 15  # at each place
+
+
+def with_gigatoken(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[str]) -> Tokenizer:
+    """Return ``tokenizer`` made faster, or as it is with a warning where an id differs.
+
+    Raises:
+        DataError: gigatoken is not installed, the tokenizer is no BPE, or the corpus comes from standard input, of
+            which no sample can be taken.
+    """
+    if any(unit.path == STDIN for unit in units):
+        raise DataError("--gigatoken looks at a sample of the corpus first, which - (standard input) cannot give")
+    return tokenizers.with_gigatoken(tokenizer, sample(units, keys), is_required=True)
+
+
+def sample(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
+    """Return texts from the beginnings of up to 16 units, spread evenly: a 128th of the corpus, 512 kB at most."""
+    num_places = min(_PLACES, len(units))
+    share = sum(unit.size for unit in units) // (_SHARE * max(num_places, 1))
+    at_each = min(max(share, _LEAST_CHARS), _MOST_CHARS)
+    return [
+        text for place in range(num_places) for text in _first(units[place * len(units) // num_places], keys, at_each)
+    ]
+
+
+def _first(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[str]:
+    left = num_chars
+    for text in _texts(unit, keys):
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _texts(unit: Unit, keys: Sequence[str]) -> Iterator[str]:
+    for record in read_unit(unit, keys):
+        found = parse(record, keys if unit.format in ("jsonl", "parquet") else None)
+        yield from () if isinstance(found, BadRecord) else found
+
+
+# One job at a time for one prefix.
+
+PATIENCE_S = 2.0
+"""The workers of a job that was killed end with it, but not at the same moment."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold ``folder``, made if it is not there, for this process and those it forks; an empty one is removed again.
+
+    The lock ends with the last of these processes, however they end.
+
+    Raises:
+        DataError: another process holds it.
+    """
+
+    def refusal(holder: bytes) -> str:
+        return (
+            f"one job at a time may write {folder.with_suffix('')}; process "
+            f"{holder.decode('ascii', 'replace').strip() or 'unknown'} does. "
+            "Wait for it, end it, or give another --output-prefix."
+        )
+
+    def warn(error: OSError, _: bytes) -> bool:
+        log.warning(f"{folder} cannot be locked ({error}): let no other job write the same --output-prefix")
+        return True
+
+    lock = FileLock(
+        folder / LOCK, "flock", wait_s=lambda _: PATIENCE_S, describe=refusal, error=DataError, without_lock=warn
+    )
+    with suppress(OSError):  # the number is for the message of another job only: a full disk may refuse it
+        lock.write(f"{os.getpid()}\n".encode())
+    try:
+        yield
+    finally:
+        _remove_if_empty(folder)
+        lock.release(removes_file=False)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        if os.listdir(folder) == [LOCK]:
+            files.remove_file(folder / LOCK)
+            files.before_operation("remove_folder", folder)
+            folder.rmdir()
+
+
+# The parts laid end to end, in the order of their units: the same bytes whoever made them.
+
+
+def merge(writer: TokenFileWriter, parts: Parts, finished: Sequence[Part], on_bytes: Callable[[int], None]) -> None:
+    """Write all of ``finished`` to ``writer``; ``on_bytes`` is told the bytes of tokens written so far."""
+    done = 0
+    with writer:
+        for part in finished:
+            size, crc32 = part.facts["bin"]
+            writer.append(
+                parts.path(part.unit, "bin"),
+                read_sizes(parts.path(part.unit, "len")),
+                num_tokens=part.counts.num_tokens,
+                max_token_id=part.counts.max_token_id,
+                crc32=crc32,
+            )
+            done += size
+            on_bytes(done)
+
+
+# A whole preprocessing job: a corpus in, a pair of token files out.
+#
+# plan -> units encoded into parts by worker processes -> parts laid end to end -> all files in place at once.
 
 
 def run(job: Job) -> Summary:
@@ -44,14 +152,14 @@ def run(job: Job) -> Summary:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a library do not live on in a forked process
     check_prefix(job.output_prefix)
     paths = find_inputs(job.inputs)
-    prepare.check_resumable(job, paths)
+    plan.check_resumable(job, paths)
     tokenizer = job.make_tokenizer()
     if job.append_eod:
         tokenizer.eod_id  # noqa: B018 - a vocabulary without one is refused before anything is done
     with ExitStack() as lock:
         try:
             lock.enter_context(locked(folder_of(job.output_prefix)))
-            found, units, parts = prepare.open_parts(job, paths, tokenizer)
+            found, units, parts = plan.open_parts(job, paths, tokenizer)
         except OSError as error:
             raise DataError(f"--output-prefix {job.output_prefix} cannot be written: {error}") from error
         if found.committed is None:
@@ -69,7 +177,7 @@ def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
     """Have each unit encoded that is not finished."""
     units = tally.units
     left = [unit for unit in units if not parts.path(unit.number, "json").exists()]
-    space.check_for_units(parts.folder, left, parts.dtype.itemsize)
+    plan.check_for_units(parts.folder, left, parts.dtype.itemsize)
     if job.use_gigatoken:
         tokenizer = with_gigatoken(tokenizer, units, job.json_keys)
     encoder = Encoder(tokenizer, tuple(job.json_keys), job.append_eod, job.max_document_chars)
@@ -90,10 +198,10 @@ def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
             workers.encode(range(len(units)), on_report, tally.add)
         limits.check(tally.counts, tally.counts.num_records)
     except TooManyBad as error:
-        shown = bad.gather(job.output_prefix, parts, units)
+        shown = shards.gather(job.output_prefix, parts, units)
         raise DataError(
             f"{error}:\n" + "\n".join(f"  {text}" for text in shown) + f"\nAll of them are in "
-            f"{bad.path_of(job.output_prefix)}. Correct them, or allow more: bad lines are left out."
+            f"{shards.path_of(job.output_prefix)}. Correct them, or allow more: bad lines are left out."
         ) from None
 
 
@@ -102,12 +210,12 @@ def _finish(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally, begun: P
     if changed := plan.changes(begun, tally.units):
         parts.remove()  # they are those of an input that is no more
         raise DataError(f"the input must stay as it is while it is read; {changed}. Run again once it does.")
-    shown = bad.gather(job.output_prefix, parts, tally.units)
+    shown = shards.gather(job.output_prefix, parts, tally.units)
     if not tally.counts.num_documents:
         names = ", ".join(map(str, job.inputs))
         parts.remove()
         raise DataError(f"no documents in {names} ({tally.counts.num_empty} empty, {tally.counts.num_bad} bad)")
-    space.check_for_output(parts.folder, tally.counts, parts.dtype.itemsize)
+    plan.check_for_output(parts.folder, tally.counts, parts.dtype.itemsize)
     writer = TokenFileWriter(
         job.output_prefix,
         vocab_size=tokenizer.vocab_size,
@@ -116,7 +224,7 @@ def _finish(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally, begun: P
     )
     with progress("joining", tally.counts.num_tokens * parts.dtype.itemsize) as show:
         merge(writer, parts, tally.parts(), lambda done: show(done, f"{done / 1e6:.0f} MB"))
-    bad_path = str(bad.path_of(job.output_prefix)) if shown else None
+    bad_path = str(shards.path_of(job.output_prefix)) if shown else None
     ended = dataclasses.replace(begun, committed=dataclasses.asdict(tally.summary(bad_path)))
     ended.write(parts.folder)
     return ended
@@ -133,8 +241,8 @@ def _explained(parts: Parts, tally: Tally) -> Iterator[None]:
             raise StopRequest(f"stopped; {kept}") from None
         if isinstance(error, UnitError):
             raise UnitError(f"{error}; {kept}") from None
-        if isinstance(error, OSError) and error.errno in space.FULL:
-            text = space.in_words(error, parts.folder, tally.counts, tally.total_bytes, parts.dtype.itemsize)
+        if isinstance(error, OSError) and error.errno in plan.FULL:
+            text = plan.in_words(error, parts.folder, tally.counts, tally.total_bytes, parts.dtype.itemsize)
             raise DataError(f"{text}; {kept}") from error
         if isinstance(error, DataError):
             raise DataError(f"{str(error).rstrip('.')}. {kept[0].upper()}{kept[1:]}") from error.__cause__

@@ -1,21 +1,30 @@
-"""What a job is: what it reads, how it encodes and into which units it is cut. Parts of one plan fit no other."""
+"""What a job reads and how it is cut; going on with one that was cut off; room on the disk."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron import files
-from megatron.data.preprocess.parts import PLAN
-from megatron.data.preprocess.records import STDIN, Unit
+from megatron import files, log
+from megatron.data import index_format
+from megatron.data.indexed_dataset import TokenFile
+from megatron.data.preprocess.corpus import UNIT_BYTES, plan_units
+from megatron.data.preprocess.job_types import STDIN, Counts, Job, Unit
+from megatron.data.preprocess.shards import PLAN, Parts
 from megatron.errors import DataError
+from megatron.log import human_bytes
+from megatron.tokenizer import Tokenizer
+
+# What a job is: what it reads, how it encodes and into which units it is cut. Parts of one plan fit no other.
 
 FORMAT = 2
 _NAMED = 5
@@ -149,3 +158,155 @@ def _difference(path: str, size: int, time: int, new_size: int, new_time: int) -
     return (
         f"{path} was written again {abs(new_time - time) / 1e9:.1f} s {'after' if new_time > time else 'before'} that"
     )
+
+
+# From what is asked for to units and a folder of parts: a fresh one, or that of the job that was cut off.
+
+_SMALLEST_UNIT = 4 << 20
+_UNITS_PER_WORKER = 8
+"""So many at least, if they are not too small: the last ones then end at about the same time."""
+
+
+def check_resumable(job: Job, paths: Sequence[Path]) -> None:
+    """Check that a job over ``paths`` can go on with what is finished, if that is asked for.
+
+    Raises:
+        DataError: it reads standard input, which cannot be read again.
+    """
+    if job.resume and STDIN in map(str, paths):
+        raise DataError("--resume needs input that can be read again, got - (standard input); write it to a file first")
+
+
+def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Plan, list[Unit], Parts]:
+    """Return the plan of ``job``, or that found if it goes on, its units and its parts. The caller locks them.
+
+    Raises:
+        DataError: the parts to go on with belong to another job, or an input cannot be used.
+    """
+    parts = Parts(job.output_prefix, index_format.token_type(tokenizer.vocab_size))
+    earlier = read(parts.folder)
+    goes_on = job.resume and earlier is not None
+    unit_bytes = job.unit_bytes or _unit_bytes(job, paths, earlier if goes_on else None)
+    units = plan_units(paths, job.format, unit_bytes)
+    asked = Plan(
+        inputs=inputs_of(units),
+        units=digest_of(units),
+        options=_options(job, unit_bytes),
+        tokenizer=_tokenizer_facts(tokenizer),
+    )
+    if goes_on and earlier is not None:
+        check_same(asked, earlier, parts.folder)
+        if earlier.committed is None or _is_in_place(job.output_prefix, earlier.committed):
+            return earlier, units, parts
+        asked.write(parts.folder)
+        return asked, units, parts
+    _remove_earlier(job, parts, earlier)
+    asked.write(parts.folder)
+    return asked, units, parts
+
+
+def _unit_bytes(job: Job, paths: Sequence[Path], earlier: Plan | None) -> int:
+    if earlier is not None and isinstance(found := earlier.options.get("--unit-bytes"), int):
+        return found
+    total = sum(path.stat().st_size for path in paths if str(path) != STDIN)
+    return min(max(total // (job.num_workers * _UNITS_PER_WORKER), _SMALLEST_UNIT), UNIT_BYTES)
+
+
+def _options(job: Job, unit_bytes: int) -> dict[str, object]:
+    return {
+        "--format": job.format,
+        "--json-key": list(job.json_keys),
+        "--no-append-eod": not job.append_eod,
+        "--max-document-chars": job.max_document_chars,
+        "--gigatoken": job.use_gigatoken,
+        "--unit-bytes": unit_bytes,
+    }
+
+
+def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
+    """Return whether the files of a finished job are still there, and say where they are not."""
+    try:
+        file = TokenFile(prefix)
+        told = file.sidecar is not None and file.num_tokens == committed["num_tokens"]
+        reason = "" if told else "they are those of another job, or without .meta.json"
+    except (DataError, KeyError) as error:
+        reason = str(error)
+    if reason:
+        log.info(f"the files of {prefix} were finished, but are no longer in place ({reason}): they are made again")
+    return not reason
+
+
+def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, object]:
+    return {"kind": type(tokenizer).__name__, "identity": tokenizer.identity, "size": tokenizer.vocab_size}
+
+
+def _remove_earlier(job: Job, parts: Parts, earlier: Plan | None) -> None:
+    if job.resume:
+        log.info(f"{parts.folder} holds no finished units: --resume starts from the beginning")
+    elif parts.has_any() and not (earlier and earlier.committed):
+        log.info(f"removing the finished units of an earlier job, {parts.folder}; --resume would go on with them")
+    parts.remove()
+
+
+# Whether the disk has room, before and after it turns out that it has none.
+
+_BYTES_PER_TOKEN_AT_MOST = 8
+"""Bytes of text that a token stands for; few tokenizers reach it, so less room than that is never enough."""
+
+_IDX_BYTES_PER_DOCUMENT, _LEN_BYTES_PER_DOCUMENT = 20, 4
+
+_megabytes = partial(human_bytes, units=("MB", "GB"), digits=1)
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, a used up quota, a limit on the size of files."""
+
+
+def check_for_units(folder: Path, units: Sequence[Unit], itemsize: int) -> None:
+    """Check that there may be room for the tokens of ``units``, twice: as parts and in the ``.bin`` made of them.
+
+    Raises:
+        DataError: there is not, whatever the tokenizer.
+    """
+    text = sum(unit.size for unit in units)
+    _check(folder, 2 * itemsize * text // _BYTES_PER_TOKEN_AT_MOST, f"{text / 1e9:.2f} GB of input need at least")
+
+
+def check_for_output(folder: Path, counts: Counts, itemsize: int) -> None:
+    """Check that there is room for the output that is made of all parts.
+
+    Raises:
+        DataError: there is not.
+    """
+    _check(folder, output_bytes(counts, itemsize), "the output made of the finished parts needs")
+
+
+def output_bytes(counts: Counts, itemsize: int) -> int:
+    """Return the size of ``.bin`` and ``.idx``, and of what is written on the way to them."""
+    per_document = _IDX_BYTES_PER_DOCUMENT + _LEN_BYTES_PER_DOCUMENT
+    return itemsize * counts.num_tokens + per_document * counts.num_documents
+
+
+def in_words(error: OSError, folder: Path, counts: Counts, total_bytes: int, itemsize: int) -> str:
+    """Return what a full disk means for the job: what is free, about how much more is needed, and what to do.
+
+    Args:
+        counts: what was encoded before the disk was full.
+        total_bytes: of the whole input.
+    """
+    if error.errno == errno.EFBIG:
+        return f"a file of the output in {folder} is {files.told_too_large()} ({error})"
+    text = f"there is no room for the output in {folder} ({error}): {_megabytes(files.free_bytes(folder))} are free"
+    if counts.num_tokens and total_bytes >= counts.num_bytes:
+        whole = output_bytes(counts, itemsize) * total_bytes / counts.num_bytes
+        done = (itemsize * counts.num_tokens) + _LEN_BYTES_PER_DOCUMENT * counts.num_documents
+        text += f", about {_megabytes(2 * whole - done)} are needed beyond the finished parts"
+    return f"{text}. Make room"
+
+
+def _check(folder: Path, needed: int, what: str) -> None:
+    free = files.free_bytes(folder)
+    if free < needed:
+        raise DataError(
+            f"{what} {_megabytes(needed)} in {folder}, {_megabytes(free)} are free. Make room, or give another "
+            "--output-prefix."
+        )

@@ -1,14 +1,20 @@
-"""Progress of a tool: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""Progress, tallies, how much may be bad."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron import log
+from megatron.data.preprocess.job_types import Counts, Summary, Unit, is_whole, total
+from megatron.data.preprocess.shards import Part
+
+# Progress of a tool: a bar on a terminal, a plain line every few seconds elsewhere.
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -76,3 +82,116 @@ def in_words(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+# What a job has done so far: finished units and those that are being encoded, as numbers and in words.
+
+
+class Tally:
+    """Counts the units of a job; ``counts`` are those of the finished ones."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.counts = Counts()
+        self.total_bytes = sum(unit.size for unit in units)
+        self._has_bound = all(
+            unit.format in ("jsonl", "text-block") and not is_whole(unit.path, unit.format) for unit in units
+        )
+        self._finished: dict[int, Part] = {}
+        self._started = self._encoding_since = time.monotonic()
+        self._done = self._encoded_before = self._num_resumed = 0
+
+    def begin(self) -> None:
+        """Say that the encoding begins, from which its speed is reckoned."""
+        self._encoding_since = time.monotonic()
+
+    def add(self, part: Part, is_new: bool) -> None:
+        """Count a finished unit, ``is_new`` unless it was finished before this job began."""
+        self._finished[part.unit] = part
+        self.counts = total((self.counts, part.counts))
+        self._done += self.units[part.unit].size
+        if not is_new:
+            self._num_resumed += 1
+            self._encoded_before += part.counts.num_bytes
+
+    def parts(self) -> list[Part]:
+        """Return the parts of the finished units in order."""
+        return [self._finished[number] for number in sorted(self._finished)]
+
+    def done(self, running: Mapping[int, Counts]) -> int:
+        """Return how many of ``total_bytes`` are encoded.
+
+        A compressed unit gives more text than it has bytes; it counts for those at most.
+        """
+        return self._done + sum(min(counts.num_bytes, self.units[unit].size) for unit, counts in running.items())
+
+    def most_records(self, running: Mapping[int, Counts], counts: Counts) -> float:
+        """Return how many records there can be at most, ``counts`` being those so far: each takes a byte at least.
+
+        Infinite where bytes on the disk say nothing about that.
+        """
+        if not self._has_bound:
+            return math.inf
+        return counts.num_records + self.total_bytes - self.done(running)
+
+    def in_words(self, counts: Counts) -> str:
+        """Return the speed of this run, and ``counts``."""
+        seconds = max(time.monotonic() - self._encoding_since, 1e-9)
+        speed = (counts.num_bytes - self._encoded_before) / 1e6 / seconds
+        text = f"{speed:.1f} MB/s, {counts.num_documents:,} documents, {counts.num_tokens:,} tokens"
+        return text + (f", {counts.num_bad:,} bad" if counts.num_bad else "")
+
+    def summary(self, bad_path: str | None) -> Summary:
+        """Return what the job came to, its bad records told in ``bad_path``."""
+        return Summary(
+            num_documents=self.counts.num_documents,
+            num_tokens=self.counts.num_tokens,
+            num_empty=self.counts.num_empty,
+            num_bad=self.counts.num_bad,
+            num_bytes=self.counts.num_bytes,
+            num_units=len(self._finished),
+            num_resumed=self._num_resumed,
+            seconds=time.monotonic() - self._started,
+            bad_path=bad_path,
+        )
+
+
+# How much of the input may be bad.
+
+
+class TooManyBad(Exception):
+    """A limit is passed; the message says which."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Whichever is reached first ends the job; with none given no record may be bad.
+
+    Args:
+        max_lines: how many records may be bad.
+        max_fraction: how many of all records. Before the end it is passed only where it would be if all that is still
+            to be read were good, so that the verdict does not depend on which unit comes first.
+    """
+
+    max_lines: int | None = None
+    max_fraction: float | None = None
+
+    def check(self, counts: Counts, most_records: float) -> None:
+        """Check what was read so far.
+
+        Args:
+            most_records: there cannot be more in the whole input; at the end those that there were.
+
+        Raises:
+            TooManyBad: a limit is passed.
+        """
+        max_lines = 0 if self.max_lines is None and self.max_fraction is None else self.max_lines
+        if max_lines is not None and counts.num_bad > max_lines:
+            raise TooManyBad(
+                f"at most {max_lines} bad lines are allowed (--max-bad-lines), got {counts.num_bad} so far"
+            )
+        if self.max_fraction is not None and counts.num_bad > self.max_fraction * most_records:
+            raise TooManyBad(
+                f"at most {self.max_fraction:g} of all lines may be bad (--max-bad-fraction), got {counts.num_bad} of "
+                f"{counts.num_records} so far"
+            )

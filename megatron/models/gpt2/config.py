@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.family import FamilyConfig, ModelFamily
+from megatron.config.model import FamilyConfig, ModelFamily
 
 _NO_TABLE = "GPT-2 has learned positions; leave it out, or use pretrain_t5.py"
 

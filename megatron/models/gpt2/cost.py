@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.cost.costs import Costs
-from megatron.cost.gpt2 import GPT2Costs, dropout_costs
+from megatron.models.common.cost import Costs
+from megatron.models.common.decoder_cost import GPT2Costs, dropout_costs
 
 
 def costs(config: Config, is_on_cpu: bool = False) -> Costs:

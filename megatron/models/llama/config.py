@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
-from megatron.config.family import FamilyConfig, ModelFamily
-from megatron.config.model import ModelConfig
+from megatron.config.model import FamilyConfig, ModelConfig, ModelFamily
 from megatron.config.option import option
 
 _ROTARY = "rotary positions are LLaMA's; leave it out, or use examples/llama/pretrain_llama.py"

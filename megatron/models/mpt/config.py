@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.config import Config
-from megatron.config.family import FamilyConfig, ModelFamily
+from megatron.config.model import FamilyConfig, ModelFamily
 from megatron.config.option import option
 
 _NO_TABLE = "MPT has ALiBi in place of positions; leave it out, or use pretrain_t5.py"

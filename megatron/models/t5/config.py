@@ -1,19 +1,20 @@
-"""What T5 adds: two lengths, two heights, positions, spans, and where the pipeline's seam is; its checks and line."""
+"""T5Config, its checks, order of units, FAMILY."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from megatron import spans
 from megatron.config.batch import BatchConfig
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
-from megatron.config.family import FamilyConfig, ModelFamily
-from megatron.config.model import ModelConfig
+from megatron.config.model import FamilyConfig, ModelConfig, ModelFamily
 from megatron.config.option import option
+from megatron.models.t5 import spans
+
+# What T5 adds: two lengths, two heights, positions, spans, and where the pipeline's seam is; its checks and line.
 
 _option = partial(option, elsewhere="it is for T5; use pretrain_t5.py, or leave it out")
 _length = partial(option, elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --seq-length here")
@@ -324,3 +325,25 @@ FAMILY = ModelFamily(
     benchmark_flags="--activation relu",
     layer_lists={"encoder": "encoder.layers", "decoder": "decoder.layers"},
 )
+
+
+class T5Units(NamedTuple):
+    """The number of each unit of a T5 in the list that is cut into stages: a side's embedding, layers and norm; head.
+
+    What lies between ``enc_norm`` and ``dec_embedding`` is the seam.
+    """
+
+    enc_embedding: int
+    enc_layers: range
+    enc_norm: int
+    dec_embedding: int
+    dec_layers: range
+    dec_norm: int
+    head: int
+
+
+def t5_units(enc_layers: int, dec_layers: int) -> T5Units:
+    """Return where the units of a T5 with so many layers on each side are."""
+    encoder, seam = range(1, 1 + enc_layers), enc_layers + 2
+    decoder = range(seam + 1, seam + 1 + dec_layers)
+    return T5Units(0, encoder, encoder.stop, seam, decoder, decoder.stop, decoder.stop + 1)

@@ -6,7 +6,7 @@ engine trains it too.
 
 from __future__ import annotations
 
-from tds.finder import follow
+from tds.deepspeed_alias import follow
 from tds.module import PipelineModule as PipelineModule
 from tds.runtime.pipe import engine as engine
 

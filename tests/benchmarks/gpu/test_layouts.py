@@ -13,7 +13,7 @@ from benchmarks.gpu.jobs import Done
 from benchmarks.gpu.part import Machine, Skip, run_part
 from benchmarks.gpu.parts import layouts
 from benchmarks.gpu.results import FAILED, PASSED, SKIPPED, Results
-from megatron import stages
+from tds.schedule.simulate import AUTO, SCHEDULES, by_default
 
 SEEN = {"observed": 1e-15, "allowed": 1e-12}
 TOLD = {
@@ -53,9 +53,9 @@ def results_in(folder: Path, only: str = "", budget_s: float = 480.0) -> dict[st
 
 def test_every_schedule_every_stage_of_zero_and_every_axis_is_tried() -> None:
     told = " ".join(layouts.LAYOUTS.values())
-    for schedule in set(stages.SCHEDULES) - {stages.AUTO, "1f1b", "interleaved"}:
+    for schedule in set(SCHEDULES) - {AUTO, "1f1b", "interleaved"}:
         assert f"--pipeline-schedule {schedule}" in told, schedule
-    assert stages.by_default(1) == "1f1b" and stages.by_default(2) == "interleaved", "what is tried without a name"
+    assert by_default(1) == "1f1b" and by_default(2) == "interleaved", "what is tried without a name"
     assert layouts.LAYOUTS["gpt2 fp64 pp 2, 1f1b"] == layouts.PIPE
     assert layouts.LAYOUTS["gpt2 fp64 pp 2, interleaved"] == f"{layouts.PIPE} --pipeline-chunks 2"
     assert all(f"--zero-stage {stage}" in told for stage in (1, 2, 3))

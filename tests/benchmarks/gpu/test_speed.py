@@ -21,13 +21,13 @@ from benchmarks.gpu.speed_models import COMPILED, HF, MODELS, OURS, Fitted, Mode
 from benchmarks.looking import kernels_of, look
 from benchmarks.sizes import GPTSizes, LlamaSizes, T5Sizes
 from benchmarks.turns import PRODUCT, Record, Work
-from megatron import cost
 from megatron.log import human_bytes
+from megatron.models import registry
 from megatron.mpu.topology import Topology
-from megatron.planner import devices
+from megatron.planner import machine as devices
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
-from megatron.training.plan import plan_rows
+from megatron.training.dry_run import plan_rows
 
 GIB = 2**30
 SIZES = GPTSizes(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=1024, seq_length=128)
@@ -112,7 +112,7 @@ def test_a_step_has_quartiles_and_both_kinds_of_memory() -> None:
     row = result["contenders"][OURS]
     assert row["ms_quartiles"] == pytest.approx([100.0, 150.0, 200.0])
     assert (row["peak_memory_bytes"], row["reserved_memory_bytes"], row["looked"]) == (5, 7, {"kernels": []})
-    flops = cost.of(config_for(SIZES, 4, "cuda")).flops_per_step(4)
+    flops = registry.costs_of(config_for(SIZES, 4, "cuda")).flops_per_step(4)
     assert row["mfu"] == pytest.approx(flops / 0.15 / 1e12)
     assert row["mfu_sheet"] == pytest.approx(flops / 0.15 / 989e12)
 
@@ -128,7 +128,7 @@ def test_ratios_are_estimates_over_measurement(tmp_path: Path) -> None:
     assert (ours["allocated_bytes"], ours["reserved_bytes"]) == (4 * memory, 5 * memory)
     assert figures["contenders"]["hf"]["speed_of_ours"] == {OURS: 1.2}
     assert "planner_ratio" not in figures["contenders"]["hf"]
-    assert figures["parameters"] == cost.of(config).num_parameters
+    assert figures["parameters"] == registry.costs_of(config).num_parameters
     line = speed.line_of(figures)
     assert "planner estimated / measured 0.500" in line and "memory estimated / measured 0.250" in line
     unknown = speed.figures_of(MODEL, RUN, given, machine(tmp_path, name="NVIDIA New 1"))
@@ -149,7 +149,9 @@ def test_times_count_where_the_profiler_does_not_work(tmp_path: Path) -> None:
 def test_the_estimate_is_what_a_dry_run_says() -> None:
     for contender in (OURS, COMPILED):
         config = config_for(SIZES, 4, "cuda", contender)
-        rows = dict(plan_rows(config, Topology(pipe=1, data=1, tensor=1), cost.of(config).stage_bounds(1), "bf16"))
+        rows = dict(
+            plan_rows(config, Topology(pipe=1, data=1, tensor=1), registry.costs_of(config).stage_bounds(1), "bf16")
+        )
         assert f"about {human_bytes(estimated(SIZES, 4, 'cuda', contender).total)} on each rank" in rows["stage 0"]
 
 
@@ -229,7 +231,7 @@ def test_every_case_is_a_command_of_the_benchmark(tmp_path: Path, monkeypatch: p
 
 
 def test_the_models_are_those_of_their_names() -> None:
-    found = {model.title: cost.of(config_for(model.slices[0], 1, "cuda")).num_parameters for model in MODELS}
+    found = {model.title: registry.costs_of(config_for(model.slices[0], 1, "cuda")).num_parameters for model in MODELS}
     expected = {"GPT-2 125M": 125e6, "GPT-2 350M": 355e6, "GPT-2 1.3B": 1.3e9, "T5-base": 223e6}
     assert {title: found[title] for title in expected} == pytest.approx(expected, rel=0.03)
     layers = 6.74e9 - 2 * 32000 * 4096  # of LLaMA 7B

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pipe.predict import Recorded, compare, costs_of
-from tds.recorder import Work
 from tds.schedule import Costs, received, schedule_named, simulate
+from tds.timers import Work
 
 MICRO_BATCHES = 5
 START_NS = 10**12

@@ -24,7 +24,7 @@ from tds.schedule import (
     validate,
     zero_bubble_h1,
 )
-from tds.schedule.interleaved import in_rounds
+from tds.schedule.schedules import in_rounds
 from tests.tds.schedule.orders import (
     BIG,
     FEW,
@@ -41,7 +41,7 @@ from tests.tds.schedule.orders import (
 
 
 def peaks_of(name: str, p: int, m: int, c: int = 1) -> list[int]:
-    """Return the most in flight that the table of tds/schedule/orders.py allows on each stage."""
+    """Return the most in flight that the table of tds/schedule/schedules.py allows on each stage."""
     if c > 1:  # stage 1 of zb-h1 may hold one less where only its last round is split
         more = 1 if name == "zb-h1" else 0
         return [min(2 * (p - stage - 1) + (c - 1) * p + 1 + more * stage, m * c) for stage in range(p)]

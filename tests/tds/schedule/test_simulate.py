@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tds.schedule import Backward, Costs, Forward, ScheduleError, Span, Timeline, simulate
-from tds.schedule.zero_bubble import _put_off
+from tds.schedule.schedules import _put_off
 from tests.tds.schedule.orders import QUICK, SMALL, TIMES, small_cases, stages_of
 
 P, M = st.integers(1, 9), st.integers(1, 24)

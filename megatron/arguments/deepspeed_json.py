@@ -1,0 +1,372 @@
+"""The only reader and writer of DeepSpeed's JSON (strict, with line numbers)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from megatron.arguments import deepspeed_keys as keys
+from megatron.arguments.flag_values import Scan, all_options, resolve_batch, resolve_chunks, step_back, unknown
+from megatron.config.config import Config
+from megatron.config.option import LARGEST_INT
+from megatron.errors import ConfigError
+
+# Strict JSON with places: duplicate keys, comments and trailing commas are refused with file, line and column.
+
+_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
+
+
+@dataclass(frozen=True)
+class JsonText:
+    """An object that was read, and where each of its keys stands."""
+
+    path: str
+    values: dict[str, Any]
+    places: dict[tuple[str, ...], tuple[int, int]]  # keys from the root -> line, column
+
+    def where(self, *keys: str) -> str:
+        """Return "file:line:column" of a key, given with the keys that enclose it."""
+        line, column = self.places.get(keys, (1, 1))
+        return f"{self.path}:{line}:{column}"
+
+
+def read_json(path: str) -> JsonText:
+    """Return the JSON object in ``path``; a byte order mark in front is accepted.
+
+    Raises:
+        ConfigError: missing, not readable, empty, not UTF-8, not JSON, a duplicate key, or not an object.
+    """
+    text = _text_of(path)
+    try:
+        values = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        hint = _hint(text, error.pos)
+        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: must be JSON, got {error.msg}{hint}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: must be nested less deeply") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}:1:1: must hold one JSON object {{...}}, got {type(values).__name__}")
+    return JsonText(path, values, _key_places(path, text))
+
+
+def _text_of(path: str) -> str:
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"--deepspeed_config must name a file that can be read, got {path}: {error.strerror} "
+            f"(looked in {Path.cwd()}). Correct the path"
+        ) from error
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line}:1: must be UTF-8, got byte {raw[error.start]:#x}. Save it as UTF-8"
+        ) from error
+    if not text.strip():
+        raise ConfigError(
+            f"{path}:1:1: must hold one JSON object {{...}}, got an empty file. Write {{}} for no settings"
+        )
+    return text
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"numbers must be finite, got {name}")
+
+
+def _hint(text: str, position: int) -> str:
+    before, after = text[:position].rstrip(), text[position:].lstrip()
+    if after.startswith(("//", "/*", "#")):
+        return "; a comment is not JSON: remove it"
+    if before.endswith(",") and after[:1] in ("}", "]"):
+        return "; remove the trailing comma"
+    return ""
+
+
+def _key_places(path: str, text: str) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Walk the words of valid JSON text and note where each key of each object is."""
+    places: dict[tuple[str, ...], tuple[int, int]] = {}
+    stack: list[str] = []  # enclosing keys; "" for the root and for array elements
+    previous = ("", 0)
+    for match in _WORD.finditer(text):
+        word = match.group()
+        if word == ":":
+            keys = (*stack[1:], json.loads(previous[0]))
+            place = _line_and_column(text, previous[1])
+            if keys in places and "" not in keys:
+                raise ConfigError(
+                    f"{path}:{place[0]}:{place[1]}: a key may stand once, got {keys[-1]!r} again "
+                    f"(first on line {places[keys][0]}). Remove one"
+                )
+            places[keys] = place
+            pending = keys[-1]
+        elif word in "{[":
+            stack.append(pending if stack and previous[0] == ":" else "")
+        elif word in "}]":
+            stack.pop()
+        previous = (word, match.start())
+    return places
+
+
+def _line_and_column(text: str, position: int) -> tuple[int, int]:
+    return text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
+
+
+# The only reader and writer of DeepSpeed's JSON.
+#
+# A value is taken from its flag, else from the JSON, else it is the default; "auto" in the JSON means "from the flags".
+# A flag and the JSON that differ are an error that names both. Precision, loss scale, gradient norm and clipping are
+# ours, so DeepSpeed's engine is given none of them.
+
+
+def read(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the JSON object without its bad keys, and what is wrong with those."""
+    try:
+        text = read_json(path)
+    except ConfigError as error:
+        return {}, [str(error)]
+    good: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in text.values.items():
+        found = list(_key_problems(text, name, value))
+        problems += found
+        if not found:
+            good[name] = value
+    return good, problems
+
+
+def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
+    place = text.where(name)
+    if name in keys.REFUSED:
+        yield f"{place}: key {name} is refused: {keys.REFUSED[name]}"
+    elif name in keys.SECTIONS:
+        yield from _section_problems(text, (name,), keys.SECTIONS[name], value)
+        if name == "optimizer" and isinstance(value, dict):
+            yield from _optimizer_problems(text, value)
+        if name == "zero_optimization" and isinstance(value, dict):
+            yield from _zero_problems(text, value)
+    elif name in keys.INNER:
+        yield from _section_problems(text, (name,), keys.INNER[name], value)
+    elif name in keys.VALUES or name in keys.PASSED:
+        yield from _value_problems(place, name, keys.VALUES.get(name) or keys.PASSED[name], value)
+    else:
+        yield f"{place}: {unknown('key', name, keys.KNOWN).replace('--help lists all flags', 'remove it')}"
+
+
+def _section_problems(
+    text: JsonText, path: tuple[str, ...], known: Mapping[str, keys.Key], section: Any
+) -> Iterator[str]:
+    name = ".".join(path)
+    if not isinstance(section, dict):
+        yield f"{text.where(*path)}: {name} must be an object {{...}}, got {section!r}"
+        return
+    for inner, value in section.items():
+        place = text.where(*path, inner)
+        whole = f"{name}.{inner}"
+        if whole in keys.INNER:
+            yield from _section_problems(text, (*path, inner), keys.INNER[whole], value)
+        elif inner in known:
+            yield from _value_problems(place, whole, known[inner], value)
+        else:
+            rule = keys.REFUSED_IN.get(name) or f"it takes {', '.join(known)}"
+            yield f"{place}: {unknown('key', inner, known).partition('; --help')[0]} in {name}: {rule}"
+
+
+def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterator[str]:
+    if value == "auto" and key.kind not in (keys.OBJECT, keys.TEXT):
+        return
+    is_number = _is_number(value)
+    is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
+    if key.choices:
+        if value not in key.choices:
+            yield f"{place}: {name} must be one of {', '.join(key.choices)}, got {value!r}"
+        return
+    good = {
+        keys.POSITIVE: is_integer and value >= 1,
+        keys.INTEGER: is_integer and value >= 0,
+        keys.NUMBER: is_number and value >= 0,
+        keys.BOOLEAN: isinstance(value, bool),
+        keys.TEXT: isinstance(value, str),
+        keys.OBJECT: isinstance(value, dict),
+        keys.TEXT_OR_NULL: value is None or isinstance(value, str),
+        keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
+        keys.DEPTH: is_integer and value >= -1,
+        keys.FALSE: value is False,
+        keys.NULL: value is None,
+        keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
+    }
+    if not good[key.kind]:
+        yield f"{place}: {name} must be {key.kind}, got {value!r}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < inf
+
+
+def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
+    kind = section.get("type", "AdamW")
+    if isinstance(kind, str) and kind.lower() not in keys.OPTIMIZER_TYPES:
+        yield (
+            f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW) or "
+            f"SGD, got {kind!r}. Use one of these, or remove the section"
+        )
+
+
+def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
+    pins = {name: section[name].get("pin_memory") for name in keys.OFFLOADS if isinstance(section.get(name), dict)}
+    if len(set(pins.values()) - {None, "auto"}) > 1:
+        place = text.where("zero_optimization", "offload_param")
+        yield f"{place}: pin_memory must be the same in {' and '.join(keys.OFFLOADS)}, got {pins}. Change one of them"
+
+
+def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Yield (field, (key, value)) of what "zero_optimization" states."""
+    section = json.get("zero_optimization", {})
+    if _is_stated(section.get("stage")):
+        yield "zero_stage", ("zero_optimization.stage", section["stage"])
+    for name, field in keys.OFFLOADS.items():
+        inner = section.get(name) or {}
+        if _is_stated(inner.get("device")):
+            where = inner["device"]
+            yield field, (f"zero_optimization.{name}.device {where}, that is", where == "cpu")
+        if _is_stated(inner.get("pin_memory")) and inner.get("device") == "cpu":
+            yield "no_pin_memory", (f"zero_optimization.{name}.pin_memory, that is", not inner["pin_memory"])
+
+
+def resolve(
+    found: Scan, json: Mapping[str, Any], world_size: int, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return field -> value from flags, JSON and ``defaults`` together; disagreements go to ``found.problems``."""
+    firm, soft = dict(found.values), dict(defaults or {})
+    options = {option.name: option for _, option in all_options()}
+    has_pipeline = found.values.get("pipe_parallel_size", soft.get("pipe_parallel_size", 0)) > 1
+    stated = _json_values(json, found.problems) | (_pipeline_values(json) if has_pipeline else {})
+    for name, (key, value) in stated.items():
+        given = found.values.get(name)
+        if problem := options[name].problem(value, f"{key} in the JSON"):
+            found.problems.append(problem)
+        elif name not in found.values:
+            firm[name] = value
+        elif given != value:
+            found.problems.append(
+                f"the command line and the JSON must agree, got {found.spelling[name]} and {key} {_text(value)}. "
+                f"Change one of them, or {_way_out(key)}"
+            )
+    _check_precision(found, json)
+    step_back(soft, firm, excluded(json), found.notes)
+    derived = resolve_batch(found, firm, soft, world_size) | resolve_chunks(found, firm, soft)
+    return soft | firm | derived
+
+
+def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the number formats whose section says ``"enabled": false``."""
+    return tuple(name for name in ("fp16", "bf16") if json.get(name, {}).get("enabled") is False)
+
+
+def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[str, Any]]:
+    """Return field -> (key, value) of every value that the JSON states."""
+    stated = {key.field: (name, json[name]) for name, key in keys.VALUES.items() if _is_stated(json.get(name))}
+    fp16, bf16 = json.get("fp16", {}), json.get("bf16", {})
+    if fp16.get("enabled") is True and bf16.get("enabled") is True:
+        problems.append("fp16 and bf16 exclude each other, got both enabled in the JSON. Disable one")
+    elif fp16.get("enabled") is True:
+        stated["dtype"] = ("fp16.enabled true, that is", "fp16")
+    elif bf16.get("enabled") is True:
+        stated["dtype"] = ("bf16.enabled true, that is", "bf16")
+    if fp16.get("enabled") is not False:
+        stated |= {k.field: (f"fp16.{n}", fp16[n]) for n, k in keys.FP16.items() if k.field and _is_stated(fp16.get(n))}
+    stated |= dict(_zero_values(json))
+    kept = json.get("activation_checkpointing", {})
+    stated |= {
+        k.field: (f"activation_checkpointing.{n}", kept[n])
+        for n, k in keys.ACTIVATIONS.items()
+        if k.field and _is_stated(kept.get(n))
+    }
+    section = json.get("optimizer", {})
+    params = section.get("params", {})
+    if _is_stated(section.get("type")):
+        stated["optimizer"] = ("optimizer.type", keys.OPTIMIZER_TYPES[section["type"].lower()])
+    for name, key in keys.OPTIMIZER_PARAMS.items():
+        if key.field and _is_stated(params.get(name)):
+            stated[key.field] = (f"optimizer.params.{name}", params[name])
+    if _is_stated(params.get("betas")):
+        stated["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
+        stated["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
+    return stated
+
+
+def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return field -> (key, value) of what "pipeline" states; its schedule "auto" is a schedule."""
+    section = json.get("pipeline", {})
+    stated = [name for name in keys.PIPELINE if name in section and (name == "schedule" or _is_stated(section[name]))]
+    return {keys.PIPELINE[name].field: (f"pipeline.{name}", section[name]) for name in stated}
+
+
+def _way_out(key: str) -> str:
+    return "leave the key out" if key.startswith("pipeline.") else 'write "auto" in the JSON'
+
+
+def _check_precision(found: Scan, json: Mapping[str, Any]) -> None:
+    dtype = found.values.get("dtype")
+    if dtype in excluded(json):
+        found.problems.append(
+            f"the command line and the JSON must agree, got {found.spelling['dtype']} and {dtype}.enabled false. "
+            'Change one of them, or write "auto" in the JSON'
+        )
+
+
+def _is_stated(value: Any) -> bool:
+    return value is not None and value != "auto"
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
+    """Return the dictionary that DeepSpeed's engine is given: sizes and its own switches, no precision, no clipping."""
+    d = config.parallel.data_parallel_size(world_size)
+    engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in keys.PASSED})
+    engine.setdefault("steps_per_print", config.run.log_interval)
+    engine.setdefault("wall_clock_breakdown", False)
+    off = {"enabled": False}  # it waits for the device at each micro-batch
+    engine["timers"] = {"throughput": off, **engine.get("timers", {})}
+    engine.setdefault("zero_allow_untested_optimizer", True)
+    engine.update(
+        train_batch_size=config.batch.global_batch_size(d),
+        train_micro_batch_size_per_gpu=config.batch.batch_size,
+        gradient_accumulation_steps=config.batch.gas,
+        gradient_clipping=0.0,
+        zero_optimization={"stage": 0},
+    )
+    if config.parallel.has_pipeline:
+        engine["pipeline"] = engine.get("pipeline", {}) | _pipeline_section(config)
+    return engine
+
+
+def _pipeline_section(config: Config) -> dict[str, Any]:
+    """Return what was said of the pipeline.
+
+    Of the rest the engine knows better: chunks and so the schedule are its module's, the time limit its group's.
+    """
+    said = {name: getattr(config.parallel, key.field) for name, key in keys.PIPELINE.items()}
+    if said["chunks"] == 1 and "pipeline_chunks" not in config.given:
+        del said["chunks"]
+    return {name: value for name, value in said.items() if bool(value) != (name in keys.ON_BY_DEFAULT)}
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that are not "auto": DeepSpeed takes its own default for those that are missing."""
+    return {
+        name: _without_auto(value) if isinstance(value, dict) else value
+        for name, value in section.items()
+        if value != "auto"
+    }

@@ -1,0 +1,366 @@
+"""Words of the command line to values, all mistakes collected; defaults of script and environment, batch
+arithmetic, chunks from layers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from megatron.arguments.megatron_flags import ALREADY_SO, REFUSED
+from megatron.config.batch import BatchConfig
+from megatron.config.config import FIRST_FAMILY, SECTIONS, Config
+from megatron.config.data import EACH
+from megatron.config.model import ModelConfig, ModelFamily
+from megatron.config.option import Option, options_of
+from megatron.models.registry import FAMILIES, family_of
+
+# All flags there are, and a Config from the values of their fields.
+
+
+def all_sections() -> dict[str, type]:
+    """Return name -> dataclass of every section: the groups of --help, in this order, those of the families in it."""
+    own = {family.name: family.config for family in FAMILIES.values() if family.has_section}
+    return {"model": SECTIONS["model"], **own, **SECTIONS}
+
+
+def all_options() -> tuple[tuple[str, Option], ...]:
+    """Return (section, option) for every flag of ours."""
+    return _options(tuple(FAMILIES.values()))
+
+
+@functools.cache
+def _options(families: tuple[ModelFamily, ...]) -> tuple[tuple[str, Option], ...]:
+    return tuple((name, item) for name, section in all_sections().items() for item in options_of(section))
+
+
+def takes(family: str, section: str, option: Option) -> bool:
+    """Return whether a run of ``family`` takes a flag of ``section``."""
+    return FAMILIES[family].takes(option, section, is_own=section not in SECTIONS)
+
+
+def options_in(family: str) -> list[Option]:
+    """Return the flags that a run of ``family`` takes."""
+    return [option for section, option in all_options() if takes(family, section, option)]
+
+
+def config_from_values(values: Mapping[str, Any], *, family: str = FIRST_FAMILY, **others: Any) -> Config:
+    """Return a Config from flat field names to values; what is missing takes its default in the family.
+
+    Args:
+        others: further fields of ``Config``.
+
+    Raises:
+        TypeError: a name that no section has.
+        ValueError: there is no such family.
+    """
+    own = family_of(family).config
+    unknown = values.keys() - {option.name for _, option in all_options()}
+    if unknown:
+        raise TypeError(f"each name must be a field of a section, got {', '.join(sorted(unknown))}")
+    values = {**own.DEFAULTS, **values}
+    sections = {
+        name: section(**{option.name: values[option.name] for option in options_of(section) if option.name in values})
+        for name, section in {**SECTIONS, "own": own}.items()
+    }
+    return Config(family=family, **sections, **others)
+
+
+# From the words of the command line to values: all mistakes are collected, none ends the scan.
+
+ALIKE = 0.8
+"""Share of two names that must be alike for one to be guessed: slips of the hand, no other names of the kind."""
+
+
+@dataclass
+class Scan:
+    """What was found on the command line of a script that trains ``family``."""
+
+    family: str = "gpt2"
+    values: dict[str, Any] = field(default_factory=dict)  # field -> value
+    spelling: dict[str, str] = field(default_factory=dict)  # field -> "--flag value" as typed
+    repeated: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)  # words for extra_args_provider
+
+
+def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
+    """Read ``argv``; flags in ``extra_flags`` and the words behind them are left to ``rest``."""
+    known = {flag: option for option in options_in(family) for flag in option.flags}
+    refused = refusals(family)
+    extras = set(extra_flags)
+    found = Scan(family)
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, text = word.partition("=")
+        if flag in extras:
+            found.rest += [word, *_values_after(words)]
+        elif flag in known:
+            _take(found, known[flag], flag, text if equals else None, words)
+        elif flag in ALREADY_SO:
+            found.notes.append(f"{flag}: already so: {ALREADY_SO[flag]}")
+        elif flag in refused:
+            _values_after(words)
+            found.problems.append(f"{flag} is refused: {refused[flag]}")
+        elif flag.startswith("-"):
+            _values_after(words)
+            found.problems.append(unknown("flag", flag, [*known, *extras, *ALREADY_SO], known))
+        else:
+            found.problems.append(f"every value must follow a flag that takes one, got {word!r} on its own. Remove it")
+    return found
+
+
+def refusals(family: str) -> dict[str, str]:
+    """Return flag -> why a script that trains ``family`` refuses it, and what to use instead."""
+    this = FAMILIES[family]
+    foreign = [option for section, option in all_options() if not takes(family, section, option)]
+    advice = {flag: this.advice(option) for option in foreign for flag in option.flags}
+    return REFUSED | advice | dict(this.config.REFUSED)
+
+
+def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})) -> str:
+    """Return the message for a name that nobody knows, with the nearest one that is accepted.
+
+    Args:
+        options: by flag; where no name is near, the first whose help has the words of ``name``.
+    """
+    names = list(known)
+    longer = [other for other in names if other.startswith(name)] if len(name) > 3 else []
+    bare = {other.lstrip("-"): other for other in names}  # the dashes are no likeness
+    close = difflib.get_close_matches(name.lower().lstrip("-"), bare, n=1, cutoff=ALIKE)
+    words = name.lower().lstrip("-").replace("_", "-").replace("-", " ")
+    told = [flag for flag, option in options.items() if " " in words and words in option.help]
+    near = longer[:1] or [bare[other] for other in close] or told[:1]
+    return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags")
+
+
+def _values_after(words: list[str]) -> list[str]:
+    values = []
+    while words and not words[0].startswith("--"):
+        values.append(words.pop(0))
+    return values
+
+
+def _take(found: Scan, option: Option, flag: str, text: str | None, words: list[str]) -> None:
+    takes_value = option.kind != "bool" and flag not in option.constants
+    if not takes_value and text is not None:
+        found.problems.append(f"{flag} takes no value, got {text!r}. Write {flag} alone, or leave it out")
+        return
+    if takes_value and text is None and words and not words[0].startswith("--"):
+        text = words.pop(0) if option.join is None else option.join(_values_after(words))
+    elif text and option.join is not None:
+        text = option.join([text])
+    if text is None and option.alone is not None:
+        text = option.alone
+    if takes_value and not text:
+        found.problems.append(f"{flag} needs a value: {option.rule()}; got none. Write {flag} VALUE")
+        return
+    value, problem = option.convert(text, flag) if text is not None else (option.constants.get(flag, True), None)
+    if problem:
+        found.problems.append(problem)
+        return
+    _store(found, option, flag, value, f"{flag} {text}" if text is not None else flag)
+
+
+def _store(found: Scan, option: Option, flag: str, value: Any, spelling: str) -> None:
+    if option.name in found.values:
+        if option.name == "dtype" and found.values["dtype"] != value:
+            found.problems.append(
+                f"give one number format, got {found.spelling['dtype']} and {spelling}. Leave one out"
+            )
+        if flag not in found.repeated:
+            found.repeated.append(flag)
+    found.values[option.name] = value
+    found.spelling[option.name] = spelling
+
+
+# Defaults from outside: a script's own ``pretrain(args_defaults=...)`` and MEGATRON_DEFAULTS of a run script.
+#
+# Both are soft: they hold where neither the command line nor the JSON says otherwise, and MEGATRON_DEFAULTS is the
+# stronger of the two. A soft value that contradicts what the user gave steps back instead of becoming an error.
+
+VARIABLE = "MEGATRON_DEFAULTS"
+"""Flags, as a shell reads them."""
+FLAG_VARIABLES = "MEGATRON_VARIABLES"
+"""``--flag=NAME`` for each flag that the run script sets by a variable of its own, so that messages can name both."""
+
+
+def soft_values(
+    defaults: Mapping[str, Any], env: Mapping[str, str], found: Scan, extra_flags: Iterable[str]
+) -> dict[str, Any]:
+    """Return field -> value of both sources; what is wrong with them goes to ``found.problems``."""
+    return _of_script(defaults, found) | _of_environment(env, found, extra_flags)
+
+
+def _of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
+    family, options = FAMILIES[found.family], {option.name: option for _, option in all_options()}
+    taken = {option.name for option in options_in(found.family)}
+    checked = {}
+    for name, value in defaults.items():
+        if name not in options:
+            found.problems.append(unknown("name in the defaults of pretrain():", name, options))
+        elif name not in taken:
+            found.problems.append(f"{name} in the defaults of pretrain() is refused: {family.advice(options[name])}")
+        elif problem := options[name].problem(value, f"the default of {name}"):
+            found.problems.append(problem)
+        else:
+            checked[name] = value
+    return checked
+
+
+def _of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[str]) -> dict[str, Any]:
+    text = env.get(VARIABLE, "")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        found.problems.append(f"{VARIABLE} must be flags as a shell reads them, got {text!r}: {error}")
+        return {}
+    soft = scan(words, extra_flags, found.family)
+    found.problems += [f"{VARIABLE}: {problem}" for problem in soft.problems]
+    found.notes += soft.notes
+    found.rest[:0] = soft.rest
+    return soft.values
+
+
+def step_back(soft: dict[str, Any], firm: Mapping[str, Any], excluded: Iterable[str], notes: list[str]) -> None:
+    """Take out of ``soft`` what contradicts ``firm``: values of the command line and the JSON."""
+    if soft.get("dtype") in tuple(excluded):
+        del soft["dtype"]
+    if "vocab_file" in firm or "merge_file" in firm:
+        soft.pop("tokenizer_path", None)
+    if any(name in firm for name in EACH):
+        soft.pop("data_path", None)
+        soft.pop("split", None)
+    elif "data_path" in firm:
+        for name in EACH:
+            soft.pop(name, None)
+    if "lr" in firm and soft.get("min_lr", 0.0) > firm["lr"]:
+        notes.append(f"the default --min-lr {soft.pop('min_lr'):g} is above --lr {firm['lr']:g}, so --min-lr is 0")
+
+
+def with_variables(problems: list[str], env: Mapping[str, str]) -> list[str]:
+    """Return the messages; one that names a flag with a variable in the run script names that, too."""
+    pairs = [pair.split("=", 1) for pair in env.get(FLAG_VARIABLES, "").split() if "=" in pair]
+    told = []
+    for problem in problems:
+        known = [f"{flag} is {name}" for flag, name in pairs if re.search(rf"{re.escape(flag)}(?![\w-])", problem)]
+        told.append(f"{problem} (in the run script: {', '.join(known)})" if known else problem)
+    return told
+
+
+# ``global batch = micro-batch x gas x replicas``: three numbers of which two give the third.
+
+TOTAL = "requested_global_batch_size"
+JSON_KEYS = {
+    TOTAL: "train_batch_size",
+    "batch_size": "train_micro_batch_size_per_gpu",
+    "gas": "gradient_accumulation_steps",
+}
+"""Field -> key of the JSON."""
+
+
+def resolve_batch(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the sizes that follow from a global batch; a contradiction goes to ``found.problems``.
+
+    With all three stated the product must agree. A size that is only a default follows the others: gas follows the
+    micro-batch, the micro-batch follows gas, and with neither stated the micro-batch is the largest that fits and is
+    not above its default. A global batch that is only a default steps back when gas is stated.
+
+    Args:
+        firm: field -> value from flags and JSON.
+        soft: field -> value from defaults.
+    """
+    both = {**soft, **firm}
+    total, t, p = both.get(TOTAL), both.get("model_parallel_size", 1), max(both.get("pipe_parallel_size", 1), 1)
+    if not total or world_size % (t * p):
+        return {}
+    if TOTAL not in firm and "gas" in firm:
+        return {TOTAL: 0}
+    d = world_size // (t * p)
+    replicas = f"dp = world {world_size} / (tp {t} x pp {p})"
+    micro, gas = firm.get("batch_size"), firm.get("gas")
+    if micro and gas:
+        if total != micro * gas * d:
+            found.problems.append(_disagreement(found, total, micro, gas, d, replicas))
+        return {}
+    known = [("micro", micro)] if micro else [("gas", gas)] if gas else []
+    product = (micro or gas or 1) * d
+    if total % product:
+        names = " x ".join([*(name for name, _ in known), "dp"])
+        terms = " x ".join(f"{name} {size}" for name, size in [*known, ("dp", d)])
+        cure = _origin(found, "batch_size" if micro else "gas") + " or the global batch" if known else "it"
+        found.problems.append(
+            f"train_batch_size must be a multiple of {names}, got {total} and {terms} = {product}; {replicas}. "
+            f"Change {cure}"
+        )
+        return {}
+    if known:
+        return {"gas" if micro else "batch_size": total // product}
+    samples, most = total // d, soft.get("batch_size", BatchConfig().batch_size)
+    size = max(size for size in range(1, min(most, samples) + 1) if samples % size == 0)
+    usual = (most, soft.get("gas", BatchConfig().gas))
+    if (size, samples // size) != usual:
+        found.notes.append(
+            f"a global batch of {total} on {d} replica{'' if d == 1 else 's'} is --batch-size {size} x --gas "
+            f"{samples // size}, in place of {usual[0]} x {usual[1]}; give one of the two to choose"
+        )
+    return {"batch_size": size, "gas": samples // size}
+
+
+def _disagreement(found: Scan, total: int, micro: int, gas: int, d: int, replicas: str) -> str:
+    product = micro * gas * d
+    return (
+        f"train_batch_size {total} != micro {micro} x gas {gas} x dp {d} = {product}; {replicas}. "
+        f'Set train_batch_size to {product} or "auto", or change {_origin(found, "batch_size")} or '
+        f"{_origin(found, 'gas')}"
+    )
+
+
+def _origin(found: Scan, name: str) -> str:
+    return found.spelling.get(name, JSON_KEYS[name])
+
+
+# ``chunks = layers / (stages x layers of a chunk)``: Megatron's way to say how many chunks a stage holds.
+#
+# The layers of an encoder-decoder are those of both sides.
+
+FLAG = "--num-layers-per-virtual-pipeline-stage"
+
+
+def resolve_chunks(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chunks that follow from the layers of one; a contradiction goes to ``found.problems``.
+
+    Args:
+        firm: field -> value from flags and JSON.
+        soft: field -> value from defaults.
+    """
+    both = {**soft, **firm}
+    each, stages = both.get("layers_per_chunk"), both.get("pipe_parallel_size", 0)
+    if not each or stages < 2 or ("layers_per_chunk" not in firm and "pipeline_chunks" in firm):
+        return {}
+    layers = both.get("num_layers", ModelConfig().num_layers)
+    name = "--num-layers"
+    if sides := FAMILIES[found.family].config.SIDES:
+        layers = sum(both.get(side) or layers for side in sides)
+        name = "the layers of both sides"
+    if layers % (stages * each):
+        found.problems.append(
+            f"{name} must be a multiple of --pipe-parallel-size x {FLAG}, got {layers} and {stages} x {each} = "
+            f"{stages * each}. Change one of them, or use --pipeline-chunks, which takes any number of layers"
+        )
+        return {}
+    chunks = layers // (stages * each)
+    if firm.get("pipeline_chunks", chunks) != chunks:
+        found.problems.append(
+            f"{FLAG} and --pipeline-chunks must agree, got {layers} layers / ({stages} stages x {each}) = {chunks} and "
+            f"{firm['pipeline_chunks']}. Leave one of them out"
+        )
+    return {"pipeline_chunks": chunks}

@@ -1,0 +1,291 @@
+"""Settings that would have no effect: errors and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.arguments.deepspeed_keys import FP16, NOT_READ
+from megatron.config import data as mixtures
+from megatron.config.config import Config
+from megatron.config.data import EACH, OWN_DATA, PATHS
+from megatron.config.parallel import ParallelConfig
+
+# Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
+
+OF_TOKEN_FILES = ("split", "split_by", "data_impl", "data_cache_path", "packing", "fim_rate", "fim_spm_rate")
+"""Fields that act where token files are read, not the data that a script brings itself."""
+
+
+def data_problems(config: Config) -> Iterator[str]:
+    """Yield what was given and cannot act, and the paths that are missing beside others."""
+    given, data = config.given, config.data
+    yield from _path_problems(config)
+    named = [*_flags(config, OF_TOKEN_FILES), *_flags(config, ("mixture_schedule",))]
+    if named and data.is_own:
+        yield f"{', '.join(named)} acts on token files only, got --data-path {OWN_DATA}. Leave it out, or give a path"
+    elif "mixture_schedule" in given and data.training_path is None:
+        yield (
+            "--mixture-schedule changes the weights of several corpora, got no --data-path. Leave it out, or give "
+            "several as 0.7 a 0.3 b"
+        )
+    if "prefetch_factor" in given and not data.num_workers:
+        yield "--prefetch-factor acts with --num-workers 1 or more, got 0. Leave it out, or add --num-workers"
+    if "fim_spm_rate" in given and not data.fim_rate:
+        yield "--fim-spm-rate acts with --fim-rate above 0 only. Leave it out, or add --fim-rate"
+    checkpoint = config.checkpoint
+    anew = "--finetune" if checkpoint.finetune else "--eval-only" if checkpoint.eval_only else None
+    if checkpoint.allow_data_change and anew:
+        yield (
+            "--allow-data-change acts where the samples of a checkpoint go on, got "
+            f"{anew}, which reads none of them. Leave it out"
+        )
+
+
+def data_notes(config: Config, world_size: int) -> Iterator[str]:
+    """Yield what scripts pass for several runs and has no effect in this one."""
+    data, reads = config.data, splits_read(config)
+    unread = [flag for name, flag in PATHS.items() if name in config.given and not reads.get(name, True)]
+    if unread:
+        yield f"{', '.join(unread)} has no effect: this run reads no such split"
+    if data.mixture_schedule is not None and data.training_path is not None and not config.checkpoint.eval_only:
+        yield from _late_step_notes(config, world_size)
+
+
+def splits_read(config: Config) -> dict[str, bool]:
+    """Return for each of --train-data-path, --valid-data-path, --test-data-path (as fields) whether it will be read."""
+    batch, eval_only = config.batch, config.checkpoint.eval_only
+    trains, evaluates = batch.train_iters > 0 and not eval_only, batch.eval_iters > 0
+    validates = evaluates and batch.eval_interval > 0 and not eval_only
+    return dict(zip(EACH, (trains, validates, evaluates), strict=True))
+
+
+def _path_problems(config: Config) -> Iterator[str]:
+    data, named = config.data, _flags(config, ("split", "split_by"))
+    each = [name for name in EACH if getattr(data, name) is not None]
+    if not each or data.data_path is not None:
+        return
+    if named:
+        yield (
+            f"{', '.join(named)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
+        )
+    missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in each]
+    if missing:
+        off = "" if missing == [PATHS["train_data_path"]] else ", or turn off what reads it (--eval-iters 0)"
+        got, them = ", ".join(PATHS[name] for name in each), "them" if len(missing) > 1 else "it"
+        yield (
+            f"each split that is read must have its path, got {got} without {' and '.join(missing)}. "
+            f"Give {them} too{off}, or give --data-path, which --split cuts into three"
+        )
+
+
+def _late_step_notes(config: Config, world_size: int) -> Iterator[str]:
+    data, parallel = config.data, config.parallel
+    sizes = config.batch.sizes(world_size // (parallel.model_parallel_size * parallel.num_stages))
+    samples, each = sizes.consumed_after(config.batch.train_iters), config.tokens_per_sample
+    steps = mixtures.parse_schedule(data.mixture_schedule or "", len(mixtures.parse_paths(data.training_path or "")))
+    late = [str(tokens) for tokens, _ in steps if -(-tokens // each) >= samples]
+    if late:
+        yield (
+            f"--mixture-schedule: the run ends after {samples * each} tokens, so the weights from {', '.join(late)} on "
+            "have no effect"
+        )
+
+
+def _flags(config: Config, names: tuple[str, ...]) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name in names if name in config.given]
+
+
+# Settings that would have no effect: an error where the user surely meant something else, else a note.
+#
+# A note is for what scripts pass always (the loss scale's course, a schedule's floor) and for a JSON or a command line
+# that serves several layouts.
+
+SCALING = ("loss_scale", "initial_scale_power")
+"""Fields that act on fp16 only, and that nobody gives by habit."""
+SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
+"""The same, given by habit."""
+PIPELINE = {
+    "pipeline_schedule": "--pipeline-schedule",
+    "pipeline_chunks": "--pipeline-chunks",
+    "layers_per_chunk": "--num-layers-per-virtual-pipeline-stage",
+    "pipeline_trace": "--pipeline-trace",
+    "check_data_agreement": "--check-data-agreement",
+}
+"""Fields that act on a pipeline only, and their flags."""
+KEPT = {
+    "partition_activations": "--partition-activations",
+    "checkpoint_in_cpu": "--checkpoint-in-cpu",
+    "contiguous_checkpointing": "--contigious-checkpointing",
+}
+"""Fields that say where the inputs of recomputed layers wait, and their flags."""
+IN_TRAINING = (
+    "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
+    "rampup_batch_size", "num_workers", "prefetch_factor", "mixture_schedule",
+    "layout_independent_dropout",
+    "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
+)  # fmt: skip
+"""Fields that act in training only; what reads ahead is not started for an evaluation."""
+ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield what was given and cannot act."""
+    given, optimizer = config.given, config.optimizer
+    yield from scaling_problems(config)
+    if "wsd_decay_fraction" in given and optimizer.lr_decay_style != "wsd":
+        yield (
+            "--wsd-decay-fraction acts with --lr-decay-style wsd only, got --lr-decay-style "
+            f"{optimizer.lr_decay_style}. Leave it out, or change the style"
+        )
+    if "checkpoint_num_layers" in given and not config.parallel.checkpoint_activations:
+        yield "--checkpoint-num-layers acts with --checkpoint-activations only. Add that flag, or leave this one out"
+    yield from kept_problems(config)
+    if optimizer.optimizer != "adamw":
+        params = config.deepspeed.get("optimizer", {}).get("params", {})
+        stated = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
+        named = [*_flags(config, ADAM), *stated]
+        if named:
+            got = f"got --optimizer {optimizer.optimizer}"
+            yield f"{', '.join(named)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
+    yield from data_problems(config)
+    model = config.model
+    if model.layout_independent_dropout and not (model.attention_dropout or model.hidden_dropout):
+        yield (
+            "--layout-independent-dropout needs something to drop, got --attention-dropout 0 and --hidden-dropout 0. "
+            "Leave it out, or raise one of the two"
+        )
+    if model.layout_independent_dropout and config.parallel.compile:
+        yield (
+            "--compile cannot take --layout-independent-dropout, whose masks are computed step by step to compare "
+            "layouts. Leave one out"
+        )
+    yield from format_problems(config)
+    if config.checkpoint.eval_only and config.batch.eval_iters == 0:
+        yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
+    named = [flag for name, flag in PIPELINE.items() if name in given]
+    if named and not config.parallel.has_pipeline:
+        yield (
+            f"{', '.join(named)} acts on a pipeline only, got --pipe-parallel-size "
+            f"{config.parallel.pipe_parallel_size}. Leave it out, or use --pipe-parallel-size 2 or more"
+        )
+    has_steps = config.parallel.has_pipeline and "trace_steps" in config.deepspeed.get("pipeline", {})
+    if has_steps and not config.parallel.pipeline_trace:
+        yield "pipeline.trace_steps in the JSON acts with a trace only. Add --pipeline-trace FOLDER"
+    if config.checkpoint.eval_only and "pipeline_trace" in given:
+        yield "--pipeline-trace shows training steps, got --eval-only. Leave one out"
+    named = _flags(config, IN_TRAINING) if config.checkpoint.eval_only else []
+    if named:
+        yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
+
+
+def format_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot be saved in the format of the checkpoints, where that is known and is DeepSpeed's."""
+    if not config.checkpoint.is_deepspeed:
+        return
+    for name in ("async_save", "keep_every", "no_save_optim"):
+        if getattr(config.checkpoint, name):
+            yield (
+                f"--{name.replace('_', '-')} acts on --checkpoint-format native only, got deepspeed. Leave one of them "
+                "out; in a folder with checkpoints in DeepSpeed's layout also give --save another folder"
+            )
+    if config.optimizer.zero_stage:
+        yield (
+            "--checkpoint-format deepspeed holds whole optimizer states, got --zero-stage "
+            f"{config.optimizer.zero_stage}, which cuts them over the replicas. Use --zero-stage 0, or "
+            "--checkpoint-format native"
+        )
+    if config.stability.stability_guard == "rollback":
+        yield (
+            "--stability-guard rollback goes back to checkpoints of our own format, got --checkpoint-format deepspeed. "
+            "Use --stability-guard skip, or --checkpoint-format native"
+        )
+
+
+def kept_problems(config: Config) -> Iterator[str]:
+    """Yield flags about the inputs of recomputed layers where none are kept, or none can be cut."""
+    named = [flag for name, flag in KEPT.items() if name in config.given]
+    if named and not config.parallel.checkpoint_activations:
+        yield f"{', '.join(named)} acts with --checkpoint-activations only. Add that flag, or leave this one out"
+    elif "partition_activations" in config.given and config.parallel.model_parallel_size == 1:
+        yield (
+            "--partition-activations cuts over the tensor ranks, got --model-parallel-size 1. Leave it out, or use "
+            "--model-parallel-size 2 or more"
+        )
+
+
+def kept_notes(config: Config) -> Iterator[str]:
+    """Yield the same of what the JSON or the defaults switch on."""
+    parallel = config.parallel
+    named = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
+    if named and not parallel.checkpoint_activations:
+        yield f"{', '.join(named)} in the JSON or the defaults has no effect without --checkpoint-activations"
+    elif KEPT["partition_activations"] in named and parallel.model_parallel_size == 1:
+        yield "--partition-activations in the JSON or the defaults has no effect with one tensor rank"
+
+
+def scaling_problems(config: Config) -> Iterator[str]:
+    """Yield flags of the loss scale when the number format is known and is not fp16, or when the scale is fixed."""
+    fixed = config.precision.loss_scale
+    course = _flags(config, ("initial_scale_power", *SCALING_COURSE)) if fixed and _may_be_fp16(config) else []
+    if course:
+        yield (
+            f"{', '.join(course)} acts on a dynamic loss scale only, got the fixed {_scale_text(config)}. Leave one of "
+            "them out"
+        )
+    dtype, named = config.precision.dtype, _flags(config, SCALING)
+    if named and dtype not in (None, "fp16"):
+        got = f"--{dtype}" if "dtype" in config.given else f"{dtype} (--fp16 was not given)"
+        yield f"{', '.join(named)} acts on fp16 only, got {got}. Leave it out, or use --fp16"
+
+
+def notes(config: Config, world_size: int) -> Iterator[str]:
+    """Yield what was given, cannot act, and does no harm."""
+    yield from scaling_notes(config)
+    yield from kept_notes(config)
+    yield from data_notes(config, world_size)
+    parallel, optimizer, json = config.parallel, config.optimizer, config.deepspeed
+    if "partition_method" in config.given and not parallel.has_pipeline:
+        yield f"--partition-method {parallel.partition_method} has no effect without a pipeline"
+    if "min_lr" in config.given and optimizer.min_lr > 0 and optimizer.lr_decay_style == "constant":
+        yield f"--min-lr {optimizer.min_lr:g} has no effect with --lr-decay-style constant"
+    soft = [flag for name, flag in PIPELINE.items() if getattr(parallel, name) != getattr(ParallelConfig(), name)]
+    if soft and not parallel.has_pipeline:
+        yield f"{', '.join(soft)} in the defaults has no effect without a pipeline"
+    if json.get("pipeline") and not parallel.has_pipeline:
+        yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
+    elif parallel.has_pipeline:
+        for name in json.get("pipeline", {}):
+            if name in NOT_READ:
+                yield f"the JSON's pipeline.{name} has no effect: {NOT_READ[name]}"
+    if json.get("flops_profiler", {}).get("enabled", False) is True and parallel.has_pipeline:
+        yield 'the JSON\'s "flops_profiler" has no effect with a pipeline; progress lines show FLOP/s'
+
+
+def scaling_notes(config: Config) -> Iterator[str]:
+    """Yield flags and keys of the loss scale when the number format is known and is not fp16, or that is fixed."""
+    dtype, fixed = config.precision.dtype, "fp16.loss_scale"
+    course = (
+        [name for name in _stated_scaling(config.deepspeed) if name != fixed] if config.precision.loss_scale else []
+    )
+    if course and _may_be_fp16(config):
+        yield f"{', '.join(course)} in the JSON: no effect with the fixed {_scale_text(config)}"
+    named = [*_flags(config, SCALING_COURSE), *_stated_scaling(config.deepspeed)]
+    if named and dtype not in (None, "fp16"):
+        yield f"{', '.join(named)}: no effect, for only fp16 has a loss scale and this run is {dtype}"
+
+
+def _may_be_fp16(config: Config) -> bool:
+    return config.precision.dtype in (None, "fp16")
+
+
+def _scale_text(config: Config) -> str:
+    name = "--loss-scale" if "loss_scale" in config.given else "fp16.loss_scale of the JSON,"
+    return f"{name} {config.precision.loss_scale:g}"
+
+
+def _stated_scaling(json: Mapping[str, Any]) -> list[str]:
+    section = json.get("fp16", {})
+    if section.get("enabled") is False:  # a whole section that is switched off says so itself
+        return []
+    return [f"fp16.{name}" for name, key in FP16.items() if key.field and section.get(name, "auto") != "auto"]

@@ -1,0 +1,352 @@
+"""validate_args: checks over several sections; ZeRO, sequence parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.arguments import unused_flags
+from megatron.config import batch, run
+from megatron.config.config import Config
+from megatron.config.option import is_derived, options_of
+from megatron.errors import ConfigError
+from tds.schedule.simulate import bubble, candidates
+
+# ZeRO and offload: what goes together with what, and what would have no effect.
+
+CUT_WEIGHTS = 3
+OFFLOAD = {
+    "cpu_adam": "--cpu-adam",
+    "no_pin_memory": "--no-pin-memory",
+}
+"""Fields that say how to offload, and their flags."""
+
+
+def zero_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot be, looking at all sections."""
+    optimizer, parallel = config.optimizer, config.parallel
+    stage = optimizer.zero_stage
+    if stage > 1 and parallel.has_pipeline:
+        yield (
+            f"{_name(config)} {stage} cannot be in a pipeline, got --pipe-parallel-size "
+            f"{parallel.pipe_parallel_size}: {_why_not_in_a_pipeline(stage)}. Use --zero-stage 1 with the pipeline, "
+            "which cuts the fp32 masters and the optimizer's states, most of the bytes; or leave the pipeline out"
+        )
+    if stage > 1 and not parallel.overlap_grad_reduce:
+        yield (
+            f"{_name(config)} {stage} sums gradients while backward runs, so that no replica holds all of them, got "
+            "--no-overlap-grad-reduce. Leave it out, or use --zero-stage 1"
+        )
+    if stage == CUT_WEIGHTS and getattr(parallel, "compile", False):
+        yield (
+            "--compile cannot take --zero-stage 3, which gathers the weights of a layer by hooks around it that a "
+            "compiled layer would not run in their place. Use --zero-stage 2, or leave --compile out"
+        )
+    asks_for_drift = "drift_interval" in config.given and config.stability.drift_interval
+    if stage == CUT_WEIGHTS and asks_for_drift and parallel.model_parallel_size == 1:
+        yield (
+            "--drift-interval compares the copies of a weight, of which --zero-stage 3 leaves one, cut over the "
+            "replicas. Leave it out, or use --zero-stage 2"
+        )
+    if optimizer.offload_parameters and stage != CUT_WEIGHTS:
+        yield (
+            f"--offload-parameters keeps the parts of weights that --zero-stage 3 makes on the CPU, got --zero-stage "
+            f"{stage}. Add --zero-stage 3, or use --offload-optimizer alone"
+        )
+    if optimizer.cpu_adam == "deepspeed" and optimizer.offload_optimizer:
+        yield from _adam_problems(config)
+    named = [flag for name, flag in OFFLOAD.items() if name in config.given]
+    if "no_pin_memory" in config.given and optimizer.offload_parameters:
+        named.remove(OFFLOAD["no_pin_memory"])
+    if named and not optimizer.offload_optimizer:
+        yield f"{', '.join(named)} acts with --offload-optimizer only. Add that flag, or leave this one out"
+
+
+def _name(config: Config) -> str:
+    return "--zero-stage" if "zero_stage" in config.given else "zero_optimization.stage of the JSON"
+
+
+def _why_not_in_a_pipeline(stage: int) -> str:
+    gathered = " and weights that are gathered again for every one of them" if stage == CUT_WEIGHTS else ""
+    return (
+        "a stage adds to all of its gradients until its last micro-batch is through, so cut ones would have to be "
+        f"summed over the replicas for each micro-batch{gathered}: many times the traffic, to save what the pipeline "
+        "has divided already"
+    )
+
+
+def _adam_problems(config: Config) -> Iterator[str]:
+    got = config.optimizer.optimizer
+    if got != "adamw":
+        yield f"--cpu-adam deepspeed is an AdamW, got --optimizer {got}. Use --optimizer adamw, or --cpu-adam torch"
+    if config.precision.dtype == "fp64":
+        yield "--cpu-adam deepspeed updates fp32 numbers, got --fp64. Use --cpu-adam torch, or another number format"
+
+
+def zero_notes(config: Config, world_size: int) -> Iterator[str]:
+    """Yield what was given, cannot act, and does no harm."""
+    optimizer, json = config.optimizer, config.deepspeed.get("zero_optimization", {})
+    replicas = config.parallel.data_parallel_size(world_size)
+    if optimizer.zero_stage and replicas == 1 and not optimizer.offload_parameters:
+        yield f"ZeRO {optimizer.zero_stage} has no effect with one replica"
+    if replicas == 1 and not config.parallel.overlap_grad_reduce:
+        yield "--no-overlap-grad-reduce has no effect with one replica, which has no sums to make"
+    for name in ("offload_optimizer", "offload_param"):
+        section = json.get(name) or {}
+        if "pin_memory" in section and section.get("device", "none") == "none":
+            yield f"the JSON's zero_optimization.{name}.pin_memory has no effect: nothing is offloaded there"
+    if optimizer.no_pin_memory and config.parallel.device == "cpu":
+        yield "--no-pin-memory has no effect on a CPU, which copies nothing to a device"
+
+
+# Checks of --sequence-parallel, which cuts what lies between the tensor-parallel products along the sequence.
+
+
+def sequence_parallel_problems(config: Config) -> Iterator[str]:
+    """Yield what it cannot go with, and what then could not act."""
+    parallel = config.parallel
+    if not parallel.sequence_parallel:
+        return
+    t = parallel.model_parallel_size
+    if t == 1:
+        yield (
+            "--sequence-parallel cuts over the tensor ranks, got --model-parallel-size 1. Leave it out, or use "
+            "--model-parallel-size 2 or more"
+        )
+    if parallel.partition_activations and parallel.checkpoint_activations:
+        yield (
+            "with --sequence-parallel each tensor rank has 1/t of the inputs of layers anyway, got "
+            "--partition-activations too. Leave --partition-activations out"
+        )
+    flags = ("--enc-seq-length", "--dec-seq-length") if config.own.is_encoder_decoder else ("--seq-length",)
+    for flag, length in zip(flags, config.sequence_lengths, strict=True):
+        if length % t:
+            yield (
+                f"with --sequence-parallel {flag} must be a multiple of --model-parallel-size, got {length} and {t} "
+                f"({length} / {t} = {length / t:g}). Use {flag} {-(-length // t) * t}, or leave --sequence-parallel out"
+            )
+
+
+# Checks that need more than one section; every problem is collected, then all are raised at once.
+#
+# A message says what must hold, what was got, and what to do. Nothing is an ``assert``: ``python -O`` changes nothing.
+
+FALLBACKS = ("bf16", "fp16", "fp32")
+"""Number formats in the order in which they are taken when the one before is excluded."""
+
+
+def raise_all(problems: list[str]) -> None:
+    """Raise one ConfigError with a numbered list, or return when the list is empty."""
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        raise ConfigError(unique[0])
+    if unique:
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(unique, 1))
+        raise ConfigError(f"{len(unique)} problems in the configuration:\n{lines}")
+
+
+def find_problems(config: Config, world_size: int) -> list[str]:
+    """Return every problem that can be seen without a device, data or tokenizer."""
+    ranges = list(_range_problems(config))
+    if ranges:
+        return ranges
+    sections = [section for section in config.sections().values() if hasattr(section, "problems")]
+    own = [problem for section in sections for problem in section.problems()]
+    return [*own, *_world_problems(config, world_size), *_cut_problems(config), *_cross_problems(config)]
+
+
+def model_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot be of the model alone, wherever its settings come from; ``config.given`` says which do."""
+    yield from config.own.problems()
+    yield from _head_problems(config)
+    yield from config.own.model_problems(config)
+
+
+def _range_problems(config: Config) -> Iterator[str]:
+    for section in config.sections().values():
+        for option in options_of(section.__class__):
+            value = getattr(section, option.name)
+            problem = option.problem(value, option.flag or option.name)
+            if problem and not is_derived(option, value):
+                yield problem
+
+
+def _world_problems(config: Config, world_size: int) -> Iterator[str]:
+    t, p = config.parallel.model_parallel_size, config.parallel.num_stages
+    got = f"got world_size={world_size}, --model-parallel-size {t}, --pipe-parallel-size {p} ({t} x {p} = {t * p})"
+    if t > world_size:
+        yield f"--model-parallel-size must not exceed the world size, {got}. Start {t * p} processes, or lower it"
+    elif world_size % (t * p):
+        below = world_size // (t * p) * t * p
+        works = " or ".join(str(n) for n in (below, below + t * p) if n)
+        yield f"world size must be a multiple of tensor x pipe, {got}. Start {works} processes, or lower one of the two"
+    else:
+        yield from _ramp_problems(config, world_size // (t * p))
+    if config.parallel.has_pipeline:
+        yield from _stage_problems(config)
+
+
+def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
+    try:
+        sizes = config.batch.sizes(replicas).all()
+    except ValueError as error:
+        yield str(error)
+        return
+    micro = config.batch.batch_size
+    wrong = batch.indivisible(sizes, micro * replicas)
+    if wrong:
+        yield (
+            f"every size on the way of --rampup-batch-size {config.batch.rampup_batch_size} must be a multiple of "
+            f"micro-batch x replicas = {micro} x {replicas} = {micro * replicas}, got {', '.join(map(str, wrong))} "
+            f"among {', '.join(map(str, sizes))}. Change START or INCREMENT, or lower --batch-size"
+        )
+
+
+def _stage_problems(config: Config) -> Iterator[str]:
+    layers, p, chunks = config.total_layers, config.parallel.num_stages, config.parallel.chunks
+    got = f"--num-layers {layers}"
+    has_sides = config.own.is_encoder_decoder
+    if has_sides:
+        got = f"{config.own.enc_layers} encoder and {config.own.dec_layers} decoder layers"
+    more = f"{p * chunks} layers or more in all" if has_sides else f"--num-layers {p * chunks} or more"
+    if p > layers:
+        allowed = f"0 to {layers}" if layers > 1 else "0 or 1"
+        yield (
+            f"every pipeline stage must hold a layer, got {got} on --pipe-parallel-size {p}. "
+            f"Use --pipe-parallel-size {allowed}, or {more}"
+        )
+    elif chunks > 1 and p * chunks > layers:
+        allowed = f"1 to {layers // p}" if layers // p > 1 else "1"
+        yield (
+            f"every chunk of every pipeline stage must hold a layer, got {got} on --pipe-parallel-size {p} x "
+            f"--pipeline-chunks {chunks} = {p * chunks}. Use --pipeline-chunks {allowed}, or {more}"
+        )
+
+
+def _head_problems(config: Config) -> Iterator[str]:
+    model = config.model
+    h, a = model.hidden_size, model.num_attention_heads
+    if h % a and "kv_hidden_size" not in config.given and model.kv_hidden_size == h // a:
+        works = [n for n in range(1, min(h, 4 * a) + 1) if h % n == 0]
+        yield (
+            f"--hidden-size must be a multiple of --num-attention-heads, got {h} and {a} ({h} / {a} = {h / a:g}). "
+            f"Use one of {works} heads, or set --kv-hidden-size, the size of one head"
+        )
+
+
+def _cut_problems(config: Config) -> Iterator[str]:
+    model, t = config.model, config.parallel.model_parallel_size
+    yield from _head_problems(config)
+    cut = {  # heads are cut whole, so that any --kv-hidden-size fits when the heads do
+        "--num-attention-heads": model.num_attention_heads,
+        "--hidden-size": model.hidden_size,
+        "--ff-hidden-size": model.ff_hidden_size,
+    }
+    for name, size in cut.items():
+        if size % t:
+            works = [n for n in range(1, min(size, 64) + 1) if all(other % n == 0 for other in cut.values())]
+            yield (
+                f"{name} must be a multiple of --model-parallel-size, got {size} and {t} ({size} / {t} = "
+                f"{size / t:g}). For these sizes --model-parallel-size may be one of {works}"
+            )
+
+
+def _cross_problems(config: Config) -> Iterator[str]:
+    t = config.parallel.model_parallel_size
+    yield from config.own.check(config)
+    if not config.run.dry_run:
+        yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES)
+    if config.optimizer.optimizer == "adafactor" and t > 1:
+        yield (
+            "--optimizer adafactor needs whole matrices for the means of their rows and columns, got "
+            f"--model-parallel-size {t}, which cuts them. Use --optimizer adamw, or --pipe-parallel-size in place of "
+            "--model-parallel-size"
+        )
+    yield from sequence_parallel_problems(config)
+    yield from unused_flags.problems(config)
+    yield from run.stability_problems(config)
+    yield from zero_problems(config)
+    yield from run.debug_problems(config)
+    yield from run.logging_problems(config)
+    if config.parallel.device == "cpu":
+        yield from _cpu_problems(config)
+
+
+def device_problems(config: Config, has_gpu: bool, has_bf16: bool = True) -> list[str]:
+    """Return what the devices of this machine cannot do."""
+    if config.parallel.device == "cuda" and not has_gpu:
+        return ["--device cuda needs a CUDA device that torch can use, got none. Use --device cpu"]
+    if not has_gpu or config.parallel.device == "cpu":
+        return list(_cpu_problems(config))
+    if config.precision.dtype == "bf16" and not has_bf16:
+        return [
+            "--bf16 needs a GPU with bf16 arithmetic (compute capability 8.0 or more), got an older one. Use --fp16"
+        ]
+    return []
+
+
+def _cpu_problems(config: Config) -> Iterator[str]:
+    if config.precision.dtype == "fp16":
+        yield (
+            "fp16 needs a GPU, got a CPU: CPUs have no fast fp16 arithmetic and many kernels lack it. "
+            "Use --bf16 (same memory, no loss scale) or --fp32"
+        )
+    if config.parallel.distributed_backend == "nccl":
+        yield "--distributed-backend nccl needs GPUs, got a CPU. Use gloo, or leave the flag out"
+
+
+def check_device(config: Config, has_gpu: bool, has_bf16: bool = True) -> None:
+    """Raise ConfigError with everything that the devices of this machine cannot do, or return."""
+    raise_all(device_problems(config, has_gpu, has_bf16))
+
+
+def resolve_dtype(config: Config, device_default: str) -> Config:
+    """Return ``config`` with its number format: the one that was said, else what suits the device.
+
+    That is ``device_default``, or the next of bf16, fp16 and fp32 when the JSON says that it is not enabled.
+
+    Raises:
+        ConfigError: flags that act on fp16 only were given and the format is another.
+    """
+    if config.precision.dtype is not None:
+        return config
+    excluded = config.precision.excluded
+    order = FALLBACKS[FALLBACKS.index(device_default) :] if device_default in FALLBACKS else (device_default,)
+    dtype = next(name for name in order if name not in excluded)
+    notes = list(config.notes)
+    if dtype != device_default:
+        left_out = ", ".join(f"{name}.enabled false" for name in excluded)
+        notes.append(
+            f"number format: {dtype}, for this device would take {device_default} and the JSON says {left_out}"
+        )
+    config = replace(config, precision=replace(config.precision, dtype=dtype))
+    raise_all(list(unused_flags.scaling_problems(config)))
+    return replace(config, notes=(*notes, *unused_flags.scaling_notes(config)))
+
+
+def expected_bubble(config: Config, num_micro_batches: int | None = None) -> float:
+    """Return the share of idle time of equal stages; for the schedule "auto" that of the best one."""
+    parallel, m = config.parallel, num_micro_batches or config.batch.gas
+    names = candidates(parallel.schedule, parallel.chunks)
+    return min(bubble(parallel.num_stages, m, name, parallel.chunks) for name in names)
+
+
+def notes_of(config: Config, world_size: int) -> list[str]:
+    """Return what a user should know about a configuration that works on so many ranks."""
+    notes = []
+    p, m = config.parallel.num_stages, config.batch.gas
+    if config.parallel.has_pipeline and m < p:
+        idle, less = expected_bubble(config), expected_bubble(config, 4 * p)
+        notes.append(
+            f"warning: {m} micro-batches on {p} stages leave the stages idle {idle:.0%} of the time; "
+            f"raise --gas to {4 * p} for {less:.0%}"
+        )
+    if config.batch.train_iters == 0:
+        notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
+    return [
+        *notes,
+        *config.own.notes(config),
+        *unused_flags.notes(config, world_size),
+        *run.stability_notes(config, world_size),
+        *zero_notes(config, world_size),
+    ]

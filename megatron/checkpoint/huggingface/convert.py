@@ -1,0 +1,234 @@
+"""Import, export, --verify; the first checkpoint of an imported run."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.folders import CHECKPOINTS
+from megatron.checkpoint.huggingface import config as settings
+from megatron.checkpoint.huggingface import config as tokens
+from megatron.checkpoint.huggingface import folder as hf_folder
+from megatron.checkpoint.huggingface import weights as tensors
+from megatron.checkpoint.huggingface.config import form_of
+from megatron.checkpoint.loading import WEIGHTS, Checkpoint, read_weights
+from megatron.checkpoint.metadata import TensorRecord
+from megatron.checkpoint.saving import save
+from megatron.config import Config
+from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.mpu.groups import SINGLE
+from megatron.mpu.shard import Shard
+from megatron.mpu.topology import Topology
+
+# A checkpoint of ours as a Hugging Face folder.
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: names of the files with tensors, their number and bytes, and what there is less than whole."""
+
+    files: list[str]
+    num_tensors: int
+    num_bytes: int
+    notes: list[str]
+
+
+def export(
+    checkpoint: Checkpoint,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    tokenizer_path: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Exported:
+    """Write ``checkpoint`` to the new folder ``output``. All weights are in memory at once.
+
+    Args:
+        dtype: a name of ``DTYPES``; None: as saved, which round trips bit for bit.
+        tokenizer_path: in place of the tokenizer that the checkpoint names.
+
+    Raises:
+        CheckpointError: the model has no Hugging Face form, or its tensors are not those that its sizes ask for.
+        ConfigError: ``output`` holds something, or the tokenizer has more tokens than the model.
+        DataError: ``tokenizer_path`` cannot be read.
+    """
+    hf_folder.require_free(output)
+    config = settings.saved_config(checkpoint.state)
+    settings.to_theirs(config, "")  # refuses before anything large is read
+    vocabulary, notes = _vocabulary(config, tokenizer_path)
+    weights = read_weights(checkpoint)
+    if dtype is not None:
+        weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
+    theirs = tensors.to_theirs(weights, config)
+    kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
+    ids = tokens.unknown_ids(config) if vocabulary is None else vocabulary.ids()
+    ids.update(checkpoint.state.get("hugging_face_ids") or {} if vocabulary is None else {})
+    with hf_folder.new_folder(output) as folder:
+        names = hf_folder.write_tensors(folder, theirs, max_shard_bytes)
+        hf_folder.write_json(folder / hf_folder.CONFIG, {**settings.to_theirs(config, kind), **ids})
+        hf_folder.write_json(folder / hf_folder.GENERATION, {"_from_model_config": True, **ids})
+        lacking = None if vocabulary is None else tokens.write(folder, vocabulary)
+    if lacking is not None:
+        notes.append(f"the tokenizer is not whole: {lacking}")
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
+    return Exported(names, len(theirs), num_bytes, notes)
+
+
+def _vocabulary(config: settings.Config, tokenizer_path: Path | None) -> tuple[tokens.Vocabulary | None, list[str]]:
+    """Return the tokenizer, and why there is none; only the one that the user names must be there."""
+    try:
+        found = tokens.vocabulary_of(config, tokenizer_path)
+    except DataError as error:
+        if tokenizer_path is not None:
+            raise
+        return None, [f"no tokenizer is written ({error}); name it with --tokenizer-path"]
+    return found, [] if found else ["the checkpoint names no tokenizer; name one with --tokenizer-path"]
+
+
+# Do our model and Hugging Face's give the same logits on the same tokens?
+#
+# Both compute in fp64 without dropout. GPT-2 and BERT then agree to 1e-13 or so of the largest logit; where their model
+# computes a part in fp32 (T5's and LLaMA's norms, LLaMA's angles, MPT's softmax), 1e-7 is what there can be.
+# ``allowed`` of each family's ``Form`` says what is let pass.
+
+_ROWS, _LENGTH = 2, 24
+
+
+def require_transformers() -> None:
+    """Check that ``transformers`` can be imported.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError('--verify needs the transformers library. Run: pip install -e ".[hf]"')
+
+
+def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, seed: int = 0) -> float:
+    """Return the largest difference of a logit as part of the largest, between ``checkpoint`` and ``folder``.
+
+    Args:
+        dtype: what our weights are rounded to first, as in the export; None: not.
+
+    Raises:
+        CheckpointError: the difference is more than rounding.
+        ConfigError: ``transformers`` is not installed.
+    """
+    require_transformers()
+    config = settings.saved_config(checkpoint.state)
+    tokens = _batch(config, seed)
+    with torch.no_grad():
+        ours = _our_logits(checkpoint, config, dtype, tokens)
+        theirs = _their_logits(folder, config, tokens)
+    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    allowed = form_of(config.family).allowed
+    if not difference <= allowed:  # NaN too
+        raise CheckpointError(
+            f"our logits and those of {folder} must agree to {allowed:.0e} of the largest, got "
+            f"{difference:.1e}: do not use the folder, and report the command"
+        )
+    return difference
+
+
+def _batch(config: Config, seed: int) -> torch.Tensor:
+    """Return tokens [b, s] that both models can read."""
+    rng = torch.Generator().manual_seed(seed)
+    length = min(_LENGTH, config.model.max_position_embeddings or _LENGTH)
+    return torch.randint(0, config.model.vocab_size or 0, (_ROWS, length), generator=rng)
+
+
+def _our_logits(checkpoint: Checkpoint, config: Config, dtype: str | None, tokens: torch.Tensor) -> torch.Tensor:
+    weights = {name: t if dtype is None else t.to(DTYPES[dtype]) for name, t in read_weights(checkpoint).items()}
+    with torch.device("meta"):
+        model = tensors.build_model(config)
+    model.to_empty(device="cpu")
+    model.double().eval().load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
+    return form_of(config.family).our_logits(model, tokens)  # [b, s, v]
+
+
+def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.Tensor:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    form = form_of(config.family)
+    kind = getattr(transformers, form.auto if isinstance(form.auto, str) else form.auto(config))
+    loaded: Any = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True, output_loading_info=True)
+    model, told = loaded
+    odd = {what: sorted(told[what]) for what in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[what]}
+    if odd:
+        raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {odd}")
+    model.eval()
+    form.prepare(model, config)
+    return form.their_logits(model(**form.their_inputs(tokens)))
+
+
+# The first checkpoint of a run whose weights come from another program.
+
+
+def save_first(root: Path, weights: dict[str, torch.Tensor], config: Config, origin: str, more: dict[str, Any]) -> Path:
+    """Write the checkpoint of step 0 of a model whose weights come from elsewhere; return its path.
+
+    Args:
+        origin: stands where a run names its optimizer.
+        more: further entries of the state.
+    """
+    records = [TensorRecord(WEIGHTS + name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]
+    return save(root, 0, records, {**_state(config, origin), **more}, SINGLE)
+
+
+def _state(config: Config, origin: str) -> dict[str, Any]:
+    """Return what ``megatron.training.train_state`` saves, of a run that has not taken a step."""
+    return {
+        "progress": {"step": 0, "updates": 0, "samples_consumed": 0},
+        "scaler": {},
+        "optimizer": origin,
+        "optimizer_steps": 0,
+        "model": config.identity(),
+        "config": config.to_dict(),
+        "layout": asdict(Topology(pipe=1, data=1, tensor=1)),
+        "data_fingerprint": None,
+        "data_order": None,
+        "torch": torch.__version__,
+    }
+
+
+# A Hugging Face folder as the first checkpoint of a run folder of ours.
+
+TOKENIZER = "tokenizer"  # folder of the tokenizer's files in the run folder
+NO_OPTIMIZER = "none (weights of a Hugging Face folder)"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
+    """Write the model in ``source`` to the new run folder ``output``; return the checkpoint and its configuration.
+
+    The checkpoint is of step 0 and holds weights alone: ``--load output --finetune`` starts from it.
+
+    Raises:
+        CheckpointError: ``source`` is no Hugging Face folder of a model that we have, or its tensors are not those that
+            its ``config.json`` asks for.
+        ConfigError: ``output`` holds something.
+    """
+    hf_folder.require_free(output)
+    if not source.is_dir():
+        raise CheckpointError(f"--input must name a Hugging Face folder; {source} is not there, or a file")
+    theirs = hf_folder.read_json(source, hf_folder.CONFIG)
+    config = settings.to_ours(theirs)
+    held = hf_folder.read_tensors(source)
+    config = tensors.without_zero_biases(held, config)
+    weights = tensors.to_ours(held, config)
+    with hf_folder.new_folder(output) as folder:
+        if tokens.copy_files(source, folder / TOKENIZER):
+            named = tokens.fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
+            config = replace(config, data=replace(config.data, **named))
+        ids = {name: theirs[name] for name in _IDS if isinstance(theirs.get(name), int)}
+        saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, {"hugging_face_ids": ids})
+    return output / CHECKPOINTS / saved.name, config

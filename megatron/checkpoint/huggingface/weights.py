@@ -1,0 +1,255 @@
+"""All tensors under either names; slices read straight into a rank's parts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from safetensors import SafetensorError
+
+from megatron.checkpoint.huggingface import config as settings
+from megatron.checkpoint.huggingface import folder as hf_folder
+from megatron.checkpoint.huggingface.config import form_of
+from megatron.checkpoint.loading import check_model, fill, is_resized
+from megatron.checkpoint.metadata import TensorRecord, part_shape
+from megatron.config import Config
+from megatron.errors import CheckpointError
+from megatron.models.common.huggingface import NOTHING, Recipe, Tensors, read_into
+from megatron.models.common.parameters import named_parameters
+from megatron.mpu.shard import Shard
+
+# All tensors of a model under either names, checked against those that it must have.
+
+_ROWS_AT_ONCE = 4096
+
+
+class Readable(Protocol):
+    """A tensor, or one in a file, of which no more is read than is indexed."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+Named = TypeVar("Named", bound=Readable)
+
+
+def build_model(config: Config) -> torch.nn.Module:
+    """Return the model of ``config`` without dropout, in one piece; its weights are not initialised."""
+    model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
+    try:
+        return form_of(config.family).build(model, config)
+    except ValueError as error:
+        raise CheckpointError(f"no model has these sizes: {error}") from error
+
+
+def to_theirs(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+    """Return the tensors of a Hugging Face file with our ``weights``: copies of a tied table are left out.
+
+    Raises:
+        CheckpointError: listing every weight that is missing, unknown, or of another shape than ``config`` says.
+    """
+    require_own("the checkpoint", weights, config)
+    return _to_theirs(weights, config)
+
+
+def to_ours(tensors: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+    """Return our weights from the ``tensors`` of a Hugging Face file.
+
+    Raises:
+        CheckpointError: listing every tensor that is missing, unknown, or of another shape than ``config`` says; a
+            copy of the word table differs from it.
+    """
+    ours, known = form_of(config.family).to_ours(checked(tensors, config), config), own(config)
+    return {name: tensor for name, tensor in ours.items() if name in known}
+
+
+def checked(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
+    """Return the ``tensors`` of a Hugging Face folder by their full names, each once, if they are those of the model.
+
+    Raises:
+        CheckpointError: as ``to_ours``.
+    """
+    form = form_of(config.family)
+    theirs, expected = _named(tensors, config), _to_theirs(own(config), config)
+    if config.model.untie_embeddings and form.head not in theirs and form.word in theirs:
+        theirs[form.head] = theirs[form.word]  # transformers 5 leaves out a head that equals the table
+    _check("the Hugging Face folder", theirs, expected)
+    return theirs
+
+
+def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) -> None:
+    """Check that ``weights`` are those of our model of ``config``, no more and no less.
+
+    Raises:
+        CheckpointError: listing every weight of ``what`` that is missing, unknown, or of another shape.
+    """
+    _check(what, weights, own(config))
+
+
+def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
+    """Return ``config`` as it is, or with biases where it says that there are none and some are not zero."""
+    biases = form_of(config.family).biases
+    if config.model.hidden_bias or biases is NOTHING:
+        return config
+    has_biases = any(
+        bool(tensor[:].any()) for name, tensor in _named(tensors, config).items() if biases.fullmatch(name)
+    )
+    return replace(config, model=replace(config.model, hidden_bias=has_biases))
+
+
+def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
+    """Return ``tensors`` with their full names, each once, without what no model reads."""
+    form = form_of(config.family)
+    is_short = form.word.removeprefix(form.short) in tensors if form.short else False
+    theirs = {f"{form.short}{name}" if is_short and name != form.head else name: t for name, t in tensors.items()}
+    theirs = {name: t for name, t in theirs.items() if not form.unread.fullmatch(name)}
+    theirs = {full: t for name, t in theirs.items() if (full := form.named(name, config)) is not None}
+    for name in _copies(config):
+        copy = theirs.pop(name, None)
+        if copy is not None and not _equal(copy, theirs.setdefault(form.word, copy)):
+            raise CheckpointError(
+                f"{name} must equal {form.word}, of which config.json calls it a copy "
+                "(tie_word_embeddings), and holds other values"
+            )
+    return theirs
+
+
+def _copies(config: Config) -> tuple[str, ...]:
+    """Return their names of what is the word table once more."""
+    form = form_of(config.family)
+    return (*form.copies, *(() if config.model.untie_embeddings else (form.head,)))
+
+
+def _equal(one: Readable, other: Readable) -> bool:
+    """Compare a block of rows after another, so that neither need be in memory."""
+    return tuple(one.shape) == tuple(other.shape) and all(
+        (a := one[at : at + _ROWS_AT_ONCE]).dtype == (b := other[at : at + _ROWS_AT_ONCE]).dtype and torch.equal(a, b)
+        for at in range(0, one.shape[0], _ROWS_AT_ONCE)
+    )
+
+
+def own(config: Config) -> Tensors:
+    """Return our weights without values."""
+    with torch.device("meta"):
+        return {name: parameter.detach() for name, parameter in named_parameters(build_model(config))}
+
+
+def _to_theirs(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
+    theirs = form_of(config.family).from_ours(dict(weights), config)
+    return {name: tensor for name, tensor in theirs.items() if name not in _copies(config)}
+
+
+def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
+    problems = [f"{name}: missing" for name in expected if name not in found]
+    problems += [f"{name}: no such tensor in this model" for name in found if name not in expected]
+    problems += [
+        f"{name}: {list(found[name].shape)}, by the sizes of the model {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in found and tuple(found[name].shape) != tuple(tensor.shape)
+    ]
+    if problems:
+        raise CheckpointError(f"{what} does not hold this model ({len(problems)} tensors): " + "; ".join(problems))
+
+
+# Weights of a Hugging Face folder read straight into the parts that a rank holds, whatever the layout.
+#
+# A rank opens the files, reads the blocks of rows or columns that its parts are made of, and holds no more than its
+# parts and one of them once more. Nothing is written. ``megatron.checkpoint.resize`` has the rule for a vocabulary of
+# another size.
+
+
+def is_folder(source: Path) -> bool:
+    """Tell whether ``source`` is a Hugging Face folder, of a model that we have or of another one."""
+    if not (source / hf_folder.CONFIG).is_file():
+        return False
+    return hf_folder.read_json(source, hf_folder.CONFIG).get("model_type") is not None
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """An open Hugging Face folder.
+
+    Args:
+        config: our configuration of its model, with its vocabulary.
+        shapes, recipes: of our weights of this model.
+        slices: their tensors, to be read in parts.
+    """
+
+    path: Path
+    config: Config
+    shapes: Mapping[str, tuple[int, ...]]
+    recipes: Mapping[str, Recipe]
+    slices: Mapping[str, hf_folder.Slice]
+
+    def check_fits(self, config: Config) -> None:
+        """Check that the folder's weights fit the run's model, as closely as its flags ask for.
+
+        Raises:
+            CheckpointError: naming what differs, with the flags that fit.
+        """
+        saved = self.config.model.vocab_size
+        try:
+            check_model(self.config.identity(), config)
+        except CheckpointError as error:
+            is_other = saved != config.model.vocab_size and not config.checkpoint.resize_vocab
+            told = ", or --resize-vocab for the vocabulary" if is_other else ""
+            raise CheckpointError(f"{error} {self.path} needs these flags: {self.flags}{told}") from None
+
+    @property
+    def flags(self) -> str:
+        """The flags with which a pretraining script builds this model."""
+        return shlex.join(settings.flags(self.config))
+
+    def load(self, records: Iterable[TensorRecord]) -> None:
+        """Fill the tensors of ``records``, whose names are those of weights.
+
+        Raises:
+            CheckpointError: a tensor cannot be read.
+        """
+        for record in records:
+            name = record.name.removeprefix("weights/")
+            target = record.shard.unpadded(record.tensor)
+            try:
+                self._fill(target, name, record.shard)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+
+    def _fill(self, target: torch.Tensor, name: str, shard: Shard) -> None:
+        saved = self.shapes[name]
+        if is_resized(saved, shard.global_shape):
+            fill(target, shard, saved, lambda part: self.read(name, part))
+        elif target.numel():
+            self._read_into(target, name, shard)
+
+    def read(self, name: str, shard: Shard) -> torch.Tensor:
+        """Return the part ``shard`` of our weight ``name``."""
+        part = torch.empty(part_shape(shard), dtype=self.slices[self.recipes[name].names[0]].dtype)
+        self._read_into(part, name, shard)
+        return part
+
+    def _read_into(self, target: torch.Tensor, name: str, shard: Shard) -> None:
+        recipe = self.recipes[name]
+        shapes = {part: list(self.slices[part].shape) for part in recipe.names}
+        read_into(target, recipe, self.slices, shapes, shard)
+
+
+def opened(source: Path, stack: ExitStack) -> Pretrained:
+    """Return the folder ``source``, open as long as ``stack`` is.
+
+    Raises:
+        CheckpointError: it is no Hugging Face folder of a model that we have, or its tensors are not those that its
+            ``config.json`` asks for.
+    """
+    config = settings.to_ours(hf_folder.read_json(source, hf_folder.CONFIG))
+    held = hf_folder.open_slices(source, stack)
+    config = without_zero_biases(held, config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own(config).items()}
+    recipes = form_of(config.family).recipes(config)
+    return Pretrained(source, config, shapes, recipes, checked(held, config))

@@ -1,0 +1,286 @@
+"""TensorRecord, Piece, Manifest: what a checkpoint holds and manifest.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.errors import CheckpointError
+from megatron.mpu.shard import Shard
+
+# What a caller hands to ``save``: local tensors, and where each lies in its global tensor.
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The names that safetensors gives to the element types that a checkpoint may hold."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One named global tensor as this rank holds it.
+
+    Args:
+        name: layout-free name, such as ``layers.3.mlp.up.weight``.
+        tensor: the local part, padding rows included.
+        shard: where the local part lies in the global tensor.
+        is_owner: this rank writes its part. Of the ranks that hold the same part exactly one says so.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shard: Shard
+    is_owner: bool = True
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank tells the others about a record: everything but the values."""
+
+    name: str
+    dtype: str
+    shard: Shard
+    is_owner: bool
+
+
+def claim(record: TensorRecord) -> Claim:
+    """Return the claim of ``record``.
+
+    Raises:
+        CheckpointError: the local tensor does not have the shape that its shard says, or a type that no file can hold.
+    """
+    dtype = DTYPE_NAMES.get(record.tensor.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{record.name}: a checkpoint holds {', '.join(DTYPES)}; got {record.tensor.dtype}")
+    found, said = list(record.tensor.shape), list(part_shape(record.shard))
+    dim = record.shard.partition_dim
+    if dim is not None and len(found) == len(said) and found[dim] > said[dim]:
+        found[dim] = said[dim]  # the rest is padding
+    if found != said:
+        raise CheckpointError(
+            f"{record.name}: its shard {record.shard} has the shape {said}, the tensor has {list(record.tensor.shape)}"
+        )
+    return Claim(record.name, dtype, record.shard, record.is_owner)
+
+
+def owned(records: list[TensorRecord]) -> dict[int, TensorRecord]:
+    """Return what this rank writes, by its place in ``records``: without padding, the widest types first.
+
+    In this order all tensors of a file lie aligned, as safetensors asks.
+    """
+    mine = {
+        place: replace(record, tensor=record.shard.unpadded(record.tensor.detach()))
+        for place, record in enumerate(records)
+        if record.is_owner and not is_empty(record.shard)
+    }
+    return dict(sorted(mine.items(), key=lambda item: -item[1].tensor.element_size()))
+
+
+def spans(shard: Shard) -> list[tuple[int, int]]:
+    """Return the (start, stop) of ``shard`` along every dimension of the global tensor."""
+    whole = [(0, size) for size in shard.global_shape]
+    if shard.partition_dim is not None:
+        whole[shard.partition_dim] = (shard.start, shard.start + shard.length)
+    return whole
+
+
+def offsets(shard: Shard) -> tuple[int, ...]:
+    """Return where ``shard`` begins along every dimension of the global tensor."""
+    return tuple(start for start, _ in spans(shard))
+
+
+def part_shape(shard: Shard) -> tuple[int, ...]:
+    """Return the shape of ``shard``, without padding."""
+    return tuple(stop - start for start, stop in spans(shard))
+
+
+def is_empty(shard: Shard) -> bool:
+    """Tell whether ``shard`` holds nothing but padding."""
+    return shard.partition_dim is not None and shard.length == 0
+
+
+def tiling_problem(global_shape: tuple[int, ...], shards: list[Shard]) -> str | None:
+    """Return why ``shards`` do not cover the tensor of ``global_shape`` exactly once, or None when they do."""
+    filled = [shard for shard in shards if not is_empty(shard)]
+    if not filled:
+        return None if 0 in global_shape else "no rank writes it"
+    if len(filled) == 1 and not filled[0].is_partitioned:
+        return None
+    dims = {shard.partition_dim for shard in filled}
+    if len(dims) > 1 or None in dims:
+        return f"{len(filled)} ranks write it, cut along different dimensions or whole: {dims}"
+    dim = filled[0].partition_dim
+    size = global_shape[dim]  # type: ignore[index]
+    end = 0
+    for shard in sorted(filled, key=lambda shard: shard.start):
+        if shard.start != end:
+            fault = "twice" if shard.start < end else "by nobody"
+            return f"indices {min(end, shard.start)} to {max(end, shard.start)} of dimension {dim} are written {fault}"
+        end = shard.start + shard.length
+    return None if end == size else f"dimension {dim} has {size} indices, {end} are written"
+
+
+# ``manifest.json``: what a checkpoint folder holds. A folder without a whole one is not a checkpoint.
+#
+#     {"crc32": "1c291ca3",
+#      "format_version": 1, "sequence": 4, "step": 20,
+#      "state": {...}, "files": {"rank-00000.safetensors": [size, crc32]}, "index": {name: {...}}}
+#
+# The checksum covers every byte after its own line. ``sequence`` counts the saves into a folder: the newest checkpoint
+# is the last one saved, also when a run went back to an earlier step and saved a lower one.
+
+NAME = "manifest.json"
+FORMAT_VERSION = 1
+_FIELDS = {"crc32", "format_version", "sequence", "step", "state", "files", "index"}
+_FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
+_SECOND_LINE = re.compile(rb'\n"format_version": \d+, "sequence": (\d+), "step": \d+,')
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint that a later version of this program wrote."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a global tensor: where it lies in the tensor, and in which file under which key."""
+
+    file: str
+    key: str
+    shard: Shard
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named global tensor: its element type (as safetensors names it), shape and pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What was written: the loader compares."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of one ``manifest.json``."""
+
+    sequence: int
+    step: int
+    state: dict[str, Any]
+    files: dict[str, FileFacts]
+    index: dict[str, Entry]
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """Return the file's content."""
+    lines = [
+        f'"format_version": {FORMAT_VERSION}, "sequence": {manifest.sequence}, "step": {manifest.step}',
+        f'"state": {json.dumps(manifest.state)}',
+        f'"files": {json.dumps({name: [f.size, f"{f.crc32:08x}"] for name, f in manifest.files.items()})}',
+        f'"index": {{\n{_index_lines(manifest.index)}\n}}}}\n',
+    ]
+    body = ",\n".join(lines).encode()
+    return b'{"crc32": "%08x",\n' % zlib.crc32(body) + body
+
+
+def _index_lines(index: dict[str, Entry]) -> str:
+    return ",\n".join(f" {json.dumps(name)}: {json.dumps(_entry_fields(entry))}" for name, entry in index.items())
+
+
+def _entry_fields(entry: Entry) -> dict[str, Any]:
+    pieces = [
+        {"file": p.file, "key": p.key, "partition_dim": p.shard.partition_dim, "start": p.shard.start,
+         "length": p.shard.length}
+        for p in entry.pieces
+    ]  # fmt: skip
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "pieces": pieces}
+
+
+def from_bytes(content: bytes, path: Path) -> Manifest:
+    """Return the manifest in ``content``; ``path`` is for messages.
+
+    Raises:
+        NewerFormatError: a later version wrote it.
+        CheckpointError: it is not whole, was altered, or describes what cannot be.
+    """
+    if not _is_whole(content):
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit ({len(content)} bytes)")
+    try:
+        fields = json.loads(content)
+        version = fields["format_version"]
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(
+                f"{path} has the format version {version}; this program reads up to {FORMAT_VERSION}. "
+                "Install the version that wrote it, or a later one."
+            )
+        if unknown := sorted(fields.keys() - _FIELDS):
+            raise NewerFormatError(
+                f"{path} has fields that this program does not know: {', '.join(unknown)}. "
+                "Install the version that wrote it, or a later one."
+            )
+        return Manifest(
+            sequence=int(fields["sequence"]),
+            step=int(fields["step"]),
+            state=fields["state"],
+            files={_plain(name): FileFacts(int(size), int(crc, 16)) for name, (size, crc) in fields["files"].items()},
+            index={name: _entry(name, entry) for name, entry in fields["index"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} does not describe a checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _plain(name: str) -> str:
+    """Return ``name`` when it is a file name inside the checkpoint's own folder."""
+    if Path(name).name != name or name == NAME:
+        raise ValueError(f"a shard must be a plain file name, got {name!r}")
+    return name
+
+
+def _entry(name: str, fields: dict[str, Any]) -> Entry:
+    shape = tuple(fields["shape"])
+    pieces = tuple(
+        Piece(_plain(p["file"]), p["key"], Shard(shape, p["partition_dim"], p["start"], p["length"]))
+        for p in fields["pieces"]
+    )
+    problem = tiling_problem(shape, [piece.shard for piece in pieces])
+    if problem or fields["dtype"] not in DTYPES:
+        raise ValueError(f"{name}: {problem or fields['dtype']}")
+    return Entry(fields["dtype"], shape, pieces)
+
+
+def read_sequence(folder: Path) -> int | None:
+    """Return the sequence number of the checkpoint ``folder``; None without a manifest whose checksum fits."""
+    try:
+        content = (folder / NAME).read_bytes()
+    except OSError:
+        return None
+    found = _SECOND_LINE.search(content[:256]) if _is_whole(content) else None
+    return int(found[1]) if found else None
+
+
+def _is_whole(content: bytes) -> bool:
+    first = _FIRST_LINE.match(content)
+    return first is not None and first[1] == b"%08x" % zlib.crc32(content[first.end() :])

@@ -1,0 +1,354 @@
+"""Micro-batches of one replica: order, collate, worker processes, counts per step."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron.child_process import die_with_parent
+from megatron.config.batch import BatchSizes
+from megatron.data.blended_dataset import as_ordered
+from megatron.errors import DataError, SampleError
+
+# How many tokens a whole step predicts, for losses that are added up from means over different things.
+#
+# A data set whose samples say it by their number alone (``num_predicted``) gives each micro-batch "step_predictions",
+# int64[2]: the tokens to predict and the samples of the step that it is part of. It is the same in every layout, needs
+# no message between replicas, and is known before the first backward of the step.
+
+KEY = "step_predictions"
+
+
+class StepPredictions:
+    """From the number of a sample to the tokens to predict and the samples of its step.
+
+    Args:
+        num_predicted: of a sample, by its number.
+        sizes: samples of a step by samples consumed.
+        samples_consumed: before the first step that will be asked for.
+    """
+
+    def __init__(self, num_predicted: Callable[[int], int], sizes: BatchSizes, samples_consumed: int) -> None:
+        self._num_predicted, self._sizes, self._consumed = num_predicted, sizes, samples_consumed
+        self._start, self._stop = samples_consumed, samples_consumed
+        self._known = np.zeros(2, np.int64)
+
+    def of(self, index: int) -> np.ndarray:
+        """Return int64[2]: the tokens to predict and the samples of the step that sample ``index`` is part of."""
+        if not self._start <= index < self._stop:
+            self._find(index)
+        return self._known.copy()
+
+    def _find(self, index: int) -> None:
+        stop = self._stop if index >= self._stop else self._consumed
+        while stop <= index:
+            start, stop = stop, stop + self._sizes.at(stop)
+        self._start, self._stop = start, stop
+        self._known[:] = sum(map(self._num_predicted, range(start, stop))), stop - start
+
+
+def predictions_of(dataset: Any) -> Callable[[int], int] | None:
+    """Return what tells how many tokens of a sample are predicted; None for a data set that does not say it."""
+    ordered = as_ordered(dataset)
+    if ordered is None:
+        own = getattr(dataset, "num_predicted", None)
+        return own if callable(own) else None
+    told = [getattr(part, "num_predicted", None) for part in ordered.parts.values()]
+    if not all(map(callable, told)):
+        return None
+
+    def of_any(index: int) -> int:
+        number, place = ordered.order.locate(index)
+        return told[number](place)  # type: ignore[misc]
+
+    return of_any
+
+
+# One micro-batch out of its samples, and what is said when that fails.
+
+
+class Samples(Protocol):
+    """A sample for any index >= 0, or below its length where it has one: an array, or a dictionary of them."""
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class Collate:
+    """Reads the samples of one micro-batch into one tensor for each key.
+
+    ``predictions`` says what each micro-batch of a step is told of all of it.
+
+    A data set that has a length starts anew at its end: sample i of the run is its item i % len.
+
+    Raises:
+        DataError: the data set is empty.
+        SampleError: a sample cannot be read, whatever the data set raised, or the samples cannot be stacked.
+    """
+
+    def __init__(self, dataset: Samples, predictions: StepPredictions | None = None) -> None:
+        self.dataset, self.predictions = dataset, predictions
+        self.length = len(dataset) if isinstance(dataset, Sized) else None
+        if self.length == 0:
+            raise DataError(f"a data set must hold at least one sample, {type(dataset).__name__} has none")
+
+    def __call__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        samples = [self._read(index) for index in indices]
+        if all(isinstance(sample, Mapping) for sample in samples):
+            batch = {key: _joined(key, [s.get(key) for s in samples], indices, _of_any) for key in samples[0]}
+            if self.predictions is not None:
+                batch[KEY] = torch.from_numpy(self.predictions.of(indices[0]))
+            return batch
+        return {"text": _joined("text", samples, indices, _of_arrays)}
+
+    def _read(self, index: int) -> Any:
+        item = index if self.length is None else index % self.length
+        try:
+            return self.dataset[item]
+        except SampleError:
+            raise
+        except Exception as error:
+            known = isinstance(error, DataError)  # written for a person: neither its class nor a line of code helps
+            text = str(error) if known else f"{type(error).__name__}: {error}{_place_in_code(error)}"
+            raise SampleError(f"sample {index}{self._origin(index, item)} cannot be read: {text}") from error
+
+    def _origin(self, index: int, item: int) -> str:
+        """Say which sample of which corpus this is where the data set knows, or which item of one that starts anew."""
+        ordered = as_ordered(self.dataset)
+        if ordered is not None:
+            corpus, own = ordered.order.locate(item)
+            return f" (sample {own} of corpus {list(ordered.parts)[corpus]})"
+        return "" if item == index else f" (item {item} of {type(self.dataset).__name__})"
+
+
+class GuardedCollate(Collate):
+    """As ``Collate``, in a reading process: an error comes back as its text, without torch's traceback around it."""
+
+    def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor] | str:
+        try:
+            return self(indices)
+        except SampleError as error:
+            return str(error)
+
+
+def _place_in_code(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" (in {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+
+
+def _of_arrays(values: Sequence[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(values))
+
+
+def _of_any(values: Sequence[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(value) for value in values])
+
+
+def _joined(
+    key: str, values: Sequence[Any], indices: list[int], join: Callable[[Sequence[Any]], torch.Tensor]
+) -> torch.Tensor:
+    """Return one tensor [b, ...] of what the samples hold under ``key``."""
+    try:
+        return join(values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        held = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
+        raise SampleError(
+            f"{key!r} must be an array of one shape in all samples of a micro-batch, got {held} in samples {indices}. "
+            "Pad them in the data set."
+        ) from error
+
+
+# Processes that read micro-batches ahead of the training.
+#
+# They are forked, so they import nothing and share what the data set holds with the process that trains. A signal for
+# the whole job is for that process alone: it may save and go on reading meanwhile. They end with it, however it ends.
+
+_DEATH_SEEN_AFTER_S = 2.0
+
+
+class ReadAhead:
+    """Iterates over the micro-batches of ``indices``, which ``num_workers`` processes read in their order.
+
+    Args:
+        prefetch_factor: micro-batches that each process reads ahead.
+        pin_memory: give tensors in pinned memory, which a GPU copies from while it computes.
+        predictions: as ``Collate``.
+
+    Raises:
+        DataError: the data set is empty.
+        SampleError: as ``Collate``.
+        RuntimeError: a reading process died.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        indices: Iterable[list[int]],
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
+        predictions: StepPredictions | None = None,
+    ) -> None:
+        loader: Iterable[Any] = torch.utils.data.DataLoader(
+            GuardedCollate(dataset, predictions),  # type: ignore[arg-type]
+            sampler=indices,  # type: ignore[arg-type]
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            multiprocessing_context="fork",
+            worker_init_fn=partial(_become_reader, os.getpid()),
+            generator=torch.Generator(),  # else it draws a seed from the generator that users' dropout draws from
+        )
+        self._batches: Iterator[Any] | None = iter(loader)
+        self._pids = [process.pid for process in getattr(self._batches, "_workers", ())]
+
+    def __iter__(self) -> ReadAhead:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self._batches is None:
+            raise StopIteration
+        try:
+            batch = next(self._batches)
+        except RuntimeError as error:
+            raise self.explained(error) from error
+        except (EOFError, OSError) as error:  # the pipe to a reader broke before torch saw it dead
+            raise self._broken(error) from error
+        if isinstance(batch, str):
+            raise SampleError(batch)
+        return batch
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """Return what to say of ``error`` if it tells of the death of a reading process, else ``error`` itself.
+
+        Torch raises such an error by a signal, wherever this process happens to be.
+        """
+        told = str(error).splitlines()[0] if str(error) else ""
+        match = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", told)
+        if match is None:
+            return error
+        dead = [int(pid) for pid in match.group(1).split(",")]
+        known = [f"reader {self._pids.index(pid)} (pid {pid})" for pid in dead if pid in self._pids]
+        return _death(", ".join(known or [f"pid {pid}" for pid in dead]), match.group(2).rstrip(". "))
+
+    def _broken(self, error: Exception) -> Exception:
+        """Return what to say of a broken pipe: which reader has died, or ``error`` itself if all live."""
+        workers = getattr(self._batches, "_workers", ())
+        wait([worker.sentinel for worker in workers], timeout=_DEATH_SEEN_AFTER_S)
+        dead = [f"reader {number} (pid {w.pid})" for number, w in enumerate(workers) if not w.is_alive()]
+        codes = [str(worker.exitcode) for worker in workers if not worker.is_alive()]
+        return _death(", ".join(dead), f"ended with exit code {', '.join(codes)}") if dead else error
+
+    def close(self) -> None:
+        """End the processes."""
+        batches, self._batches = self._batches, None
+        del batches  # ends them, and waits until they have
+
+
+def _death(who: str, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"a process that reads data died: {who} {how}. "
+        "Free memory, or read in the training process with --num-workers 0."
+    )
+
+
+def _become_reader(parent: int, number: int) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_IGN)
+    die_with_parent()
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+# The micro-batches of one data-parallel replica, in an order that does not depend on the layout.
+#
+# A step that begins after c samples takes the samples c ... c + B - 1, where B = b m d is a function of c alone
+# (``megatron.rampup``: constant, or growing); replica r takes the contiguous part r m b ... (r + 1) m b - 1 of them,
+# micro-batch after micro-batch. So "samples consumed" is all that there is to resume, with any b, m, d.
+#
+# A data set that has a length starts anew at its end: sample i of the run is its item i % len. One without a length, as
+# ``GPT2Samples``, has an item for any index.
+
+
+class ReplicaBatches:
+    """Iterates over micro-batches of replica ``data_rank`` of ``data_size``.
+
+    A micro-batch is ``{"text": int64 [b, L+1]}``; of a data set whose samples are dictionaries, the same keys with the
+    arrays or tensors of b samples stacked, and "step_predictions" where the data set tells what it predicts.
+
+    Args:
+        num_micro_batches: of every step; with ``sizes`` of a whole one.
+        samples_consumed: samples of all replicas that earlier steps have read.
+        sizes: samples of a step over all replicas where they change; each a multiple of b d.
+        num_workers: processes that read ahead; 0 reads in this process.
+        prefetch_factor: micro-batches that each of them reads ahead.
+        pin_memory: give tensors in pinned memory.
+
+    Raises:
+        DataError: the data set is empty.
+        SampleError: a sample cannot be read, or those of a micro-batch cannot be stacked; with ``num_workers`` or not.
+        RuntimeError: a reading process died.
+        ValueError: a size of ``sizes`` cannot be shared among the replicas.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        micro_batch_size: int,
+        num_micro_batches: int,
+        data_rank: int,
+        data_size: int,
+        samples_consumed: int = 0,
+        sizes: BatchSizes | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset, self.num_workers = dataset, num_workers
+        self.prefetch_factor, self.pin_memory = prefetch_factor, pin_memory
+        self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
+        self.samples_consumed = samples_consumed
+        self.sizes = sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
+
+    def num_micro_batches_at(self, samples_consumed: int) -> int:
+        """Return the micro-batches on each replica of the step that begins after so many samples."""
+        size, share = self.sizes.at(samples_consumed), self.micro_batch_size * self.data_size
+        if size % share:
+            raise ValueError(f"a step must be a multiple of micro-batch x replicas = {share} samples, got {size}")
+        return size // share
+
+    def indices(self) -> Iterator[list[int]]:
+        """Yield the sample indices of each micro-batch of this replica, without an end."""
+        start = self.samples_consumed
+        while True:
+            number = self.num_micro_batches_at(start)
+            stop = start + self.sizes.at(start)
+            own = start + self.data_rank * self.micro_batch_size * number
+            for micro_batch in range(number):
+                first = own + micro_batch * self.micro_batch_size
+                yield list(range(first, first + self.micro_batch_size))
+            start = stop
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        num_predicted = predictions_of(self.dataset)
+        predictions = num_predicted and StepPredictions(num_predicted, self.sizes, self.samples_consumed)
+        if self.num_workers:
+            return ReadAhead(
+                self.dataset, self.indices(), self.num_workers, self.prefetch_factor, self.pin_memory, predictions
+            )
+        batches = map(Collate(self.dataset, predictions), self.indices())
+        return map(_pinned, batches) if self.pin_memory else batches
+
+
+def _pinned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: tensor.pin_memory() for key, tensor in batch.items()}

@@ -1,0 +1,162 @@
+"""Writing a pair of token files, in memory that grows neither with the tokens nor with the documents."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from megatron import files
+from megatron.data import file_io, index_format
+from megatron.data.file_io import StreamedFile, read_sizes
+from megatron.data.index_format import Sidecar, index_chunks
+from megatron.errors import DataError
+
+
+def check_prefix(prefix: str) -> None:
+    """Check that a prefix of files to be written ends with a name: "data/" would give the hidden file "data/.bin".
+
+    Raises:
+        DataError: it does not.
+    """
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise DataError(f"--output-prefix must end with a name for the files, such as data/corpus, got {prefix!r}")
+
+
+class TokenFileWriter:
+    """Streams documents into ``PREFIX.bin``, ``.idx``, ``.meta.json``, which appear together when the block ends well.
+
+    Args:
+        vocab_size: ids must be below it; also chooses the token type. None: nobody knows it, ``dtype`` is given and no
+            ``.meta.json`` is written (an older one goes).
+        tokenizer: identity of the tokenizer, kept in the sidecar.
+        eod_id: id that ends every document given to ``add``, or None if documents have no such end.
+        dtype: type of the tokens in the file, if not the one that follows from ``vocab_size``.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        vocab_size: int | None,
+        tokenizer: str = "",
+        eod_id: int | None = None,
+        dtype: np.dtype | None = None,
+    ) -> None:
+        if dtype is None and vocab_size is None:
+            raise ValueError("without vocab_size the dtype must be given")
+        self.prefix = str(prefix)
+        check_prefix(self.prefix)
+        self.dtype = np.dtype(dtype) if dtype is not None else index_format.token_type(vocab_size or 0)
+        self.num_tokens = self.num_documents = 0
+        self._vocab_size, self._tokenizer, self._eod_id = vocab_size, tokenizer, eod_id
+        self._max_token_id = -1
+        self._paths = [Path(self.prefix + suffix) for suffix in (".bin", ".idx", ".meta.json")]
+        self._temporary = [file_io.temporary_path(path) for path in self._paths]
+        self._sizes_path = file_io.temporary_path(Path(self.prefix + ".len"))
+        self._open = ExitStack()
+
+    def __enter__(self) -> TokenFileWriter:
+        self._paths[0].parent.mkdir(parents=True, exist_ok=True)
+        file_io.roll_forward(self.prefix)
+        file_io.remove_leftovers(self.prefix)
+        try:
+            self._tokens = self._open.enter_context(StreamedFile(self._temporary[0]))
+            self._sizes = self._open.enter_context(StreamedFile(self._sizes_path))
+        except BaseException:
+            self._close_and_remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._close_and_remove()
+
+    def _close_and_remove(self) -> None:
+        with suppress(OSError):  # a full disk fails a second time when what is buffered is written on closing
+            self._open.close()
+        for path in [self._sizes_path, *([] if file_io.is_pending(self.prefix) else self._temporary)]:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def add(self, tokens: np.ndarray, sizes: np.ndarray | None = None) -> None:
+        """Append documents: ``tokens`` holds them one after the other, ``sizes`` their lengths (None: one document)."""
+        sizes = np.array([len(tokens)], np.int64) if sizes is None else sizes
+        if int(sizes.sum(dtype=np.int64)) != len(tokens):
+            raise ValueError(f"sizes sum to {sizes.sum()}, but {len(tokens)} tokens were given")
+        if not len(tokens):
+            return
+        self._check_ids(int(tokens.min()), int(tokens.max()))
+        self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data.cast("B"))
+        self.num_tokens += len(tokens)
+        self._add_sizes(sizes)
+
+    def append(
+        self, path: Path, sizes: Iterable[np.ndarray], *, num_tokens: int, max_token_id: int, crc32: int | None = None
+    ) -> None:
+        """Append a whole file of tokens of this writer's type, without looking at them.
+
+        Args:
+            sizes: tokens of each document in ``path``, in arrays of any length; empty documents are dropped.
+            max_token_id: the largest id in ``path``, for the sidecar.
+            crc32: that of ``path``, if it is known; else it is computed on the way, at half the speed.
+
+        Raises:
+            DataError: the file has another size than ``num_tokens`` need, or ``sizes`` have another sum.
+        """
+        if num_tokens:
+            self._check_ids(0, max_token_id)
+        self._tokens.append_file(path, num_tokens * self.dtype.itemsize, crc32)
+        total = sum(self._add_sizes(block) for block in sizes)
+        if total != num_tokens:
+            raise DataError(f"{path}: lengths sum to {total}, but it has {num_tokens} tokens. Build it again.")
+        self.num_tokens += num_tokens
+
+    def _add_sizes(self, sizes: np.ndarray) -> int:
+        kept = sizes[sizes > 0].astype("<i4")
+        if len(kept):
+            self._sizes.write(kept.data.cast("B"))
+        self.num_documents += len(kept)
+        return int(kept.sum(dtype=np.int64))
+
+    def _check_ids(self, lowest: int, highest: int) -> None:
+        limit = np.iinfo(self.dtype).max + 1 if self._vocab_size is None else self._vocab_size
+        if lowest < 0 or highest >= limit:
+            raise DataError(f"token ids must be in 0 ... {limit - 1}, got {lowest} ... {highest}")
+        self._max_token_id = max(self._max_token_id, highest)
+
+    def _finish(self) -> None:
+        self._tokens.sync()
+        self._sizes.flush()
+        blocks: Callable[[], Iterator[np.ndarray]] = lambda: read_sizes(self._sizes_path)  # noqa: E731
+        _, index_crc32 = files.write_chunks(self._temporary[1], index_chunks(blocks, self.num_documents, self.dtype))
+        written, gone = self._paths, self._paths[2:]
+        if self._vocab_size is None:
+            written = self._paths[:2]
+        else:
+            gone = []
+            files.write_bytes(self._temporary[2], self._sidecar(self._vocab_size, index_crc32).to_json())
+        file_io.replace_together(self.prefix, written, gone)
+
+    def _sidecar(self, vocab_size: int, index_crc32: int) -> Sidecar:
+        return Sidecar(
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            max_token_id=self._max_token_id,
+            vocab_size=vocab_size,
+            tokenizer=self._tokenizer,
+            eod_id=self._eod_id,
+            has_eod=self._eod_id is not None,
+            bin_bytes=self._tokens.size,
+            bin_crc32=self._tokens.crc32,
+            idx_crc32=index_crc32,
+        )

@@ -1,0 +1,304 @@
+"""Counts, lengths and ids of a token file, as tables and a picture."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from megatron import files
+from megatron.data.index_format import Sidecar
+from megatron.data.indexed_dataset import TokenFile
+from megatron.data.inspect.view import Words
+from megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.data.indexed_dataset import TokenFile
+    from megatron.tokenizer import Tokenizer
+
+# How long the documents of a corpus are: each length that occurs with its number of documents.
+#
+# Counted in blocks, so that memory follows the number of different lengths rather than that of documents.
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """``values``, rising, int64, and how many documents have each, ``counts``, int64; both empty without documents."""
+
+    values: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, sizes: np.ndarray) -> Lengths:
+        """Return the lengths in ``sizes``, an array of any kind that can be cut: mapped and unaligned ones too."""
+        values, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        for start in range(0, len(sizes), _BLOCK):
+            found = np.unique(np.array(sizes[start : start + _BLOCK]), return_counts=True)
+            values, counts = _joined(values, counts, found[0].astype(np.int64), found[1].astype(np.int64))
+        return cls(values, counts)
+
+    @property
+    def num_documents(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_empty(self) -> int:
+        """Documents without a token."""
+        return int(self.counts[self.values == 0].sum())
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a document on average; NaN without documents."""
+        return float(self.values @ self.counts) / self.num_documents if self.num_documents else math.nan
+
+    def quantile(self, share: float) -> int:
+        """Return the smallest length that at least ``share`` of the documents do not exceed; 0 gives the shortest.
+
+        Raises:
+            ValueError: there are no documents.
+        """
+        if not self.num_documents:
+            raise ValueError("quantiles need at least one document, got none")
+        below = np.cumsum(self.counts)
+        needed = max(math.ceil(share * self.num_documents), 1)
+        return int(self.values[np.searchsorted(below, needed, "left")])
+
+    def histogram(self, bounds: np.ndarray) -> np.ndarray:
+        """Return how many documents have bounds[i] <= length < bounds[i + 1], for each i."""
+        below = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
+        return np.diff(below[np.searchsorted(self.values, bounds, "left")])
+
+
+def _joined(
+    values: np.ndarray, counts: np.ndarray, more_values: np.ndarray, more_counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    joined, places = np.unique(np.concatenate([values, more_values]), return_inverse=True)
+    totals = np.zeros(len(joined), np.int64)
+    np.add.at(totals, places, np.concatenate([counts, more_counts]))
+    return joined, totals
+
+
+# A picture of how long the documents of one or several corpora are.
+
+_BINS_PER_DECADE = 10
+
+
+def bounds(longest: int) -> np.ndarray:
+    """Return the bounds of bins from 1 on, rising whole numbers, evenly spread on a logarithmic axis, above ``longest``
+    in the end."""
+    decades = np.log10(max(longest, 1) + 1)
+    exponents = np.linspace(0, decades, max(int(np.ceil(decades * _BINS_PER_DECADE)), 1) + 1)
+    return np.unique(np.ceil(10**exponents).astype(np.int64))
+
+
+def draw(corpora: Mapping[str, Lengths], path: Path) -> None:
+    """Write a PNG with one line for each corpus, by its name; empty documents stand in the legend, not on the axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    edges = bounds(max((int(lengths.values.max(initial=1)) for lengths in corpora.values()), default=1))
+    for name, lengths in corpora.items():
+        axes.stairs(lengths.histogram(edges), edges, label=_legend(name, lengths), fill=len(corpora) == 1, alpha=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel("tokens of a document")
+    axes.set_ylabel("documents")
+    axes.legend(loc="upper right", fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace_bytes(path, picture.getvalue())
+
+
+def _legend(name: str, lengths: Lengths) -> str:
+    if not lengths.num_documents:
+        return f"{name}: no documents"
+    empty = f", {lengths.num_empty} empty" if lengths.num_empty else ""
+    return f"{name}: {lengths.num_documents} documents, median {lengths.quantile(0.5)}{empty}"
+
+
+# The token ids of a whole file, read once from its start to its end.
+
+_MOST_IDS = 1 << 24
+
+
+def largest(token_file: TokenFile) -> int:
+    """Return the largest token id of the file, -1 where it holds none."""
+    return max((int(block.max()) for block in _blocks(token_file)), default=-1)
+
+
+def counts(token_file: TokenFile) -> np.ndarray:
+    """Return how often each id occurs, int64[largest id + 1].
+
+    Raises:
+        DataError: ids that no vocabulary has, below 0 or beyond 16 million.
+    """
+    totals = np.zeros(0, np.int64)
+    for block in _blocks(token_file):
+        lowest, highest = int(block.min()), int(block.max())
+        if lowest < 0 or highest >= _MOST_IDS:
+            raise DataError(
+                f"{token_file.token_path}: token ids must be in 0 ... {_MOST_IDS - 1} to be counted, got {lowest} ... "
+                f"{highest}. The file is damaged, or of another token type than its .idx says: build it again."
+            )
+        found = np.bincount(block.astype(np.int64))
+        totals = np.pad(totals, (0, max(len(found) - len(totals), 0)))
+        totals[: len(found)] += found
+    return totals
+
+
+def _blocks(token_file: TokenFile) -> Iterator[np.ndarray]:
+    with open(token_file.token_path, "rb") as file:
+        while len(block := np.fromfile(file, token_file.dtype, _BLOCK)):
+            yield block
+
+
+# What can be said about a pair of token files without a model: counts, lengths, ends, ids, vocabulary.
+
+ENDS_LOOKED_AT = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is in one pair.
+
+    Args:
+        eod_id: the end-of-document token that ``eod_share`` counts; None where nobody tells it.
+        eod_share: part of the filled documents that end with it; None without an id, or without documents.
+        ends_looked_at: documents that ``eod_share`` was counted on, evenly spread.
+        max_token_id: -1 without tokens.
+        sidecar: what ``PREFIX.meta.json`` says, None where there is none.
+    """
+
+    prefix: str
+    dtype: str
+    num_documents: int
+    num_tokens: int
+    bin_bytes: int
+    lengths: Lengths
+    eod_id: int | None
+    eod_share: float | None
+    ends_looked_at: int
+    max_token_id: int
+    sidecar: Sidecar | None
+
+
+def facts_of(token_file: TokenFile, eod_id: int | None = None) -> Facts:
+    """Return the facts of a pair; without a sidecar all of its tokens are read once, for the largest id.
+
+    Args:
+        eod_id: of the tokenizer, where one is given; else the sidecar's is taken.
+    """
+    sidecar = token_file.sidecar
+    if eod_id is None and sidecar is not None:
+        eod_id = sidecar.eod_id
+    share, looked_at = (None, 0) if eod_id is None else _share_of_ends(token_file, eod_id)
+    known = token_file.max_token_id
+    return Facts(
+        prefix=token_file.prefix,
+        dtype=token_file.dtype.name,
+        num_documents=token_file.num_documents,
+        num_tokens=token_file.num_tokens,
+        bin_bytes=token_file.num_tokens * token_file.dtype.itemsize,
+        lengths=Lengths.of(token_file.sizes),
+        eod_id=eod_id,
+        eod_share=share,
+        ends_looked_at=looked_at,
+        max_token_id=largest(token_file) if known is None else known,
+        sidecar=sidecar,
+    )
+
+
+def _share_of_ends(token_file: TokenFile, eod_id: int) -> tuple[float | None, int]:
+    """Return (share, documents looked at), evenly spread over the file; empty ones are passed over."""
+    count = min(token_file.num_documents, ENDS_LOOKED_AT)
+    chosen = np.linspace(0, token_file.num_documents - 1, count).astype(np.int64)
+    sizes = [int(token_file.sizes[document]) for document in chosen]
+    ends = [
+        int(token_file.read(int(document), size - 1, 1)[0]) == eod_id
+        for document, size in zip(chosen, sizes, strict=True)
+        if size
+    ]
+    return (sum(ends) / len(ends) if ends else None), len(ends)
+
+
+# Facts of token files as tables that a person reads.
+
+_SHOWN_OF_AN_IDENTITY = 16
+
+
+def table(facts: Facts, tokenizer: Tokenizer | None) -> Table:
+    """Return names and values of what is known of one pair."""
+    shown = Table(title=Text(facts.prefix), title_justify="left", show_header=False)
+    shown.add_column("name", no_wrap=True)
+    shown.add_column("value", overflow="fold")
+    for name, value in rows(facts, tokenizer):
+        shown.add_row(name, Text(value))
+    return shown
+
+
+def rows(facts: Facts, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of each row."""
+    lengths = facts.lengths
+    yield "documents", f"{facts.num_documents:,}"
+    yield "tokens", f"{facts.num_tokens:,} as {facts.dtype}, {facts.bin_bytes:,} bytes"
+    if lengths.num_documents:
+        quantiles = [lengths.quantile(share) for share in (0.0, 0.5, 0.99, 1.0)]
+        names = ("shortest", "median", "99 % up to", "longest")
+        told = [f"{name} {value:,}" for name, value in zip(names, quantiles, strict=True)]
+        yield "tokens a document", ", ".join([*told[:2], f"mean {lengths.mean:,.1f}", *told[2:]])
+        yield "empty documents", f"{lengths.num_empty:,}"
+    yield "end of document", _ends(facts)
+    yield "largest id", str(facts.max_token_id) if facts.num_tokens else "none, there are no tokens"
+    yield "vocabulary", _vocabulary(facts, tokenizer)
+
+
+def _ends(facts: Facts) -> str:
+    if facts.eod_id is None:
+        return "not known: no .meta.json and no tokenizer says which token that is"
+    if facts.eod_share is None:
+        return f"id {facts.eod_id}; there is no document to look at"
+    return f"{facts.eod_share:.1%} of {facts.ends_looked_at:,} documents looked at end with id {facts.eod_id}"
+
+
+def _vocabulary(facts: Facts, tokenizer: Tokenizer | None) -> str:
+    sidecar = facts.sidecar
+    if sidecar is None:
+        told = "not known, there is no .meta.json"
+    elif not sidecar.tokenizer:
+        told = f"{sidecar.vocab_size:,} ids, of a tokenizer that is not named"
+    else:
+        told = f"{sidecar.vocab_size:,} ids, identity {sidecar.tokenizer[:_SHOWN_OF_AN_IDENTITY]}"
+    if tokenizer is None:
+        return told
+    if sidecar is None or not sidecar.tokenizer:
+        fits = "holds all ids" if facts.max_token_id < tokenizer.vocab_size else "is too small for these ids"
+        return f"{told}; the tokenizer given has {tokenizer.vocab_size:,} and {fits}"
+    same = "the tokenizer given is that one" if sidecar.tokenizer == tokenizer.identity else "the one given is ANOTHER"
+    return f"{told}; {same}"
+
+
+def commonest(token_file: TokenFile, count: int, tokenizer: Tokenizer | None) -> Table:
+    """Return the ``count`` ids that occur most often with their share of all tokens; reads all of them."""
+    totals = counts(token_file)
+    words = None if tokenizer is None else Words(tokenizer)
+    shown = Table(title="commonest tokens", title_justify="left")
+    for name in ("id", "tokens", "share", "text"):
+        shown.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
+    for token in np.argsort(-totals, kind="stable")[:count]:
+        if totals[token]:
+            share = f"{totals[token] / token_file.num_tokens:.2%}"
+            shown.add_row(str(token), f"{totals[token]:,}", share, Text(words.short(int(token)) if words else ""))
+    return shown

@@ -1,0 +1,59 @@
+"""A tokenizer and texts without files, for parity runs: random tokens that are the same on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+EOD_ID = 0
+NUM_DOCUMENTS = 400
+LONGEST_DOCUMENT = 48
+
+
+class RandomTokens:
+    """A data set of random tokens; item i is a function of (seed, i). About one token in eight ends a document."""
+
+    def __init__(self, vocab_size: int, seq_length: int, seed: int = 0) -> None:
+        self.vocab_size, self.seq_length, self.seed = vocab_size, seq_length, seed
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        generator = np.random.default_rng((self.seed, index))
+        tokens = generator.integers(1, self.vocab_size, self.seq_length + 1, dtype=np.int64)
+        tokens[generator.random(self.seq_length + 1) < 0.125] = EOD_ID
+        return tokens
+
+
+class RandomDocuments:
+    """Documents of random tokens and unequal lengths that end with an end-of-document token, as a token file has them.
+
+    Args:
+        vocab_size: ids of text are below it.
+    """
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self.prefix, self.fingerprint = "random documents", f"random {vocab_size} {seed}"
+        sizes = np.random.default_rng(seed).integers(2, LONGEST_DOCUMENT + 1, NUM_DOCUMENTS)
+        self.sizes, self.num_documents = sizes.astype(np.int32), NUM_DOCUMENTS
+        self.vocab_size, self.seed = vocab_size, seed
+
+    def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return ``length`` tokens of ``document`` from ``offset`` on (all that follow if None)."""
+        size = int(self.sizes[document])
+        tokens = np.random.default_rng((self.seed, document)).integers(1, self.vocab_size, size)
+        tokens[-1] = EOD_ID
+        return tokens[offset : None if length is None else offset + length]
+
+
+@dataclass(frozen=True)
+class StandInTokenizer:
+    """What scripts read of a tokenizer, for a vocabulary of which nothing else is known."""
+
+    vocab_size: int
+    eod_id: int = EOD_ID
+    pad_id: int | None = None
+    unk_id: int | None = None
+    sentinel_ids: tuple[int, ...] = ()
+    control_tokens: Mapping[str, int] = field(default_factory=lambda: {"<|endoftext|>": EOD_ID})
+    identity: str | None = None

@@ -1,0 +1,206 @@
+"""Input files, cut into units of work; reading one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.data.preprocess import readers
+from megatron.data.preprocess.encode import parse
+from megatron.data.preprocess.job_types import FORMATS, STDIN, BadRecord, Record, Unit, compression_of
+from megatron.data.preprocess.readers import (
+    BOM,
+    check_is_compressed,
+    check_is_lines,
+    check_is_text,
+    check_is_whole,
+    lines,
+    read_head,
+    texts_between_blank_lines,
+    whole_files,
+)
+from megatron.errors import DataError
+
+# Which files a corpus is made of, and the format of each.
+
+_JSON = (".jsonl", ".json", ".ndjson")
+_PARQUET = (".parquet", ".pq")
+
+
+def find_inputs(paths: Sequence[Path | str]) -> list[Path]:
+    """Return the files that ``paths`` name, in their order; a folder gives all files below it, sorted by their paths.
+
+    Names that begin with a dot are left out of folders. ``-`` is standard input. What is named twice is read twice.
+
+    Raises:
+        DataError: a path does not exist or is no file, a folder holds no file, or ``-`` is given twice.
+    """
+    if sum(str(path) == STDIN for path in paths) > 1:
+        raise DataError("--input - (standard input) can be read once only; it was given more than once")
+    found = [file for path in paths for file in _files_of(Path(path))]
+    if not found:
+        raise DataError("--input must name at least one file or folder")
+    return found
+
+
+def _files_of(path: Path) -> list[Path]:
+    if str(path) == STDIN or path.is_file():
+        return [path]
+    if path.is_dir():
+        found = sorted(_walk(path, set()), key=lambda file: file.relative_to(path).parts)
+        if not found:
+            raise DataError(f"--input {path} is a folder without any file (hidden ones are left out)")
+        return found
+    if path.exists():
+        raise DataError(
+            f"--input {path} must be a file or a folder, got a pipe or a device; "
+            "give it on standard input: --input - < that"
+        )
+    raise DataError(f"--input {path} does not exist; check the path")
+
+
+def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
+    """Yield the files below ``folder``, links followed, each folder once."""
+    if (real := os.path.realpath(folder)) in seen:
+        return
+    seen.add(real)
+    try:
+        children = list(folder.iterdir())
+    except OSError as error:
+        raise DataError(f"--input {folder} cannot be read: {error.strerror}") from error
+    for child in sorted(children):
+        if child.name.startswith("."):
+            continue
+        if child.is_dir():
+            yield from _walk(child, seen)
+        elif child.is_file():
+            yield child
+
+
+def guess_format(path: Path | str) -> str:
+    """Return the format of one file by its name, the endings .gz and .zst looked through.
+
+    JSON lines for .jsonl, .json, .ndjson and for standard input; parquet for .parquet, .pq; else a document per file.
+    """
+    if str(path) == STDIN:
+        return "jsonl"
+    inner = Path(path).with_suffix("") if compression_of(path) else Path(path)
+    suffix = inner.suffix.lower()
+    if suffix in _PARQUET:
+        return "parquet"
+    return "jsonl" if suffix in _JSON else "text-file"
+
+
+# Cutting a corpus into units of work, and reading one.
+
+UNIT_BYTES = 64 << 20
+_SMALLEST_UNIT = len(BOM) + 1  # the first line of a file, behind its mark, lies in the first unit
+_TO_THE_END = sys.maxsize
+
+_READERS: dict[str, Callable[[Unit], Iterator[Record]]] = {
+    "jsonl": lines,
+    "text-block": texts_between_blank_lines,
+    "text-file": whole_files,
+}
+
+
+def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+    """Return the units of a corpus in the order of ``paths``; they depend on the files and ``unit_bytes`` alone.
+
+    A file that can be read from any byte is cut every ``unit_bytes`` (a document belongs where it begins); a compressed
+    one and standard input are one unit each, parquet has one per row group. Small files that follow one another and
+    are one document each share a unit.
+
+    Args:
+        format: of all files, one of FORMATS; None to guess that of each by its name.
+
+    Raises:
+        DataError: a file cannot be read, or its first bytes are those of something else than its name says.
+    """
+    if format is not None and format not in FORMATS:
+        raise DataError(f"--format must be one of {', '.join(FORMATS)}, got {format}")
+    planned = (
+        unit for path in find_inputs(paths) for unit in _units_of(str(path), format or guess_format(path), unit_bytes)
+    )
+    return [replace(unit, number=number) for number, unit in enumerate(_joined(planned, unit_bytes))]
+
+
+def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Record]:
+    """Yield the records of a unit; memory is a few blocks of 256 kB, or its longest record.
+
+    Args:
+        keys: the columns to read of parquet; other formats do not look at them.
+
+    Raises:
+        DataError: the file is damaged, or cannot be read any more.
+    """
+    if unit.format == "parquet":
+        return readers.rows(unit, keys or ("text",))
+    return _READERS[unit.format](unit)
+
+
+def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Record, str | BadRecord]]:
+    """Yield the documents of a unit in order, and what is bad, each with its record; empty ones are left out."""
+    keys = keys if unit.format in ("jsonl", "parquet") else None
+    is_checked = compression_of(unit.path) is None
+    for record in read_unit(unit, keys):
+        result = parse(record, keys)
+        if isinstance(result, BadRecord):
+            if not is_checked:  # what looks like a bad line may be rubbish behind a flipped bit
+                check_is_whole(unit.path)
+                is_checked = True
+            yield record, result
+        elif result:
+            yield record, result[0]
+
+
+def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
+    if path == STDIN:
+        if format == "parquet":
+            raise DataError("--input - (standard input) cannot be parquet, which is not read in order; give the file")
+        yield Unit(0, path, format, 0, _TO_THE_END, 0)
+        return
+    head, size = read_head(path), Path(path).stat().st_size
+    if format == "parquet":
+        if compression_of(path):
+            raise DataError(f"--input {path}: a parquet file is compressed inside; unpack it first")
+        for number, group_size in enumerate(readers.row_groups(path)):
+            yield Unit(0, path, format, number, number + 1, group_size)
+        return
+    check_is_compressed(path, head)
+    if compression_of(path) or format == "text-file":
+        if not compression_of(path):
+            check_is_text(path, head)
+        yield Unit(0, path, format, 0, _TO_THE_END, size)
+        return
+    check_is_text(path, head)
+    if format == "jsonl":
+        check_is_lines(path, head)
+    unit_bytes = max(unit_bytes, _SMALLEST_UNIT)
+    for start in range(0, size, unit_bytes):
+        yield Unit(0, path, format, start, min(start + unit_bytes, size), min(unit_bytes, size - start))
+
+
+def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
+    """Put neighbours that are one small plain file each together, as long as they stay within ``unit_bytes``."""
+    group: list[Unit] = []
+    size = 0
+    for unit in units:
+        is_joinable = unit.format == "text-file" and unit.path != STDIN and compression_of(unit.path) is None
+        if group and (not is_joinable or size + unit.size > unit_bytes):
+            yield _as_one(group)
+            group, size = [], 0
+        if is_joinable:
+            group.append(unit)
+            size += unit.size
+        else:
+            yield unit
+    if group:
+        yield _as_one(group)
+
+
+def _as_one(group: list[Unit]) -> Unit:
+    return replace(group[0], size=sum(unit.size for unit in group), more=tuple(unit.path for unit in group[1:]))

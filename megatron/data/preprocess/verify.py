@@ -1,0 +1,137 @@
+"""Reading a pair of token files through to see that it is whole, and showing some of it."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron import files
+from megatron.data.index_format import Sidecar, index_chunks
+from megatron.data.indexed_dataset import TokenFile
+from megatron.errors import DataError
+from megatron.tokenizer import Tokenizer
+
+_SIZES_AT_ONCE = 1 << 18
+_BYTES_AT_ONCE = 1 << 22
+_SHOWN_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a whole pair holds.
+
+    Args:
+        has_sidecar: whether there were checksums to compare with.
+        samples: (number of the document, its tokens, how it begins) of some documents.
+    """
+
+    num_documents: int
+    num_tokens: int
+    has_sidecar: bool
+    samples: list[tuple[int, int, str]]
+
+
+def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, seed: int = 0) -> Verified:
+    """Read ``PREFIX.bin`` and ``.idx`` through: sizes, offsets, checksums, the range of ids, the end of each document.
+
+    Args:
+        tokenizer: decodes the samples; None shows token ids.
+        seed: of the choice of the samples.
+
+    Raises:
+        DataError: a file is missing or damaged, or the tokens are not those of ``tokenizer``.
+    """
+    file = _opened(prefix)
+    if tokenizer is not None and file.sidecar is not None and file.sidecar.tokenizer != tokenizer.identity:
+        raise DataError(
+            f"{file.prefix} was built with another tokenizer ({file.sidecar.tokenizer[:12]}...) than the one given "
+            f"({tokenizer.identity[:12]}...). Give that one, or none."
+        )
+    if tokenizer is not None and file.sidecar is not None and file.sidecar.vocab_size != tokenizer.vocab_size:
+        raise DataError(
+            f"{file.prefix}.meta.json must tell the size of the tokenizer's vocabulary, {tokenizer.vocab_size}, "
+            f"it says {file.sidecar.vocab_size}. It is damaged: build the data again, or delete it."
+        )
+    crc32, lowest, highest = _read_through(file)
+    vocab_size = tokenizer.vocab_size if tokenizer else file.sidecar.vocab_size if file.sidecar else highest + 1
+    if lowest < 0 or highest >= vocab_size:
+        raise DataError(f"{file.prefix}.bin: ids must be in 0 ... {vocab_size - 1}, got {lowest} ... {highest}")
+    if file.sidecar is not None:
+        _check_sidecar(file, file.sidecar, crc32, highest)
+    chosen = sorted(random.Random(seed).sample(range(file.num_documents), min(num_samples, file.num_documents)))
+    samples = [(document, int(file.sizes[document]), _opening(file, document, tokenizer)) for document in chosen]
+    return Verified(file.num_documents, file.num_tokens, file.sidecar is not None, samples)
+
+
+def _opened(prefix: str) -> TokenFile:
+    if not any(Path(prefix + suffix).is_file() for suffix in (".bin", ".idx", ".commit", "")):
+        raise DataError(f"--output-prefix {prefix} must name files to verify; there is no {prefix}.bin and no .idx")
+    return TokenFile(prefix)
+
+
+def _read_through(file: TokenFile) -> tuple[int, int, int]:
+    """Return crc32, smallest and largest id of all tokens."""
+    crc32, lowest, highest = 0, 0, -1
+    with open(file.token_path, "rb") as opened:
+        while data := opened.read(_BYTES_AT_ONCE):
+            tokens = np.frombuffer(data, file.dtype)
+            crc32 = zlib.crc32(data, crc32)
+            lowest, highest = min(lowest, int(tokens.min())), max(highest, int(tokens.max()))
+    return crc32, lowest, highest
+
+
+def _check_sidecar(file: TokenFile, sidecar: Sidecar, crc32: int, highest: int) -> None:
+    counts = {
+        "documents": (sidecar.num_documents, file.num_documents),
+        "tokens": (sidecar.num_tokens, file.num_tokens),
+        "bytes in .bin": (sidecar.bin_bytes, file.num_tokens * file.dtype.itemsize),
+        "crc32 of .bin": (sidecar.bin_crc32, crc32),
+        "crc32 of .idx": (sidecar.idx_crc32, files.size_and_crc(file.index_path)[1]),
+        "crc32 of .idx by its lengths": (sidecar.idx_crc32, _crc32_by_lengths(file)),
+        "largest id": (sidecar.max_token_id, highest),
+    }
+    if wrong := [f"{name} {told}, found {found}" for name, (told, found) in counts.items() if told != found]:
+        raise DataError(
+            f"{file.prefix}.bin and .idx must be what {file.prefix}.meta.json says; {'; '.join(wrong)}. "
+            "They are damaged: build them again."
+        )
+    if sidecar.has_eod:
+        _check_ends(file, sidecar.eod_id)
+
+
+def _crc32_by_lengths(file: TokenFile) -> int:
+    """Return the crc32 of the ``.idx`` that would be written for these lengths: offsets and starts follow from them."""
+    crc32 = 0
+    for chunk in index_chunks(lambda: _sizes(file), file.num_documents, file.dtype):
+        crc32 = zlib.crc32(chunk, crc32)
+    return crc32
+
+
+def _check_ends(file: TokenFile, eod_id: int | None) -> None:
+    tokens = np.memmap(file.token_path, file.dtype, "r") if file.num_tokens else np.zeros(0, file.dtype)
+    start = first = 0
+    for sizes in _sizes(file):
+        ends = start + np.cumsum(sizes, dtype=np.int64)
+        wrong = np.flatnonzero(tokens[ends - 1] != eod_id)
+        if len(wrong):
+            document = first + int(wrong[0])
+            raise DataError(
+                f"{file.prefix}: each document must end with the id {eod_id}, document {document} ends with "
+                f"{tokens[ends[wrong[0]] - 1]}. The files are damaged: build them again."
+            )
+        start, first = int(ends[-1]), first + len(sizes)
+
+
+def _sizes(file: TokenFile) -> Iterator[np.ndarray]:
+    for start in range(0, file.num_documents, _SIZES_AT_ONCE):
+        yield np.array(file.sizes[start : start + _SIZES_AT_ONCE])
+
+
+def _opening(file: TokenFile, document: int, tokenizer: Tokenizer | None) -> str:
+    ids = file.read(document, 0, min(int(file.sizes[document]), _SHOWN_TOKENS)).tolist()
+    return repr(tokenizer.decode(ids)) if tokenizer else " ".join(map(str, ids))

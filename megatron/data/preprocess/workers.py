@@ -1,0 +1,237 @@
+"""Worker processes and their supervision."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from megatron.child_process import die_with_parent
+from megatron.data.preprocess.corpus import read_unit
+from megatron.data.preprocess.encode import Encoder, in_chunks
+from megatron.data.preprocess.job_types import Counts, Unit, compression_of, total
+from megatron.data.preprocess.readers import check_is_whole
+from megatron.data.preprocess.shards import Part, Parts, PartWriter
+from megatron.errors import DataError
+
+# One process that encodes: it asks for units one after another, and tells how far it is.
+
+_SECONDS_BETWEEN_REPORTS = 0.2
+
+
+@dataclass(frozen=True)
+class Running:
+    """A unit is being encoded: what was counted in it so far."""
+
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A unit is finished; ``is_new`` unless its part was there already."""
+
+    part: Part
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A unit cannot be encoded, and why; ``error_number`` is that of the operating system, 0 if it is none."""
+
+    reason: str
+    is_data_error: bool = False
+    error_number: int = 0
+    where: str = ""
+
+
+Report = Running | Finished | Failed
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that a worker needs; it is inherited by the fork, never pickled."""
+
+    units: Sequence[Unit]
+    encoder: Encoder
+    parts: Parts
+
+
+def run(connection: Connection, work: Work, parent: int) -> None:
+    """Encode each unit whose number comes from ``connection``, until None does; reports go back the same way."""
+    _become_worker(parent)
+    try:
+        while (number := connection.recv()) is not None:
+            connection.send(_do(work, work.units[number], connection))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the job is gone
+
+
+def _become_worker(parent: int) -> None:
+    die_with_parent()
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job ends its workers, also on Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # what is inherited stays shared: the collector would write to each page of it
+
+
+def _do(work: Work, unit: Unit, connection: Connection) -> Report:
+    try:
+        if part := work.parts.finished(unit.number):
+            return Finished(part, is_new=False)
+        return Finished(_encode(work, unit, connection), is_new=True)
+    except DataError as error:
+        return Failed(str(error), is_data_error=True)
+    except OSError as error:
+        return Failed(str(error), error_number=error.errno or errno.EIO, where=traceback.format_exc())
+    except Exception as error:
+        return Failed(f"{type(error).__name__}: {error}", where=traceback.format_exc())
+
+
+def _encode(work: Work, unit: Unit, connection: Connection) -> Part:
+    encoder, counts, told = work.encoder, Counts(), time.monotonic()
+    is_checked = compression_of(unit.path) is None
+    with PartWriter(work.parts, unit.number) as writer:
+        for chunk in in_chunks(read_unit(unit, encoder.json_keys)):
+            encoded = encoder.encode(chunk, unit.format)
+            if encoded.bad and not is_checked:  # behind a flipped bit comes rubbish, and the checksum only at the end
+                check_is_whole(unit.path)
+                is_checked = True
+            counts = total((counts, encoded.counts))
+            writer.add(encoded, counts)
+            if encoded.bad or time.monotonic() - told >= _SECONDS_BETWEEN_REPORTS:
+                connection.send(Running(counts))
+                told = time.monotonic()
+        return writer.finish()
+
+
+# Handing units to worker processes and watching over them: whatever goes wrong, no process is left behind.
+
+
+class UnitError(RuntimeError):
+    """A unit could not be encoded, for a reason that is no fault of the data."""
+
+
+class _Worker:
+    """A worker process, seen from the job."""
+
+    def __init__(self, work: Work) -> None:
+        context = multiprocessing.get_context("fork")  # the tokenizer is inherited, not loaded again and not copied
+        self.connection, other_end = context.Pipe()
+        self.process: BaseProcess = context.Process(target=run, args=(other_end, work, os.getpid()), daemon=True)
+        self.process.start()
+        other_end.close()  # so that a dead worker is the end of its connection
+        self.unit: int | None = None
+
+    def give(self, unit: int | None) -> None:
+        """Hand over the next unit; None ends the worker."""
+        self.unit = unit
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died; its connection says so when it is read
+            self.connection.send(unit)
+
+    def take(self) -> Report | None:
+        """Return the next report, None if the worker is dead."""
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+
+
+class Workers:
+    """``num_workers`` processes, forked at once: nothing may run threads before they are. A context."""
+
+    def __init__(self, work: Work, num_workers: int) -> None:
+        self._work = work
+        self._workers: list[_Worker] = []
+        self._num_workers = num_workers
+
+    def __enter__(self) -> Workers:
+        try:
+            for _ in range(self._num_workers):
+                self._workers.append(_Worker(self._work))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._workers:
+            each.process.kill()  # what they write counts for nothing until it is finished
+        for each in self._workers:
+            each.process.join()
+            each.connection.close()
+
+    def encode(
+        self,
+        units: Iterable[int],
+        on_report: Callable[[Mapping[int, Counts]], None],
+        on_finished: Callable[[Part, bool], None],
+    ) -> None:
+        """Have all ``units`` encoded, in this order as far as they are begun.
+
+        Args:
+            on_report: called after each report with what is counted in the units that are being encoded.
+            on_finished: called with the part of each finished unit, and whether it is new.
+
+        Raises:
+            DataError: a unit cannot be read.
+            UnitError: a worker failed or died; names its unit.
+        """
+        waiting = iter(units)
+        running: dict[int, Counts] = {}
+        for each in self._workers:
+            self._next(each, waiting, running)
+        while running:
+            for each, report in self._reports():
+                unit = each.unit
+                assert unit is not None, "a worker without a unit has nothing to say"
+                if isinstance(report, Running):
+                    running[unit] = report.counts
+                elif isinstance(report, Finished):
+                    del running[unit]
+                    on_finished(report.part, report.is_new)
+                    self._next(each, waiting, running)
+                else:
+                    raise self._error(each, report, unit)
+                on_report(running)
+
+    def _next(self, each: _Worker, waiting: Iterator[int], running: dict[int, Counts]) -> None:
+        each.give(next(waiting, None))
+        if each.unit is not None:
+            running[each.unit] = Counts()
+
+    def _reports(self) -> Iterator[tuple[_Worker, Report | None]]:
+        """Wait for reports and yield them; None for a worker that died."""
+        busy = {each.connection: each for each in self._workers if each.unit is not None}
+        for ready in connection.wait(list(busy)):
+            each = busy[ready]  # type: ignore[index]
+            yield each, each.take()
+
+    def _error(self, each: _Worker, report: Failed | None, number: int) -> Exception:
+        unit = self._work.units[number].name()
+        if report is None:
+            each.process.join()
+            return UnitError(f"a worker process {_end_of(each.process.exitcode)} while it encoded {unit}")
+        if report.is_data_error:
+            return DataError(report.reason)
+        if report.error_number:
+            return OSError(report.error_number, f"while a worker encoded {unit}: {report.reason}")
+        return UnitError(f"a worker process failed while it encoded {unit}: {report.reason}\n{report.where}".rstrip())
+
+
+def _end_of(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = " (out of memory? see dmesg, and try fewer --workers)" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"

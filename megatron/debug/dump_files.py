@@ -1,0 +1,267 @@
+"""The files of a dump: written as the run goes, so that a crash leaves all that came before it.
+
+| file | holds |
+|---|---|
+| `dump.json` | the layout, and what else a reader must know |
+| `rank-00003.jsonl` | what one rank saw, a line for each tensor, between the lines "begin" and "end" of each step |
+| `tensors/rank-00003/...safetensors` | the tensors, where they were asked for; a line of the rank names its file |
+
+A line "loss", of the last stage, says whether the loss is a pair (sum, count) or the mean of a replica: as soon as that
+is known, and for the gradients of all ranks, which are written as they are.
+
+A step that comes again, after a resume or a return to a checkpoint, takes the place of what was there of it and of all
+later ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron import files
+from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT
+from megatron.debug.statistics import Cut, Statistics, measure
+
+MANIFEST = "dump.json"
+FORMAT = 1
+WEIGHT, GRADIENT = "weight", "gradient"
+
+
+class Samples(NamedTuple):
+    """Which of the step's global batch a tensor belongs to: from ``first`` up to ``stop``."""
+
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One tensor as one rank saw it.
+
+    Args:
+        micro_batch, samples: None for weights and their gradients.
+        shape, dtype: of the rank's own part; ``statistics`` leave padding out.
+        factor: what the tensor in ``file`` is to be multiplied by; the statistics have been.
+        time_ns: when it was seen, for the order among ranks.
+        rank: who saw it.
+        chunk: of the stage that the rank is.
+        is_share: a summand of this rank, of what its tensor group sums later.
+    """
+
+    step: int
+    name: str
+    what: str
+    micro_batch: int | None
+    samples: Samples | None
+    call: int
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    cut: Cut | None
+    statistics: Statistics
+    factor: float
+    time_ns: int
+    rank: int
+    file: str | None = None
+    chunk: int = 0
+    is_share: bool = False
+
+
+class Writer:
+    """Writes what one rank sees into ``folder``."""
+
+    def __init__(self, folder: Path, rank: int, *, with_tensors: bool = False) -> None:
+        self.folder, self.rank, self.with_tensors = folder, rank, with_tensors
+        self._file: BinaryIO | None = None
+        self._step = self._number = 0
+
+    @property
+    def path(self) -> Path:
+        """This rank's file."""
+        return self.folder / f"rank-{self.rank:05d}.jsonl"
+
+    def make(self) -> None:
+        """Make the folder, which other hosts may not share, and this rank's file, if they are not there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        files.make_folder(self.folder)
+        with open(self.path, "ab"):
+            pass
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+        self.close()
+        self._file = open(self.path, "ab")  # noqa: SIM115 - closed in close()
+        self._file.write(b"\n")  # a kill may have cut off the last line
+        self._step, self._number = step, 0
+        self._write({"kind": "begin", "step": step})
+
+    def add(
+        self,
+        x: torch.Tensor,
+        name: str,
+        what: str,
+        *,
+        cut: Cut | None = None,
+        micro_batch: int | None = None,
+        samples: Samples | None = None,
+        call: int = 0,
+        index: int = 0,
+        chunk: int = 0,
+        factor: float = 1.0,
+        is_share: bool = False,
+    ) -> None:
+        """Write the statistics of ``factor`` times ``x``, and ``x`` itself where that is asked for."""
+        now = time.time_ns()
+        real = x if cut is None else cut.unpadded(x)
+        start = cut.start if cut is not None and cut.dim == x.dim() - 1 else 0
+        found = measure(real, start).times(factor)
+        record = Record(
+            self._step, name, what, micro_batch, samples, call, index, tuple(x.shape),
+            str(x.dtype).removeprefix("torch."), cut, found, factor, now, self.rank, self._keep(x), chunk,
+            is_share,
+        )  # fmt: skip
+        self._write({"kind": "tensor", "step": self._step, "record": record})
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Write a line of another kind about the step."""
+        self._write({"kind": kind, "step": self._step, **facts})
+
+    def close(self) -> None:
+        """Write no more until the next step begins."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _keep(self, x: torch.Tensor) -> str | None:
+        if not self.with_tensors:
+            return None
+        name = f"tensors/rank-{self.rank:05d}/step-{self._step:06d}-{self._number:06d}.safetensors"
+        self._number += 1
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"tensor": x.detach().cpu().contiguous()}, path)
+        return name
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._file is None:
+            raise RuntimeError("a step must have begun, call begin(step)")
+        self._file.write(orjson.dumps(line, default=tuple) + b"\n")
+        self._file.flush()
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Make ``folder`` a dump with these facts.
+
+    Raises:
+        ValueError: it is one already, with another layout.
+    """
+    facts = {"format": FORMAT, **facts}
+    path = folder / MANIFEST
+    if path.exists():
+        kept = orjson.loads(path.read_bytes())
+        fixed = ("format", "layout", "family", "micro_batch_size", "dtype", "seed")
+        differing = [key for key in fixed if kept.get(key) != orjson.loads(orjson.dumps(facts.get(key)))]
+        if differing:
+            told = ", ".join(f"{key} {kept.get(key)} and now {facts.get(key)}" for key in differing)
+            raise ValueError(f"{folder} holds the dump of another run ({told})")
+    files.make_folder(folder)
+    files.replace_bytes(path, orjson.dumps(facts, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+class Dump(NamedTuple):
+    """A dump as read: the manifest, the tensors of its whole and begun steps, the other lines by kind."""
+
+    folder: Path
+    facts: dict[str, Any]
+    records: list[Record]
+    ends: dict[int, dict[str, Any]]
+    findings: list[dict[str, Any]]
+
+    def piece(self, record: Record) -> int:
+        """Return the place of the record's chunk among those of all stages, in the order of a forward."""
+        places, layout = self.facts["ranks"], self.facts["layout"]
+        return int(record.chunk * layout.get("pipe", 1) + places[record.rank]["stage"])
+
+    def tensor(self, record: Record) -> torch.Tensor:
+        """Return what the rank saw, without padding, in fp64."""
+        x = load_file(self.folder / str(record.file))["tensor"].double() * record.factor
+        return x if record.cut is None else record.cut.unpadded(x)
+
+
+def read(folder: Path) -> Dump:
+    """Return what ``folder`` holds.
+
+    Raises:
+        ValueError: it is no dump, of a format that is not known, or a rank's file is missing.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise ValueError(f"{folder} must be a folder that --debug-dump has written, got none with {MANIFEST}")
+    facts = orjson.loads(path.read_bytes())
+    if facts.get("format") != FORMAT:
+        raise ValueError(f"{path} must have format {FORMAT}, got {facts.get('format')!r}: it is of another version")
+    dump = Dump(folder, facts, [], {}, [])
+    forms: dict[int, bool] = {}
+    for rank in range(facts["world_size"]):
+        own = folder / f"rank-{rank:05d}.jsonl"
+        if not own.exists():
+            raise ValueError(f"{folder} must hold what all {facts['world_size']} ranks saw, got no {own.name}")
+        for line in _lasting(own):
+            if line["kind"] == "tensor":
+                dump.records.append(_record(line["record"]))
+            elif line["kind"] == "end":
+                dump.ends[line["step"]] = line
+            elif line["kind"] == "not finite":
+                dump.findings.append(line)
+            elif line["kind"] == "loss":
+                forms[line["step"]] = line["is_weighted"]
+    return dump._replace(
+        records=[_of_mean_loss(record, forms, facts["layout"].get("data", 1)) for record in dump.records]
+    )
+
+
+def _of_mean_loss(record: Record, forms: Mapping[int, bool], replicas: int) -> Record:
+    """Return a gradient within a replica as one of the mean loss, but for a factor that all layouts share.
+
+    Args:
+        forms: step -> whether the loss is a pair (sum, count); a scalar is the mean of a replica.
+    """
+    is_weighted = forms.get(record.step, next(iter(forms.values()), True))
+    if record.what not in (GRAD_OUTPUT, GRAD_INPUT) or is_weighted:
+        return record
+    share = 1.0 / replicas
+    return replace(record, factor=share * record.factor, statistics=record.statistics.times(share))
+
+
+def _lasting(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a rank's file that no later beginning of a step has made void."""
+    kept: list[dict[str, Any]] = []
+    for text in path.read_bytes().splitlines():
+        with suppress(orjson.JSONDecodeError):
+            line = orjson.loads(text)
+            if line["kind"] == "begin":
+                kept = [each for each in kept if each["step"] < line["step"]]
+            kept.append(line)
+    yield from kept
+
+
+def _record(held: dict[str, Any]) -> Record:
+    numbers = held["statistics"]
+    held |= {
+        "cut": None if held["cut"] is None else Cut(*held["cut"]),
+        "samples": None if held["samples"] is None else Samples(*held["samples"]),
+        "shape": tuple(held["shape"]),
+        "statistics": Statistics(**{**numbers, "sketch": tuple(numbers["sketch"])}),
+    }
+    return Record(**held)

@@ -1,0 +1,253 @@
+"""The decoding loop and what a model can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.errors import DataError, NumericsError
+from megatron.generate.sampling import NONE, Choose, Sampling, chooser, keys_of
+from megatron.models.common.generation import DecoderReader, Part, Rows, part_of, tokens_to_all_stages
+from megatron.models.common.generation import Rows as Rows_generation
+from megatron.models.common.generation import filled_up as filled_up_generation
+from megatron.models.common.model_args import Sizes
+from megatron.models.registry import load
+from megatron.models.t5.generate import T5Reader
+from megatron.models.t5.layers import T5Sizes
+
+# What a model can be asked for, checked alike on every rank before any rank waits for another.
+
+USUAL_TOKENS = 64
+"""New tokens of a row where no number is asked for."""
+
+
+def check_rows(what: str, rows: Rows, vocab_size: int) -> None:
+    """Check the tokens that a user gave.
+
+    Raises:
+        DataError: no rows, an empty one, or a token outside the vocabulary.
+    """
+    if not rows or not all(len(row) for row in rows):
+        lengths = [len(row) for row in rows]
+        raise DataError(f"{what} must be one or more rows of one or more tokens, got rows of lengths {lengths}")
+    for number, row in enumerate(rows):
+        wrong = [token for token in row if not 0 <= token < vocab_size]
+        if wrong:
+            raise DataError(
+                f"tokens of {what} must be from 0 to {vocab_size - 1}, got {wrong[0]} in row {number}. "
+                "Were they made with another tokenizer?"
+            )
+
+
+def limits_of(what: str, lengths: Sequence[int], max_new_tokens: int | None, positions: int | None) -> list[int]:
+    """Return how many new tokens each row may have: ``max_new_tokens``, else the usual number where they fit.
+
+    The last new token is chosen and not read, so it needs no position.
+
+    Args:
+        what: the rows' name in messages.
+        lengths: tokens that stand before the new ones in each row.
+        positions: how many the model learned; None: it has no end.
+
+    Raises:
+        DataError: a row with its new tokens has more tokens than there are positions.
+    """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise DataError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    limits = []
+    for number, length in enumerate(lengths, 1):
+        room = positions - length + 1 if positions is not None else None
+        wanted = max_new_tokens or USUAL_TOKENS
+        if room is not None and room < (max_new_tokens or 1):
+            new = f" and {max_new_tokens} new ones, of which all but the last are read," if max_new_tokens else ""
+            raise DataError(
+                f"{what} {number} has {length} tokens; they{new} must fit into the {positions} positions that the "
+                f"model learned (--max-position-embeddings). {_cure(room, max_new_tokens)}"
+            )
+        limits.append(wanted if room is None else min(wanted, room))
+    return limits
+
+
+def _cure(room: int, max_new_tokens: int | None) -> str:
+    return f"Ask for at most {room} new tokens, or shorten it" if max_new_tokens and room > 0 else "Shorten it"
+
+
+def check_length(what: str, lengths: Sequence[int], positions: int) -> None:
+    """Check that rows that the model only reads have positions.
+
+    Raises:
+        DataError: a row has more tokens than the model learned positions.
+    """
+    for number, length in enumerate(lengths, 1):
+        if length > positions:
+            raise DataError(
+                f"{what} {number} has {length} tokens and must fit into the {positions} positions that the model "
+                "learned (--max-position-embeddings). Shorten it"
+            )
+
+
+# The loop of generation: a token is chosen for each row and read in its turn, until all rows have ended.
+
+OnToken = Callable[[int, int], Any]
+"""Called with (row, token) for each new token, on every rank."""
+
+
+def generate(
+    part: Part,
+    read: Any,
+    starts: Rows_generation,
+    *,
+    limits: Sequence[int],
+    eos_id: int | None,
+    choose: Choose,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """Return the new tokens of each row: up to and with ``eos_id``, or as many as its limit. Collective.
+
+    Args:
+        read: a ``Reader``, or what has its methods ``read`` and ``keep``.
+        starts: the rows at the start, of any lengths above 0.
+        limits: how many new tokens each row may have, at least 1.
+        eos_id: ends a row; None: none does.
+
+    Raises:
+        NumericsError: a logit is not a number; on every rank.
+    """
+    new: list[list[int]] = [[] for _ in starts]
+    rows = list(range(len(starts)))
+    tokens, last = filled_up_generation(starts)
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    for step in range(max(limits)):
+        logits = read.read(tokens, positions, last)
+        for row, token in zip(rows, _chosen(part, logits, choose, rows, step), strict=True):
+            new[row].append(token)
+            if on_token is not None:
+                on_token(row, token)
+        still = [place for place, row in enumerate(rows) if new[row][-1] != eos_id and len(new[row]) < limits[row]]
+        if not still:
+            break
+        if len(still) < len(rows):
+            read.keep(still)
+            rows = [rows[place] for place in still]
+        tokens = torch.tensor([[new[row][-1]] for row in rows])  # [b, 1]
+        positions = torch.tensor([[len(starts[row]) + step] for row in rows])
+        last = torch.zeros(len(rows), dtype=torch.long)
+    return new
+
+
+def _chosen(part: Part, logits: torch.Tensor | None, choose: Choose, rows: list[int], step: int) -> list[int]:
+    """Return the tokens that the last stage chooses, on every rank."""
+    own = None if logits is None else choose(logits, rows, step)
+    tokens = tokens_to_all_stages(part, own, len(rows))
+    if (tokens == NONE).any():
+        raise NumericsError("logits must be numbers, got NaN. Are the weights finite? Load another checkpoint.")
+    return tokens.tolist()
+
+
+# Generation with GPT-2 and the other models that go on from a prompt (``GENERATION`` of a family).
+
+
+def generate_gpt2(
+    model: Any,
+    prompts: Rows,
+    *,
+    max_new_tokens: int | None = None,
+    eos_id: int | None = None,
+    sampling: Sampling | None = None,
+    keys: Sequence[bytes] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """Return how a decoder goes on from each prompt, without the prompt. Collective over the replica.
+
+    Prompts may have any lengths: each gets what it would get alone.
+
+    Args:
+        model: as ``part_of`` takes it.
+        prompts: rows of tokens, the same on every rank of the replica.
+        max_new_tokens: for each prompt; None: 64, or fewer where the model's positions end.
+        eos_id: ends a row, and is its last token then; None: nothing does.
+        sampling: None: the likeliest token each time.
+        keys: of the random numbers; None: ``keys_of(prompts)``.
+        on_token: called with (row, token) as tokens come, on every rank.
+
+    Raises:
+        TypeError: another model.
+        DataError: rows that the model cannot take, or more tokens than it has positions.
+        NumericsError: the logits are not numbers.
+    """
+    part = part_of(model)
+    sizes = part.sizes
+    if isinstance(sizes, T5Sizes):
+        raise TypeError("generate_gpt2 needs a decoder, got an encoder-decoder. Use generate_t5.")
+    limits = gpt2_limits(sizes, prompts, max_new_tokens)
+    capacity = max(len(prompt) + limit - 1 for prompt, limit in zip(prompts, limits, strict=True))
+    choose = chooser(part, sampling, keys_of(prompts) if keys is None else keys)
+    with part.evaluating():
+        reader = DecoderReader(part, capacity)
+        return generate(part, reader, prompts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
+
+
+def gpt2_limits(sizes: Sizes, prompts: Rows, max_new_tokens: int | None) -> list[int]:
+    """Return how many new tokens each prompt may have.
+
+    Raises:
+        DataError: the model cannot take the prompts, or so many new tokens.
+    """
+    check_rows("prompts", prompts, sizes.vocab_size)
+    positions = sizes.max_position_embeddings if load(sizes.family, "model").GENERATION.has_end else None
+    return limits_of("prompt", [len(prompt) for prompt in prompts], max_new_tokens, positions)
+
+
+def generate_t5(
+    model: Any,
+    sources: Rows,
+    *,
+    start_id: int,
+    max_new_tokens: int | None = None,
+    eos_id: int | None = None,
+    sampling: Sampling | None = None,
+    keys: Sequence[bytes] | None = None,
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """Return what T5's decoder says to each source, without ``start_id``. Collective over the replica.
+
+    Sources may have any lengths: each gets what it would get alone.
+
+    Args:
+        model: as ``part_of`` takes it.
+        sources: the encoder's rows of tokens, the same on every rank of the replica. They end as the model's inputs in
+            training did (``T5Tokens.eos_id``).
+        start_id: the decoder's first token (``T5Tokens.start_id``).
+        others: as ``generate_gpt2``.
+
+    Raises:
+        TypeError: another model.
+        DataError: rows that the model cannot take, or more tokens than it has positions.
+        NumericsError: the logits are not numbers.
+    """
+    part = part_of(model)
+    sizes = part.sizes
+    if not isinstance(sizes, T5Sizes):
+        raise TypeError("generate_t5 needs a T5, got a model without a decoder of its own. Use generate_gpt2.")
+    check_rows("start_id", [[start_id]], sizes.vocab_size)
+    limits = t5_limits(sizes, sources, max_new_tokens)
+    choose = chooser(part, sampling, keys_of(sources) if keys is None else keys)
+    with part.evaluating():
+        reader = T5Reader(part, sources, max(limits))
+        starts = [[start_id]] * len(sources)
+        return generate(part, reader, starts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
+
+
+def t5_limits(sizes: T5Sizes, sources: Rows, max_new_tokens: int | None) -> list[int]:
+    """Return how many tokens each answer may have.
+
+    Raises:
+        DataError: the model cannot take the sources, or so many tokens in an answer.
+    """
+    check_rows("sources", sources, sizes.vocab_size)
+    positions = None if sizes.is_relative else sizes.max_position_embeddings
+    if positions is not None:
+        check_length("prompt", [len(source) for source in sources], positions)
+    return limits_of("the start of answer", [1] * len(sources), max_new_tokens, positions)

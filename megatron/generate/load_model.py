@@ -1,0 +1,207 @@
+"""A model that generates, from a checkpoint of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.checkpoint import Checkpoint, TensorRecord, named_parameters
+from megatron.checkpoint.loading import WEIGHTS
+from megatron.config import Config
+from megatron.errors import CheckpointError, ConfigError
+from megatron.models import registry
+from megatron.models.common.generation import Part
+from megatron.models.common.language_model import Head
+from megatron.models.common.model_args import Place, Sizes
+from megatron.models.registry import load as load_stage_model
+from megatron.models.t5.config import t5_units
+from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.model import RelativeBias, T5DecoderLayer, T5Embedding, T5EncoderLayer, make_final_norm
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.shard import shard_of
+from tds.partition import balanced_bounds
+
+# The units of one stage as a module whose parameters have the names of the whole model.
+
+
+class WordTable(nn.Module):
+    """The word table alone, for a tied head on another stage than the embedding."""
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+        )
+
+
+class StageModel(nn.Module):
+    """What a stage holds. ``units`` are its modules by number; a layer's name is its number in the whole model."""
+
+    def __init__(self, sizes: Sizes, place: Place, numbers: range) -> None:
+        super().__init__()
+        self.units: dict[int, nn.Module] = {}
+        self.biases: dict[int, nn.Module | None] = {}
+        if isinstance(sizes, T5Sizes):
+            self._build_t5(sizes, place, numbers)
+        else:
+            self._build_decoder(sizes, place, numbers)
+
+    def _build_decoder(self, sizes: Sizes, place: Place, numbers: range) -> None:
+        norm, parts = sizes.num_layers + 1, load_stage_model(sizes.family, "model").GENERATION
+        self._add_tables(sizes, place, numbers, embeddings=(0,), head=norm + 1)
+        layers = {n: parts.layer(sizes, place, n - 1) for n in numbers if 0 < n < norm}
+        self.layers = nn.ModuleDict({str(n - 1): layer for n, layer in layers.items()})
+        self.units.update(layers)
+        if norm in numbers:
+            self.final_norm = self.units[norm] = parts.norm(sizes)
+
+    def _build_t5(self, sizes: T5Sizes, place: Place, numbers: range) -> None:
+        units = t5_units(sizes.enc_layers, sizes.dec_layers)
+        embeddings = (units.enc_embedding, units.dec_embedding)
+        self._add_tables(sizes, place, numbers, embeddings=embeddings, head=units.head)
+        own = [n for n in units.enc_layers if n in numbers]
+        encoder = {n: T5EncoderLayer(sizes, place, units.enc_layers.index(n)) for n in own}
+        own = [n for n in units.dec_layers if n in numbers]
+        decoder = {n: T5DecoderLayer(sizes, place, sizes.enc_layers + units.dec_layers.index(n)) for n in own}
+        self.encoder = self._side(sizes, place, "encoder", units.enc_layers, encoder, units.enc_norm in numbers)
+        self.decoder = self._side(sizes, place, "decoder", units.dec_layers, decoder, units.dec_norm in numbers)
+
+    def _side(
+        self, sizes: T5Sizes, place: Place, name: str, numbers: range, layers: Mapping[int, nn.Module], has_norm: bool
+    ) -> nn.Module:
+        side = nn.Module()
+        side.layers = nn.ModuleDict({str(numbers.index(n)): layer for n, layer in layers.items()})
+        bias = RelativeBias(sizes, place, name == "encoder") if sizes.is_relative and layers else None
+        side.add_module("bias", bias)
+        self.units.update(layers)
+        self.biases.update(dict.fromkeys(layers, bias))
+        if has_norm:
+            side.final_norm = self.units[numbers.stop] = make_final_norm(sizes, place, name)
+        return side
+
+    def _add_tables(
+        self, sizes: Sizes, place: Place, numbers: range, *, embeddings: tuple[int, ...], head: int
+    ) -> None:
+        """Add what reads and makes tokens; one table where embedding and tied head meet."""
+        own = [n for n in embeddings if n in numbers]
+        has_head = head in numbers
+        tied = [head] if has_head and not sizes.untie_embeddings else []
+        if own or tied:
+            is_t5 = isinstance(sizes, T5Sizes)
+            whole: Any = T5Embedding if is_t5 else load_stage_model(sizes.family, "model").GENERATION.embedding
+            kind = whole if own else WordTable
+            self.embedding = kind(sizes, place)
+            self.units.update(dict.fromkeys((*own, *tied), self.embedding))
+        if has_head and not tied:
+            self.head = self.units[head] = Head(sizes, place)
+
+
+def bounds_of(sizes: Sizes, num_stages: int) -> list[int]:
+    """Return where the list of units is cut into stages: by what a stage reads for a token, its weights.
+
+    A layer of T5's decoder has a third more than one of its encoder; embeddings and norms cost nothing, since a token
+    reads a row of them; the head costs its table.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    head = sizes.vocab_size / (12 * sizes.hidden_size)
+    if isinstance(sizes, T5Sizes):
+        costs = [0.0, *[1.0] * sizes.enc_layers, 0.0, 0.0, *[4 / 3] * sizes.dec_layers, 0.0, head]
+        num_layers = sizes.enc_layers + sizes.dec_layers
+    else:
+        costs = [0.0, *[1.0] * sizes.num_layers, 0.0, head]
+        num_layers = sizes.num_layers
+    if num_stages > num_layers:
+        raise ValueError(
+            f"--pipe-parallel-size must be at most the {num_layers} layers of the model, got {num_stages}. Lower it"
+        )
+    return balanced_bounds(costs, num_stages)
+
+
+def build(sizes: Sizes, place: Place, pipe: Group, *, dtype: torch.dtype, device: torch.device) -> Part:
+    """Return this rank's part of a model, its weights zero, of ``dtype`` and on ``device`` from the start.
+
+    Raises:
+        ValueError: the sizes cannot be cut so.
+    """
+    bounds = bounds_of(sizes, pipe.size)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            module = StageModel(sizes, place, range(bounds[pipe.rank], bounds[pipe.rank + 1]))
+    finally:
+        torch.set_default_dtype(usual)
+    stages = [stage for stage in range(pipe.size) for _ in range(bounds[stage], bounds[stage + 1])]
+    return Part(module.eval(), sizes, place, module.units, stages, pipe, module.biases)
+
+
+# A model that generates, from a checkpoint of any layout in any layout.
+
+WRITES = ("decoder", "encoder-decoder")
+"""Kinds of families that write text."""
+
+
+def load(
+    checkpoint: Checkpoint,
+    config: Config,
+    *,
+    tensor: Group = SINGLE,
+    pipe: Group = SINGLE,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Part:
+    """Return this rank's part of the model in ``checkpoint``, of which it reads just that part.
+
+    Args:
+        config: the model's, as ``settings.saved_config`` finds it in the checkpoint.
+        tensor, pipe: the groups over which it is cut; nothing of how it was saved matters.
+        dtype: of weights and activations.
+
+    Raises:
+        ConfigError: the model cannot be cut so; the same on every rank.
+        CheckpointError: tensors are missing or have other shapes.
+    """
+    sizes = _sizes(config)
+    try:
+        part = build(sizes, Place(tensor), pipe, dtype=dtype, device=torch.device(device))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    parameters = named_parameters(part.module)
+    records = [TensorRecord(WEIGHTS + name, parameter, shard_of(parameter)) for name, parameter in parameters]
+    _refuse_others(checkpoint, config)
+    checkpoint.load(records)
+    return part
+
+
+def _sizes(config: Config) -> Sizes:
+    """Return the sizes of ``config`` without dropout and without more padding than the cut needs.
+
+    Raises:
+        ConfigError: models of this family do not generate.
+    """
+    family = registry.FAMILIES[config.family]
+    if family.kind not in WRITES:
+        raise ConfigError(f"a {family.title} does not write text. Load one of {registry.titles(*WRITES)}")
+    model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
+    sizes: Sizes = registry.load(config.family, "model").model_args(replace(config, model=model))
+    return sizes
+
+
+def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
+    """Check that no weight would be left unread: the model would be another one."""
+    whole = build(_sizes(config), Place(), SINGLE, dtype=torch.float32, device=torch.device("meta"))
+    own = {name for name, _ in named_parameters(whole.module)}
+    others = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in own]
+    if others:
+        programs = ", ".join(family.program for family in registry.FAMILIES.values() if family.kind in WRITES)
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights that its configuration does not tell of: {', '.join(sorted(others))}. Is "
+            f"it a model of a script of its own? Only those of {programs} generate text here"
+        )

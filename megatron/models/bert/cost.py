@@ -1,0 +1,88 @@
+"""Costs of a BERT: an encoder's layers, and between them and the vocabulary a transform. Units as GPT-2's.
+
+| unit | more than a GPT-2 of these sizes has |
+|---|---|
+| embedding | token types, a norm |
+| layers | the other half of the attention matrix |
+| transform, in place of the final norm | a product; with two heads two more, of one token each |
+| head | a bias for each word |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+from megatron.models.common import decoder_cost
+from megatron.models.common.cost import Kept, Product, Work
+from megatron.models.common.decoder_cost import GPT2Costs, dropout_costs
+
+_TOKEN_TYPES = 2
+
+
+class Heads(Protocol):
+    """What is read of BERT's section; ``BertConfig`` has it."""
+
+    @property
+    def binary_head(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class BertCosts(GPT2Costs):
+    """The costs of a BERT of ``sizes`` on samples of ``seq_length`` tokens."""
+
+    is_causal: ClassVar[bool] = False
+    heads: Heads
+
+    @property
+    def unit_names(self) -> list[str]:
+        embedding, *layers, _, head = super().unit_names
+        return [embedding, *layers, "transform", head]
+
+    @property
+    def unit_costs(self) -> list[float]:
+        sizes, h = self.sizes, self.sizes.hidden_size
+        scores = 4 * self.seq_length * decoder_cost.attention_width(sizes)
+        layer = decoder_cost.projections_flops(sizes) + decoder_cost.feed_forward_flops(sizes) + scores
+        norm = decoder_cost.ELEMENTWISE * h / layer
+        return [norm, *[1.0] * sizes.num_layers, norm + 2 * h * h / layer, decoder_cost.head_cost(sizes) / layer]
+
+    def flops_per_token(self, *, causal: bool = False) -> float:
+        """Return the FLOPs of forward and backward for one token; there is no causal half."""
+        h, transform = self.sizes.hidden_size, self._transform_parameters() / self.seq_length
+        second = 6.0 * transform if self.heads.binary_head else 0.0
+        return super().flops_per_token(causal=causal) + 6.0 * h * h + second
+
+    def unit_parameters(self, tensor: int = 1) -> list[int]:
+        h = self.sizes.hidden_size
+        embedding, *layers, _, head = super().unit_parameters(tensor)
+        words = -(-decoder_cost.known_vocab_size(self.sizes) // tensor)
+        transform = h * h + 3 * h + (self._transform_parameters() if self.heads.binary_head else 0)
+        return [embedding + (_TOKEN_TYPES + 2) * h, *layers, transform, head + words]
+
+    def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
+        embedding, *layers, norm, head = super().unit_work(samples, tensor, width)
+        h = self.sizes.hidden_size
+        transform = Work(products=(Product(samples * self.seq_length, h, h),), operations=2 * norm.operations)
+        return [embedding, *layers, transform, head]
+
+    def unit_kept(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> list[Kept]:
+        embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence, is_joined=is_joined)
+        mask = samples * self.seq_length**2 * width  # which keys are padding, as numbers
+        layers = [replace(layer, full=layer.full + mask) for layer in layers]
+        hidden = samples * self.seq_length * self.sizes.hidden_size * width // sequence
+        return [embedding, *layers, Kept(5 * hidden, 3 * hidden), head]
+
+    def _transform_parameters(self) -> int:
+        """Return the parameters of the second head: a product of one token, and two scores."""
+        h = self.sizes.hidden_size
+        return h * h + h + 2 * h + 2
+
+
+def costs(config: Any, is_on_cpu: bool = False) -> BertCosts:
+    """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
+    return BertCosts(
+        config.model, config.batch.seq_length, config.own, is_on_cpu=is_on_cpu, **dropout_costs(config, is_on_cpu)
+    )

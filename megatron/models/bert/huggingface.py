@@ -1,0 +1,196 @@
+"""Weights and settings of Hugging Face's BERT under our names and back.
+
+| ours | theirs |
+|---|---|
+| embedding.word, .position, .token_type, .norm | bert.embeddings.word_embeddings, position_embeddings, ... |
+| layers.i.attention.query_key_value, by head | bert.encoder.layer.i.attention.self.query, key, value |
+| layers.i.post_attention_norm, post_mlp_norm | bert.encoder.layer.i.attention.output.LayerNorm, output.LayerNorm |
+| transform, head.bias | cls.predictions.transform, cls.predictions.bias, of which decoder.bias is a copy |
+| next_sentence.pooler, .classifier | bert.pooler.dense, cls.seq_relationship |
+
+With the two heads it is a ``BertForPreTraining``, with ``--bert-no-binary-head`` a ``BertForMaskedLM``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.config import Config, ModelConfig
+from megatron.errors import CheckpointError
+from megatron.models.bert.model import BertModel, bert_sizes_from
+from megatron.models.common.huggingface import Form, Recipe, by_recipes
+from megatron.models.common.model_args import Place
+
+_WORD, _THEIR_WORD = "embedding.word.weight", "bert.embeddings.word_embeddings.weight"
+_THEIR_HEAD, _THEIR_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
+_TABLES = {"position": "position_embeddings", "token_type": "token_type_embeddings"}
+_TOP = {
+    "embedding.norm": "bert.embeddings.LayerNorm",
+    "transform.dense": "cls.predictions.transform.dense",
+    "transform.norm": "cls.predictions.transform.LayerNorm",
+}
+_SECOND_HEAD = {"next_sentence.pooler": "bert.pooler.dense", "next_sentence.classifier": "cls.seq_relationship"}
+_LAYER = {
+    "attention.dense": "attention.output.dense",
+    "post_attention_norm": "attention.output.LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+    "post_mlp_norm": "output.LayerNorm",
+}
+
+
+_UNREAD = re.compile(r"bert\.embeddings\.position_ids|cls\.predictions\.decoder\.bias")
+"""A buffer of old files, and a copy of ``cls.predictions.bias``."""
+_OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+_BOTH, _WORDS = "BertForPreTraining", "BertForMaskedLM"
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "relu": "relu"}
+_THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new", "relu": "relu"}
+_FIXED = {
+    "type_vocab_size": 2,
+    "position_embedding_type": "absolute",
+    "tie_word_embeddings": True,
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
+
+
+def recipes(config: Config) -> dict[str, Recipe]:
+    """Return how each of our weights is made of theirs, by our logical name."""
+    model = config.model
+    return dict(_recipes(model.num_layers, model.num_attention_heads, has_both=config.own.binary_head))
+
+
+def _recipes(num_layers: int, heads: int, *, has_both: bool) -> Iterator[tuple[str, Recipe]]:
+    yield _WORD, Recipe((_THEIR_WORD,))
+    for ours, theirs in _TABLES.items():
+        yield f"embedding.{ours}.weight", Recipe((f"bert.embeddings.{theirs}.weight",))
+    yield "head.bias", Recipe((_THEIR_BIAS,))
+    for kind in ("weight", "bias"):
+        for ours, theirs in (_TOP | (_SECOND_HEAD if has_both else {})).items():
+            yield f"{ours}.{kind}", Recipe((f"{theirs}.{kind}",))
+        for layer in range(num_layers):
+            at, there = f"layers.{layer}", f"bert.encoder.layer.{layer}"
+            three = tuple(f"{there}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
+            yield f"{at}.attention.query_key_value.{kind}", Recipe(three, blocks=heads)
+            for ours, theirs in _LAYER.items():
+                yield f"{at}.{ours}.{kind}", Recipe((f"{there}.{theirs}.{kind}",))
+
+
+def named(name: str, config: Config) -> str | None:
+    """Return today's name of a tensor; None for those of a second head that ``config`` does not have."""
+    for old, new in _OLD.items():
+        name = name.replace(old, new)
+    is_second = name.startswith(tuple(_SECOND_HEAD.values()))
+    return None if is_second and not config.own.binary_head else name
+
+
+def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    """Return our model, or the part of it that ``place`` is."""
+    return BertModel(bert_sizes_from(model, config.own), place)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield what of ``config`` has no form there."""
+    model = config.model
+    if model.activation not in _THEIR_ACTIVATIONS:
+        yield f"BERT has the activations {', '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
+    if model.attention_size != model.hidden_size:
+        yield (
+            f"heads must make up the hidden size, got {model.num_attention_heads} heads of {model.kv_hidden_size} "
+            f"for {model.hidden_size}"
+        )
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Return config.json of ``config``."""
+    model = config.model
+    return {
+        "architectures": [their_class(config)],
+        "model_type": "bert",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.ff_hidden_size,
+        "hidden_act": _THEIR_ACTIVATIONS[model.activation],
+        "hidden_dropout_prob": model.hidden_dropout,
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "max_position_embeddings": model.max_position_embeddings,
+        "initializer_range": model.init_method_std,
+        "layer_norm_eps": model.layernorm_epsilon,
+        **_FIXED,
+    }
+
+
+def values(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Return flat fields of our configuration of their config.json.
+
+    Raises:
+        CheckpointError: listing the settings that our BERT does not have.
+    """
+    found = [
+        f"{key} {theirs[key]!r} (known: {value!r})" for key, value in _FIXED.items() if theirs.get(key, value) != value
+    ]
+    activation = theirs.get("hidden_act", "gelu")
+    if activation not in _ACTIVATIONS:
+        found.append(f"hidden_act {activation!r} (known: {', '.join(_ACTIVATIONS)})")
+    if found:
+        raise CheckpointError(f"our BERT has no counterpart of these settings: {'; '.join(found)}")
+    return {
+        "num_layers": theirs["num_hidden_layers"],
+        "hidden_size": theirs["hidden_size"],
+        "num_attention_heads": theirs["num_attention_heads"],
+        "ff_hidden_size": theirs["intermediate_size"],
+        "vocab_size": theirs["vocab_size"],
+        "max_position_embeddings": theirs.get("max_position_embeddings", 512),
+        "activation": _ACTIVATIONS[activation],
+        "layernorm_epsilon": theirs.get("layer_norm_eps", 1e-12),
+        "hidden_dropout": theirs.get("hidden_dropout_prob", 0.1),
+        "attention_dropout": theirs.get("attention_probs_dropout_prob", 0.1),
+        "init_method_std": theirs.get("initializer_range", 0.02),
+        "binary_head": _BOTH in (theirs.get("architectures") or [_BOTH]),
+    }
+
+
+def their_class(config: Config) -> str:
+    """Return the name of their model with the heads of ``config``."""
+    return _BOTH if config.own.binary_head else _WORDS
+
+
+def our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of all heads, those of a sample in a row: [b, s v + 2] or [b, s v].
+
+    The tokens are taken for one segment.
+    """
+    logits = model(tokens, torch.zeros_like(tokens))
+    words, *scores = (logits,) if isinstance(logits, torch.Tensor) else logits
+    return torch.cat([words.transpose(0, 1).flatten(1), *scores], dim=1)
+
+
+def their_logits(out: Any) -> torch.Tensor:
+    """Return the same of what their model gives."""
+    if hasattr(out, "logits"):
+        words: torch.Tensor = out.logits.flatten(1)
+        return words
+    return torch.cat([out.prediction_logits.flatten(1), out.seq_relationship_logits], dim=1)
+
+
+FORM = Form(
+    model_types=("bert",),
+    build=build,
+    problems=problems,
+    fields=fields,
+    values=values,
+    **by_recipes(recipes),
+    word=_THEIR_WORD,
+    head=_THEIR_HEAD,
+    unread=_UNREAD,
+    named=named,
+    auto=their_class,
+    our_logits=our_logits,
+    their_logits=their_logits,
+)

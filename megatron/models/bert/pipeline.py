@@ -1,0 +1,156 @@
+"""BERT as a list of layers for the pipeline engine.
+
+Between stages travel the hidden states [s, b, h] and, where samples are padded, their segments [b, s]; never a mask.
+Ahead of the head it is what the transform made of the hidden states and, with two heads, the scores [b, 2].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.models.bert.model import (
+    AroundWords,
+    BertLayer,
+    BertSizes,
+    NextSentence,
+    Outputs,
+    Transform,
+    WordHead,
+    bert_loss,
+    padding_mask,
+    whole_outputs,
+)
+from megatron.models.common.attention import SharedMask
+from megatron.models.common.model_args import Place
+from megatron.models.common.pipeline import ModelPipe
+from megatron.mpu.layers import VocabParallelEmbedding
+from tds.loss import Weighted
+from tds.p2p.boundary import Boundary
+from tds.pipe import LayerSpec, Shared, SharingLayerSpec
+
+Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # hidden states, or hidden states and segments
+
+
+class EmbeddingPipe(AroundWords):
+    """(tokens, token types[, segments]) to hidden states[, segments], by the word table that the head has too."""
+
+    word: VocabParallelEmbedding
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> Stream:  # type: ignore[override]
+        tokens, token_types, *segments = inputs
+        x = super().forward(self.word(tokens.t()), token_types)  # [s, b, h]
+        return (x, segments[0]) if segments else x
+
+
+class BertLayerPipe(BertLayer):
+    """A layer that passes segments on, with the mask that all layers of its stage share."""
+
+    def __init__(self, sizes: BertSizes, place: Place, layer: int, mask: SharedMask) -> None:
+        super().__init__(sizes, place, layer)
+        self.mask = mask
+
+    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+        if isinstance(inputs, torch.Tensor):
+            return super().forward(inputs)
+        x, segments = inputs
+        return super().forward(x, self.mask.of(segments)), segments
+
+
+class TransformPipe(nn.Module):
+    """Hidden states[, segments] to what the head takes[, scores of the second segment]; segments end here."""
+
+    def __init__(self, sizes: BertSizes, place: Place) -> None:
+        super().__init__()
+        self.transform = Transform(sizes, place)
+        self.next_sentence = NextSentence(sizes, place) if sizes.binary_head else None
+
+    def forward(self, inputs: Stream) -> Stream:
+        x = inputs if isinstance(inputs, torch.Tensor) else inputs[0]
+        transformed: torch.Tensor = self.transform(x)
+        return transformed if self.next_sentence is None else (transformed, self.next_sentence(x))
+
+
+class WordHeadPipe(WordHead):
+    """Logits of words by the table that the embedding has too; scores of the second segment pass by."""
+
+    word: VocabParallelEmbedding
+
+    def forward(self, inputs: Stream) -> Outputs:  # type: ignore[override]
+        if isinstance(inputs, torch.Tensor):
+            return super().forward(inputs, self.word.weight)
+        return super().forward(inputs[0], self.word.weight), inputs[1]
+
+
+def layer_specs(sizes: BertSizes, place: Place) -> list[LayerSpec]:
+    """Return embedding, ``num_layers`` layers, transform and head."""
+    word = Shared(
+        "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
+        divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
+    )  # fmt: skip
+    mask = SharedMask(padding_mask)
+    return [
+        SharingLayerSpec(EmbeddingPipe, sizes, place, shares={"word": word}),
+        *[LayerSpec(BertLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)],
+        LayerSpec(TransformPipe, sizes, place),
+        SharingLayerSpec(WordHeadPipe, sizes, place, shares={"word": word}),
+    ]
+
+
+def boundary_before(layer: int, sizes: BertSizes, has_segments: bool) -> list[Boundary]:
+    """Return what crosses into a stage that begins with ``layer`` of the list."""
+    if layer == sizes.num_layers + 2:
+        return [Boundary("transformed states"), *([Boundary("next-sentence scores")] if sizes.binary_head else [])]
+    return [Boundary("hidden states"), *([Boundary("segments", "int")] if has_segments else [])]
+
+
+def random_batch(sizes: BertSizes, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
+    """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
+
+    Shapes:
+        each tensor [b, s], by ``shape``, but for is_random [b] and the step's predictions [2]
+    """
+    tokens = torch.randint(sizes.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    types = torch.zeros_like(tokens)
+    segments = (torch.zeros(shape, dtype=torch.int32),) if has_segments else ()
+    more = (types[:, 0], torch.tensor([shape[1], 1])) if sizes.binary_head else ()
+    return (tokens, types, *segments), (tokens, torch.ones(shape), *more)
+
+
+class BertModelPipe(ModelPipe):
+    """BERT over the pipeline stages of ``topology``; its layers are embedding, layers, transform and head."""
+
+    layer_classes = (BertLayerPipe,)
+
+    def _say_what_crosses(self) -> None:
+        ends = enumerate(self.parts[1:-1])
+        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in ends}
+
+    def specs(self) -> list[LayerSpec]:
+        return layer_specs(self.sizes, self.place)
+
+    def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return random_batch(self.sizes, shape, self.has_segments)
+
+    def made_output(self, output: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits to who asks an evaluation for outputs."""
+        return whole_outputs(output)
+
+    def _loss(self, logits: Outputs, labels: tuple[torch.Tensor, ...]) -> Weighted | dict[str, Weighted]:
+        losses = bert_loss(logits, *labels, sizes=self.sizes, place=self.place)
+        if isinstance(losses, dict):
+            return {name: Weighted(*pair) for name, pair in losses.items()}
+        return Weighted(*losses)
+
+    def logical_name(self, local_name: str) -> str:
+        """Return the name that this parameter has in the single-stage model."""
+        head, _, rest = local_name.partition(".")
+        last = self.sizes.num_layers + 2
+        if head in ("tied_modules", "0"):
+            return f"embedding.{rest}"  # tied is "word.weight"
+        index = int(head)
+        if index == last:
+            return f"head.{rest}"
+        return rest if index == last - 1 else f"layers.{index - 1}.{rest}"

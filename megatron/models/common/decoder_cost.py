@@ -1,0 +1,384 @@
+"""Parameters, FLOPs and kept activations of a decoder's parts (was GPT2Costs), head and loss. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, ClassVar, Protocol
+
+from megatron.config.model import WHOLE, tokens_at_once
+from megatron.models.common import memory
+from megatron.models.common.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
+from megatron.models.common.memory import BYTES
+from tds.partition import balanced_bounds, layers_in_chunks
+
+# The parts of which layers of every model are made: their parameters, products and kept activations.
+#
+# | part | parameters in products | FLOPs of a token, forward |
+# |---|---|---|
+# | attention | 4 h a d: queries, keys, values, output | 8 h a d, and 4 s a d for scores and their sums |
+# | feed-forward | 2 h f; gated 3 h f | 4 h f; gated 6 h f |
+# | head | h v | 2 h v |
+
+ELEMENTWISE = 64
+"""Cost of passing over one number (norm, softmax) in FLOPs of a matrix product. With it a head counts 2.77 layers where
+212 ms beside 75 ms were measured, 2.83 layers (h 256, v 8192, s 256, two CPU cores)."""
+
+KEPT = 2**24
+"""Probabilities that T5's blocked attention keeps for backward at most: ``megatron.ops.biased_attention.KEPT``."""
+
+
+class Sizes(Protocol):
+    """What is read of a model; ``ModelConfig`` and ``megatron.models.Sizes`` have it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def kv_hidden_size(self) -> int: ...
+    @property
+    def ff_hidden_size(self) -> int: ...
+    @property
+    def hidden_bias(self) -> bool: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def untie_embeddings(self) -> bool: ...
+    @property
+    def loss_chunk_tokens(self) -> int | None: ...
+
+
+def between_bytes(hidden: int, masks: int, sequence: int, *, is_joined: bool = False) -> int:
+    """Return the bytes that layers keep between the products, where ``sequence`` ranks share the tokens.
+
+    Args:
+        hidden: bytes of the hidden states that norms read, and as many that products do.
+        masks: bytes of the masks of dropout.
+        is_joined: the inputs of the products are whole.
+    """
+    return hidden + (hidden + masks) // sequence if is_joined else (2 * hidden + masks) // sequence
+
+
+def attention_width(sizes: Sizes) -> int:
+    """Return a d: the size of all heads together."""
+    return sizes.num_attention_heads * sizes.kv_hidden_size
+
+
+def known_vocab_size(sizes: Sizes) -> int:
+    """Return v.
+
+    Raises:
+        ValueError: it is not known yet.
+    """
+    if sizes.vocab_size is None:
+        raise ValueError("vocab_size is not known yet: call config.with_vocab(size) first")
+    return sizes.vocab_size
+
+
+def attention_parameters(sizes: Sizes, tensor: int = 1, keys: int | None = None) -> int:
+    """Return the parameters of one attention on one of ``tensor`` ranks; the output's bias is whole.
+
+    Args:
+        keys: size of all keys together, and of all values; None: as that of the queries.
+    """
+    h, width = sizes.hidden_size, attention_width(sizes)
+    keys = width if keys is None else keys
+    cut = 2 * h * (width + keys) + (width + 2 * keys if sizes.hidden_bias else 0)
+    return cut // tensor + (h if sizes.hidden_bias else 0)
+
+
+def feed_forward_parameters(sizes: Sizes, tensor: int = 1) -> int:
+    """Return the parameters of one feed-forward layer on one of ``tensor`` ranks; the output's bias is whole."""
+    h, f, matrices = sizes.hidden_size, sizes.ff_hidden_size, _matrices(sizes)
+    cut = matrices * h * f + ((matrices - 1) * f if sizes.hidden_bias else 0)
+    return cut // tensor + (h if sizes.hidden_bias else 0)
+
+
+def table_parameters(sizes: Sizes, tensor: int = 1) -> int:
+    """Return the rows of the word table on one rank times h: the input embedding, and an untied head alike."""
+    return -(-known_vocab_size(sizes) // tensor) * sizes.hidden_size
+
+
+def projections_flops(sizes: Sizes, keys: int | None = None) -> int:
+    """Return the FLOPs of one token in the four products of an attention: 8 h a d; ``keys`` as above."""
+    width = attention_width(sizes)
+    return 4 * sizes.hidden_size * (width + (width if keys is None else keys))
+
+
+def feed_forward_flops(sizes: Sizes) -> int:
+    """Return the FLOPs of one token in a feed-forward layer: 4 h f, gated 6 h f."""
+    return 2 * _matrices(sizes) * sizes.hidden_size * sizes.ff_hidden_size
+
+
+def layer_products(sizes: Sizes, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
+    """Return the products with weights of a layer on one of ``tensor`` ranks: attention and feed-forward."""
+    return (*attention_products(sizes, tokens, tensor, keys), *feed_forward_products(sizes, tokens, tensor))
+
+
+def attention_products(sizes: Sizes, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
+    """Return the products of queries, keys and values, and of the output."""
+    h, width = sizes.hidden_size, attention_width(sizes)
+    keys = width if keys is None else keys
+    return Product(tokens, h, (width + 2 * keys) // tensor, is_column=True), Product(tokens, width // tensor, h)
+
+
+def feed_forward_products(sizes: Sizes, tokens: int, tensor: int) -> tuple[Product, ...]:
+    """Return the two products of a feed-forward layer; a gated one makes gate and value in one."""
+    h, f = sizes.hidden_size, sizes.ff_hidden_size
+    entering = Product(tokens, h, (_matrices(sizes) - 1) * f // tensor, is_column=True)
+    return entering, Product(tokens, f // tensor, h)
+
+
+def head_cost(sizes: Sizes) -> int:
+    """Return the cost of one token in the head and its softmax, in FLOPs of a matrix product."""
+    return (2 * sizes.hidden_size + ELEMENTWISE) * known_vocab_size(sizes)
+
+
+def feed_forward_kept(sizes: Sizes) -> int:
+    """Return how many numbers between its two products a feed-forward layer keeps for a token.
+
+    2 f: before and after the activation. ReLU keeps its result alone; a gated layer gate, value, activation, product.
+    """
+    return sizes.ff_hidden_size * (4 if _is_gated(sizes) else 1 if sizes.activation == "relu" else 2)
+
+
+def _matrices(sizes: Sizes) -> int:
+    return 3 if _is_gated(sizes) else 2
+
+
+def _is_gated(sizes: Sizes) -> bool:
+    return sizes.activation.startswith("gated-")
+
+
+# Bytes of the head and the loss on the last stage, between a forward and its backward and while they work.
+#
+# | logits | at work | kept by each micro-batch in flight |
+# |---|---|---|
+# | together | in the weights' format; in 16 bits an fp32 copy | their fp32 softmax |
+# | in chunks | a chunk's in fp32, of several ranks two; in 16 bits copies | two gradients |
+#
+# The gradients are those of the hidden states and, in fp32, of the table. Copies are of a chunk and of
+# the latter. Which of the two it is: ``megatron.loss_chunks``.
+
+
+def loss_bytes(
+    sizes: Sizes, tokens: int, tensor: int, width: int, *, forwards: int = 1, is_on_cpu: bool = False
+) -> int:
+    """Return the bytes that the logits of ``tokens`` tokens and their loss need on one of ``tensor`` ranks.
+
+    Args:
+        tokens: of a micro-batch.
+        width: bytes of a weight.
+        forwards: micro-batches that wait for their backward.
+    """
+    words, wide, h = -(-known_vocab_size(sizes) // tensor), max(width, 4), sizes.hidden_size
+    at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, known_vocab_size(sizes), h, is_on_cpu=is_on_cpu)
+    if at_once == WHOLE:
+        return tokens * words * (width + (wide if width < wide else 0) + wide * forwards)
+    copies = width if width < wide else 0
+    at_work = words * (at_once * (wide * (2 if tensor > 1 else 1) + copies) + h * copies)
+    return at_work + forwards * h * (tokens * width + words * wide)
+
+
+# What a GPT-2 costs. Its units: embedding, L layers, final norm, head.
+#
+# | count | formula | |
+# |---|---|---|
+# | N | parameters in matrix products: without input embeddings, with the head | a tied head counts |
+# | FLOPs per token, causal half counted | 6 N + 6 L a d s | the convention of our MFU |
+# | FLOPs per token, full attention matrix | 12 L a d s in place of 6 | the convention of many papers |
+#
+# Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 5.1.
+
+
+@dataclass(frozen=True)
+class GPT2Costs(Costs):
+    """The costs of a GPT-2 of ``sizes`` on samples of ``seq_length`` tokens.
+
+    Args:
+        norm_vectors: of h numbers in a norm: what it scales by and what it shifts by.
+        has_positions: the embedding has a table of positions.
+        is_causal: a token sees those before it alone.
+        is_fused: attention is one kernel, which keeps no number for each query and key and skips what is masked.
+        is_blocked: attention in 32 bits and more goes block by block, as on a CPU where no document is kept apart.
+        mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
+    """
+
+    norm_vectors: ClassVar[int] = 2
+    has_positions: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = True
+    sizes: Sizes
+    seq_length: int
+    is_fused: bool = field(default=True, kw_only=True)
+    is_on_cpu: bool = field(default=False, kw_only=True, compare=False)
+    is_blocked: bool = field(default=False, kw_only=True)
+    mask_bytes: int = field(default=1, kw_only=True)
+
+    @property
+    def keys(self) -> int:
+        """Size of all keys of a layer together, and of all values."""
+        return attention_width(self.sizes)
+
+    @property
+    def attention_kept(self) -> int:
+        """Numbers of a token that attention keeps of queries, keys, values and its output."""
+        return 2 * attention_width(self.sizes) + 2 * self.keys
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm."""
+        return self.norm_vectors * self.sizes.hidden_size
+
+    @property
+    def unit_names(self) -> list[str]:
+        layers = [f"layer {number}" for number in range(self.sizes.num_layers)]
+        return ["embedding", *layers, "final norm", "head"]
+
+    @property
+    def unit_costs(self) -> list[float]:
+        sizes, h = self.sizes, self.sizes.hidden_size
+        scores = 2 * self.seq_length * attention_width(sizes)  # the causal half
+        layer = projections_flops(sizes, self.keys) + feed_forward_flops(sizes) + scores
+        norm, head = ELEMENTWISE * h / layer, head_cost(sizes) / layer
+        return [norm, *[1.0] * sizes.num_layers, norm, head]
+
+    @property
+    def flops_per_sample(self) -> float:
+        return self.seq_length * self.flops_per_token()
+
+    def flops_per_token(self, *, causal: bool = True) -> float:
+        """Return the FLOPs of forward and backward for one token; ``causal`` counts half of the attention matrix."""
+        sizes = self.sizes
+        head = known_vocab_size(sizes) * sizes.hidden_size
+        products = sizes.num_layers * self.layer_parameters() + self.norm_parameters + head
+        scores = sizes.num_layers * attention_width(sizes) * self.seq_length
+        return 6.0 * products + (6.0 if causal else 12.0) * scores
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are whole."""
+        inner = attention_parameters(self.sizes, tensor, self.keys)
+        return inner + feed_forward_parameters(self.sizes, tensor) + 2 * self.norm_parameters
+
+    def unit_parameters(self, tensor: int = 1) -> list[int]:
+        sizes = self.sizes
+        table = table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
+        positions = sizes.max_position_embeddings * sizes.hidden_size if self.has_positions else 0
+        layers = [self.layer_parameters(tensor)] * sizes.num_layers
+        return [table + positions, *layers, self.norm_parameters, table]
+
+    def shared_parameters(self, tensor: int = 1) -> list[Shared]:
+        if self.sizes.untie_embeddings:
+            return []
+        return [Shared(table_parameters(self.sizes, tensor), (0, self.num_units - 1))]
+
+    def unit_kept(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> list[Kept]:
+        """34 h bytes of a token in 16 bits when f = 4 h, a d = h and t = 1; the head reads all tokens."""
+        sizes, h = self.sizes, self.sizes.hidden_size
+        whole = between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
+        cut = (self.attention_kept + feed_forward_kept(sizes)) * width
+        tokens, core = samples * self.seq_length, self._core_kept(samples, tensor, width)
+        layer = Kept(tokens * (whole + cut // tensor) + core, tokens * h * width // sequence, core)
+        hidden = tokens * h * width
+        embedding = Kept(tokens * h * self.mask_bytes // sequence)
+        return [embedding, *[layer] * sizes.num_layers, Kept(hidden // sequence), Kept(hidden)]
+
+    def attention_work(
+        self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
+    ) -> int:
+        """As ``Costs`` says, with one thread: scratch memory, and gradients of layer, context, query, key and value."""
+        if not self.is_blocked or width < 4:
+            return 0
+        sizes, h = self.sizes, self.sizes.hidden_size
+        heads = samples * sizes.num_attention_heads // tensor
+        rooms = memory.backward_bytes(heads, self.seq_length, sizes.kv_hidden_size, width)
+        gradients = (h // sequence + 4 * attention_width(sizes) // tensor) * width
+        gone = between_bytes(h * width, h * self.mask_bytes, sequence, is_joined=is_joined)
+        gone += feed_forward_kept(sizes) * width // tensor
+        return max(rooms + samples * self.seq_length * (gradients - gone), 0)
+
+    def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
+        sizes, h = self.sizes, self.sizes.hidden_size
+        tokens = samples * self.seq_length
+        vocabulary = -(-known_vocab_size(sizes) // tensor)
+        hidden, of_token = tokens * h * width, 4 * tokens
+        layer = Work(
+            products=layer_products(sizes, tokens, tensor, self.keys),
+            core=self._scores(samples, tensor),
+            operations=OPERATIONS["layer"],
+            sums=(hidden, hidden),
+            back=(hidden, hidden),
+        )
+        return [
+            Work(operations=OPERATIONS["embedding"], sums=(hidden,)),
+            *[layer] * sizes.num_layers,
+            Work(operations=OPERATIONS["norm"]),
+            Work(
+                products=(Product(tokens, h, vocabulary),),
+                operations=OPERATIONS["head"],
+                sums=(of_token,) * 3,  # largest logit, that of the label, the sum
+                back=(hidden,),
+            ),
+        ]
+
+    def _scores(self, samples: int, tensor: int) -> tuple[Product, ...]:
+        """Return the products of all heads of a rank; a fused kernel makes half of a causal matrix."""
+        number = samples * self.sizes.num_attention_heads / tensor
+        half = 0.5 if self.is_causal and self.is_fused else 1.0
+        return scores(self.seq_length, self.seq_length, self.sizes.kv_hidden_size, number * half)
+
+    def _core_kept(self, samples: int, tensor: int, width: int) -> int:
+        """Return the bytes of probabilities, before and after dropout, and of its mask: 5 a s / h of s b h.
+
+        Fused attention has none. In fp32 on a CPU it keeps two numbers of each query.
+        """
+        queries = samples * self.sizes.num_attention_heads // tensor * self.seq_length
+        if self.is_fused:
+            return 2 * width * queries if self.is_blocked and width == 4 else 0
+        return queries * self.seq_length * (2 * width + 1)
+
+    def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
+        return []
+
+    def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
+        return samples * self.seq_length * -(-known_vocab_size(self.sizes) // tensor) * (width + 4)
+
+    def loss_bytes(self, samples: int, tensor: int, width: int, *, forwards: int = 1) -> int:
+        tokens = samples * self.seq_length
+        return loss_bytes(self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
+
+    def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
+        """As ``Costs`` says; with several chunks by the rule of ``tds.partition.layers_in_chunks``."""
+        costs, number = self.unit_costs, self.sizes.num_layers
+        if stages == 1:
+            return [0, len(costs)]
+        first, last = costs[0], costs[-2] + costs[-1]
+        if chunks > 1:
+            counts = layers_in_chunks(number, stages, chunks, first, last)
+            return [0, *[1 + bound for bound in accumulate(counts[:-1])], len(costs)]
+        layers = costs[1:-2]
+        layers[:1] = [cost + first for cost in layers[:1]]
+        layers[-1:] = [cost + last for cost in layers[-1:]]
+        inner = balanced_bounds(layers, stages)[1:-1]
+        return [0, *[bound + 1 for bound in inner], len(costs)]
+
+
+def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
+    """Return what dropout makes of attention and of the masks.
+
+    Attention that drops keeps its probabilities on a CPU, and where masks do not depend on the layout. A CPU keeps
+    masks as numbers that it multiplies by.
+    """
+    model, dtype = config.model, config.precision.dtype or "fp32"
+    return {
+        "is_fused": not (model.attention_dropout and (is_on_cpu or model.layout_independent_dropout)),
+        "mask_bytes": 0 if not model.hidden_dropout else BYTES.get(dtype, 4) if is_on_cpu else 1,
+    }

@@ -1,0 +1,323 @@
+"""CachedModel: a stage's layers with KV caches, hidden states relayed through stages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.models.common.attention import LayerCache, Slots
+from megatron.models.common.language_model import Head, Logits, WordEmbedding, logits_of, whole_logits
+from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.transformer import LayerNorm
+from megatron.models.registry import load
+from megatron.mpu.groups import SINGLE, Group
+from tds.partition import pieces_on
+
+# What one rank holds of a model that generates, whoever built it.
+#
+# A model is a list of units, as it is cut into pipeline stages: a decoder is embedding, layers, norm, head. A rank has
+# some of them, and knows which stage has each of the others.
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's units and its neighbours.
+
+    Args:
+        module: holds the units; switched to evaluation while it generates.
+        units: those of this rank, by number.
+        stages: the stage that holds each unit of the model.
+        pipe: the ranks of all stages.
+        biases: relative biases of this rank's layers, by number of the unit.
+    """
+
+    module: nn.Module
+    sizes: Sizes
+    place: Place
+    units: dict[int, Any]
+    stages: list[int]
+    pipe: Group = SINGLE
+    biases: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights and hidden states."""
+        return next(self.module.parameters()).dtype
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Switch dropout and gradients off, and put dropout back."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(was_training)
+
+
+def part_of(model: Any) -> Part:
+    """Return what this rank holds of ``model``.
+
+    Args:
+        model: a ``Part``; a single-stage module (GPT2Model, T5Model); or the engine that trains a model, with a
+            pipeline or without (``megatron.training``'s, or DeepSpeed's or ``tds``'s within it).
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(model, Part):
+        return model
+    engine = getattr(model, "engine", model)
+    module = getattr(engine, "module", engine)
+    has_units = hasattr(module, "forward_funcs") or hasattr(module, "units")
+    if not has_units or not hasattr(module, "sizes") or not hasattr(module, "place"):
+        raise TypeError(
+            f"the model must be a GPT2Model, a T5Model, or the engine that trains one, got {type(model).__name__}. "
+            "A model of your own needs the attributes sizes and place, and a method units."
+        )
+    return _of_pipeline(engine, module) if hasattr(module, "forward_funcs") else _of_whole(module)
+
+
+def _of_whole(module: Any) -> Part:
+    units = dict(enumerate(module.units()))
+    biases = module.biases_by_unit() if hasattr(module, "biases_by_unit") else {}
+    return Part(module, module.sizes, module.place, units, [0] * len(units), biases=biases)
+
+
+def _of_pipeline(engine: Any, module: Any) -> Part:
+    grid, bounds, num_stages = engine.grid, module.parts, module.num_stages
+    ranks = tuple(grid.stage_to_global(stage) for stage in range(num_stages))
+    pipe = Group(ranks, module.stage_id, grid.get_pipe_parallel_group()) if num_stages > 1 else SINGLE
+    numbers = [n for first, stop in pieces_on(bounds, num_stages, module.stage_id) for n in range(first, stop)]
+    held = [unit if isinstance(unit, nn.Module) else module.tied_modules["embedding"] for unit in module.forward_funcs]
+    units = dict(zip(numbers, held, strict=True))
+    sizes = range(len(bounds) - 1)
+    stages = [piece % num_stages for piece in sizes for _ in range(bounds[piece], bounds[piece + 1])]
+    biases = {number: getattr(unit, "table", None) for number, unit in units.items()}
+    return Part(module, module.sizes, module.place, units, stages, pipe, biases)
+
+
+# Through the stages of a pipeline: hidden states from one to the next, and what the last one chose to all.
+
+Apply = Callable[[int, torch.Tensor | None], torch.Tensor]
+
+
+def relay(
+    part: Part,
+    units: range,
+    apply: Apply,
+    shape: tuple[int, ...],
+    x: torch.Tensor | None = None,
+    *,
+    held_by: int | None = None,
+) -> torch.Tensor | None:
+    """Return what ``units`` make of ``x`` on the stage of the last of them, None elsewhere. Collective over the pipe.
+
+    Args:
+        apply: from (number of a unit of this rank, what the unit before returned) to what the unit returns.
+        shape: of ``x``, and of all that crosses from stage to stage.
+        x: what the first unit takes.
+        held_by: the stage that has it; None where the first unit takes nothing.
+    """
+    before = held_by
+    for stage, run in _runs(part, units):
+        if before is not None and before != stage:
+            x = _hand_over(part, x, shape, before, stage)
+        if part.pipe.rank == stage:
+            for number in run:
+                x = apply(number, x)
+        before = stage
+    return x if part.pipe.rank == before else None
+
+
+def _runs(part: Part, units: range) -> Iterator[tuple[int, list[int]]]:
+    """Yield (stage, numbers) of neighbouring units that lie on one stage."""
+    for stage, numbers in groupby(units, lambda number: part.stages[number]):
+        yield stage, list(numbers)
+
+
+def _hand_over(
+    part: Part, x: torch.Tensor | None, shape: tuple[int, ...], source: int, target: int
+) -> torch.Tensor | None:
+    pipe = part.pipe
+    if pipe.rank == source:
+        assert x is not None
+        dist.send(x.contiguous(), pipe.ranks[target], group=pipe.handle)
+    elif pipe.rank == target:
+        x = torch.empty(shape, dtype=part.dtype, device=part.device)
+        dist.recv(x, pipe.ranks[source], group=pipe.handle)
+        return x
+    return None
+
+
+def to_all_stages(part: Part, x: torch.Tensor | None, shape: tuple[int, ...], stage: int) -> torch.Tensor:
+    """Return the ``x`` of ``stage`` on every stage. Collective over the pipe."""
+    if x is None or part.pipe.rank != stage:
+        x = torch.empty(shape, dtype=part.dtype, device=part.device)
+    if part.pipe.size > 1:
+        dist.broadcast(x.contiguous(), part.pipe.ranks[stage], group=part.pipe.handle)
+    return x
+
+
+def tokens_to_all_stages(part: Part, tokens: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Return the last stage's ``tokens`` [size] on every stage. Collective over the pipe."""
+    if tokens is None:
+        tokens = torch.empty(size, dtype=torch.long, device=part.device)
+    if part.pipe.size > 1:
+        dist.broadcast(tokens, part.pipe.ranks[part.stages[-1]], group=part.pipe.handle)
+    return tokens
+
+
+# A model that reads tokens and remembers them: what the two families share.
+
+
+class Reader(ABC):
+    """Reads rows of tokens, a pass at a time, and keeps keys and values of what it has read.
+
+    Args:
+        capacity: tokens that the longest row will have.
+        body: numbers of the units from embedding to last layer; norm and head follow.
+    """
+
+    def __init__(self, part: Part, capacity: int, body: range) -> None:
+        self.part, self.body = part, body
+        self.slots = Slots(capacity)
+        self.caches = {number: LayerCache(self.slots) for number in body[1:] if number in part.units}
+
+    def read(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits behind token ``last`` of each row on the last stage, None elsewhere. Collective.
+
+        Shapes:
+            tokens, positions [b, s], the same on every rank of the replica; the first pass starts at position 0
+            last   [b] indices into ``tokens``
+            output [b, v/t]
+        """
+        device, h = self.part.device, self.part.sizes.hidden_size
+        b, s = tokens.shape
+        self.tokens, self.positions = tokens.to(device), positions.to(device)
+        self.slots.advance(self.positions)
+        x = relay(self.part, self.body, self._apply, (s, b, h))  # [s, b, h]
+        if x is not None:
+            x = x[last.to(device), torch.arange(b, device=device)].unsqueeze(0)  # [1, b, h]
+        tail, stage = range(self.body.stop, self.body.stop + 2), self.part.stages[self.body[-1]]
+        logits = relay(self.part, tail, self._apply, (1, b, h), x, held_by=stage)  # [1, b, v/t]
+        return None if logits is None else logits[0]
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows only."""
+        chosen = torch.tensor(rows, device=self.part.device)
+        for cache in self.caches.values():
+            cache.keep(chosen)
+
+    def _apply(self, number: int, x: torch.Tensor | None) -> torch.Tensor:
+        unit = self.part.units[number]
+        if number == self.body.start:
+            return self.embedded(unit)
+        assert x is not None
+        if number in self.body:
+            return self.layer(number, unit, x)
+        if number == self.body.stop:
+            return getattr(unit, "norm", unit)(x)
+        return whole_logits(unit(x) if isinstance(unit, Head) else self.tied_logits(x, unit.word.weight))
+
+    @abstractmethod
+    def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
+        """Return the hidden states [s, b, h] of ``self.tokens`` at ``self.positions``."""
+
+    @abstractmethod
+    def layer(self, number: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` [s, b, h] after this layer."""
+
+    @abstractmethod
+    def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> Logits:
+        """Return the logits [s, b, v/t] of a head that is the word table."""
+
+
+# The parts of a decoder that goes on from a prompt.
+
+Mask = Callable[[Slots, torch.dtype], torch.Tensor | None]
+"""What attention adds or may look at in a pass, as the layers of the family take it."""
+
+
+def slots_mask(sizes: Any, place: Place) -> Mask:
+    """Return the mask of a decoder whose attention adds nothing to the scores."""
+    return lambda slots, dtype: slots.mask
+
+
+def layer_norm(sizes: Sizes) -> nn.Module:
+    """Return the last norm of a decoder with layer norms."""
+    return LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
+
+
+def embed_words(unit: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states of an embedding of words alone."""
+    return WordEmbedding.forward(unit, tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """The parts with which a family goes on from a prompt: ``GENERATION`` in the file of its model.
+
+    Args:
+        embedding: built from (sizes, place); its table is ``word``.
+        embed: given an embedding, or the first layer of a pipeline that is one, and tokens and positions [b, s], its
+            hidden states [s, b, h].
+        layer: built from (sizes, place, number); its ``forward`` takes hidden states, mask and cache, and finds the
+            positions of the pass in ``cache.slots.positions``.
+        norm: the last norm.
+        mask: makes the masks of a model of these sizes.
+        has_end: no token stands beyond ``max_position_embeddings``.
+    """
+
+    embedding: Callable[[Any, Place], nn.Module]
+    embed: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+    layer: type[nn.Module]
+    norm: Callable[[Any], nn.Module] = layer_norm
+    mask: Callable[[Any, Place], Mask] = slots_mask
+    has_end: bool = True
+
+
+Rows = Sequence[Sequence[int]]
+
+
+def filled_up(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rows filled up at their end to one length with token 0, index of each row's last token).
+
+    Shapes:
+        output [b, s], [b]
+    """
+    longest = max(len(row) for row in rows)
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    return tokens, torch.tensor([len(row) - 1 for row in rows])
+
+
+class DecoderReader(Reader):
+    """Attention looks back only, so what fills a row up at its end acts on nothing before it."""
+
+    def __init__(self, part: Part, capacity: int) -> None:
+        super().__init__(part, capacity, range(part.sizes.num_layers + 1))
+        self.kind: Decoder = load(part.sizes.family, "model").GENERATION
+        self.mask_of = self.kind.mask(part.sizes, part.place)
+
+    def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
+        return self.kind.embed(unit, self.tokens, self.positions)
+
+    def layer(self, number: int, unit: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The layer of a pipeline has a ``forward`` of its own, so the family's is called by its class."""
+        return self.kind.layer.forward(unit, x, self.mask_of(self.slots, x.dtype), self.caches[number])
+
+    def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return logits_of(x, weight, self.part.place)

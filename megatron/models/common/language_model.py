@@ -1,0 +1,316 @@
+"""Embeddings, logits over the (tied) table, the loss, and DecoderModel over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.config import Config
+from megatron.config.model import WHOLE, tokens_at_once
+from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.transformer import Recompute
+from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
+from megatron.mpu.linear_cross_entropy import linear_cross_entropy
+from megatron.mpu.mappings import enter_tensor_region
+from megatron.mpu.shard import Shard, empty_weight
+
+# From hidden states to logits.
+
+
+class LazyLogits(NamedTuple):
+    """What logits are made of. The loss makes them for some tokens at a time, so that they are never all in memory.
+
+    It is a tuple so that what looks at outputs of modules sees the hidden states in it, as the head's output; weights
+    in an output are none of a sample's tensors to them.
+
+    Args:
+        at_once: tokens of a chunk.
+
+    Shapes:
+        x      [s, b, h], the same on every rank; its gradient is summed over the tensor group
+        weight [v/t, h], padded rows last
+        bias   [v/t] or None
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    at_once: int
+
+
+Logits = torch.Tensor | LazyLogits
+"""This rank's columns [s, b, v/t], or what they are made of."""
+
+
+def head_output(
+    x: torch.Tensor, weight: torch.Tensor, sizes: Sizes, place: Place, bias: torch.Tensor | None = None
+) -> Logits:
+    """Return ``x weight^T + bias``, where that is much as ``LazyLogits``: see ``megatron.config.model``.
+
+    Shapes:
+        x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
+        weight [v/t, h], padded rows last
+        bias   [v/t]
+    """
+    x = enter_tensor_region(x, **place.cut)  # [s, b, h]
+    num_tokens, is_on_cpu = x.shape[0] * x.shape[1], x.device.type == "cpu"
+    shape = num_tokens, sizes.vocab_size, sizes.hidden_size
+    at_once = tokens_at_once(sizes.loss_chunk_tokens, *shape, is_on_cpu=is_on_cpu)
+    lazy = LazyLogits(x, weight, bias, at_once)
+    return whole_logits(lazy) if at_once == WHOLE else lazy
+
+
+def logits_of(x: torch.Tensor, weight: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return ``x weight^T``, this rank's columns of the vocabulary.
+
+    Shapes:
+        x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
+        weight [v/t, h], padded rows last
+        output [s, b, v/t]
+    """
+    return F.linear(enter_tensor_region(x, **place.cut), weight)
+
+
+def whole_logits(logits: Logits) -> torch.Tensor:
+    """Return the logits [s, b, v/t] themselves."""
+    if isinstance(logits, torch.Tensor):
+        return logits
+    return F.linear(logits.x, logits.weight, logits.bias)
+
+
+class Head(nn.Module):
+    """An output table of its own, for models whose head is not tied to the embedding."""
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.sizes, self.place = sizes, place
+        rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
+        shard = Shard((sizes.vocab_size, sizes.hidden_size), 0, start, num_real)
+        self.weight = empty_weight((rows, sizes.hidden_size), shard)
+
+    def forward(self, x: torch.Tensor) -> Logits:
+        return head_output(x, self.weight, self.sizes, self.place)
+
+
+# Word and position embedding, and words alone.
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each position. Every rank holds all of it.
+
+    Shapes:
+        input  [b, s] positions below ``max_position_embeddings``
+        output [b, s, h]
+    """
+
+    def __init__(self, max_position_embeddings: int, hidden_size: int) -> None:
+        super().__init__()
+        shape = (max_position_embeddings, hidden_size)
+        self.weight = empty_weight(shape, Shard(shape))
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(position_ids, self.weight)
+
+
+class Embedding(nn.Module):
+    """The sum of word and position embedding, with dropout.
+
+    Shapes:
+        tokens, position_ids [b, s]
+        output [s, b, h], or this rank's part of it, by ``place``
+    """
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
+        )
+        self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
+        self.hidden_dropout = sizes.hidden_dropout
+        self.place = place
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if self.place.sequence_parallel:
+            x = self.word(tokens.t()) + self.position(self.place.part(position_ids.t()))  # [s/t, b, h]
+        else:
+            x = self.word(tokens) + self.position(position_ids)  # [b, s, h]
+            x = x.transpose(0, 1).contiguous()  # [s, b, h]
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+
+
+class WordEmbedding(nn.Module):
+    """The embedding of words, with dropout, for models whose positions are in their attention.
+
+    Shapes:
+        tokens [b, s]
+        output [s, b, h], or this rank's part of it, by ``place``
+    """
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
+        )
+        self.hidden_dropout = sizes.hidden_dropout
+        self.place = place
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.place.sequence_parallel:
+            x = self.word(tokens.t())  # [s/t, b, h]
+        else:
+            x = self.word(tokens).transpose(0, 1).contiguous()  # [s, b, h]
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
+
+
+# The language-model loss as a sum and a count, so that any split into micro-batches gives the same mean.
+
+
+def language_model_loss(
+    logits: Logits,
+    labels: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    vocab_size: int,
+    divisible_by: int = 1,
+    group: Group = SINGLE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (sum of the losses of all tokens that count, number of those tokens). Collective.
+
+    Shapes:
+        logits    [s, b, v/t], or what they are made of
+        labels    [b, s] token ids
+        loss_mask [b, s], 0 where a token does not count
+        output    two scalars in fp32 (fp64 for fp64 logits)
+
+    Raises:
+        ValueError: a token that counts has a label outside the vocabulary; not on a CPU: the sum is not a number.
+    """
+    targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
+    if isinstance(logits, LazyLogits):
+        weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
+        total = linear_cross_entropy(
+            logits.x, logits.weight, targets, weights, bias=logits.bias, at_once=logits.at_once,
+            vocab_size=vocab_size, divisible_by=divisible_by, group=group,
+        )  # fmt: skip
+        return total, weights.sum()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    weights = known_or_nan(weights.to(wide), targets, vocab_size)
+    losses = vocab_parallel_cross_entropy(
+        logits, targets, vocab_size=vocab_size, divisible_by=divisible_by, group=group
+    )  # [s, b]
+    return (losses * weights).sum(), loss_mask.to(wide).sum()
+
+
+def model_loss(
+    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: Sizes, place: Place
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the (loss sum, token count) of a model of these sizes; shapes as in ``language_model_loss``."""
+    return language_model_loss(
+        logits,
+        labels,
+        loss_mask,
+        vocab_size=sizes.vocab_size,
+        divisible_by=sizes.make_vocab_size_divisible_by,
+        group=place.group,
+    )
+
+
+# What decoders on one pipeline rank have in common: embedding, layers, last norm, head and loss.
+
+
+class DecoderModel(nn.Module):
+    """The parts of a decoder and what is made of its last hidden states; a family's ``forward`` leads there.
+
+    Args:
+        embedding: built from (sizes, place); its table is ``word``.
+        layer: built from (sizes, place, number).
+        norm: makes the last norm.
+    """
+
+    loss_weighting = "tokens"  # for the start table
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        place: Place | None,
+        *,
+        embedding: Callable[[Any, Place], nn.Module],
+        layer: Callable[[Any, Place, int], nn.Module],
+        norm: Callable[[Any], nn.Module],
+    ) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.place = place or Place()
+        self.recompute = Recompute(sizes, self.place)
+        self.embedding: Any = embedding(sizes, self.place)
+        self.layers = nn.ModuleList(layer(sizes, self.place, i) for i in range(sizes.num_layers))
+        self.final_norm = self.place.on_part(norm(sizes))
+        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
+
+    def units(self) -> list[nn.Module]:
+        """Return what is cut into pipeline stages, in order; a tied head is the embedding."""
+        return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
+
+    def finish(
+        self, x: torch.Tensor, labels: torch.Tensor | None, loss_mask: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits, or with ``labels`` and ``loss_mask`` the pair (loss sum, token count).
+
+        Shapes:
+            x [s, b, h], of the last layer
+            labels, loss_mask [b, s]
+            output logits [s, b, v/t]
+        """
+        logits = self._logits(self.final_norm(x))  # [s, b, v/t]
+        if labels is None or loss_mask is None:
+            return whole_logits(logits)
+        return model_loss(logits, labels, loss_mask, self.sizes, self.place)
+
+    def _logits(self, x: torch.Tensor) -> Logits:
+        if self.head is None:
+            return head_output(x, self.embedding.word.weight, self.sizes, self.place)
+        logits: Logits = self.head(x)
+        return logits
+
+
+def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a decoder with positions takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    tokens = words(config.batch.seq_length)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return {"tokens": tokens, "position_ids": positions.repeat(tokens.shape[0], 1)}
+
+
+# A table whose rows are looked up and that is a factor of a product as well, with one gradient for all.
+
+
+def shared_table(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``weight`` twice: to look up rows in with ``sparse=True``, and for everything else.
+
+    In backward the rows are added to the other gradient in place. Left to itself, autograd makes a table of zeros for
+    each look-up and another for the sum; on a CPU, making them new at each step takes longer than a layer. In fp16
+    torch has no such addition there.
+
+    Shapes:
+        weight, both outputs [v, h]
+    """
+    return _SharedTable.apply(weight)
+
+
+class _SharedTable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
+        rows, rest = grads
+        if rows is None:
+            return rest
+        return rows.to_dense() if rest is None else rest.add_(rows)

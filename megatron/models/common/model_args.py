@@ -1,0 +1,110 @@
+"""The sizes and switches of a transformer: what a layer needs to know to build itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.random import DropoutStreams
+from megatron.mpu.shard import set_partial
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes and switches; names as in the flags. Lengths are in tokens, probabilities in 0 ... 1."""
+
+    family = "gpt2"
+    """Whose they are: the name in ``megatron.models.registry``."""
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    kv_hidden_size: int  # of one head
+    ff_hidden_size: int
+    hidden_bias: bool = True
+    layernorm_epsilon: float = 1e-5
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    activation: str = "gelu"
+    untie_embeddings: bool = False
+    make_vocab_size_divisible_by: int = 1
+    apply_residual_connection_post_layernorm: bool = False
+    checkpoint_activations: bool = False
+    checkpoint_num_layers: int = 1
+    recompute_attention: bool = False
+    partition_activations: bool = False
+    checkpoint_in_cpu: bool = False
+    contiguous_checkpointing: bool = False
+    forwards_in_flight: tuple[int, ...] = (1,)  # of each stage, at most
+    loss_chunk_tokens: int | None = 0  # logits of all together; None: as ``megatron.config.model`` decides
+
+    @property
+    def attention_width(self) -> int:
+        """Size of all heads together: ``a d``."""
+        return self.num_attention_heads * self.kv_hidden_size
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module runs: its tensor-parallel group and its source of dropout masks.
+
+    With ``sequence_parallel`` hidden states between tensor-parallel regions are this rank's part, [s/t, b, h].
+    """
+
+    group: Group = SINGLE
+    streams: DropoutStreams = field(default_factory=DropoutStreams)
+    sequence_parallel: bool = False
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """What a layer of ``megatron.mpu.layers`` is told of it."""
+        return {"group": self.group, "sequence_parallel": self.sequence_parallel}
+
+    def dropout(self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str) -> torch.Tensor:
+        """Return hidden states with elements dropped by the mask of ``layer`` and ``site``."""
+        return self.streams.dropout(
+            x, probability, training=training, layer=layer, site=site, is_part=self.sequence_parallel
+        )
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ``x`` [s, ...] that the hidden states of this rank stand for.
+
+        Raises:
+            ValueError: with ``sequence_parallel`` the group size does not divide them.
+        """
+        if not self.sequence_parallel:
+            return x
+        if x.shape[0] % self.group.size:
+            raise ValueError(
+                "with --sequence-parallel the sequence must be a multiple of --model-parallel-size, got "
+                f"{x.shape[0]} and {self.group.size}"
+            )
+        return x.chunk(self.group.size)[self.group.rank]
+
+    def length(self, x: torch.Tensor) -> int:
+        """Return the length of the sequence of which ``x`` [s, b, h] or [s/t, b, h] are hidden states."""
+        return x.shape[0] * (self.group.size if self.sequence_parallel else 1)
+
+    def on_part(self, module: Module) -> Module:
+        """Return ``module``, whose weights every rank holds whole and applies to its hidden states alone."""
+        if self.sequence_parallel:
+            module.place = self  # type: ignore[assignment]
+            for parameter in module.parameters():
+                set_partial(parameter)
+        return module
+
+
+def sizes_from(values: Any, **overrides: Any) -> Sizes:
+    """Return the sizes held by ``values`` (a configuration section or an object with the same names)."""
+    return Sizes(**{**_held(Sizes, values), **overrides})
+
+
+def _held(kind: Any, values: Any) -> dict[str, Any]:
+    return {name: getattr(values, name) for name in kind.__dataclass_fields__ if hasattr(values, name)}

@@ -1,0 +1,136 @@
+"""Layout-independent names of parameters and modules; initial values keyed by (seed, name)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from megatron.mpu.shard import Shard, give_memory, is_unset, shard_of
+
+# Initial weights from a counter keyed by (seed, parameter name): the same numbers in every layout.
+#
+# Each parameter draws its whole global tensor from a generator seeded by its name and keeps its own part. A large table
+# is drawn in blocks of rows, so that a rank never holds more than its part and one block.
+
+Rule = Callable[[str, tuple[int, ...]], float | torch.Tensor]
+"""From logical name and global shape to the standard deviation: one number, or one for each row as [rows, 1]."""
+
+ROWS_PER_BLOCK = 1024
+RESIDUAL_OUTPUTS = ("attention.dense.weight", "mlp.down.weight")
+
+
+@torch.no_grad()
+def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: int, rule: Rule) -> None:
+    """Fill the weights that layers left unset, in place, by their logical names: normal(0, ``rule(name, shape)``).
+
+    Padded vocabulary rows are zero. What a module has set itself (biases, norms, a user's own layers) stays.
+    """
+    for name, parameter in named_parameters:
+        if not is_unset(parameter):
+            continue
+        give_memory(parameter)
+        shard = shard_of(parameter)
+        _fill_normal(parameter, shard, name, seed, rule(name, shard.global_shape))
+        parameter.is_unset = False  # type: ignore[attr-defined]
+
+
+def gpt2_rule(std: float, num_layers: int) -> Rule:
+    """Return ``std`` for all but the weights that end in the residual stream, which have ``std / sqrt(2 L)``.
+
+    Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4.
+    """
+
+    def rule(name: str, shape: tuple[int, ...]) -> float:
+        return std / math.sqrt(2.0 * num_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
+
+    return rule
+
+
+def _fill_normal(parameter: torch.Tensor, shard: Shard, name: str, seed: int, std: float | torch.Tensor) -> None:
+    parameter.zero_()
+    rows = shard.global_shape[0]
+    for first in range(0, rows, ROWS_PER_BLOCK):
+        last = min(first + ROWS_PER_BLOCK, rows)
+        if shard.partition_dim == 0 and (last <= shard.start or first >= shard.start + shard.length):
+            continue
+        scale = std[first:last] if isinstance(std, torch.Tensor) else std
+        block = _block(name, seed, first, last - first, shard.global_shape[1:]) * scale
+        _copy_overlap(parameter, shard, block, first)
+
+
+def _block(name: str, seed: int, first: int, rows: int, rest: tuple[int, ...]) -> torch.Tensor:
+    """Return rows ``first ... first + rows`` of the parameter's standard normal numbers, in fp32.
+
+    One generator per block, seeded by a hash, on the CPU: the device and the layout play no part.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}/{first}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn((rows, *rest), generator=generator, dtype=torch.float32)
+
+
+def _copy_overlap(parameter: torch.Tensor, shard: Shard, block: torch.Tensor, first: int) -> None:
+    if shard.partition_dim == 0:
+        start = max(first, shard.start)
+        stop = min(first + block.shape[0], shard.start + shard.length)
+        parameter[start - shard.start : stop - shard.start].copy_(block[start - first : stop - first])
+    elif shard.partition_dim is None:
+        parameter[first : first + block.shape[0]].copy_(block)
+    else:
+        part = block.narrow(shard.partition_dim, shard.start, shard.length)
+        parameter[first : first + block.shape[0]].copy_(part)
+
+
+# Names of modules that do not depend on how the model is laid out, as those of its parameters do not.
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (logical name, module) for each module of this rank but the model itself.
+
+    A model whose local names depend on its stage offers ``logical_name(local_name)``, which is asked for a name that
+    ends in a dot. Several modules may have one name (T5's embeddings of both sides); where one lies within the other,
+    such as a norm in a pipeline's wrapper, the inner one has it.
+    """
+    logical_name = getattr(model, "logical_name", None)
+    local = {name: module for name, module in model.named_modules() if name}
+    names = {each: each if logical_name is None else _asked(logical_name, each) for each in local}
+    return [
+        (name, local[each])
+        for each, name in names.items()
+        if name and not any(other == name and inner.startswith(f"{each}.") for inner, other in names.items())
+    ]
+
+
+def _asked(logical_name: Callable[[str], str], local_name: str) -> str:
+    """Return the logical name, "" for what only holds modules (``tied_modules``) and has none."""
+    try:
+        return logical_name(f"{local_name}.").rstrip(".")
+    except (ValueError, KeyError, IndexError):
+        return ""
+
+
+# Names of parameters that do not depend on how the model is laid out.
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (logical name, parameter) for each parameter that this rank holds, a shared one once.
+
+    A model whose local names depend on its stage offers ``logical_name(local_name) -> str``; otherwise the local
+    name is the logical one. Copies of a tied weight on several stages have the same logical name.
+
+    Raises:
+        ValueError: two different parameters of this rank have one logical name.
+    """
+    logical_name = getattr(model, "logical_name", None)
+    local_names: dict[str, str] = {}
+    for local_name, parameter in model.named_parameters():
+        name = logical_name(local_name) if logical_name is not None else local_name
+        if name in local_names:
+            raise ValueError(
+                f"a logical name must belong to one parameter, {name} is given to {local_names[name]} and {local_name}"
+            )
+        local_names[name] = local_name
+        yield name, parameter

@@ -1,0 +1,231 @@
+"""ModelPipe and DecoderPipe: models as lists of layers for tds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from megatron.models.common.language_model import Head, Logits, WordEmbedding, head_output, model_loss, whole_logits
+from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.transformer import LayerNorm, Recompute
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.topology import Topology
+from tds.loss import Weighted
+from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+# Recompute on one stage of a pipeline.
+
+
+def stage_recompute(module: PipelineModule, sizes: Sizes, place: Place) -> Recompute:
+    """Return the ``activation_checkpoint_func`` of ``module``, which may still be without its layers."""
+    return Recompute(sizes, place, partial(_slots, module, sizes))
+
+
+def _slots(module: PipelineModule, sizes: Sizes) -> tuple[int, int]:
+    """Return how many inputs wait on this stage at most, by the chunk with the most runs; a seam of T5 counts once."""
+    chunks = [list(run.is_checkpointable_results) for run in module._runs or [module]]
+    if module.stage_id == 0:
+        chunks[0][0] = False  # it begins with the embedding and keeps tokens, which wait as they are
+    runs = max(map(sum, chunks))
+    forwards = sizes.forwards_in_flight[min(module.stage_id, len(sizes.forwards_in_flight) - 1)]
+    return runs * forwards, forwards
+
+
+# Our grid in the form that DeepSpeed's PipelineModule takes.
+
+
+def pipe_topology(topology: Topology) -> PipeModelDataParallelTopology:
+    """Return DeepSpeed's topology with the same sizes and the same order of ranks as ours."""
+    return PipeModelDataParallelTopology(num_pp=topology.pipe, num_mp=topology.tensor, num_dp=topology.data)
+
+
+# What the models over a pipeline's stages share, whatever their layers are and whatever crosses between them.
+
+
+class ModelPipe(PipelineModule):
+    """A model over the pipeline stages of ``topology``.
+
+    A family gives ``specs``, ``random_batch``, ``_loss``, and what crosses into each stage.
+
+    Args:
+        partition: bounds of the pieces in layers as ``specs`` has them, or the name of a partition method; "profile"
+            times the layers on ``probe``.
+        chunks: pieces on each stage; piece ``chunk * p + stage`` lies on ``stage``.
+        has_segments: segments (ids of documents, or what is padding) travel too.
+        probe: (micro-batch size, sequence length, one for each side).
+
+    Attributes:
+        layer_classes: of transformer layers, which are what is recomputed.
+    """
+
+    loss_weighting = "tokens"  # for the start table
+    layer_classes: tuple[type[nn.Module], ...]
+
+    def __init__(
+        self,
+        sizes: Any,
+        place: Place,
+        topology: Topology,
+        *,
+        partition: str | list[int] = "parameters",
+        chunks: int = 1,
+        has_segments: bool = False,
+        probe: tuple[int, ...] | None = None,
+    ) -> None:
+        self.sizes, self.place, self.has_segments = sizes, place, has_segments
+        profile = {} if probe is None else {"profile_batch": self.random_batch(probe)}
+        recompute = stage_recompute(self, sizes, place)
+        super().__init__(
+            self.specs(),
+            topology=pipe_topology(topology),
+            loss_fn=self._loss,
+            partition_method=partition,
+            chunks=chunks,
+            activation_checkpoint_interval=recompute.every,
+            activation_checkpoint_func=recompute,
+            **profile,
+        )
+        self._say_what_crosses()
+
+    def specs(self) -> list[LayerSpec]:
+        """Return the layers."""
+        raise NotImplementedError
+
+    def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank."""
+        raise NotImplementedError
+
+    def _say_what_crosses(self) -> None:
+        """Tell the engine which tensors cross into each stage; the layers are there."""
+        raise NotImplementedError
+
+    def _loss(self, logits: Any, labels: Any) -> Any:
+        raise NotImplementedError
+
+    def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
+        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
+        return any(isinstance(func, self.layer_classes) for func in funcs)
+
+
+# A decoder as a list of layers for the pipeline engine: what GPT-2, LLaMA and MPT have in common there.
+#
+# Between stages travel the hidden states [s, b, h] and, where the model asks for them, segment ids and positions [b,
+# s]; never a mask.
+
+Stream = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, or these with what travels beside them
+
+
+class WordEmbeddingPipe(WordEmbedding):
+    """Tokens, or tokens with what travels beside them, to hidden states with the same beside them."""
+
+    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+        if isinstance(inputs, torch.Tensor):
+            return super().forward(inputs)
+        x = super().forward(inputs[0])
+        return x if len(inputs) == 1 else (x, *inputs[1:])
+
+
+class TiedTable(nn.Module):
+    """The word table as the last stage holds it, for the head; positions stay on the first stage."""
+
+    def __init__(self, sizes: Sizes, place: Place) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
+        )
+
+
+class FinalNormPipe(LayerNorm):
+    """The last norm; what travels beside the hidden states ends here."""
+
+    def __init__(self, place: Place, *sizes: Any, **how: Any) -> None:
+        super().__init__(*sizes, **how)
+        place.on_part(self)
+
+    def forward(self, inputs: Stream) -> torch.Tensor:
+        return super().forward(hidden_of(inputs))
+
+
+def hidden_of(inputs: Stream) -> torch.Tensor:
+    """Return the hidden states of a stream."""
+    return inputs if isinstance(inputs, torch.Tensor) else inputs[0]
+
+
+def decoder_specs(
+    embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, sizes: Sizes, place: Place
+) -> list[LayerSpec]:
+    """Return ``embedding`` of (sizes, place), ``layers``, ``norm`` and head, whose table is the embedding's if tied."""
+    if sizes.untie_embeddings:
+        return [LayerSpec(embedding, sizes, place), *layers, norm, LayerSpec(Head, sizes, place)]
+    first = TiedLayerSpec("embedding", embedding, sizes, place, tied_weight_attr="word.weight")
+    head = partial(_tied_head, sizes, place)
+    last = TiedLayerSpec("embedding", TiedTable, sizes, place, forward_fn=head, tied_weight_attr="word.weight")
+    return [first, *layers, norm, last]
+
+
+def _tied_head(sizes: Sizes, place: Place, module: nn.Module, x: torch.Tensor) -> Logits:
+    return head_output(x, module.word.weight, sizes, place)  # type: ignore[union-attr, arg-type]
+
+
+def random_batch(vocab_size: int, shape: tuple[int, ...], entering: Sequence[str] = ()) -> tuple[Any, Any]:
+    """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
+
+    Shapes:
+        each tensor [b, s], by ``shape``
+
+    Args:
+        entering: what the first stage takes behind the tokens, of "position_ids" and "segment_ids".
+    """
+    tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    known = {
+        "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
+        "segment_ids": torch.zeros(shape, dtype=torch.int32),
+    }
+    return (tokens, *[known[name] for name in entering]), (tokens.roll(-1, dims=1), torch.ones(shape))
+
+
+class DecoderPipe(ModelPipe):
+    """A decoder over the pipeline stages of ``topology``; a family gives ``layer_classes`` and ``specs``.
+
+    Its layers are embedding, transformer layers, norm and head.
+    """
+
+    has_positions = False
+
+    def _say_what_crosses(self) -> None:
+        beside = self.has_segments + self.has_positions
+        self._input_grad = [True, *[False] * beside]
+        self._input_type = ["float", *["int"] * beside]
+        self._input_pipe_partitioned = [False] * len(self._input_grad)
+
+    def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return random_batch(self.sizes.vocab_size, shape, self.entering)
+
+    @property
+    def entering(self) -> list[str]:
+        """What the first stage takes behind the tokens."""
+        return ["segment_ids"] * self.has_segments + ["position_ids"] * self.has_positions
+
+    def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Weighted:
+        return Weighted(*model_loss(logits, labels[0], labels[1], self.sizes, self.place))
+
+    def made_output(self, output: Logits) -> torch.Tensor:
+        """Return the logits to who asks an evaluation for outputs."""
+        return whole_logits(output)
+
+    def logical_name(self, local_name: str) -> str:
+        """Return the name that this parameter has in the single-stage model."""
+        head, _, rest = local_name.partition(".")
+        if head == "tied_modules":
+            return rest  # "embedding.word.weight"
+        index = int(head)
+        if index == 0:
+            return f"embedding.{rest}"
+        if index <= self.sizes.num_layers:
+            return f"layers.{index - 1}.{rest}"
+        return f"{'final_norm' if index == self.sizes.num_layers + 1 else 'head'}.{rest}"

@@ -1,0 +1,314 @@
+"""TransformerLayer, MLP, LayerNorm, RMSNorm, a run of layers with recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.models.common.attention import LayerCache, SelfAttention
+from megatron.models.common.model_args import Place, Sizes
+from megatron.mpu.activation_storage import Keeper, Keeping
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.random import checkpoint
+from megatron.ops.activations import activation, is_gated
+from tds.schedule.simulate import in_flight
+
+# What a model recomputes in backward, and how it keeps what it recomputes from.
+#
+# | ``Sizes`` | flag | what is run again |
+# |---|---|---|
+# | ``checkpoint_activations`` | --checkpoint-activations | every ``checkpoint_num_layers`` layers, from their input |
+# | ``recompute_attention`` | --recompute-granularity selective | the core of each attention, from query, key and value |  # noqa: E501
+#
+# Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 5.
+
+
+class Recompute:
+    """Runs layers so that backward runs them again; of one stage of a pipeline, or of one side of a model.
+
+    Args:
+        slots: as of ``Keeper``; None: those of ``num_layers`` layers and one forward at a time.
+        num_layers: None: those of ``sizes``.
+
+    Attributes:
+        every: layers between two kept inputs; 0 keeps all activations.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        place: Place,
+        slots: Callable[[], tuple[int, int]] | None = None,
+        num_layers: int | None = None,
+    ) -> None:
+        self.every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
+        self._streams = place.streams
+        how = Keeping(
+            is_partitioned=sizes.partition_activations,
+            is_on_host=sizes.checkpoint_in_cpu,
+            is_contiguous=sizes.contiguous_checkpointing,
+            group=place.group,
+        )
+        own = -(-(num_layers or sizes.num_layers) // max(self.every, 1))
+        self.keeper = None if how.is_plain else Keeper(how, slots or (lambda: (own, 1)))
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Return ``function(*inputs)``, which keeps ``inputs`` only."""
+        return checkpoint(self._streams, function, *inputs, keeper=self.keeper)
+
+
+def recompute_switches(config: Any) -> dict[str, Any]:
+    """Return the fields of ``Sizes`` by which a run of ``config``, a ``megatron.config.Config``, recomputes."""
+    parallel, number = config.parallel, config.batch.num_micro_batches
+    stages = parallel.num_stages
+    of_stage = [in_flight(stages, number, parallel.schedule, parallel.chunks, stage) for stage in range(stages)]
+    return {
+        "checkpoint_activations": parallel.checkpoint_activations,
+        "checkpoint_num_layers": parallel.checkpoint_num_layers,
+        "recompute_attention": parallel.recompute_granularity == "selective",
+        "partition_activations": parallel.partition_activations,
+        "checkpoint_in_cpu": parallel.checkpoint_in_cpu,
+        "contiguous_checkpointing": parallel.contiguous_checkpointing,
+        "forwards_in_flight": tuple(of_stage) if parallel.has_pipeline else (1,),
+    }
+
+
+# The feed-forward half of a layer.
+
+
+class GatedLinear(ColumnParallelLinear):
+    """The two products of a gated feed-forward half: its gate and its value.
+
+    Their weights are one matrix whose rows take turns (the first of the gate, the first of the value, the second of the
+    gate), so that any contiguous cut into pairs gives each rank as much of both.
+
+    Shapes:
+        input  [s, b, input_size], the same on every rank
+        output 2 x [s, b, output_size/2t]
+    """
+
+    num_outputs = 2
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Two products with every second row, for a product with all would leave two tensors full of gaps."""
+        gate, value = self.weight.unflatten(0, (-1, 2)).unbind(1)  # 2 x [output_size/2t, input_size]
+        gate_bias, value_bias = (None, None) if self.bias is None else self.bias.unflatten(0, (-1, 2)).unbind(1)
+        gated, values = self.products(x, (gate, gate_bias), (value, value_bias))
+        return gated, values
+
+
+class MLP(nn.Module):
+    """Up to the feed-forward size, activation, down again: ``down(activation(up(x)))``.
+
+    A gated one has two products up, ``down(activation(gate(x)) * value(x))``.
+
+    Shapes:
+        input, output [s, b, h]
+
+    Args:
+        layer: number of the layer, part of the key of the dropout mask.
+        dropout: of what the activation returns.
+    """
+
+    def __init__(self, sizes: Sizes, place: Place, layer: int = 0, dropout: float = 0.0) -> None:
+        super().__init__()
+        h, f = sizes.hidden_size, sizes.ff_hidden_size
+        self.is_gated = is_gated(sizes.activation)
+        self.layer, self.dropout = layer, dropout
+        self.place = place
+        kind, rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
+        self.up = kind(h, rows, bias=sizes.hidden_bias, **place.cut)
+        self.activation = activation(sizes.activation)
+        self.down = RowParallelLinear(f, h, bias=sizes.hidden_bias, **place.cut)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_gated:
+            gate, value = self.up(x)  # 2 x [s, b, f/t]
+            hidden = self.activation(gate) * value
+        else:
+            hidden = self.activation(self.up(x))  # [s, b, f/t]
+        return self.down(self._dropped(hidden))
+
+    def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.place.streams.dropout(
+            hidden,
+            self.dropout,
+            training=self.training,
+            layer=self.layer,
+            site="activation",
+            is_cut=self.place.group.size > 1,
+        )
+
+
+# Root-mean-square normalisation.
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; 16-bit numbers are summed in fp32.
+
+    Shapes:
+        x, output [..., h]
+        weight    [h]
+
+    Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
+    """
+    if x.device.type == "cpu":
+        return _RMSNorm.apply(x, weight, epsilon)
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Forward keeps its input and a number for each row. torch has a fused kernel on GPUs only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        factor = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, weight, factor)
+        return (wide * factor).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight, factor = ctx.saved_tensors
+        wide, wide_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
+        products = (grad * wide).flatten(0, -2)  # [rows, h]
+        to_weight = products.t() @ factor.flatten()
+        along = (products @ wide_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])  # what only scales x
+        to_x = (grad * wide_weight).mul_(factor).addcmul_(wide, along)
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+
+
+# Normalisation of hidden states.
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` where there is one."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+
+
+class LayerNorm(nn.Module):
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift. Every rank holds all of it.
+
+    Shapes:
+        input, output [..., h]
+
+    Args:
+        bias: shift; False: scale alone.
+
+    Attributes:
+        kernel: what computes it, ``layer_norm`` or a function that is given and returns the same.
+
+    Source: Ba et al. 2016, "Layer normalization".
+    """
+
+    kernel: Callable[..., torch.Tensor] = staticmethod(layer_norm)
+
+    def __init__(self, hidden_size: int, epsilon: float, bias: bool = True) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x, self.weight, self.bias, self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """Bring the last dimension to a mean square of 1, then scale. Every rank holds all of it.
+
+    Shapes:
+        input, output [..., h]
+
+    Attributes:
+        kernel: what computes it, ``rms_norm`` or a function that is given and returns the same.
+
+    Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
+    """
+
+    kernel: Callable[..., torch.Tensor] = staticmethod(rms_norm)
+
+    def __init__(self, hidden_size: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel(x, self.weight, self.epsilon)
+
+
+# One transformer layer: attention and feed-forward, each with norm, dropout and residual.
+
+
+class TransformerLayer(nn.Module):
+    """A pre-norm layer: ``x + dropout(attention(norm(x)))``, then ``x + dropout(mlp(norm(x)))``.
+
+    With ``--apply-residual-connection-post-layernorm`` the residual is the normalised input.
+
+    Shapes:
+        x      [s, b, h], or this rank's part of it, by ``place``
+        mask   bool [b or 1, 1, s, s] or None for causal
+        output as x
+
+    ``cache`` as in ``SelfAttention``.
+
+    Args:
+        layer: number of this layer in the whole model, from 0; part of the keys of its dropout masks.
+    """
+
+    def __init__(self, sizes: Sizes, place: Place, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.hidden_dropout = sizes.hidden_dropout
+        self.is_residual_normed = sizes.apply_residual_connection_post_layernorm
+        self.place = place
+        self.input_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
+        self.attention = SelfAttention(sizes, place, layer)
+        self.post_attention_norm = place.on_part(LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon))
+        self.mlp = MLP(sizes, place)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        normed = self.input_norm(x)
+        x = self._residual(x, normed) + self._dropout(self.attention(normed, mask, cache), "attention output")
+        normed = self.post_attention_norm(x)
+        return self._residual(x, normed) + self._dropout(self.mlp(normed), "mlp output")
+
+    def _residual(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        return normed if self.is_residual_normed else x
+
+    def _dropout(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+
+
+# A run of transformer layers, recomputed in backward where that is asked for.
+
+
+def run_layers(
+    layers: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *others: Any, recompute: Recompute
+) -> torch.Tensor:
+    """Return ``x`` after all ``layers``.
+
+    Args:
+        others: what every layer takes besides, such as a mask.
+        recompute: runs each ``recompute.every`` layers, of which backward then has the input only.
+    """
+
+    def run(part: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *others: Any) -> torch.Tensor:
+        for layer in part:
+            x = layer(x, *others)
+        return x
+
+    every = recompute.every
+    if not every or not torch.is_grad_enabled():
+        return run(layers, x, *others)
+    for start in range(0, len(layers), every):
+        x = recompute(partial(run, layers[start : start + every]), x, *others)
+    return x

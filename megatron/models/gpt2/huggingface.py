@@ -1,0 +1,254 @@
+"""GPT-2 weights from Hugging Face's ``GPT2LMHeadModel`` and back, bit for bit.
+
+| ours | theirs | change |
+|---|---|---|
+| embedding.word.weight [v, h] | transformer.wte.weight | |
+| embedding.position.weight [s, h] | transformer.wpe.weight | |
+| layers.{i}.input_norm.* | transformer.h.{i}.ln_1.* | |
+| layers.{i}.attention.query_key_value.* | transformer.h.{i}.attn.c_attn.* | transposed; [q, k, v] -> q, k, v per head |
+| layers.{i}.attention.dense.* | transformer.h.{i}.attn.c_proj.* | transposed |
+| layers.{i}.post_attention_norm.* | transformer.h.{i}.ln_2.* | |
+| layers.{i}.mlp.up.* | transformer.h.{i}.mlp.c_fc.* | transposed |
+| layers.{i}.mlp.down.* | transformer.h.{i}.mlp.c_proj.* | transposed |
+| final_norm.* | transformer.ln_f.* | |
+| head.weight (only when untied) | lm_head.weight | |
+
+Their ``Conv1D`` keeps weights as [in, out], ours are [out, in]. The hub's GPT-2 files leave out ``transformer.``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.config import Config, ModelConfig
+from megatron.errors import CheckpointError
+from megatron.models.common import huggingface as made
+from megatron.models.common.huggingface import Form, Recipe, Tensors
+from megatron.models.common.model_args import Place, sizes_from
+from megatron.models.gpt2.model import GPT2Model
+
+_TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
+_LAYER = {
+    "input_norm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.dense": "attn.c_proj",
+    "post_attention_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_TOP_OF_THEIRS = {theirs: ours for ours, theirs in _TOP.items()}
+_LAYER_OF_THEIRS = {theirs: ours for ours, theirs in _LAYER.items()}
+_CONV1D = {"attention.query_key_value", "attention.dense", "mlp.up", "mlp.down"}
+_LAYER_WEIGHT = re.compile(r"layers\.\d+\..+\.weight")
+_THEIR_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+_ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
+_THEIR_ACTIVATIONS = {"gelu-tanh": "gelu_new", "gelu": "gelu"}
+_WORD, _HEAD, _THEIR_HEAD = "embedding.word.weight", "head.weight", "lm_head.weight"
+
+
+def recipe(name: str, num_heads: int) -> Recipe | None:
+    """Return how our weight ``name`` is made of theirs, None when no GPT-2 has it."""
+    theirs = _their_name(name)
+    if theirs is None:
+        return None
+    layer_part = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
+    if layer_part == "attention.query_key_value":
+        return Recipe((theirs,), blocks=num_heads, parts_in_one=3, is_transposed=True)
+    return Recipe((theirs,), is_transposed=layer_part in _CONV1D)
+
+
+def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
+    """Return our logical names and weights of ``GPT2LMHeadModel.state_dict()``; the input is not shared.
+
+    ``head.weight`` is there when ``lm_head.weight`` holds other values than the word embedding.
+
+    Raises:
+        CheckpointError: listing the names that no GPT-2 has.
+    """
+    theirs = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
+    names = {their_name: _our_name(their_name) for their_name in theirs}
+    if unknown := [their_name for their_name, name in names.items() if name is None]:
+        raise CheckpointError(f"these names are not of a GPT2LMHeadModel: {', '.join(unknown)}")
+    ours = {}
+    for their_name, tensor in theirs.items():
+        found = recipe(name := str(names[their_name]), num_heads)
+        assert found is not None  # their names and ours are one table
+        ours[name] = made.to_our_weight(found, dict.fromkeys(found.names, tensor))
+    if _HEAD in ours and _WORD in ours and torch.equal(ours[_HEAD], ours[_WORD]):
+        del ours[_HEAD]
+    return ours
+
+
+def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
+    """Return the state dict of ``GPT2LMHeadModel`` with our weights; a tied head is the word embedding itself.
+
+    Raises:
+        CheckpointError: listing the names that are not ours.
+    """
+    if unknown := [name for name in ours if recipe(name, num_heads) is None]:
+        raise CheckpointError(f"these names are not of our GPT-2: {', '.join(unknown)}")
+    theirs: dict[str, torch.Tensor] = {}
+    for name, tensor in ours.items():
+        found = recipe(name, num_heads)
+        assert found is not None
+        theirs.update(made.from_our_weight(found, tensor))
+    if _HEAD not in ours and _WORD in ours:
+        theirs[_THEIR_HEAD] = theirs["transformer.wte.weight"]
+    return theirs
+
+
+def model_fields(hf_config: Any) -> dict[str, Any]:
+    """Return the fields of our model configuration that a ``GPT2Config`` (or its dict) fixes.
+
+    Raises:
+        CheckpointError: listing the settings that our GPT-2 does not have.
+    """
+    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+    activation = given.get("activation_function", "gelu_new")
+    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+    problems = [f"{key} {given[key]}" for key, only in fixed.items() if given.get(key, only) != only]
+    if activation not in _ACTIVATIONS:
+        problems.append(f"activation_function {activation!r} (known: {', '.join(_ACTIVATIONS)})")
+    if problems:
+        raise CheckpointError(f"our GPT-2 has no counterpart of these settings: {'; '.join(problems)}")
+    return {
+        "num_layers": given["n_layer"],
+        "hidden_size": given["n_embd"],
+        "num_attention_heads": given["n_head"],
+        "ff_hidden_size": given.get("n_inner") or 4 * given["n_embd"],
+        "activation": _ACTIVATIONS[activation],
+        "hidden_bias": True,
+        "layernorm_epsilon": given.get("layer_norm_epsilon", 1e-5),
+        "max_position_embeddings": given["n_positions"],
+        "vocab_size": given["vocab_size"],
+        "untie_embeddings": not given.get("tie_word_embeddings", True),
+    }
+
+
+def _our_name(theirs: str) -> str | None:
+    """Return our name of ``theirs``, None when there is none."""
+    if theirs == _THEIR_HEAD:
+        return _HEAD
+    stem, _, kind = theirs.removeprefix("transformer.").rpartition(".")
+    if stem in _TOP_OF_THEIRS:
+        return f"{_TOP_OF_THEIRS[stem]}.{kind}"
+    found = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
+    if found and found[2] in _LAYER_OF_THEIRS:
+        return f"layers.{found[1]}.{_LAYER_OF_THEIRS[found[2]]}.{kind}"
+    return None
+
+
+def _their_name(ours: str) -> str | None:
+    """Return their name of ``ours``, None when there is none."""
+    if ours == _HEAD:
+        return _THEIR_HEAD
+    stem, _, kind = ours.rpartition(".")
+    if stem in _TOP:
+        return f"transformer.{_TOP[stem]}.{kind}"
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)", stem)
+    if found and found[2] in _LAYER:
+        return f"transformer.h.{found[1]}.{_LAYER[found[2]]}.{kind}"
+    return None
+
+
+def _problems(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.activation not in _THEIR_ACTIVATIONS:
+        yield f"GPT-2 has the activation {' or '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
+    if model.attention_size != model.hidden_size:
+        yield (
+            f"heads must make up the hidden size, got {model.num_attention_heads} heads of {model.kv_hidden_size} "
+            f"for {model.hidden_size}"
+        )
+    if model.apply_residual_connection_post_layernorm:
+        yield "GPT-2 has no residual connection from behind the norm there"
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    """Linear layers without biases get zeros there, and ``"hidden_bias": false`` says so."""
+    model = config.model
+    fields = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": model.vocab_size,
+        "n_positions": model.max_position_embeddings,
+        "n_ctx": model.max_position_embeddings,
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.ff_hidden_size,
+        "activation_function": _THEIR_ACTIVATIONS[model.activation],
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "initializer_range": model.init_method_std,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "tie_word_embeddings": not model.untie_embeddings,
+    }
+    return fields if model.hidden_bias else {**fields, "hidden_bias": False}
+
+
+def _values(theirs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **model_fields(theirs),
+        "hidden_bias": theirs.get("hidden_bias", True),
+        "hidden_dropout": theirs.get("resid_pdrop", 0.1),
+        "attention_dropout": theirs.get("attn_pdrop", 0.1),
+        "init_method_std": theirs.get("initializer_range", 0.02),
+    }
+
+
+def _build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    return GPT2Model(sizes_from(model), place)
+
+
+def _recipes(config: Config) -> dict[str, Recipe]:
+    """Return how each weight of the model is made; where it has no biases, theirs are zero and nobody reads them."""
+    model = config.model
+    names = [_WORD, "embedding.position.weight", "final_norm.weight", "final_norm.bias"]
+    for i in range(model.num_layers):
+        for part in _LAYER:
+            kinds = ("weight", "bias") if model.hidden_bias or part not in _CONV1D else ("weight",)
+            names += [f"layers.{i}.{part}.{kind}" for kind in kinds]
+    if model.untie_embeddings:
+        names.append(_HEAD)
+    found = {name: recipe(name, model.num_attention_heads) for name in names}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
+    ours = to_ours(theirs, config.model.num_attention_heads)
+    if config.model.untie_embeddings:
+        ours.setdefault(_HEAD, theirs[_THEIR_HEAD].clone())
+    return ours
+
+
+def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
+    return from_ours({**ours, **_zero_biases(ours, config)}, config.model.num_attention_heads)
+
+
+def _zero_biases(ours: Tensors, config: Config) -> Tensors:
+    if config.model.hidden_bias:
+        return {}
+    names = {name: f"{name.removesuffix('weight')}bias" for name in ours if _LAYER_WEIGHT.fullmatch(name)}
+    return {bias: ours[name].new_zeros(ours[name].shape[0]) for name, bias in names.items() if bias not in ours}
+
+
+FORM = Form(
+    model_types=("gpt2",),
+    build=_build,
+    problems=_problems,
+    fields=_fields,
+    values=_values,
+    to_ours=_all_to_ours,
+    from_ours=_all_from_ours,
+    recipes=_recipes,
+    word="transformer.wte.weight",
+    short="transformer.",  # as the hub's GPT-2 files
+    biases=re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias"),
+    unread=re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
+)

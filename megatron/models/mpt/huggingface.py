@@ -1,0 +1,190 @@
+"""MPT weights and settings from Hugging Face's ``MptForCausalLM`` and back, bit for bit.
+
+| ours | theirs | change |
+|---|---|---|
+| embedding.word.weight [v, h] | transformer.wte.weight | |
+| layers.{i}.input_norm.weight | transformer.blocks.{i}.norm_1.weight | |
+| layers.{i}.attention.query_key_value.weight | transformer.blocks.{i}.attn.Wqkv.weight | [q, k, v] -> per head |
+| layers.{i}.attention.dense.weight | transformer.blocks.{i}.attn.out_proj.weight | |
+| layers.{i}.post_attention_norm.weight | transformer.blocks.{i}.norm_2.weight | |
+| layers.{i}.mlp.up.weight, .down.weight | transformer.blocks.{i}.ffn.up_proj.weight, .down_proj.weight | |
+| final_norm.weight | transformer.norm_f.weight | |
+| head.weight (only when untied) | lm_head.weight | |
+
+What their model does with its settings, and we with them:
+
+| setting | their model | here |
+|---|---|---|
+| alibi_bias_max | takes 8, whatever it says | as it says, as MosaicML's own program does; ``prepare`` tells theirs |
+| attn_pdrop | drops by it everywhere; must be a whole number | 0, and ``attention_dropout`` beside it says our rate |
+| resid_pdrop, emb_pdrop | not looked at | our hidden_dropout |
+| expansion_ratio | takes 4, whatever it says | must be 4 |
+| alibi false, learned_pos_emb without alibi, no_bias false, logit_scale | not looked at | refused |
+| prefix_lm, qk_ln, attn_uses_sequence_id, softmax_scale | only the last is | refused |
+| norm_type rmsnorm, rope, sliding_window_size, ffn_config | not looked at | refused |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.config import Config, ModelConfig
+from megatron.errors import CheckpointError
+from megatron.models.common.huggingface import Form, Recipe, by_recipes
+from megatron.models.common.model_args import Place
+from megatron.models.mpt.model import MptModel, mpt_sizes_from
+
+_LAYER = {
+    "input_norm": "norm_1",
+    "attention.query_key_value": "attn.Wqkv",
+    "attention.dense": "attn.out_proj",
+    "post_attention_norm": "norm_2",
+    "mlp.up": "ffn.up_proj",
+    "mlp.down": "ffn.down_proj",
+}
+_WORD = "transformer.wte.weight"
+_FIXED = {"no_bias": True, "logit_scale": None, "embedding_fraction": 1.0, "expansion_ratio": 4}
+_NORMS = ("low_precision_layernorm", "layernorm")  # one and the same but for the format in which it is computed
+_FIXED_IN_ATTENTION = {
+    "alibi": True,
+    "attn_type": "multihead_attention",
+    "prefix_lm": False,
+    "qk_ln": False,
+    "attn_uses_sequence_id": False,
+}
+_NOT_IN_ATTENTION = {"rope": False, "sliding_window_size": -1}  # which files of MosaicML's program may have
+
+
+def recipes(config: Config) -> dict[str, Recipe]:
+    """Return how each of our weights is made of theirs."""
+    found = {"embedding.word.weight": Recipe((_WORD,)), "final_norm.weight": Recipe(("transformer.norm_f.weight",))}
+    for i in range(config.model.num_layers):
+        for ours, theirs in _LAYER.items():
+            found[f"layers.{i}.{ours}.weight"] = Recipe((f"transformer.blocks.{i}.{theirs}.weight",))
+        packed = f"layers.{i}.attention.query_key_value.weight"
+        found[packed] = Recipe(found[packed].names, blocks=config.model.num_attention_heads, parts_in_one=3)
+    if config.model.untie_embeddings:
+        found["head.weight"] = Recipe(("lm_head.weight",))
+    return found
+
+
+def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    """Return our model, or the part of it that ``place`` is."""
+    return MptModel(mpt_sizes_from(model, config.own), place)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield what of ``config`` has no form there."""
+    model = config.model
+    if model.activation != "gelu":
+        yield f"MPT has the activation gelu there, got {model.activation}"
+    if model.attention_size != model.hidden_size:
+        yield (
+            f"heads must make up the hidden size, got {model.num_attention_heads} heads of {model.kv_hidden_size} "
+            f"for {model.hidden_size}"
+        )
+    if model.ff_hidden_size != 4 * model.hidden_size:
+        yield (
+            f"the feed-forward layer has 4 times the hidden size there, got {model.ff_hidden_size} for "
+            f"{model.hidden_size}"
+        )
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Return config.json of ``config``."""
+    model = config.model
+    return {
+        "architectures": ["MptForCausalLM"],
+        "model_type": "mpt",
+        "vocab_size": model.vocab_size,
+        "max_seq_len": model.max_position_embeddings,
+        "d_model": model.hidden_size,
+        "n_layers": model.num_layers,
+        "n_heads": model.num_attention_heads,
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "initializer_range": model.init_method_std,
+        "resid_pdrop": model.hidden_dropout,
+        "emb_pdrop": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "learned_pos_emb": False,
+        "tie_word_embeddings": not model.untie_embeddings,
+        **_FIXED,
+        "attn_config": {
+            **_FIXED_IN_ATTENTION,
+            "alibi_bias_max": config.own.alibi_bias_max,
+            "attn_impl": "torch",
+            "attn_pdrop": 0,
+            "clip_qkv": config.own.clip_qkv or None,
+            "softmax_scale": None,
+        },
+    }
+
+
+def values(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Return flat fields of our configuration of their config.json.
+
+    Raises:
+        CheckpointError: listing the settings that our MPT does not have.
+    """
+    attention = {key: value for key, value in (theirs.get("attn_config") or {}).items() if value is not None}
+    size, heads = theirs["d_model"], theirs["n_heads"]
+    found = list(_differences(theirs, _FIXED))
+    found += [f"attn_config.{each}" for each in _differences(attention, _FIXED_IN_ATTENTION | _NOT_IN_ATTENTION)]
+    if theirs.get("norm_type", _NORMS[0]) not in _NORMS:
+        found.append(f"norm_type {theirs['norm_type']!r} (known: {', '.join(_NORMS)})")
+    forward = {key: value for key, value in (theirs.get("ffn_config") or {}).items() if value is not None}
+    if {key: value for key, value in forward.items() if key != "fc_type"} not in ({}, {"ffn_type": "mptmlp"}):
+        found.append(f"ffn_config {forward!r} (known: ffn_type 'mptmlp' alone)")
+    scale, usual = attention.get("softmax_scale"), (size / heads) ** -0.5
+    if scale is not None and abs(scale - usual) > 1e-6 * usual:
+        found.append(f"attn_config.softmax_scale {scale} (known: {usual:.6g}, one over the root of the head size)")
+    if found:
+        raise CheckpointError(f"our MPT has no counterpart of these settings: {'; '.join(found)}")
+    return {
+        "num_layers": theirs["n_layers"],
+        "hidden_size": size,
+        "num_attention_heads": heads,
+        "vocab_size": theirs["vocab_size"],
+        "max_position_embeddings": theirs["max_seq_len"],
+        "activation": "gelu",
+        "layernorm_epsilon": theirs.get("layer_norm_epsilon", 1e-5),
+        "untie_embeddings": not theirs.get("tie_word_embeddings", True),
+        "hidden_dropout": theirs.get("resid_pdrop", 0.0),
+        "attention_dropout": theirs.get("attention_dropout", attention.get("attn_pdrop", 0.0)),
+        "init_method_std": theirs.get("initializer_range", 0.02),
+        "alibi_bias_max": attention.get("alibi_bias_max", 8),
+        "clip_qkv": float(attention.get("clip_qkv", 0.0)),
+    }
+
+
+def prepare(theirs: Any, config: Config) -> None:
+    """Let their model take the ``alibi_bias_max`` of its configuration, in place of 8."""
+    make = theirs.transformer.build_mpt_alibi_tensor
+
+    def build_mpt_alibi_tensor(*args: Any, **named: Any) -> torch.Tensor:
+        return make(*args, **{**named, "alibi_bias_max": config.own.alibi_bias_max})
+
+    theirs.transformer.build_mpt_alibi_tensor = build_mpt_alibi_tensor
+
+
+def _differences(given: dict[str, Any], fixed: dict[str, Any]) -> Iterator[str]:
+    for key, only in fixed.items():
+        if given.get(key, only) != only:
+            yield f"{key} {given[key]!r} (known: {only!r})"
+
+
+FORM = Form(
+    model_types=("mpt",),
+    build=build,
+    problems=problems,
+    fields=fields,
+    values=values,
+    **by_recipes(recipes),
+    word=_WORD,
+    allowed=1e-5,  # their softmax is in fp32
+    our_logits=lambda model, tokens: model(tokens).transpose(0, 1),
+    prepare=prepare,
+)

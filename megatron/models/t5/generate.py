@@ -1,0 +1,76 @@
+"""Generation with T5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.models.common.generation import Part, Reader, Rows, filled_up, relay, to_all_stages
+from megatron.models.common.language_model import Logits
+from megatron.models.t5.config import t5_units
+from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.model import T5DecoderLayer, T5EncoderLayer, embed, tied_logits
+
+PADDING = -1
+"""The segment of what fills a source up: nothing attends to it."""
+
+
+class T5Reader(Reader):
+    """The decoder, which has the encoder's output before it. Collective over the replica, from its making on.
+
+    The output crosses to all stages once; each decoder layer keeps the keys and values that it makes of it.
+    """
+
+    def __init__(self, part: Part, sources: Rows, capacity: int) -> None:
+        assert isinstance(part.sizes, T5Sizes)
+        self.sizes: T5Sizes = part.sizes
+        units = t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
+        super().__init__(part, capacity, range(units.dec_embedding, units.dec_norm))
+        tokens, last = filled_up(sources)  # [b, s_e], [b]
+        is_padding = torch.arange(tokens.shape[1]) > last[:, None]  # [b, s_e]
+        self.sources = tokens.to(part.device)
+        has_padding = bool(is_padding.any())
+        self.segments = torch.where(is_padding, PADDING, 0).int().to(part.device) if has_padding else None
+        shape = (tokens.shape[1], len(sources), self.sizes.hidden_size)
+        output = relay(part, range(units.enc_norm + 1), self._encode, shape)
+        memory = to_all_stages(part, output, shape, part.stages[units.enc_norm])  # [s_e, b, h]
+        self.memory: torch.Tensor | None = memory
+
+    def _encode(self, number: int, x: torch.Tensor | None) -> torch.Tensor:
+        unit = self.part.units[number]
+        if x is None:
+            how: dict[str, Any] = {
+                "sizes": self.sizes,
+                "place": self.part.place,
+                "side": "encoder",
+                "training": False,
+            }
+            return embed(self.sources, unit.word, getattr(unit, "position", None), segments=self.segments, **how)
+        if isinstance(unit, T5EncoderLayer):
+            return T5EncoderLayer.forward(unit, x, self.part.biases[number], self.segments)
+        return getattr(unit, "norm", unit)(x)
+
+    def read(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor | None:
+        logits = super().read(tokens, positions, last)
+        self.memory = None  # its keys and values are kept from here on
+        return logits
+
+    def keep(self, rows: list[int]) -> None:
+        super().keep(rows)
+        if self.segments is not None:
+            self.segments = self.segments[torch.tensor(rows, device=self.segments.device)]
+
+    def embedded(self, unit: Any) -> torch.Tensor:
+        x = unit.word(self.tokens.t())  # [s, b, h]
+        position = getattr(unit, "position", None)
+        return x if position is None else x + position(self.positions.t())
+
+    def layer(self, number: int, unit: Any, x: torch.Tensor) -> torch.Tensor:
+        own = None if self.segments is None else torch.zeros_like(self.tokens, dtype=torch.int32)
+        return T5DecoderLayer.forward(
+            unit, x, self.memory, self.part.biases[number], self.segments, own, self.caches[number]
+        )
+
+    def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> Logits:
+        return tied_logits(x, weight, self.sizes, self.part.place)

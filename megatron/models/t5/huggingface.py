@@ -1,0 +1,307 @@
+"""T5 weights from Hugging Face's ``T5ForConditionalGeneration`` (T5, T5 v1.1, mT5) and back, bit for bit.
+
+| ours | theirs | change |
+|---|---|---|
+| embedding.word.weight [v, h] | shared.weight, {side}.embed_tokens.weight, lm_head.weight if tied | one for all |
+| head.weight [v, h] (only when untied) | lm_head.weight | |
+| {side}.bias.weight [buckets, a] | {side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight | |
+| {side}.layers.{i}.input_norm | {side}.block.{i}.layer.0.layer_norm | |
+| {side}.layers.{i}.attention.query_key_value | ...layer.0.SelfAttention.q, .k, .v | q, k, v per head |
+| {side}.layers.{i}.attention.dense | ...layer.0.SelfAttention.o | |
+| decoder.layers.{i}.cross_norm | ...layer.1.layer_norm | |
+| decoder.layers.{i}.cross_attention.query | ...layer.1.EncDecAttention.q | |
+| decoder.layers.{i}.cross_attention.key_value | ...layer.1.EncDecAttention.k, .v | k, v per head |
+| decoder.layers.{i}.cross_attention.dense | ...layer.1.EncDecAttention.o | |
+| {side}.layers.{i}.post_attention_norm | ...layer.{1 or 2}.layer_norm | |
+| {side}.layers.{i}.mlp.up | ...layer.{1 or 2}.DenseReluDense.wi, or .wi_0 and .wi_1 | gate, value per row |
+| {side}.layers.{i}.mlp.down | ...layer.{1 or 2}.DenseReluDense.wo | |
+| {side}.final_norm | {side}.final_layer_norm | |
+
+The variant with learned positions has no counterpart. Whether the head is tied stands in ``model_fields``: since
+transformers 5 a configuration calls every T5 tied, and an untied one shows in ``scale_decoder_outputs`` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron.config import Config, ModelConfig
+from megatron.errors import CheckpointError
+from megatron.models.common import huggingface as made
+from megatron.models.common.huggingface import Form, Recipe, Tensors
+from megatron.models.common.model_args import Place
+from megatron.models.t5.model import T5Model, t5_sizes_from
+from megatron.ops.activations import is_gated
+
+_WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
+_COPIES = ("encoder.embed_tokens", "decoder.embed_tokens")
+_SELF, _CROSS = "layer.0.SelfAttention", "layer.1.EncDecAttention"
+_BIAS = f"block.0.{_SELF}.relative_attention_bias"
+_UNUSED = f"decoder.block.0.{_CROSS}.relative_attention_bias"  # in old files; their model does not read it either
+_SETTINGS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu-tanh",
+    "gated-gelu": "gated-gelu",
+    "gated-gelu_new": "gated-gelu",
+    "gated-silu": "gated-silu",
+}
+_THEIR_SETTINGS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu-tanh": "gelu_new",
+    "gated-gelu": "gated-gelu",
+    "gated-silu": "gated-silu",
+}
+Merge = tuple[str, tuple[str, ...]]
+"""One of our names and the names of theirs that make it up, row blocks of each in turn."""
+
+
+def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: bool) -> dict[str, torch.Tensor]:
+    """Return our logical names and weights of ``T5ForConditionalGeneration.state_dict()``; the input is not shared.
+
+    Args:
+        is_untied: the head has weights of its own, as ``model_fields`` says.
+
+    Raises:
+        CheckpointError: listing the names that no T5 has, or naming a copy of the word table that differs from it.
+    """
+    theirs = {name.removesuffix(".weight"): tensor.detach() for name, tensor in hf_state.items()}
+    _drop_copies(theirs, (*_COPIES, *(() if is_untied else (_THEIR_HEAD,))))
+    theirs.pop(_UNUSED, None)
+    ours = {}
+    for name, parts in _merges(theirs):
+        if all(part in theirs for part in parts):
+            tensors = {part: theirs.pop(part) for part in parts}
+            found = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
+            ours[f"{name}.weight"] = made.to_our_weight(found, tensors)
+    if theirs:
+        raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(theirs)}")
+    return ours
+
+
+def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
+    """Return the state dict of ``T5ForConditionalGeneration``; copies of the word table are the table itself.
+
+    Raises:
+        CheckpointError: listing the names that are not ours.
+    """
+    rest = {name.removesuffix(".weight"): tensor.detach() for name, tensor in ours.items()}
+    theirs: dict[str, torch.Tensor] = {}
+    for name, parts in _merges_of_ours(rest):
+        if name in rest:
+            tensor = rest.pop(name)
+            theirs.update(made.from_our_weight(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor))
+    if rest:
+        raise CheckpointError(f"these names are not of our T5 with relative positions: {', '.join(rest)}")
+    if _THEIR_WORD in theirs:
+        copies = (*_COPIES, *(() if _THEIR_HEAD in theirs else (_THEIR_HEAD,)))
+        theirs.update(dict.fromkeys(copies, theirs[_THEIR_WORD]))
+    return {f"{name}.weight": tensor for name, tensor in theirs.items()}
+
+
+def model_fields(hf_config: Any) -> dict[str, Any]:
+    """Return the fields of our model configuration that a ``T5Config`` or ``MT5Config`` (or its dict) fixes.
+
+    Raises:
+        CheckpointError: listing the settings that our T5 does not have.
+    """
+    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+    projection = given.get("feed_forward_proj", "relu")
+    if projection not in _SETTINGS:
+        raise CheckpointError(
+            f"our T5 has no counterpart of feed_forward_proj {projection!r} (known: {', '.join(_SETTINGS)})"
+        )
+    return {
+        "num_layers": given["num_layers"],
+        "enc_layers": given["num_layers"],
+        "dec_layers": given.get("num_decoder_layers") or given["num_layers"],
+        "hidden_size": given["d_model"],
+        "num_attention_heads": given["num_heads"],
+        "kv_hidden_size": given["d_kv"],
+        "ff_hidden_size": given["d_ff"],
+        "activation": _SETTINGS[projection],
+        "hidden_bias": False,
+        "layernorm_epsilon": given.get("layer_norm_epsilon", 1e-6),
+        "position_embedding_type": "relative",
+        "relative_attention_num_buckets": given.get("relative_attention_num_buckets", 32),
+        "relative_attention_max_distance": given.get("relative_attention_max_distance", 128),
+        "max_position_embeddings": 0,
+        "vocab_size": given["vocab_size"],
+        "untie_embeddings": not _has_scaled_head(given),
+    }
+
+
+def _has_scaled_head(given: dict[str, Any]) -> bool:
+    """Return whether the head takes ``x h ** -0.5``, which those tied to the word table do; mT5's never does."""
+    if given.get("model_type", "t5") != "t5":
+        return False
+    return given.get("scale_decoder_outputs", given.get("tie_word_embeddings", True))
+
+
+def _drop_copies(theirs: dict[str, torch.Tensor], copies: tuple[str, ...]) -> None:
+    for name in copies:
+        if name not in theirs:
+            continue
+        copy = theirs.pop(name)
+        if not torch.equal(copy, theirs.setdefault(_THEIR_WORD, copy)):
+            raise CheckpointError(
+                f"{name}.weight must equal {_THEIR_WORD}.weight, of which it is a copy, and holds other values. "
+                "Convert a model whose head has weights of its own as untied."
+            )
+
+
+def _merges(theirs: dict[str, torch.Tensor]) -> list[Merge]:
+    """Return all merges of the layers that ``theirs`` names."""
+    gated = any(name.endswith(".wi_0") for name in theirs)
+    return _all_merges(_layers(theirs, "block"), gated)
+
+
+def _merges_of_ours(ours: dict[str, torch.Tensor]) -> list[Merge]:
+    """Return all merges of the layers that ``ours`` names."""
+    gated = any(
+        tensor.shape[0] == 2 * ours[name.replace("mlp.up", "mlp.down")].shape[1]
+        for name, tensor in ours.items()
+        if name.endswith(".mlp.up") and name.replace("mlp.up", "mlp.down") in ours
+    )
+    return _all_merges(_layers(ours, "layers"), gated)
+
+
+def _layers(names: Iterable[str], word: str) -> set[tuple[str, int]]:
+    """Return (side, index) of the layers of ``names``, which both call ``side.word.index``."""
+    found = (re.match(rf"(encoder|decoder)\.{word}\.(\d+)\.", name) for name in names)
+    return {(match[1], int(match[2])) for match in found if match}
+
+
+def _all_merges(layers: set[tuple[str, int]], gated: bool) -> list[Merge]:
+    merges: list[Merge] = [(_WORD, (_THEIR_WORD,)), (_HEAD, (_THEIR_HEAD,))]
+    for side in ("encoder", "decoder"):
+        merges.append((f"{side}.bias", (f"{side}.{_BIAS}",)))
+        for index in sorted(index for kind, index in layers if kind == side):
+            merges.extend(_layer_merges(side, index, gated))
+        merges.append((f"{side}.final_norm", (f"{side}.final_layer_norm",)))
+    return merges
+
+
+def _layer_merges(side: str, index: int, gated: bool) -> list[Merge]:
+    last = "layer.1" if side == "encoder" else "layer.2"
+    up = ("wi_0", "wi_1") if gated else ("wi",)
+    merges: dict[str, tuple[str, ...]] = {
+        "input_norm": ("layer.0.layer_norm",),
+        "attention.query_key_value": (f"{_SELF}.q", f"{_SELF}.k", f"{_SELF}.v"),
+        "attention.dense": (f"{_SELF}.o",),
+        "post_attention_norm": (f"{last}.layer_norm",),
+        "mlp.up": tuple(f"{last}.DenseReluDense.{name}" for name in up),
+        "mlp.down": (f"{last}.DenseReluDense.wo",),
+    }
+    if side == "decoder":
+        merges["cross_norm"] = ("layer.1.layer_norm",)
+        merges["cross_attention.query"] = (f"{_CROSS}.q",)
+        merges["cross_attention.key_value"] = (f"{_CROSS}.k", f"{_CROSS}.v")
+        merges["cross_attention.dense"] = (f"{_CROSS}.o",)
+    at, there = f"{side}.layers.{index}", f"{side}.block.{index}"
+    return [(f"{at}.{name}", tuple(f"{there}.{part}" for part in parts)) for name, parts in merges.items()]
+
+
+def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> Recipe:
+    """Return how our ``name`` is made of ``parts`` of so many ``rows`` each: by rows of a gate, by heads else."""
+    return Recipe(parts, blocks=rows if name.endswith(".mlp.up") else num_heads if len(parts) > 1 else 1)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    if not config.own.has_relative_positions:
+        yield "T5 has no learned positions there (the variant that CPM trained)"
+    if config.model.hidden_bias:
+        yield "T5 has no biases in its linear layers there, got hidden_bias"
+    if config.model.activation not in _THEIR_SETTINGS:
+        yield f"T5 has the activation {', '.join(_THEIR_SETTINGS)} there, got {config.model.activation}"
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    """A tied head takes ``x h ** -0.5`` there, one of its own does not (v1.1, mT5)."""
+    model, sides = config.model, config.own
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "vocab_size": model.vocab_size,
+        "d_model": model.hidden_size,
+        "d_kv": model.kv_hidden_size,
+        "d_ff": model.ff_hidden_size,
+        "num_layers": sides.enc_layers,
+        "num_decoder_layers": sides.dec_layers,
+        "num_heads": model.num_attention_heads,
+        "feed_forward_proj": _THEIR_SETTINGS[model.activation],
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "dropout_rate": model.hidden_dropout,
+        "relative_attention_num_buckets": sides.relative_attention_num_buckets,
+        "relative_attention_max_distance": sides.relative_attention_max_distance,
+        "tie_word_embeddings": not model.untie_embeddings,
+        "scale_decoder_outputs": not model.untie_embeddings,
+    }
+
+
+def _values(theirs: dict[str, Any]) -> dict[str, Any]:
+    rate = theirs.get("dropout_rate", 0.1)
+    return {**model_fields(theirs), "hidden_dropout": rate, "attention_dropout": rate}
+
+
+def _build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
+    return T5Model(t5_sizes_from(model, config.own), place)
+
+
+def _recipes(config: Config) -> dict[str, Recipe]:
+    """Return how each weight of the model is made."""
+    model, sides = config.model, {"encoder": config.own.enc_layers, "decoder": config.own.dec_layers}
+    layers = {(side, i) for side, count in sides.items() for i in range(count)}
+    found = {}
+    for name, parts in _all_merges(layers, is_gated(model.activation)):
+        if name != _HEAD or model.untie_embeddings:
+            theirs = tuple(f"{part}.weight" for part in parts)
+            found[f"{name}.weight"] = _recipe(name, theirs, model.ff_hidden_size, model.num_attention_heads)
+    return found
+
+
+def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
+    return to_ours(theirs, config.model.num_attention_heads, is_untied=config.model.untie_embeddings)
+
+
+def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
+    return from_ours(ours, config.model.num_attention_heads)
+
+
+def _decoded(tokens: torch.Tensor) -> torch.Tensor:
+    """Return other tokens [b, s / 2] for the decoder."""
+    return tokens.flip(1)[:, : tokens.shape[1] // 2]
+
+
+def _our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(tokens, _decoded(tokens)).transpose(0, 1)
+    return logits
+
+
+def _their_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens, "decoder_input_ids": _decoded(tokens)}
+
+
+FORM = Form(
+    model_types=("t5", "mt5"),
+    build=_build,
+    problems=_problems,
+    fields=_fields,
+    values=_values,
+    to_ours=_all_to_ours,
+    from_ours=_all_from_ours,
+    recipes=_recipes,
+    word="shared.weight",
+    copies=tuple(f"{name}.weight" for name in _COPIES),
+    unread=re.compile(re.escape(f"{_UNUSED}.weight")),
+    allowed=1e-5,  # their norm takes its variance in fp32
+    auto="AutoModelForSeq2SeqLM",
+    our_logits=_our_logits,
+    their_inputs=_their_inputs,
+)

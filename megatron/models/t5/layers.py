@@ -1,0 +1,270 @@
+"""T5 layers: relative bias, self- and cross-attention, encoder and decoder layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.models.common.attention import Attention, LayerCache, SelfAttention
+from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.transformer import MLP, LayerNorm, RMSNorm
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
+from megatron.mpu.shard import Shard, empty_weight
+from megatron.ops.attention import attention, document_mask, lowest, segment_mask
+from megatron.ops.biased_attention import biased_attention, without_future
+from megatron.ops.positions import relative_buckets
+from tds.gradients import accurate_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Sizes(Sizes):
+    """Sizes of an encoder-decoder; ``num_layers`` is per side, as the flag is."""
+
+    family = "t5"
+    enc_layers: int
+    dec_layers: int
+    position_embedding_type: str = "relative"
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether it is T5 proper, else the variant with learned positions that CPM trained."""
+        return self.position_embedding_type == "relative"
+
+
+# Attention of T5: with or without relative positions, to the sequence itself and to the encoder's output.
+
+
+class RelativeBias(nn.Module):
+    """A number for each head and each bucket of distances, added to the scores. All layers of a side share it.
+
+    Shapes:
+        weight [buckets, a/t]
+
+    Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, is_bidirectional: bool) -> None:
+        super().__init__()
+        self.num_buckets = sizes.relative_attention_num_buckets
+        self.max_distance = sizes.relative_attention_max_distance
+        self.is_bidirectional = is_bidirectional
+        local = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
+        shard = Shard((self.num_buckets, sizes.num_attention_heads), 1, place.group.rank * local, local)
+        self.weight = empty_weight((self.num_buckets, local), shard)
+
+    def by_distance(self, size: int) -> torch.Tensor:
+        """Return the bias of each distance, key minus query position from -(size - 1) to size - 1.
+
+        The gradient of a row is a sum over many distances, and is taken in fp32 for 16-bit weights.
+
+        Shapes:
+            output [a/t, 2s - 1]
+        """
+        distances = torch.arange(1 - size, size, device=self.weight.device)
+        buckets = relative_buckets(
+            distances,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            is_bidirectional=self.is_bidirectional,
+        )
+        weight = self.weight.to(accurate_dtype(self.weight.dtype))
+        return weight[buckets].t().to(self.weight.dtype)
+
+    def for_queries(self, num_queries: int, num_keys: int) -> torch.Tensor:
+        """Return the bias of the last ``num_queries`` positions for all ``num_keys`` positions.
+
+        Shapes:
+            output [a/t, s, s_k]
+        """
+        windows = self.by_distance(num_keys).unfold(1, num_keys, 1)  # [a/t, s_k, s_k], the last query first
+        return windows[:, :num_queries].flip(1)
+
+
+class T5SelfAttention(SelfAttention):
+    """Self-attention that adds the relative bias of ``table`` to unscaled scores, or, without one, scales them.
+
+    Shapes:
+        x      [s, b, h]
+        mask   bool [b, 1, s, s], True where a query may look, or None; it includes the causal rule
+        output [s, b, h]
+
+    With a ``cache`` as ``SelfAttention``; rows then stand at the same positions where there is a bias.
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, layer: int, *, is_causal: bool) -> None:
+        super().__init__(sizes, place, layer)
+        self.is_causal = is_causal
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        table: RelativeBias | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
+        if cache is not None:
+            key, value = cache.extended(key, value)  # 2 x [b, a/t, s_k, d]
+        is_causal = self.is_causal and mask is None
+        if table is None:
+            context = self.attend(attention, query, key, value, mask=mask, is_causal=is_causal)
+        elif key.shape[2] > query.shape[2]:
+            bias = table.for_queries(query.shape[2], key.shape[2])  # [a/t, s, s_k]
+            added = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))
+            context = self.attend(attention, query, key, value, mask=added, is_causal=False, scale=1.0)
+        else:
+            bias = table.by_distance(query.shape[2])  # [a/t, 2s - 1]
+            bias = without_future(bias) if is_causal else bias
+            context = self.attend(biased_attention, query, key, value, bias, mask=mask)
+        return self.dense(context)
+
+
+class CrossAttention(Attention):
+    """Multi-head attention to the output of the encoder, without a bias in both variants.
+
+    Shapes:
+        x      [s_d, b, h], or this rank's part of it, by ``place``
+        memory [s_e, b, h]; with the sequence cut it comes from ``entered``
+        mask   bool [b, 1, s_d, s_e], True where a query may look, or None
+        output as x
+
+    A ``cache`` keeps the keys and values of ``memory`` from the first pass on; later ones need no memory.
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+        super().__init__(sizes, place, layer, site="cross attention")
+        h, width, bias = sizes.hidden_size, sizes.attention_width, sizes.hidden_bias
+        self.shares = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
+        self.scale = 1.0 if sizes.is_relative else self.head_size**-0.5
+        self.query = ColumnParallelLinear(h, width, bias=bias, **place.cut)
+        self.key_value = ColumnParallelLinear(
+            h, 2 * width, bias=bias, group=place.group, has_entered=place.sequence_parallel
+        )
+        self.dense = RowParallelLinear(width, h, bias=bias, **place.cut)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        (query,) = self.split_heads(self.query(x), 1)  # [b, a/t, s_d, d]
+        key, value = self._key_value(memory, cache)
+        query = query if self.scale == 1.0 else query * self.scale
+        return self.dense(self.attend(biased_attention, query, key, value, mask=mask))
+
+    def _key_value(self, memory: torch.Tensor | None, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if cache is not None and cache.cross is not None:
+            return cache.cross
+        key, value = self.split_heads(self.key_value(memory), 2)  # 2 x [b, a/t, s_e, d]
+        if cache is not None:
+            cache.cross = key, value = key.contiguous(), value.contiguous()
+        return key, value
+
+
+def make_norm(sizes: T5Sizes, place: Place) -> nn.Module:
+    """Return a norm as a layer of this variant has it."""
+    kind = RMSNorm if sizes.is_relative else LayerNorm
+    return place.on_part(kind(sizes.hidden_size, sizes.layernorm_epsilon))
+
+
+# One layer of T5's encoder and one of its decoder.
+
+
+class T5Layer(nn.Module):
+    """What layers of both sides share: pre-norm parts ``x + dropout(part(norm(x)))``, feed-forward last.
+
+    With relative positions there is dropout after the activation as well.
+
+    Args:
+        layer: number of this layer in the whole model, encoder first; part of the keys of its dropout masks.
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, layer: int, *, is_causal: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.hidden_dropout = sizes.hidden_dropout
+        self.place = place
+        self.input_norm = make_norm(sizes, place)
+        self.attention = T5SelfAttention(sizes, place, layer, is_causal=is_causal)
+        self.post_attention_norm = make_norm(sizes, place)
+        self.mlp = MLP(sizes, place, layer, dropout=sizes.hidden_dropout if sizes.is_relative else 0.0)
+
+    def self_attended(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        table: RelativeBias | None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """Return ``x`` and what it reads from itself."""
+        return x + self.dropped(self.attention(self.input_norm(x), mask, table, cache), "attention output")
+
+    def fed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` and what the feed-forward part makes of it."""
+        return x + self.dropped(self.mlp(self.post_attention_norm(x)), "mlp output")
+
+    def dropped(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Return what joins the residual stream of ``x``."""
+        return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
+
+
+class T5EncoderLayer(T5Layer):
+    """Self-attention in both directions, feed-forward.
+
+    Shapes:
+        x        [s_e, b, h], or this rank's part of it, by ``place``
+        segments [b, s_e] the document of each position, -1 for padding; given, attention stays within documents
+        output   as x
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+        super().__init__(sizes, place, layer, is_causal=False)
+
+    def forward(
+        self, x: torch.Tensor, table: RelativeBias | None = None, segments: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        mask = None if segments is None else segment_mask(segments, segments)
+        return self.fed_forward(self.self_attended(x, mask, table))
+
+
+class T5DecoderLayer(T5Layer):
+    """Causal self-attention, attention to the encoder's output, feed-forward.
+
+    Shapes:
+        x      [s_d, b, h], or this rank's part of it, by ``place``
+        memory [s_e, b, h]
+        enc_segments [b, s_e], dec_segments [b, s_d]: both or none; a document reads its own part of ``memory``
+        output as x
+
+    With a ``cache``, as ``SelfAttention`` and ``CrossAttention`` take it, the rows of the decoder hold one document.
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+        super().__init__(sizes, place, layer, is_causal=True)
+        self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # memory's gradient, for the debugger
+        self.cross_norm = make_norm(sizes, place)
+        self.cross_attention = CrossAttention(sizes, place, layer)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor | None,
+        table: RelativeBias | None = None,
+        enc_segments: torch.Tensor | None = None,
+        dec_segments: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        own, cross = None, None
+        if enc_segments is not None and dec_segments is not None:
+            own, cross = document_mask(dec_segments), segment_mask(dec_segments, enc_segments)
+        if cache is not None:
+            own = cache.slots.mask
+        x = self.self_attended(x, own, table, cache)
+        x = x + self.dropped(self.cross_attention(self.cross_norm(x), memory, cross, cache), "cross attention output")
+        return self.fed_forward(x)

@@ -1,0 +1,371 @@
+"""T5Model: embeddings, encoder, decoder, head; T5ModelArgs, initial values, batch fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.models.common.language_model import (
+    Head,
+    Logits,
+    PositionEmbedding,
+    head_output,
+    model_loss,
+    shared_table,
+    whole_logits,
+)
+from megatron.models.common.model_args import Place, _held
+from megatron.models.common.parameters import RESIDUAL_OUTPUTS, Rule, gpt2_rule
+from megatron.models.common.parameters import Rule as Rule_parameters
+from megatron.models.common.transformer import Recompute, RMSNorm, run_layers
+from megatron.models.t5.config import t5_units
+from megatron.models.t5.layers import RelativeBias, T5DecoderLayer, T5EncoderLayer, T5Sizes, make_norm
+from megatron.models.t5.layers import T5Sizes as T5Sizes_layers
+from megatron.models.t5.layers import make_norm as make_norm_layers
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.mappings import gather_from_sequence_region
+from megatron.ops.positions import positions_in_segments
+
+if TYPE_CHECKING:
+    from megatron.models.t5.data import T5Tokens
+
+# What enters and leaves the two sides of T5: embedding, norms, head.
+
+
+class T5Embedding(nn.Module):
+    """Word embedding, and learned positions in the variant that has them, with dropout. Both sides share the tables.
+
+    Shapes:
+        tokens, segments [b, s]
+        output [s, b, h], or this rank's part of it, by ``place``
+
+    ``side``, "encoder" or "decoder", says whose dropout masks to draw.
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+        super().__init__()
+        self.sizes, self.place = sizes, place
+        self.word = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
+        )
+        size = (sizes.max_position_embeddings, sizes.hidden_size)
+        self.position = None if sizes.is_relative else place.on_part(PositionEmbedding(*size))
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        *,
+        side: str,
+        table: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return embed(
+            tokens,
+            self.word,
+            self.position,
+            sizes=self.sizes,
+            place=self.place,
+            side=side,
+            training=self.training,
+            segments=segments,
+            table=table,
+        )
+
+
+def embed(
+    tokens: torch.Tensor,
+    word: VocabParallelEmbedding,
+    position: PositionEmbedding | None,
+    *,
+    sizes: T5Sizes,
+    place: Place,
+    side: str,
+    training: bool,
+    segments: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the hidden states that enter ``side``; learned positions start anew in each segment.
+
+    Shapes:
+        tokens, segments [b, s]
+        output [s, b, h], or this rank's part of it, by ``place``
+
+    Args:
+        table: all of the word table, from ``shared_table``, to look up rows in instead of asking ``word``.
+    """
+    x = word(tokens.t()) if table is None else F.embedding(tokens.t(), table, sparse=True)  # [s, b, h]
+    if position is not None:
+        if segments is None:
+            x = x + position(place.part(torch.arange(tokens.shape[1], device=tokens.device))).unsqueeze(1)
+        else:
+            x = x + position(place.part(positions_in_segments(segments).t()))
+    return place.dropout(x, sizes.hidden_dropout, training=training, layer=-1, site=f"{side} embedding")
+
+
+def make_final_norm(sizes: T5Sizes, place: Place, side: str) -> nn.Module:
+    """Return the norm at the end of ``side``; with relative positions dropout follows it."""
+    return FinalRMSNorm(sizes, place, side) if sizes.is_relative else make_norm_layers(sizes, place)
+
+
+class FinalRMSNorm(RMSNorm):
+    """The norm at the end of a side, and its dropout.
+
+    Shapes:
+        input, output [s, b, h]
+    """
+
+    def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
+        super().__init__(sizes.hidden_size, sizes.layernorm_epsilon)
+        self.dropout, self.place, self.side = sizes.hidden_dropout, place, side
+        place.on_part(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.place.dropout(
+            super().forward(x), self.dropout, training=self.training, layer=-1, site=f"{self.side} final norm"
+        )
+
+
+def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5Sizes, place: Place) -> Logits:
+    """Return the logits of a head that is the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
+
+    Shapes:
+        x      [s, b, h], or this rank's part of it, by ``place``
+        weight [v/t, h]
+        output [s, b, v/t], or what they are made of
+
+    Source: Raffel et al.'s code, for weights of variance 1; the papers do not tell.
+    """
+    if sizes.is_relative:
+        x = x * sizes.hidden_size**-0.5
+    return head_output(x, weight, sizes, place)
+
+
+def t5_sizes_from(model: Any, t5: Any, **overrides: Any) -> T5Sizes_layers:
+    """Return the sizes held by the configuration sections ``model`` and ``t5``."""
+    return T5Sizes_layers(**{**_held(T5Sizes_layers, model), **_held(T5Sizes_layers, t5), **overrides})
+
+
+def t5_rule(sizes: T5Sizes, std: float) -> Rule_parameters:
+    """Return how T5 starts; ``std`` acts on the variant with learned positions only, which starts as GPT-2 does.
+
+    With relative positions tables have 1 and a product of n inputs ``n ** -0.5``; a query has ``(h d) ** -0.5``, which
+    stands for the scale that the scores do not have. These are the factors of Hugging Face's ``_init_weights``.
+
+    Source: Raffel et al. 2020, code; Shazeer and Stern 2018, "Adafactor".
+    """
+    if not sizes.is_relative:
+        sides = {"encoder": gpt2_rule(std, sizes.enc_layers), "decoder": gpt2_rule(std, sizes.dec_layers)}
+        return lambda name, shape: sides.get(name.partition(".")[0], sides["encoder"])(name, shape)
+    into = sizes.hidden_size**-0.5
+    query = (sizes.hidden_size * sizes.kv_hidden_size) ** -0.5
+
+    def rule(name: str, shape: tuple[int, ...]) -> float | torch.Tensor:
+        if name in ("embedding.word.weight", "head.weight"):
+            return 1.0
+        if name.endswith(".query_key_value.weight"):  # rows of a head: query, key, value
+            head = torch.tensor([query, into, into]).repeat_interleave(sizes.kv_hidden_size)
+            return head.repeat(sizes.num_attention_heads).unsqueeze(1)
+        if name.endswith(".query.weight"):
+            return query
+        return shape[1] ** -0.5 if name.endswith(RESIDUAL_OUTPUTS) else into
+
+    return rule
+
+
+# T5 on one pipeline rank.
+
+__all__ = [
+    "RelativeBias",
+    "T5DecoderLayer",
+    "T5Embedding",
+    "T5EncoderLayer",
+    "T5Model",
+    "embed",
+    "entered",
+    "example_inputs",
+    "make_final_norm",
+    "make_norm",
+    "model_args",
+    "tied_logits",
+    "weight_init",
+]
+
+
+class T5Model(nn.Module):
+    """An encoder-decoder language model, cut over the tensor-parallel group of ``place``.
+
+    | | T5, T5 v1.1, mT5 (relative) | as CPM trained it (learned) |
+    |---|---|---|
+    | positions | a bias in self-attention, by distance | a table that both sides add to the words |
+    | norm | root mean square | mean and variance, with bias |
+    | scores | not scaled | times ``d ** -0.5`` |
+    | tied head | of ``x h ** -0.5`` | of ``x`` |
+    | dropout | also after activations and final norms | of what joins the residual, embeddings, attention |
+
+    Shapes:
+        enc_tokens [b, s_e], dec_tokens [b, s_d]
+        enc_segments, dec_segments alike, both or none: the document of each position, -1 for padding; given, every
+            attention stays within documents, and learned positions start anew in each
+        output logits [s_d, b, v/t]; with ``labels`` and ``loss_mask`` [b, s_d] the pair (loss sum, token count)
+
+    Source: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer".
+    """
+
+    loss_weighting = "tokens"  # for the start table
+
+    def __init__(self, sizes: T5Sizes, place: Place | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.place = place or Place()
+        self.embedding = T5Embedding(sizes, self.place)
+        self.encoder = T5Encoder(sizes, self.place)
+        self.decoder = T5Decoder(sizes, self.place)
+        self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
+
+    def units(self) -> list[nn.Module]:
+        """Return what is cut into pipeline stages, in the order of ``t5_units``; a tied head is the embedding."""
+        encoder, decoder = self.encoder, self.decoder
+        enc_units = [self.embedding, *encoder.layers, encoder.final_norm]
+        dec_units = [self.embedding, *decoder.layers, decoder.final_norm]
+        return [*enc_units, *dec_units, self.embedding if self.head is None else self.head]
+
+    def biases_by_unit(self) -> dict[int, nn.Module | None]:
+        """Return the relative bias that each layer takes, by the number of its unit."""
+        units = t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
+        enc_biases = dict.fromkeys(units.enc_layers, self.encoder.bias)
+        return enc_biases | dict.fromkeys(units.dec_layers, self.decoder.bias)
+
+    def forward(
+        self,
+        enc_tokens: torch.Tensor,
+        dec_tokens: torch.Tensor,
+        enc_segments: torch.Tensor | None = None,
+        dec_segments: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        rows, table = self._word_table()
+        x = self.embedding(enc_tokens, enc_segments, side="encoder", table=rows)
+        memory = entered(self.encoder(x, enc_segments), self.place)  # [s_e, b, h]
+        y = self.embedding(dec_tokens, dec_segments, side="decoder", table=rows)
+        y = self.decoder(y, memory, enc_segments, dec_segments)
+        logits = tied_logits(y, table, self.sizes, self.place) if self.head is None else self.head(y)  # [s_d, b, v/t]
+        if labels is None or loss_mask is None:
+            return whole_logits(logits)
+        return model_loss(logits, labels, loss_mask, self.sizes, self.place)
+
+    def _word_table(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the word table for both embeddings, where it is whole and on a CPU, and for the head."""
+        weight = self.embedding.word.weight
+        is_whole = self.place.group.size == 1 and weight.device.type == "cpu"
+        return shared_table(weight) if is_whole and weight.dtype != torch.float16 else (None, weight)
+
+
+def entered(memory: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return the encoder's output as all layers of the decoder read it: joined once, where each rank has its part.
+
+    What flows back into it is this rank's share of the gradient; the sum over all layers is summed over the ranks.
+
+    Shapes:
+        memory [s_e, b, h], or this rank's part of it, by ``place``
+        output [s_e, b, h]
+    """
+    return gather_from_sequence_region(memory, place.group) if place.sequence_parallel else memory
+
+
+class T5Side(nn.Module):
+    """The layers of a side, the bias that they share, and the norm after them."""
+
+    def __init__(self, sizes: T5Sizes, place: Place, side: str, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.recompute = Recompute(sizes, place, num_layers=len(layers))
+        is_bidirectional = side == "encoder"
+        self.bias = RelativeBias(sizes, place, is_bidirectional) if sizes.is_relative else None
+        self.layers = nn.ModuleList(layers)
+        self.final_norm = make_final_norm(sizes, place, side)
+
+    def run(self, x: torch.Tensor, *others: torch.Tensor | nn.Module | None) -> torch.Tensor:
+        """Return ``x`` after all layers, each of which takes ``others`` too, and the norm."""
+        x = run_layers(list(self.layers), x, *others, recompute=self.recompute)
+        return self.final_norm(x)
+
+
+class T5Encoder(T5Side):
+    """Shapes as ``T5EncoderLayer``."""
+
+    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+        layers = [T5EncoderLayer(sizes, place, i) for i in range(sizes.enc_layers)]
+        super().__init__(sizes, place, "encoder", list(layers))
+
+    def forward(self, x: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+        return self.run(x, self.bias, segments)
+
+
+class T5Decoder(T5Side):
+    """Shapes as ``T5DecoderLayer``."""
+
+    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+        layers = [T5DecoderLayer(sizes, place, sizes.enc_layers + i) for i in range(sizes.dec_layers)]
+        super().__init__(sizes, place, "decoder", list(layers))
+        self.shares = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor,
+        enc_segments: torch.Tensor | None = None,
+        dec_segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.run(x, memory, self.bias, enc_segments, dec_segments)
+
+
+def model_args(config: Config, **switches: Any) -> T5Sizes:
+    """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
+    return t5_sizes_from(config.model, config.own, **switches)
+
+
+def weight_init(config: Config) -> Rule:
+    """Return how the initial weights scale."""
+    return t5_rule(model_args(config), config.model.init_method_std)
+
+
+def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what it takes beside its labels; ``words(length)`` makes tokens [b, length]."""
+    return {"enc_tokens": words(config.own.enc_seq_length), "dec_tokens": words(config.own.dec_seq_length)}
+
+
+def t5_fields(
+    inputs: Tensor,
+    targets: Tensor,
+    enc_segments: Tensor,
+    dec_segments: Tensor,
+    *,
+    tokens: T5Tokens,
+    has_segments: bool,
+) -> dict[str, Tensor | None]:
+    """Return enc_tokens, dec_tokens, labels, loss_mask, enc_segments and dec_segments of a micro-batch.
+
+    Shapes:
+        inputs, enc_segments [b, s_e]; targets, dec_segments [b, s_d]
+        results [b, s_e] and [b, s_d]; loss_mask is float32, both segments are None without ``has_segments``
+
+    The decoder reads its targets one place late, behind ``start_id`` at the start of each document. Padding, whose
+    segment is -1, has no loss; behind the last target it needs no segments, for nothing before it sees it.
+    """
+    is_start = torch.ones_like(targets, dtype=torch.bool)
+    is_start[:, 1:] = dec_segments[:, 1:] != dec_segments[:, :-1]
+    late = targets.roll(1, dims=1).masked_fill(is_start, tokens.start_id)
+    is_padding = dec_segments < 0
+    return {
+        "enc_tokens": inputs,
+        "dec_tokens": late.masked_fill(is_padding, tokens.pad_id),
+        "labels": targets,
+        "loss_mask": (~is_padding).float(),
+        "enc_segments": enc_segments if has_segments else None,
+        "dec_segments": dec_segments if has_segments else None,
+    }

@@ -1,0 +1,338 @@
+"""CPM's three-file sets as a dataset; T5's dataset builder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron import log
+from megatron.config.data import SET_SUFFIXES, is_set
+from megatron.data import dataset_builder
+from megatron.data.cache import Cache
+from megatron.data.dataset_builder import DataPaths, Opened, Three, build_splits
+from megatron.data.indexed_dataset import Documents, TokenFile, documents_key
+from megatron.data.sample_index import Piece, Windows
+from megatron.errors import DataError, SampleError
+from megatron.models.t5 import data
+from megatron.models.t5.data import Pair, T5Samples, T5Tokens
+from megatron.models.t5.spans import Denoiser, has_modes, raw_length
+
+# CPM's sets of three files: texts whose spans were cut out once, when the files were built.
+#
+# Each is a pair of token files, and document d of one belongs to document d of the others. V is the vocabulary's size.
+#
+# | pair | a document holds |
+# |---|---|
+# | PREFIX_context | the text that stays, with the marker V + k in the place of its span k = 0, 1, ... |
+# | PREFIX_target | span after span: its marker V + k, then its tokens |
+# | PREFIX_target_offset | two numbers for each span: where it starts in the target, how long it is with its marker |
+#
+# The tool that made them stored 16-bit numbers, so that places above 65,535 wrapped around. They follow from the
+# lengths, and are compared with what is stored as far as that has bits.
+
+_DOCUMENTS_LOOKED_AT = 1000
+
+
+class SpanFiles:
+    """The three pairs of token files of one set.
+
+    Args:
+        vocab_size: V, of the tokenizer that the set was built with.
+        reader, cache: as ``TokenFile``.
+
+    Raises:
+        DataError: a file is missing or damaged, the three do not belong together, or V is another.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int, *, reader: str = "mmap", cache: Cache | None = None) -> None:
+        self.prefix, self.vocab_size = prefix, vocab_size
+        self._check_present()
+        self.context, self.target, self.offsets = (
+            TokenFile(prefix + suffix, reader=reader, cache=cache) for suffix in SET_SUFFIXES
+        )
+        self._check_documents()
+        self._check_markers()
+        self._check_ids()
+
+    @property
+    def fingerprint(self) -> str:
+        """A short text that changes when one of the three files does."""
+        prints = [file.fingerprint for file in (self.context, self.target, self.offsets)]
+        return hashlib.sha256(":".join(prints).encode()).hexdigest()[:16]
+
+    def read(self, document: int, first: int, count: int) -> np.ndarray:
+        """Return spans ``first`` ... ``first + count - 1`` of a document, each behind its marker.
+
+        Raises:
+            DataError: they are not where the offsets say.
+        """
+        stored, lengths = self.offsets.read(document).astype(np.int64).reshape(-1, 2).T
+        starts = np.cumsum(lengths) - lengths
+        bits = 8 * self.offsets.dtype.itemsize
+        if not first + count <= len(lengths) or ((starts - stored) % (1 << bits)).any():
+            raise self._damaged(document, f"its {len(lengths)} spans do not lie one behind the other")
+        start, stop = int(starts[first]), int(starts[first + count - 1] + lengths[first + count - 1])
+        if stop > self.target.sizes[document]:
+            raise self._damaged(document, f"its target has {self.target.sizes[document]} tokens, spans need {stop}")
+        tokens = self.target.read(document, start, stop - start).astype(np.int64)
+        markers = np.flatnonzero(tokens >= self.vocab_size)
+        wanted = starts[first : first + count] - start
+        if not np.array_equal(markers, wanted) or (tokens[markers] - self.vocab_size != first + np.arange(count)).any():
+            raise self._damaged(document, f"spans {first} ... {first + count - 1} do not each start with their marker")
+        return tokens
+
+    def _damaged(self, document: int, what: str) -> DataError:
+        return DataError(
+            f"{self.prefix}: in document {document} of the set in three files, {what}. The files are damaged or belong "
+            "to different sets: build all three again."
+        )
+
+    def _check_present(self) -> None:
+        missing = [
+            path
+            for suffix in SET_SUFFIXES
+            for path in (Path(self.prefix + suffix + ".idx"), Path(self.prefix + suffix + ".bin"))
+            if not path.is_file()
+        ]
+        if missing:
+            raise DataError(
+                f"{missing[0]} does not exist; a set in three files is {', '.join(SET_SUFFIXES)}, each .bin and .idx. "
+                f"Copy what is missing, or give ordinary token files {self.prefix}.bin and .idx."
+            )
+
+    def _check_documents(self) -> None:
+        counts = [file.num_documents for file in (self.context, self.target, self.offsets)]
+        if len(set(counts)) > 1:
+            raise DataError(
+                f"{self.prefix}: the three files of a set must hold as many documents each, got "
+                f"{', '.join(f'{count} in {suffix}' for count, suffix in zip(counts, SET_SUFFIXES, strict=True))}. "
+                "They belong to different sets, or one was cut short."
+            )
+        odd = np.flatnonzero(self.offsets.sizes % 2)
+        if len(odd):
+            raise self._damaged(int(odd[0]), f"the offsets are {self.offsets.sizes[odd[0]]} numbers, not pairs")
+
+    def _check_markers(self) -> None:
+        """The first span's marker is V itself: with another vocabulary, markers would be read as text."""
+        for document in np.flatnonzero(self.offsets.sizes)[:_DOCUMENTS_LOOKED_AT]:
+            found = self.target.read(int(document))[:1].tolist()
+            if found != [self.vocab_size]:
+                raise DataError(
+                    f"{self.prefix}: targets must start with the marker {self.vocab_size}, the size of the vocabulary, "
+                    f"got {found} in document {document}. Give the tokenizer that the set was built with."
+                )
+
+    def _check_ids(self) -> None:
+        most = int(self.offsets.sizes.max(initial=0)) // 2
+        beyond = self.vocab_size + most
+        for file in (self.context, self.target):
+            if beyond - 1 > np.iinfo(file.dtype).max:
+                document = int(np.argmax(self.offsets.sizes))
+                raise self._damaged(document, f"{file.dtype} cannot hold the markers of {most} spans")
+            found = file.first_outside(beyond)
+            if found is not None:
+                document, offset, token = found
+                raise self._damaged(document, f"token {offset} of {file.token_path.name} is {token}, above all markers")
+
+
+# T5 samples from a set of CPM's three files: spans as the set has them, sentinels numbered anew in each sample.
+
+_SAMPLES_LOOKED_AT = 256
+
+
+class SpanFileSamples:
+    """Sample i, for any i >= 0, is the dictionary of ``t5_layout``; i // samples_per_epoch is its epoch.
+
+    Inputs are ``enc_seq_length`` - 1 tokens of the contexts and the end. Targets are as long as their spans are: below
+    ``dec_seq_length`` they are padded, above it cut, which the log tells by the first samples.
+
+    Args:
+        documents, seed, reset_attention_mask, cache: as ``T5Samples``.
+
+    Raises:
+        DataError: fewer tokens than one sample, or among the first samples one with more spans than sentinels.
+    """
+
+    def __init__(
+        self,
+        files: SpanFiles,
+        *,
+        documents: Documents,
+        enc_seq_length: int,
+        dec_seq_length: int,
+        tokens: T5Tokens,
+        seed: int,
+        reset_attention_mask: bool = False,
+        cache: Cache | None = None,
+    ) -> None:
+        self.files, self.documents, self.seed, self.tokens = files, documents, seed, tokens
+        self.enc_seq_length, self.dec_seq_length = enc_seq_length, dec_seq_length
+        self.reset_attention_mask = reset_attention_mask
+        self._windows = Windows(
+            files.context,
+            documents=documents,
+            length=enc_seq_length - 1,
+            overlap=0,
+            seed=seed,
+            asked_by=f"--enc-seq-length {enc_seq_length}",
+            cache=cache,
+        )
+        self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
+        self._sentinels = np.array(tokens.sentinels, np.int64)
+        self._look_ahead()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that changes with all that changes a sample or the order of samples."""
+        lengths = (self.enc_seq_length, self.dec_seq_length)
+        documents = self.documents if isinstance(self.documents, tuple) else documents_key(self.documents)
+        parts = ("span files", self.files.fingerprint, documents, *lengths, self.tokens, self.seed)
+        return hashlib.sha256(repr((*parts, self.reset_attention_mask)).encode()).hexdigest()[:16]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return sample ``index``.
+
+        Raises:
+            SampleError: it cannot be read; names the sample.
+            DataError: it has more spans than there are sentinels; names the sample.
+        """
+        return data.sample(self._pair(index), self.tokens, self.enc_seq_length, self.dec_seq_length)
+
+    def _pair(self, index: int) -> Pair:
+        pieces = self._windows.pieces(index)
+        text = self._windows.read(index, pieces)
+        is_marker = text >= self.files.vocab_size
+        targets = self._targets(index, text, pieces)
+        is_target_marker = targets >= self.files.vocab_size
+        numbers = np.arange(len(pieces)) if self.reset_attention_mask else np.zeros(len(pieces), np.int64)
+        documents = np.repeat(numbers, [piece.length for piece in pieces])
+        of_spans = documents[is_marker]
+        places = np.arange(len(of_spans)) - np.searchsorted(of_spans, of_spans)
+        self.tokens.require_sentinels(int(places.max(initial=-1)) + 1, f"sample {index} of {self.files.prefix}")
+        text[is_marker] = targets[is_target_marker] = self._sentinels[places]
+        return Pair(text, targets, documents, of_spans[np.cumsum(is_target_marker) - 1])
+
+    def _targets(self, index: int, text: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
+        """Return the spans whose markers stand in ``text``, each behind its marker."""
+        found, start = [np.zeros(0, np.int64)], 0
+        for piece in pieces:
+            part = text[start : start + piece.length]
+            spans = part[part >= self.files.vocab_size] - self.files.vocab_size
+            start += piece.length
+            if not len(spans):
+                continue
+            if not np.array_equal(spans, spans[0] + np.arange(len(spans))):
+                raise SampleError(
+                    f"sample {index} cannot be read: markers of document {piece.document} do not count up"
+                )
+            found.append(self._read(index, piece.document, int(spans[0]), len(spans)))
+        return np.concatenate(found)
+
+    def _read(self, index: int, document: int, first: int, count: int) -> np.ndarray:
+        try:
+            return self.files.read(document, first, count)
+        except Exception as error:
+            raise SampleError(f"sample {index} cannot be read: {error}") from error
+
+    def _look_ahead(self) -> None:
+        """Say what part of the targets will be cut."""
+        looked_at = min(self.samples_per_epoch, _SAMPLES_LOOKED_AT)
+        lengths = [len(self._pair(index).targets) + 1 for index in range(looked_at)]
+        too_long = sum(length > self.dec_seq_length for length in lengths)
+        if too_long:
+            log.info(
+                f"{too_long} of {looked_at} samples looked at have more than --dec-seq-length {self.dec_seq_length} "
+                f"targets, up to {max(lengths)}; what is beyond is left out"
+            )
+
+
+# The three data sets of a T5 run, with every check that can be made before training starts.
+
+
+def build_t5_train_valid_test(
+    paths: DataPaths,
+    *,
+    enc_seq_length: int,
+    dec_seq_length: int,
+    denoisers: Sequence[Denoiser],
+    tokens: T5Tokens,
+    seed: int,
+    reset_attention_mask: bool = False,
+    needed: Sequence[bool] = (True, True, True),
+    tokenizer_identity: str | None = None,
+) -> Three:
+    """Return the samples of train, valid and test; None for a split that is not needed.
+
+    Each corpus is a pair of token files PREFIX.bin and .idx, or where these are not there a set of CPM's three files
+    (``span_files``), whose spans are fixed.
+
+    Args:
+        enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as ``T5Samples``.
+        tokens: every token id of a text must be below its ``text_vocab_size``.
+        tokenizer_identity: compared with the one in the sidecar where there is one.
+
+    Raises:
+        DataError: rows D02 and D09-D14 of the list of faults, paths and weights that cannot be used, too few sentinels,
+            ``dec_seq_length`` too small, several denoisers for a set of three files.
+    """
+    asked_by = f"--enc-seq-length {enc_seq_length}"
+    settings: dict[str, Any] = {
+        "enc_seq_length": enc_seq_length,
+        "dec_seq_length": dec_seq_length,
+        "tokens": tokens,
+        "seed": seed,
+        "reset_attention_mask": reset_attention_mask,
+    }
+
+    def open_corpus(prefix: str, cache: Cache) -> Opened:
+        shared = {**settings, "cache": cache}
+        if is_set(prefix):
+            _check_one_kind(prefix, denoisers)
+            files = SpanFiles(prefix, tokens.text_vocab_size, reader=paths.data_impl, cache=cache)
+            as_they_are = partial(_span_file_samples, files, shared)
+            return Opened(files.context, files.fingerprint, as_they_are, enc_seq_length - 1, asked_by, is_drawn=False)
+        token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
+        dataset_builder.check_tokenizer(token_file, tokenizer_identity)
+        dataset_builder.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
+        drawn = partial(_t5_samples, token_file, {**shared, "denoisers": denoisers})
+        sample_tokens = raw_length(enc_seq_length, denoisers)
+        return Opened(token_file, token_file.fingerprint, drawn, sample_tokens, asked_by, is_drawn=True)
+
+    return build_splits(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
+
+
+def _t5_samples(token_file: TokenFile, settings: dict[str, Any], documents: Documents, draws: str) -> T5Samples:
+    return T5Samples(token_file, documents=documents, draws=draws, **settings)
+
+
+def _span_file_samples(files: SpanFiles, settings: dict[str, Any], documents: Documents, _: str) -> SpanFileSamples:
+    return SpanFileSamples(files, documents=documents, **settings)
+
+
+def _tokens_per_sample(parts: Sequence[Any]) -> int:
+    """Return the tokens that the model reads of a sample, which must be the same in all corpora."""
+    first = parts[0]
+    for other in parts:
+        if other.dec_seq_length != first.dec_seq_length:
+            raise DataError(
+                f"targets must be of one length in all corpora, got {first.dec_seq_length} for {_prefix(first)} and "
+                f"{other.dec_seq_length} for {_prefix(other)}. Give --dec-seq-length."
+            )
+    return first.enc_seq_length + first.dec_seq_length
+
+
+def _prefix(samples: T5Samples | SpanFileSamples) -> str:
+    return samples.files.prefix if isinstance(samples, SpanFileSamples) else samples.token_file.prefix
+
+
+def _check_one_kind(prefix: str, denoisers: Sequence[Denoiser]) -> None:
+    if has_modes(denoisers):
+        raise DataError(
+            f"--denoisers must be one kind for {prefix}, a set in three files whose spans are fixed, got "
+            f"{','.join(denoiser.kind for denoiser in denoisers)}. Leave it out, or give ordinary token files."
+        )

@@ -1,0 +1,415 @@
+"""MainParams (fp32, whole or partitioned) and MainGradients (whole, overlapped with backward, sums over the
+sequence-parallel group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.mappings import all_reduce
+from megatron.mpu.shard import Shard, is_partial, set_shard, shard_of
+from megatron.optim.zero.partition import NOTHING, Arrival, Cut, Offload, Piece, buckets, cut_of, gather
+from tds.gradients import Bucket, BucketOrder, Flight_flight, fly_flight, multiply
+
+# The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either.
+
+WIDE = (torch.float32, torch.float64)
+"""Types in which a parameter is its own master."""
+
+
+class Masters:
+    """The masters of this replica's parameters.
+
+    | precision | ZeRO 0 | ZeRO 1, 2 | ZeRO 3 |
+    |---|---|---|---|
+    | fp32, fp64 | the parameter | a view of the replica's part of it | the part |
+    | bf16, fp16 | a copy in fp32 | a copy in fp32 of the replica's part | a copy in fp32 of the part |
+
+    With offload of the optimizer each is a copy on the CPU. ``homes`` are the parts of the weights that ZeRO 3 keeps.
+
+    Args:
+        data: the replicas.
+        zero_stage: from 1 on each replica has parts; with one replica there is nothing to cut, unless weights are
+            offloaded.
+        arrival: with ZeRO 3, how weights come that are not where they are trained yet; None: all are there.
+    """
+
+    def __init__(
+        self,
+        data: Group = SINGLE,
+        *,
+        zero_stage: int = 0,
+        offload: Offload = NOTHING,
+        arrival: Arrival | None = None,
+    ) -> None:
+        self.data_group = data
+        self.offload = offload
+        self.of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self.homes: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)
+        self._has_homes = zero_stage == 3 and self._is_cut
+        self._cuts: dict[torch.nn.Parameter, Cut] = {}
+        self._arrival = arrival if self._has_homes else None
+        self._are_away = self._arrival is not None
+
+    def adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+        """Let ``parameter`` have ``dtype`` from now on and return its master."""
+        is_wide = dtype in WIDE
+        cut = cut_of(parameter, self.data_group.size) if self._is_cut else None
+        if self._arrival is not None:
+            self._arrival.come(parameter, is_cut=cut is not None)
+        if is_wide:
+            parameter.data = parameter.data.to(dtype)
+        self.of[parameter] = parameter
+        if cut is not None or not is_wide or self.offload.optimizer:
+            self.of[parameter] = self._make(parameter, cut, is_wide)
+        parameter.data = parameter.data.to(dtype)
+        if cut is not None and self._has_homes:
+            self.homes[parameter] = self._home(parameter, cut, is_wide)
+            if self._arrival is not None:
+                self._arrival.leave(parameter)
+        return self.of[parameter]
+
+    def is_cut(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether each replica has a part of ``parameter`` only."""
+        return parameter in self._cuts
+
+    def cut(self, parameter: torch.nn.Parameter) -> Cut | None:
+        """Return how ``parameter`` is cut over the replicas; None where all have the whole of it."""
+        return self._cuts.get(parameter)
+
+    def part(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        """Return what lies in ``whole``, of the shape of ``parameter``, where its master lies in it; in one run."""
+        cut = self._cuts.get(parameter)
+        return whole if cut is None else cut.part(whole, self.data_group.rank).contiguous()
+
+    def send_away(self) -> dict[torch.nn.Parameter, Piece]:
+        """Let the whole weights of which there are homes be somebody else's from now on; return how they are made."""
+        self._are_away = True
+        return {p: Piece(p.detach(), home, self._cuts[p]) for p, home in self.homes.items()}
+
+    @torch.no_grad()
+    def to_parameters(self) -> None:
+        """Round the masters into the parameters. Collective over the replicas where masters are cut."""
+        for parameter, home in self.homes.items():
+            if home.data_ptr() != self.of[parameter].data_ptr():
+                home.copy_(self.of[parameter])
+        pairs = [(p, m) for p, m in self.of.items() if p is not m and p not in self._cuts]
+        if pairs:
+            # not blocking, a device rounds what it is sent; else the host would, to memory that is not pinned
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
+        away = self.homes if self._are_away else {}
+        cuts = {parameter: cut for parameter, cut in self._cuts.items() if parameter not in away}
+        for bucket in buckets(Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()):
+            gather(bucket, self.data_group)
+
+    @torch.no_grad()
+    def from_parameters(self) -> None:
+        """Let each master hold what its part of the parameter holds."""
+        for parameter, master in self.of.items():
+            if parameter is not master:
+                home = self.homes.get(parameter)
+                master.copy_(self.part(parameter, parameter) if home is None else home)
+
+    @contextmanager
+    def contiguous(self) -> Iterator[None]:
+        """Let every master lie in one run of memory: fused optimizers take for granted that it does."""
+        strided = [(m, m.data) for m in self.of.values() if not m.is_contiguous()] if self._is_cut else []
+        for master, _ in strided:
+            master.data = master.data.contiguous()
+        try:
+            yield
+        finally:
+            for master, view in strided:
+                view.copy_(master.data)
+                master.data = view
+
+    def _make(self, parameter: torch.nn.Parameter, cut: Cut | None, is_wide: bool) -> torch.nn.Parameter:
+        shard, part = shard_of(parameter), parameter.detach()
+        if cut is not None:
+            self._cuts[parameter] = cut
+            shard, part = cut.shard(shard, self.data_group.rank), self._own_part(parameter, cut)
+        if self.offload.optimizer:
+            part = self.offload.copy(part if is_wide else part.float())
+        elif not is_wide:
+            part = part.float().clone()
+        elif self._has_homes:
+            part = part.clone(memory_format=torch.contiguous_format)
+        return set_shard(torch.nn.Parameter(part), shard)
+
+    def _home(self, parameter: torch.nn.Parameter, cut: Cut, is_wide: bool) -> torch.Tensor:
+        """Return the part of the weight that this replica keeps: the master itself, where it may be that."""
+        if is_wide and self.offload.parameters == self.offload.optimizer:
+            return self.of[parameter].detach()
+        part = self._own_part(parameter, cut)
+        return self.offload.copy(part) if self.offload.parameters else part.clone(memory_format=torch.contiguous_format)
+
+    def _own_part(self, parameter: torch.nn.Parameter, cut: Cut) -> torch.Tensor:
+        """Return this replica's part of ``parameter``, where that is trained."""
+        part = cut.part(parameter.detach(), self.data_group.rank)
+        return part if self._arrival is None else part.to(self._arrival.device)
+
+
+# The gradients of a step, added up over its micro-batches: whole ones, which the engine sums over the replicas.
+
+
+class Gradients(Protocol):
+    """What a step needs of the gradients that its micro-batches leave.
+
+    Attributes:
+        holders: the replicas over which a sum over all gradients is taken; one alone where each has the whole of them.
+        are_summed: over the replicas, by themselves: the engine must not do it again.
+    """
+
+    holders: Group
+    are_summed: bool
+
+    def adopt(self, parameter: torch.nn.Parameter) -> None:
+        """Take what backward leaves in ``parameter``, which has its dtype, from now on."""
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return the gradient that this rank holds, zeros if no micro-batch has reached ``parameter`` yet."""
+
+    def shard(self, parameter: torch.nn.Parameter) -> Shard:
+        """Return where that lies in the global tensor."""
+
+    def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return what of it lies where the master does, in one run of memory."""
+
+    def counts_here(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether this replica counts it in sums over ``holders``."""
+
+    def begin_last_backward(self) -> None:
+        """Take note that the next backward is the last of the step."""
+
+    def end_micro_batch(self) -> None:
+        """Take note that backward is through. Collective where gradients are summed by themselves."""
+
+    def finish(self, factor: float) -> None:
+        """Have all gradients where they lie, times ``factor``."""
+
+    def clear(self) -> None:
+        """Forget all of them."""
+
+
+class WholeGradients:
+    """Gradients that each replica holds whole: ZeRO 0 and 1.
+
+    Those of 16-bit parameters are added up in fp32 and freed at once, others are where autograd leaves them.
+    """
+
+    holders, are_summed = SINGLE, False
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters = masters
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def adopt(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.dtype not in WIDE:
+            parameter.register_post_accumulate_grad_hook(self._add_to_sum)
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if parameter.dtype not in WIDE:
+            if parameter not in self._sums:
+                self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+            return self._sums[parameter]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def shard(self, parameter: torch.nn.Parameter) -> Shard:
+        return shard_of(parameter)
+
+    def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return self._masters.part(parameter, self.of(parameter))
+
+    def counts_here(self, parameter: torch.nn.Parameter) -> bool:
+        return True
+
+    def begin_last_backward(self) -> None:
+        """Nothing is summed here."""
+
+    def end_micro_batch(self) -> None:
+        """Nothing is summed here."""
+
+    def finish(self, factor: float) -> None:
+        multiply([self.of(parameter) for parameter in self._masters.of], factor)
+
+    def clear(self) -> None:
+        self._sums.clear()
+
+    def _add_to_sum(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return
+        if parameter in self._sums:
+            self._sums[parameter].add_(parameter.grad)  # type: ignore[index]
+        else:
+            self._sums[parameter] = parameter.grad.float()  # type: ignore[index]
+        parameter.grad = None
+
+
+class EngineGradients:
+    """What ``tds`` asks of an optimizer's gradients (``tds.gradients.GradientSource``).
+
+    The engine adds up over micro-batches by autograd, over stages and replicas itself; the optimizer multiplies, takes
+    the norm and clips in its own step, and forgets the gradients at its end.
+    """
+
+    come_in_hooks = takes_unfrozen = are_multiplied_in_step = clips_itself = True
+    norm_is_scaled = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the accumulated gradient, zeros if no micro-batch has reached ``parameter`` yet."""
+        gradient = self._optimizer.gradient_of(parameter)
+        if gradient is None:  # trained, and in no group of the optimizer
+            gradient = parameter.grad = torch.zeros_like(parameter)
+        return gradient
+
+    def loss_scale(self) -> float:
+        """Return what each loss is multiplied by ahead of its backward."""
+        return float(self._optimizer.loss_scale)
+
+    def before_backward(self) -> None:
+        """Nothing is to be done: hooks take what autograd leaves."""
+
+    def after_backward(self) -> None:
+        """Nothing is to be done."""
+
+    def before_step(self) -> None:
+        """Nothing is to be done."""
+
+    def after_step(self) -> None:
+        """Forget all gradients."""
+        self._optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Forget those of a batch on which no step is taken."""
+        self._optimizer.zero_grad()
+
+
+# ZeRO 0 and 1: whole gradients that are summed over the replicas while the last backward of a step runs.
+#
+# Up to the last micro-batch a gradient is added up where it lies, and nothing is sent. In the last backward each is
+# final as soon as it comes, and a bucket is on its way as soon as all of it has come (``megatron.optim.bucket_order``).
+# What the last micro-batch does not reach has the sum of the others, or zeros: its bucket goes last.
+#
+# The sums are those of ``tds.reduce_gradients`` after the backward to the bit, in the same buckets; only their time
+# differs. What autograd adds to twice in one backward (a weight that several layers share, under reentrant recompute)
+# would be sent half made, and is refused.
+
+
+class OverlappedGradients(WholeGradients):
+    """``WholeGradients`` that are summed over the replicas by themselves."""
+
+    are_summed = True
+
+    def __init__(self, masters: Masters) -> None:
+        super().__init__(masters)
+        self._group = masters.data_group.handle
+        self._order = BucketOrder(self._group)
+        self._is_last = False
+        self._final: set[torch.Tensor] = set()
+        self._flights: list[Flight_flight] = []
+
+    def adopt(self, parameter: torch.nn.Parameter) -> None:
+        super().adopt(parameter)
+        parameter.register_post_accumulate_grad_hook(self._arrive)  # behind the hook that adds up in fp32
+        self._order.adopt(parameter)
+
+    def begin_last_backward(self) -> None:
+        self._is_last = True
+
+    def end_micro_batch(self) -> None:
+        """After the last one start the sums that have not started. Collective."""
+        if not self._is_last:
+            return
+        self._is_last = False
+        self._final.clear()
+        self._start(self._order.rest())
+        self._order.end()
+
+    def finish(self, factor: float) -> None:
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            flight.land(factor)
+
+    def clear(self) -> None:
+        for flight in self._flights:
+            flight.work.wait()
+        self._flights.clear()
+        self._final.clear()
+        self._is_last = False
+        self._order.reset()
+        super().clear()
+
+    def _arrive(self, parameter: torch.Tensor) -> None:
+        """Take note of the gradient that backward has just left."""
+        if not self._is_last or not parameter.numel():
+            return
+        if parameter not in self._final:
+            self._final.add(parameter)
+            self._start(self._order.arrived(parameter))
+        elif self._order.is_taken(parameter):
+            raise RuntimeError(
+                "backward must leave the gradient of a weight once, got one of shape "
+                f"{tuple(parameter.shape)} twice, the second time when its sum over the replicas had started. "
+                "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
+            )
+
+    def _start(self, buckets: Iterable[Bucket]) -> None:
+        with torch.no_grad():
+            self._flights += [fly_flight([self.of(p) for p in bucket], self._group) for bucket in buckets]
+
+
+# Gradients of weights that each tensor rank has applied to its part of the sequence: the sum over the ranks.
+#
+# Norms, the biases behind row-parallel products and what else lies between the tensor-parallel regions is held whole by
+# every tensor rank. With --sequence-parallel each sees a part of the positions there, and its gradient is a summand.
+# They are added up once a step, behind the sums over micro-batches, replicas and tied copies, in the type of those, in
+# one message: a copy of a few vectors for each layer, a table of positions [max_positions, h], BERT's transform [h, h].
+# The copy is there when the activations are not, and ``megatron.cost`` leaves it out.
+#
+# Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
+
+
+class PartialGradients:
+    """The parameters of one rank whose gradients are summands, and whether they have been summed.
+
+    Args:
+        group: the tensor ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._parameters: list[torch.nn.Parameter] = []
+        self._are_summed = False
+
+    def adopt(self, parameter: torch.nn.Parameter) -> None:
+        """Sum the gradient of ``parameter`` from now on, if it is a summand."""
+        if self._group.size > 1 and is_partial(parameter):
+            self._parameters.append(parameter)
+
+    @torch.no_grad()
+    def sum(self, gradient_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
+        """Replace the gradients by their sums, once for each step. Collective over the tensor ranks."""
+        if self._are_summed:
+            return
+        self._are_summed = True
+        gradients = [gradient_of(parameter) for parameter in self._parameters]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            same = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = all_reduce(torch.cat([gradient.reshape(-1) for gradient in same]), self._group)
+            for gradient, summed in zip(same, flat.split([each.numel() for each in same]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    def clear(self) -> None:
+        """Take note that gradients begin anew."""
+        self._are_summed = False

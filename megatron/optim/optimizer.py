@@ -1,0 +1,399 @@
+"""MixedPrecisionOptimizer: main weights, overflow, norm, clipping, update, state_dict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megatron.errors import NumericsError
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.shard import Shard, counts_here, global_norm, shard_of
+from megatron.optim.grad_scaler import LossScaler
+from megatron.optim.main_params import (
+    EngineGradients,
+    Gradients,
+    Masters,
+    OverlappedGradients,
+    PartialGradients,
+    WholeGradients,
+)
+from megatron.optim.zero.partition import NOTHING, Arrival, Offload
+from megatron.optim.zero.stage2 import GradientParts
+from megatron.optim.zero.stage3 import WeightUnits
+from tds.gradients import clip_coefficient
+
+# The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
+
+
+class Holder(Protocol):
+    """What of the optimizer is read and set here."""
+
+    param_groups: list[dict[str, Any]]
+    inner: torch.optim.Optimizer
+    scaler: LossScaler
+
+
+def state_of(optimizer: Holder) -> dict[str, Any]:
+    """Return torch's ``state`` and ``param_groups``, the ``masters`` in the order of the groups, and the ``scaler``.
+
+    The tensors are the optimizer's own, not copies.
+    """
+    masters = [master.detach() for master in _masters(optimizer)]
+    return {**optimizer.inner.state_dict(), "masters": masters, "scaler": optimizer.scaler.state()}
+
+
+@torch.no_grad()
+def take_state(optimizer: Holder, state: Mapping[str, Any]) -> None:
+    """Copy what ``state_of`` returned into masters, states and loss scale; rates and decay stay those of now.
+
+    Raises:
+        ValueError: it is of other parameters; nothing has been changed then.
+    """
+    masters = _masters(optimizer)
+    if problem := _problem(masters, state):
+        raise ValueError(problem)
+    optimizer.inner.state.clear()
+    for number, values in state["state"].items():
+        master = masters[number]
+        optimizer.inner.state[master] = {key: _beside(master, key, value) for key, value in values.items()}
+    for master, saved in zip(masters, state["masters"], strict=True):
+        master.copy_(saved)
+    optimizer.scaler.load(state["scaler"])
+
+
+def _masters(optimizer: Holder) -> list[torch.nn.Parameter]:
+    return [master for group in optimizer.param_groups for master in group["params"]]
+
+
+def _problem(masters: Sequence[torch.Tensor], state: Mapping[str, Any]) -> str | None:
+    if missing := {"state", "masters", "scaler"} - set(state):
+        return f"it must be a state of this project's optimizer, got one without {', '.join(sorted(missing))}"
+    shapes, now = [tuple(saved.shape) for saved in state["masters"]], [tuple(master.shape) for master in masters]
+    if len(shapes) != len(now):
+        return f"the optimizer must have the parameters that it was saved with: saved {len(shapes)}, now {len(now)}"
+    for number, (saved, here) in enumerate(zip(shapes, now, strict=True)):
+        if saved != here:
+            return f"parameter {number} of the optimizer was saved as {list(saved)}, now {list(here)}"
+    return None
+
+
+def _beside(master: torch.Tensor, key: str, value: Any) -> Any:
+    """Return a copy of ``value`` on the device of ``master``, a moment in its type."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = value.dtype if key == "step" else master.dtype
+    return value.to(device=master.device, dtype=dtype, copy=True)
+
+
+# One optimizer step in fp32, fp64, bf16 or fp16: master weights, overflow, norm, clipping, update.
+#
+# Both engines call ``step()`` with gradients that are reduced over the data-parallel replicas already, by the engine
+# or, from ZeRO 2 on, by ``megatron.optim.gradient_parts``.
+
+
+class MixedPrecisionOptimizer(torch.optim.Optimizer):
+    """Wraps a torch optimizer that updates fp32 (or fp64) masters of the model's parameters.
+
+    A parameter of 16 bits has a master of 32: its gradient of each micro-batch is added to the master's in fp32 and
+    freed at once, and the updated master is rounded back into it. Other parameters are their own masters.
+
+    | ZeRO | a replica keeps its parts (``zero.partition``) of | the step's numbers beside those of ZeRO 0 |
+    |---|---|---|
+    | 1 | masters and states; it gathers the others' after the update | the same bits |
+    | 2 | gradients too (``gradient_parts``) | the same gradients, with one micro-batch a step; the norm to rounding |
+    | 3 | weights too, after ``cut_weights`` (``weight_units``) | those of ZeRO 2 |
+
+    Args:
+        groups: parameter groups as torch's optimizers take them, over the model's own parameters.
+        build: makes the inner optimizer from the groups of masters.
+        dtype: type of the model's parameters from now on.
+        clip_grad: largest gradient norm; 0 turns clipping off.
+        model, tensor: groups of one replica and of its tensor-parallel ranks.
+        data: the replicas of what this rank holds.
+        zero_stage: 0 to 3; of ``build`` all but 0 ask that it updates each number by itself.
+        overlaps_sums: with ZeRO 0 and 1 sum gradients over the replicas here, while the backward runs that
+            ``begin_last_backward`` announces; else the engine does it. From ZeRO 2 on they always are.
+        offload: what lies on the CPU; ``build`` then makes an optimizer for tensors there.
+        arrival: with ZeRO 3, how weights come that are not where they are trained yet; their parts alone go there.
+
+    Attributes:
+        gradient_factor: what the next step multiplies the gradients by, in the pass that clips them; 1 again after it.
+        raw_norm: ``norm_of_sums`` of the gradients that lie there, where somebody has asked for it already.
+        overflow: the last step was skipped because fp16 gradients overflowed.
+        judge: asked with the norm ahead of each update, overflows of fp16 aside; False leaves the weights as they
+            are. It must answer the same on every rank. None: a norm that is not finite raises.
+        was_refused: ``judge`` said False in the last step.
+        _global_grad_norm: ``grad_norm`` by the name that DeepSpeed asks for.
+    """
+
+    clips_gradients = True
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        *,
+        dtype: torch.dtype = torch.float32,
+        clip_grad: float = 0.0,
+        scaler: LossScaler | None = None,
+        model: Group = SINGLE,
+        tensor: Group = SINGLE,
+        data: Group = SINGLE,
+        zero_stage: int = 0,
+        overlaps_sums: bool = False,
+        offload: Offload = NOTHING,
+        arrival: Arrival | None = None,
+    ) -> None:
+        self.clip_grad = clip_grad
+        self.scaler = scaler or LossScaler()
+        self.model_group, self.tensor_group = model, tensor
+        self.gradient_factor = 1.0
+        self.raw_norm: float | None = None
+        self.overflow = False
+        self.judge: Callable[[float], bool] | None = None
+        self.was_refused = False
+        self._global_grad_norm = 0.0
+        self._masters = Masters(data, zero_stage=zero_stage, offload=offload, arrival=arrival)
+        self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
+        self._partial = PartialGradients(tensor)
+        self._units: WeightUnits | None = None
+        masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
+        self.inner = build(masters)
+        super().__init__(self.inner.param_groups, {})
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss, for the backward pass of the next micro-batch."""
+        return self.scaler.scale
+
+    @property
+    def gradient_source(self) -> EngineGradients:
+        """What a pipeline's engine asks where gradients lie."""
+        return EngineGradients(self)
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the last step's gradients before clipping, without loss scale."""
+        return self._global_grad_norm
+
+    def master_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """Return the tensor that the inner optimizer updates for ``parameter``; ``shard_of`` says where it lies."""
+        return self._masters.of[parameter]
+
+    def owns(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether this rank writes its master of ``parameter``, or a frozen one, into a checkpoint."""
+        is_writer = self._masters.data_group.rank == 0 or self._masters.is_cut(parameter)
+        return is_writer and counts_here(parameter, self.tensor_group.rank)
+
+    def kept(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return what this rank keeps of ``parameter`` between two passes: with ZeRO 3 its part."""
+        return self._masters.homes.get(parameter, parameter)
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are here in passes of the modules that have them only, and NaN between: ZeRO 3."""
+        return self._units is not None
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are summed over the replicas here, within backward: the engine must not do it then."""
+        return self._gradients.are_summed
+
+    @property
+    def cuts_gradients(self) -> bool:
+        """Whether each replica keeps its parts of the gradients alone: from ZeRO 2 on."""
+        return self._gradients.holders.size > 1
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the gradient accumulated for ``parameter``, zeros if no micro-batch has reached it yet.
+
+        From ZeRO 2 on it is this replica's part, summed over the replicas; ``gradient_shard`` says where that lies.
+        """
+        return self._gradients.of(parameter) if parameter in self._masters.of else parameter.grad
+
+    def gradient_shard(self, parameter: torch.nn.Parameter) -> Shard:
+        """Return where ``gradient_of`` lies in the global tensor."""
+        return self._gradients.shard(parameter) if parameter in self._masters.of else shard_of(parameter)
+
+    def cut_weights(self, module: torch.nn.Module) -> None:
+        """With ZeRO 3 keep parts of the weights of ``module`` from now on, and gather the rest where it is needed."""
+        if self._masters.homes and self._units is None:
+            self._units = WeightUnits(module, self._masters.send_away(), self._masters.data_group)
+
+    def begin_last_backward(self) -> None:
+        """Take note that the next backward is the last of the step: sums over the replicas may start in it.
+
+        An engine that lets them be summed here calls it, on all replicas.
+        """
+        self._gradients.begin_last_backward()
+
+    def end_micro_batch(self) -> None:
+        """Take note that a backward is through: from ZeRO 2 on gradients are summed, whole weights freed. Collective.
+
+        An engine calls it after every backward.
+        """
+        if self._units is not None:
+            self._units.end_micro_batch()
+        self._gradients.end_micro_batch()
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Have all sums over the replicas that are made here, and multiply the gradients by ``factor``."""
+        self._gradients.finish(factor)
+
+    def sum_partial_gradients(self) -> None:
+        """Add up, over the tensor ranks, what each has of its part of the sequence. Collective.
+
+        ``step`` does it first; who reads gradients ahead of it calls this.
+        """
+        self._partial.sum(self._gradients.of)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters, or skip when fp16 gradients have overflowed or ``judge`` refuses. Collective.
+
+        Raises:
+            NumericsError: the norm is not finite, and there is no loss scale to blame or it is at its smallest.
+            ConfigError: with ZeRO 3, replicas did not call the same layers.
+        """
+        if self._units is not None:
+            self._units.check()
+        self.sum_partial_gradients()
+        factor, self.gradient_factor = self.gradient_factor / self.loss_scale, 1.0
+        norm = (self.norm_of_sums().item() if self.raw_norm is None else self.raw_norm) * factor
+        self._global_grad_norm = norm
+        self.overflow = not math.isfinite(norm) and self.scaler.is_to_blame
+        self.was_refused = not self.overflow and self._is_refused(norm)
+        if not self.overflow and not self.was_refused:
+            self._hand_to_masters(clip_coefficient(norm, self.clip_grad) * factor)
+            self.update_masters()
+            self.copy_masters_to_parameters()
+        if not self.was_refused:
+            self.scaler.update(self.overflow)
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, of masters and parameters."""
+        self.raw_norm = None
+        self._gradients.clear()
+        self._partial.clear()
+        for parameter, master in self._masters.of.items():
+            parameter.grad = None
+            master.grad = None
+
+    def copy_masters_to_parameters(self) -> None:
+        """Bring what the masters hold into the parameters. With ZeRO collective over the replicas."""
+        if self._units is not None:
+            self._units.free()  # what is gathered would be of before
+        self._masters.to_parameters()
+
+    @torch.no_grad()
+    def update_masters(self) -> None:
+        """Let the inner optimizer step on the gradients that the masters have, as they are."""
+        with self._masters.contiguous():
+            self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return masters, moments and loss scale of this rank, for checkpoints in DeepSpeed's layout.
+
+        Raises:
+            RuntimeError: with ZeRO, whose parts of masters no file of DeepSpeed's would hold.
+        """
+        if any(self._masters.is_cut(parameter) for parameter in self._masters.of):
+            raise RuntimeError("a state_dict is of whole masters, got ZeRO: save with --checkpoint-format native")
+        return state_of(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` returned, and let the parameters follow; rates and decay stay those of now.
+
+        Raises:
+            ValueError: it is of other parameters; nothing has been changed then.
+        """
+        take_state(self, state_dict)
+        self.copy_masters_to_parameters()
+
+    def refresh_fp32_params(self) -> None:
+        """Let the masters take what the parameters hold: DeepSpeed's name, called when weights alone were loaded."""
+        self._masters.from_parameters()
+
+    def gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return (parameter, gradient) pairs in the order of the groups."""
+        for parameter in self._masters.of:
+            gradient = self.gradient_of(parameter)
+            if gradient is not None:
+                yield parameter, gradient
+
+    def _adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+        master = self._masters.adopt(parameter, dtype)
+        self._gradients.adopt(parameter)
+        self._partial.adopt(parameter)
+        return master
+
+    @property
+    def gradient_holders(self) -> Group:
+        """The replicas over which ``counted_gradients`` are summed; one alone where each has the whole of them."""
+        return self._gradients.holders
+
+    def counted_gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the (parameter, gradient) pairs that this rank counts in sums over the model and the holders."""
+        rank, counts = self.tensor_group.rank, self._gradients.counts_here
+        return [(p, g) for p, g in self.gradients() if counts_here(p, rank) and counts(p)]
+
+    def norm_of_sums(self) -> torch.Tensor:
+        """Return the norm of the summed gradients as they lie, with loss scale and without ``gradient_factor``.
+
+        Collective. Nothing waits for it: it may be brought to the host together with other numbers.
+        """
+        self.sum_partial_gradients()
+        counted = [gradient for _, gradient in self.counted_gradients()]
+        device = next((parameter.device for parameter in self._masters.of), None)
+        return global_norm(counted, model=self.model_group, holders=self._gradients.holders, device=device)
+
+    def _is_refused(self, norm: float) -> bool:
+        if self.judge is not None:
+            return not self.judge(norm)
+        if not math.isfinite(norm):
+            raise NumericsError(self.not_finite_text(norm))
+        return False
+
+    def not_finite_text(self, norm: float) -> str:
+        """Return what to say of a norm that is not finite, where no smaller loss scale can help."""
+        if self.scaler.is_dynamic:
+            return (
+                f"overflow at the smallest loss scale ({self.loss_scale:g}); the gradients themselves are not finite: "
+                "lower --lr or use bf16. The weights are as before this step."
+            )
+        if self.scaler.is_fixed:
+            return (
+                f"fp16 gradients must not overflow at the fixed --loss-scale {self.loss_scale:g}, got the norm {norm}. "
+                "The weights are as before this step. Lower --loss-scale, or leave it out: a dynamic one skips such a "
+                "step and halves itself. If they overflow at any scale, lower --lr or use bf16."
+            )
+        return (
+            f"the gradient norm must be finite, got {norm}. The weights are as before this step. "
+            "Lower --lr, or look at the batch."
+        )
+
+    def _hand_to_masters(self, factor: float) -> None:
+        """Give each master its part of the gradient, times ``factor``."""
+        parts = {self.master_of(p): self._gradients.part(p) for p in self._masters.of}
+        if factor != 1.0:
+            torch._foreach_mul_(list(parts.values()), factor)
+        for master, gradient in zip(parts, self._beside(parts), strict=True):
+            master.grad = gradient
+
+    def _beside(self, parts: Mapping[torch.nn.Parameter, torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Return each part where its master lies."""
+        gradients = list(parts.values())
+        if all(master.device == part.device for master, part in parts.items()):
+            return gradients
+        return self._masters.offload.copies(gradients)
+
+
+def _kind_of_gradients(zero_stage: int, data: Group, overlaps_sums: bool) -> Callable[[Masters], Gradients]:
+    if zero_stage > 1 and data.size > 1:
+        return GradientParts
+    return OverlappedGradients if overlaps_sums and data.size > 1 else WholeGradients

@@ -1,0 +1,1 @@
+"""ZeRO 1 to 3 and offload."""

@@ -1,0 +1,394 @@
+"""Weights gathered per layer and freed; order of calls checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron import device, log
+from megatron.errors import ConfigError
+from megatron.mpu.groups import Group
+from megatron.optim.zero.partition import Piece, buckets, gather
+from megatron.torch_compat import all_gather_single
+from tds import gradients
+
+# ZeRO 3: replicas must call the same layers in the same order, or one would take the parts of another layer.
+#
+# Each replica says by a number of its own what it gathers next, ahead of it. On a CPU all look at the numbers at once.
+# On a device they do when the next one is sent and when a step begins, so that the host need not wait for the device:
+# what was gathered meanwhile may be of several layers, and is used for no update.
+
+END = -1
+"""In the place of a number: this replica's micro-batch is through."""
+
+
+class CallOrder:
+    """What this replica gathers, held against the others.
+
+    Args:
+        names: of what is gathered, by its number.
+        place: where the group sends from.
+        looks_later: None: as it suits ``place``.
+    """
+
+    def __init__(
+        self, group: Group, names: Sequence[str], place: torch.device, *, looks_later: bool | None = None
+    ) -> None:
+        self._group, self._names, self._place = group, names, place
+        self._looks_later = place.type != "cpu" if looks_later is None else looks_later
+        self._seen: torch.Tensor | None = None  # by replica, what it has said last
+        self._is_seen: Any = None  # an event, behind the copy
+
+    def gathers(self, number: int) -> None:
+        """Tell the others that this replica gathers ``names[number]`` next. Collective.
+
+        Raises:
+            ConfigError: another gathers something else; the same on every replica.
+        """
+        self._say(number)
+
+    def end(self) -> None:
+        """Tell the others that this replica gathers no more. Collective.
+
+        Raises:
+            ConfigError: another goes on; the same on every replica.
+        """
+        self._say(END)
+
+    def check(self) -> None:
+        """Look at what all have said last.
+
+        Raises:
+            ConfigError: it is not the same.
+        """
+        if self._seen is None:
+            return
+        if self._is_seen is not None:
+            self._is_seen.synchronize()
+        said, self._seen = self._seen.tolist(), None
+        if len(set(said)) > 1:
+            told = ", ".join(f"replica {replica} {self._text(number)}" for replica, number in enumerate(said[:8]))
+            more = f" and {len(said) - 8} others" if len(said) > 8 else ""
+            raise ConfigError(
+                "under --zero-stage 3 replicas must call the same layers in the same order, for each holds a part of "
+                f"every weight, got replicas that call other layers: {told}{more}. The weights are as before this "
+                "step. Let all replicas take the same way through the model, or use --zero-stage 2"
+            )
+
+    def _say(self, number: int) -> None:
+        if self._group.size == 1:
+            return
+        self.check()
+        mine = torch.full((1,), number, dtype=torch.int64, device=self._place)
+        every = mine.new_empty(self._group.size)
+        all_gather_single(every, mine, group=self._group.handle)
+        if not self._looks_later:
+            self._seen = every
+            self.check()
+            return
+        self._seen = device.host_memory(tuple(every.shape), every.dtype, self._place)
+        self._seen.copy_(every, non_blocking=True)
+        self._is_seen = device.mark(self._place)
+
+    def _text(self, number: int) -> str:
+        return "is through with its micro-batch" if number == END else f"calls {self._names[number]}"
+
+
+# Which weights ZeRO 3 gathers together: the layers of a model, as its lists of modules show them.
+#
+# A layer is an element of a ``ModuleList``, ``ModuleDict`` or ``Sequential``. One of which more than half is in a
+# ``ModuleList`` or ``ModuleDict`` of its own, such as an encoder within a ``Sequential``, is cut again: the elements of
+# that list are layers, and what remains is one. Smaller lists (the norms of a layer, say) cut nothing.
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (*LISTS, nn.Sequential)
+MOST = 0.5
+"""Of the weights of a layer: with more of them in its lists it is cut again."""
+
+
+def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
+    """Return the layers in ``module`` and those of ``weights`` that one layer alone has, in the innermost."""
+    holders: dict[nn.Parameter, set[nn.Module | None]] = {weight: set() for weight in weights}
+    order: dict[nn.Module | None, None] = {}
+    for place, layer in _places(module, None, CONTAINERS):
+        order[layer] = None
+        for parameter in place.parameters(recurse=False):
+            if parameter in holders:
+                holders[parameter].add(layer)
+    found: dict[nn.Module, list[nn.Parameter]] = {layer: [] for layer in order if layer is not None}
+    for parameter, layers in holders.items():
+        (layer, *others) = layers
+        if layer is not None and not others:
+            found[layer].append(parameter)
+    return {layer: own for layer, own in found.items() if own}
+
+
+def _places(
+    module: nn.Module, layer: nn.Module | None, lists: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Yield each module within ``module`` and the layer that it is of.
+
+    Args:
+        lists: whose elements are layers.
+    """
+    yield module, layer
+    for child in module.children():
+        if isinstance(module, lists):
+            yield from _places(child, child, LISTS if _is_cut(child) else ())
+        else:
+            yield from _places(child, layer, lists)
+
+
+def _is_cut(layer: nn.Module) -> bool:
+    """Return whether most of ``layer`` is in lists of modules."""
+    inside = {p for part in layer.modules() if isinstance(part, LISTS) for p in part.parameters()}
+    return sum(p.numel() for p in inside) > MOST * sum(p.numel() for p in layer.parameters())
+
+
+# ZeRO 3: each replica keeps its parts of the weights; whole ones are gathered for a layer's passes and freed again.
+#
+# A unit is what is gathered together: the weights of a layer (``megatron.optim.weight_layers``), or all that are in no
+# layer or in several (tables, final norms, heads, what layers share): the rest. A whole weight is always the same
+# tensor, and autograd's graph keeps it: only its memory comes and goes. Replicas gather the same units in the same
+# order, or the step ends in an error (``megatron.optim.call_order``).
+#
+# | when | a layer | the rest |
+# |---|---|---|
+# | a module that has weights of it is called | gathered | gathered |
+# | that call returns, outside backward | freed | freed, but for a pass that backward will follow |
+# | backward asks for a weight that forward has saved | gathered | gathered |
+# | backward has left the gradient of each weight that it reaches | freed | freed |
+# | the micro-batch ends, or the weights change | freed | freed |
+#
+# So a layer is gathered twice for each micro-batch, also where it is recomputed, which happens within backward. No
+# output of a module is looked at and no module is replaced: the weights that backward needs tell of themselves when
+# autograd unpacks them (``torch.autograd.graph.saved_tensors_hooks``), whatever a layer returns or leaves in
+# attributes. DeepSpeed and FSDP hang on the outputs of modules instead, which sees fewer of them.
+#
+# Between its passes a weight has its shape and one number for all its elements, NaN: what reads one outside of any call
+# gets NaN rather than old values; layers that the first pass has not called are named in a warning. Frozen weights and
+# single numbers stay whole on every replica.
+#
+# Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 4.3, for keeping the tensor.
+
+REST = "what is in no layer"
+MUCH = 0.5
+"""Of all weights: a larger unit is warned of, for ZeRO 3 saves little then."""
+
+
+class Unit:
+    """Weights that are gathered and freed together.
+
+    Args:
+        name: of the module, for messages.
+        pieces: the whole weights, whose memory is this unit's from now on, and what this replica keeps of each.
+    """
+
+    def __init__(self, name: str, pieces: dict[nn.Parameter, Piece], group: Group, *, stays: bool) -> None:
+        self.name = name
+        self.stays = stays  # from a forward to its backward
+        self.was_called = False
+        self.calls = 0
+        self.is_here = False
+        self._group = group
+        self._whole = {p: torch.empty_like(p, memory_format=torch.contiguous_format).detach() for p in pieces}
+        self._pieces = [Piece(whole, pieces[p].master, pieces[p].cut) for p, whole in self._whole.items()]
+        self._come = self._due = 0
+        self.is_here = True
+        self.free()
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self._whole
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Have the whole weights here. Collective over the replicas."""
+        if self.is_here:
+            return
+        self.is_here = True
+        for whole in self._whole.values():
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+        for bucket in buckets(self._pieces):
+            gather(bucket, self._group)
+        for parameter, whole in self._whole.items():
+            parameter.data = whole
+
+    def free(self) -> None:
+        """Give the memory of the whole weights back."""
+        self._come = 0
+        if not self.is_here:
+            return
+        self.is_here = False
+        for parameter, whole in self._whole.items():
+            parameter.data = whole.new_full((), torch.nan).expand(whole.shape)
+            whole.untyped_storage().resize_(0)
+
+    def note_gradient(self) -> None:
+        """Take note that backward has left the gradient of one of the weights: it needs none of them after the last."""
+        if not self._come:
+            self._due = sum(map(gradients.will_reach, self._whole))
+        self._come += 1
+        if self._come >= self._due and not self.calls:
+            self.free()
+
+    def num_bytes(self) -> int:
+        """Return the bytes of the whole weights."""
+        return sum(whole.nbytes for whole in self._whole.values())
+
+    def storages(self) -> Iterator[int]:
+        """Yield where the whole weights lie in memory."""
+        return (whole.untyped_storage().data_ptr() for whole in self._whole.values())
+
+
+class WeightUnits:
+    """The units of a model, with the hooks that gather and free them.
+
+    Args:
+        module: its outermost forward is where autograd's graph is watched.
+        pieces: of the weights that replicas share; others stay as they are.
+    """
+
+    def __init__(self, module: nn.Module, pieces: Mapping[nn.Parameter, Piece], group: Group) -> None:
+        cut = {parameter: pieces[parameter] for parameter in module.parameters() if parameter in pieces}
+        self.units: list[Unit] = []
+        self._units_of: dict[nn.Module, list[Unit]] = {}
+        self._at: dict[int, Unit] = {}
+        self._depth = 0
+        self._watch: saved_tensors_hooks | None = None
+        self._module = module
+        self._names = {inner: name for name, inner in module.named_modules()}
+        self._has_told = False
+        layers = layers_of(module, cut)
+        for inner, weights in layers.items():
+            self._add(inner, {p: cut[p] for p in weights}, group, stays=False)
+        taken = {p for weights in layers.values() for p in weights}
+        self._add(module, {p: piece for p, piece in cut.items() if p not in taken}, group, stays=True)
+        self._order = CallOrder(group, [unit.name for unit in self.units], place_of(cut))
+        self._hook(module)
+        self._tell_largest()
+
+    def free(self) -> None:
+        """Free all that is gathered."""
+        for unit in self.units:
+            self._free(unit)
+
+    def end_micro_batch(self) -> None:
+        """Free all that is gathered, and take note that no more is called. Collective over the replicas."""
+        self.free()
+        self._order.end()
+
+    def check(self) -> None:
+        """Check that what replicas have gathered up to now is the same; they must not use it before.
+
+        Raises:
+            ConfigError: it is not; the same on every replica.
+        """
+        self._order.check()
+
+    def _add(self, module: nn.Module, pieces: dict[nn.Parameter, Piece], group: Group, *, stays: bool) -> None:
+        if not pieces:
+            return
+        unit = Unit(self._names[module] if not stays else REST, pieces, group, stays=stays)
+        self.units.append(unit)
+        self._units_of.setdefault(module, []).append(unit)
+        for parameter in unit.parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._note_gradient(unit))
+
+    def _hook(self, module: nn.Module) -> None:
+        """Watch the calls of every module that has a weight of a unit by itself, and of those that units are of."""
+        unit_of = {parameter: unit for unit in self.units for parameter in unit.parameters}
+        for inner in module.modules():
+            own = [unit_of[p] for p in inner.parameters(recurse=False) if p in unit_of]
+            units = list(dict.fromkeys([*self._units_of.get(inner, []), *own]))
+            if units or inner is module:
+                inner.register_forward_pre_hook(partial(self._enter, units), prepend=True)  # others read weights
+                inner.register_forward_hook(partial(self._leave, units), always_call=True)
+
+    def _enter(self, units: list[Unit], module: nn.Module, inputs: Any) -> None:
+        for unit in units:
+            unit.calls += 1
+            unit.was_called = True
+            self._gather(unit)
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled() and not gradients.is_running():
+            self._watch = saved_tensors_hooks(self._pack, self._unpack)
+            self._watch.__enter__()
+
+    def _leave(self, units: list[Unit], module: nn.Module, inputs: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._watch is not None:
+            self._watch.__exit__()
+            self._watch = None
+            if module is self._module:
+                self._tell_uncalled(output)
+        for unit in units:
+            unit.calls -= 1
+            if not (unit.calls or gradients.is_running() or (unit.stays and torch.is_grad_enabled())):
+                self._free(unit)
+
+    def _tell_largest(self) -> None:
+        sizes = [unit.num_bytes() for unit in self.units]
+        if not sizes:
+            return
+        largest, total = self.units[sizes.index(max(sizes))].name, sum(sizes)
+        told = f"ZeRO 3 gathers {len(sizes)} units, the largest with {max(sizes) / total:.0%} of the weights: {largest}"
+        if max(sizes) > MUCH * total:
+            log.warn_once(
+                f"{told}. So much is held at once: put layers in a ModuleList, whose elements come one by one"
+            )
+        else:
+            log.info(told)
+
+    def _tell_uncalled(self, output: Any) -> None:
+        """After the first pass of all that backward may follow, name the layers that it has not called."""
+        names = [unit.name for unit in self.units if not unit.was_called]
+        if names and not self._has_told and output is not None:  # None: the pass has failed
+            log.warning(
+                f"--zero-stage 3 gathers weights when a module that has them is called, and {', '.join(names)} was not "
+                "called in the first pass. If its weights were read there, they were NaN: call the module, or use "
+                "--zero-stage 2"
+            )
+        self._has_told = self._has_told or output is not None
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Return what the graph keeps of ``tensor``: beside a weight its unit, which may be away when it is needed."""
+        if tensor.layout is not torch.strided:  # it has no such storage, and is no weight
+            return tensor.detach()
+        unit = self._at.get(tensor.untyped_storage().data_ptr())
+        return tensor.detach() if unit is None else (unit, tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        unit, tensor = packed
+        self._gather(unit)
+        return tensor
+
+    def _note_gradient(self, unit: Unit) -> None:
+        unit.note_gradient()
+        if not unit.is_here:
+            self._forget(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        if not unit.is_here:
+            self._order.gathers(self.units.index(unit))
+            unit.gather()
+            self._at.update(dict.fromkeys(unit.storages(), unit))
+
+    def _free(self, unit: Unit) -> None:
+        self._forget(unit)
+        unit.free()
+
+    def _forget(self, unit: Unit) -> None:
+        self._at = {place: other for place, other in self._at.items() if other is not unit}
+
+
+def place_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return where the first of ``tensors`` lies."""
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -1,0 +1,367 @@
+"""Products, streams, links: one device and its links while the others do the same."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron import device
+from megatron.planner.machine import Link, Wire
+from megatron.planner.spawn_ranks import Rank
+from megatron.torch_compat import all_gather_single, reduce_scatter_single
+
+# What one device does in a second, measured while the other ranks do the same: products, passes, updates, starts.
+#
+# | probe | one turn | counted |
+# |---|---|---|
+# | products | y = x Wᵀ, dx = dy W, dW = dyᵀ x of squares: the three products of a linear layer | 6 side³ FLOPs |
+# | stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times their bytes |
+# | update | the norm of the gradients and torch's fused AdamW, in fp32 | 32 bytes of a parameter: 5 read, 3 written |
+# | overhead | a chain of small sums, forward and backward | two starts of a sum |
+# | copy | to the device from the host's memory, and back | its bytes twice |
+#
+# A turn is repeated for a window of time, some windows one after the other; the median of their rates counts.
+# Everything that is not to be measured (the first touch of memory, the choice of kernels) happens in turns ahead of
+# them.
+
+SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LONGEST_TURN_S = 0.25
+"""Of products: the sides end ahead of one whose turn would take longer, and never below ``LEAST_SIDE``."""
+LEAST_SIDE = 512
+STREAM_PASSES = (3 + 2 + 2) + (3 + 3 + 3)
+"""Tensors read and written: by sum, norm, GELU; by the backward of GELU and norm, and the sum of two gradients."""
+STREAM_WIDTH = 512
+UPDATE_BYTES = 32
+CHAIN = 200
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to look: ``windows`` of ``window_s`` seconds for each rate, and sizes up to the largest.
+
+    Args:
+        numbers: in the tensors of the stream and the update: more than caches hold.
+        turns: of each model whose layers are timed in the first format; models wider than ``widest`` are left out.
+        by_cpu_time: count this process's processor time, which says something of one thread on a busy machine too.
+        ranks_per_core: where it is above 1 ranks take turns, and their processor time counts so many times.
+    """
+
+    window_s: float = 0.08
+    windows: int = 3
+    largest_side: int = SIDES[-1]
+    numbers: int = 2**21
+    turns: int = 3
+    widest: int = 4096
+    by_cpu_time: bool = False
+    ranks_per_core: float = 1.0
+
+    def now(self) -> float:
+        """Return the seconds that count, from any beginning."""
+        if self.by_cpu_time or self.ranks_per_core > 1:
+            return self.ranks_per_core * time.process_time()
+        return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank measured, in FLOP/s, bytes/s and seconds; ``products``: dtype -> ((side, FLOP/s), ...)."""
+
+    products: dict[str, tuple[tuple[float, float], ...]]
+    stream: float
+    update: float
+    overhead_s: float
+    copy: float
+
+
+def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: Pace) -> Rates:
+    """Return the rates of this rank while the others measure the same. Collective.
+
+    Args:
+        dtypes: of the products; the first is that of the stream.
+    """
+    products = {}
+    for dtype in dtypes:
+        rank.tell(f"matrix products in {dtype}")
+        products[dtype] = _products(rank, dtype, pace)
+    rank.tell("memory and optimizer")
+    stream = STREAM_PASSES * _bytes(dtypes[0], pace) * _turns_per_s(rank, _stream(rank, dtypes[0], pace), pace)
+    update = UPDATE_BYTES * pace.numbers * _turns_per_s(rank, _update(rank.place, pace), pace)
+    overhead_s = 1 / (2 * CHAIN * _turns_per_s(rank, _chain(rank.place), pace))
+    copy = 2 * 4 * pace.numbers * _turns_per_s(rank, _copy(rank, pace), pace)
+    return Rates(products, stream, update, overhead_s, copy)
+
+
+def update_rate_of_host(pace: Pace) -> float:
+    """Return the bytes/s of an update of what is kept in the host's memory, by this process alone."""
+    alone = Rank(0, 1, "cpu", "", torch.get_num_threads())
+    return UPDATE_BYTES * pace.numbers * _turns_per_s(alone, _update(torch.device("cpu"), pace), pace)
+
+
+def _products(rank: Rank, dtype: str, pace: Pace) -> tuple[tuple[float, float], ...]:
+    table = []
+    for side in SIDES:
+        if side > pace.largest_side:
+            break
+        turns = _turns_per_s(rank, _product(rank.place, dtype, side), pace)
+        table.append((float(side), 6.0 * side**3 * turns))
+        if side >= LEAST_SIDE and _slowest(rank, 1 / turns) > LONGEST_TURN_S / 8:  # the next takes 8 times as long
+            break
+    return tuple(table)
+
+
+def _slowest(rank: Rank, seconds: float) -> float:
+    """Return the most that any rank took: all must decide alike. Collective."""
+    if not rank.backend:
+        return seconds
+    value = torch.tensor([seconds], dtype=torch.float64, device=rank.place)
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
+    return value.item()
+
+
+def _product(place: torch.device, dtype: str, side: int) -> Callable[[], object]:
+    x, weight, dy = (torch.randn(side, side, device=place).to(device.DTYPES[dtype]) for _ in range(3))
+    y, dx, dw = (torch.empty_like(x) for _ in range(3))
+
+    def turn() -> None:
+        torch.mm(x, weight.t(), out=y)
+        torch.mm(dy, weight, out=dx)
+        torch.mm(dy.t(), x, out=dw)
+
+    return turn
+
+
+def _stream(rank: Rank, dtype: str, pace: Pace) -> Callable[[], object]:
+    shape = pace.numbers // STREAM_WIDTH, STREAM_WIDTH
+    x, y, gradient = (torch.randn(shape, device=rank.place).to(device.DTYPES[dtype]) for _ in range(3))
+    x.requires_grad_()
+    x.grad = torch.zeros_like(x)
+
+    def turn() -> None:
+        F.gelu(F.layer_norm(x + y, (STREAM_WIDTH,)), approximate="tanh").backward(gradient)
+
+    return turn
+
+
+def _update(place: torch.device, pace: Pace) -> Callable[[], object]:
+    weight = torch.zeros(pace.numbers, device=place, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer, gradient = torch.optim.AdamW([weight], lr=1e-3, fused=True), weight.grad
+
+    def turn() -> None:
+        torch.linalg.vector_norm(gradient)
+        optimizer.step()
+
+    return turn
+
+
+def _chain(place: torch.device) -> Callable[[], object]:
+    start = torch.zeros(16, device=place, requires_grad=True)
+    one = torch.ones(16, device=place)
+
+    def turn() -> None:
+        x = start
+        for _ in range(CHAIN):
+            x = x + one
+        start.grad = None
+        x.backward(one)
+
+    return turn
+
+
+def _copy(rank: Rank, pace: Pace) -> Callable[[], object]:
+    host = device.host_memory((pace.numbers,), torch.float32, rank.place)
+    there = torch.empty(pace.numbers, device=rank.place)
+
+    def turn() -> None:
+        there.copy_(host, non_blocking=True)
+        host.copy_(there, non_blocking=True)
+
+    return turn
+
+
+def _bytes(dtype: str, pace: Pace) -> int:
+    return pace.numbers * device.DTYPES[dtype].itemsize
+
+
+def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: Pace) -> float:
+    """Return how many turns a second has, the median over the windows; all ranks begin together. Collective."""
+    turn()
+    device.synchronize(rank.kind)
+    rank.meet()
+    batch = max(1, int(pace.window_s / 4 / _seconds(rank, turn, 1, pace)))
+    rates = []
+    for _ in range(pace.windows):
+        done, spent = 0, 0.0
+        while spent < pace.window_s:
+            spent += _seconds(rank, turn, batch, pace)
+            done += batch
+        rates.append(done / spent)
+    return statistics.median(rates)
+
+
+def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: Pace) -> float:
+    start = pace.now()
+    for _ in range(times):
+        turn()
+    device.synchronize(rank.kind)
+    return max(pace.now() - start, 1e-9)
+
+
+# How fast ranks of this machine tell each other something, by kind of message, as latency and bandwidth.
+#
+# Each size is timed while all ranks take part, on CPUs between pieces of work; the two numbers of a ``Wire`` are fitted
+# to all sizes so that the relative errors are least. A rank of n sends 2 (n - 1) / n of the bytes of an all-reduce,
+# (n - 1) / n of what an all-gather gives or a reduce-scatter takes, and all of what it sends to one other; a collective
+# of n ranks has the latency log2(n) times.
+
+SIZES = (2**8, 2**14, 2**18, 2**21, 2**24)
+"""Bytes of the messages."""
+ROUND_S, ROUNDS = 0.05, 3
+SHORTEST_S = 1e-6
+"""Of a message, where it cannot be told from the work ahead of it."""
+Sample = tuple[float, float]
+"""(bytes that a rank sends, seconds)."""
+
+
+def link_of(rank: Rank, sizes: Sequence[int] = SIZES, round_s: float = ROUND_S) -> Link:
+    """Return the link between all ranks, the same numbers on each. Collective over two ranks and more."""
+    wires = {}
+    for name, kind in KINDS.items():
+        rank.tell(f"messages: {name}")
+        turns = [(size, kind.make(rank, size)) for size in sizes]
+        samples = [
+            (kind.share(rank.size) * size, _message_seconds(rank, turn, round_s) / kind.legs) for size, turn in turns
+        ]
+        wires[name] = fitted(samples, kind.latencies(rank.size))
+    return Link(**wires)
+
+
+def fitted(samples: Sequence[Sample], latencies: float) -> Wire:
+    """Return the wire for which ``latencies * latency_s + bytes / bandwidth`` is nearest to the samples.
+
+    The sum of squares of the relative errors is least. Where the samples show no latency or no bandwidth (a line that
+    falls), the shortest message stands for the one, the fastest for the other.
+
+    Raises:
+        ValueError: less than two sizes.
+    """
+    if len({sent for sent, _ in samples}) < 2:
+        raise ValueError(f"a line needs messages of two sizes at least, got {samples}")
+    weights = [1 / seconds**2 for _, seconds in samples]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, samples, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, samples, strict=True)) / total
+    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, samples, strict=True))
+    slope = over / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, samples, strict=True))
+    start = mean_y - slope * mean_x
+    if slope <= 0:
+        slope = min(seconds / sent for sent, seconds in samples)
+    if start <= 0:
+        start = min(seconds for _, seconds in samples)
+    return Wire(latency_s=start / latencies, bandwidth=1 / slope)
+
+
+def _all_reduce(rank: Rank, size: int) -> Callable[[], object]:
+    data = torch.zeros(size // 4, device=rank.place)
+    return lambda: dist.all_reduce(data)
+
+
+def _gather(rank: Rank, size: int) -> Callable[[], object]:
+    part = torch.zeros(max(1, size // 4 // rank.size), device=rank.place)
+    whole = torch.zeros(len(part) * rank.size, device=rank.place)
+    return lambda: all_gather_single(whole, part)
+
+
+def _scatter(rank: Rank, size: int) -> Callable[[], object]:
+    whole = torch.zeros(rank.size * max(1, size // 4 // rank.size), device=rank.place)
+    part = torch.zeros(len(whole) // rank.size, device=rank.place)
+    return lambda: reduce_scatter_single(part, whole)
+
+
+def _send(rank: Rank, size: int) -> Callable[[], object]:
+    """Return a message there and one back, of neighbours; with an odd number of ranks the last one looks on."""
+    data = torch.zeros(size // 4, device=rank.place)
+    peer = rank.number ^ 1
+    if peer >= rank.size:
+        return lambda: None
+    first, second = (dist.send, dist.recv) if rank.number < peer else (dist.recv, dist.send)
+
+    def turn() -> None:
+        first(data, peer)
+        second(data, peer)
+
+    return turn
+
+
+def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float) -> float:
+    """Return the median seconds of a message over the rounds, as the slowest rank has it. Collective."""
+    work = _work(rank)
+
+    def both() -> None:
+        work()
+        turn()
+
+    one = _agreed(rank, _spent(rank, both, 2) / 2)
+    times = max(1, min(1000, int(round_s / one)))
+    seconds = [(_spent(rank, both, times) - _spent(rank, work, times)) / times for _ in range(ROUNDS)]
+    return max(_agreed(rank, statistics.median(seconds)), SHORTEST_S)
+
+
+def _work(rank: Rank) -> Callable[[], object]:
+    """Return what ranks do ahead of a message: on a CPU a product of about a millisecond, as between two of a training.
+
+    Ranks that wait for one another all the time find each other awake and their numbers in the caches: messages then
+    take half as long. Other devices only queue their messages.
+    """
+    if rank.kind != "cpu":
+        return lambda: None
+    left, right = torch.ones(512, 256), torch.ones(256, 512)
+    return lambda: torch.mm(left, right)
+
+
+def _spent(rank: Rank, turn: Callable[[], object], times: int) -> float:
+    rank.meet()
+    start = time.perf_counter()
+    for _ in range(times):
+        turn()
+    device.synchronize(rank.kind)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _agreed(rank: Rank, seconds: float) -> float:
+    """Return the most of all ranks, so that all repeat alike."""
+    value = torch.tensor([seconds], dtype=torch.float64, device=rank.place)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+class Kind(NamedTuple):
+    """A kind of message: what makes a turn of so many bytes, and what n ranks pay for one.
+
+    Args:
+        share: of the bytes that a rank of n sends.
+        latencies: that one message of n ranks has.
+        legs: messages in a turn, one after the other.
+    """
+
+    make: Callable[[Rank, int], Callable[[], object]]
+    share: Callable[[int], float]
+    latencies: Callable[[int], float]
+    legs: int = 1
+
+
+KINDS = {
+    "all_reduce": Kind(_all_reduce, lambda n: 2 * (n - 1) / n, math.log2),
+    "gather": Kind(_gather, lambda n: (n - 1) / n, math.log2),
+    "scatter": Kind(_scatter, lambda n: (n - 1) / n, math.log2),
+    "send": Kind(_send, lambda n: 1.0, lambda n: 1.0, legs=2),
+}
+"""The wires of a ``Link``, by name."""

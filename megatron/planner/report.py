@@ -1,0 +1,173 @@
+"""Estimates in words: tables for a person, plain data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from megatron.log import human_bytes
+from megatron.planner.estimate import Estimate, Planner
+from megatron.planner.layout import lines
+from megatron.planner.machine import SHEETS, SLOWER
+from megatron.planner.options import Question
+from megatron.planner.search import PARTS, Found, Overflow, Remedy
+
+NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which it does not set: else they are those of the sample run"
+SHOWN_REMEDIES = 4
+MOST_ROWS = 8
+"""Stages that a table shows; of more, the first two, the fullest and the last."""
+_gigabytes = partial(human_bytes, units=("GB", "TB"))
+
+
+def ranking(found: Found, question: Question) -> Iterator[str]:
+    """Yield the lines of the ranked layouts."""
+    rows = [_COLUMNS]
+    for place, one in enumerate(found.best, 1):
+        layout = one.layout
+        order = "-" if layout.pipe == 1 else layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
+        rows.append(
+            (
+                str(place), str(layout.tensor), str(layout.pipe), str(layout.data), order,
+                f"{layout.micro_batch_size} x {layout.num_micro_batches}", layout.recompute, str(layout.zero_stage),
+                "yes" if layout.sequence_parallel else "no", _seconds(one.step_s), f"{100 * one.mfu:.1f} %",
+                f"{one.tokens_per_s:,.0f}", f"{100 * one.bubble:.1f} %", _gigabytes(one.most_bytes),
+                f"{100 * _exposed(one) / one.step_s:.1f} %",
+            )
+        )  # fmt: skip
+    yield from _table(rows)
+    yield (
+        f"{found.num_candidates:,} layouts of divisors, {found.num_estimates:,} reckoned through; the fastest of each "
+        f"tp x pp; at most {_gigabytes(question.machine.usable_bytes)} of each device"
+    )
+
+
+_COLUMNS = (
+    "", "tp", "pp", "dp", "schedule", "micro-batch", "recompute", "ZeRO", "seq par", "step", "MFU", "tokens/s",
+    "bubble", "memory", "comm",
+)  # fmt: skip
+
+
+def details(found: Estimate, question: Question) -> Iterator[str]:
+    """Yield what one layout takes: time by its parts, messages by kind, memory by stage."""
+    layout, machine = found.layout, question.machine
+    yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples of a step"
+    yield ""
+    days = f", {found.days(question.tokens):,.1f} days for {question.tokens:.3g} tokens" if question.tokens else ""
+    yield (
+        f"step {_seconds(found.step_s)}, {found.tokens_per_s:,.0f} tokens/s, MFU {100 * found.mfu:.1f} %, bubble "
+        f"{100 * found.bubble:.1f} %{days}"
+    )
+    if likely := likely_mfu(found, question):
+        least, most = (f"{100 * (times - 1):.0f}" for times in SLOWER)
+        yield (
+            f"published runs with fused attention took {least} to {most} % longer than their plans: MFU "
+            f"{100 * likely[0]:.1f} to {100 * likely[1]:.1f} % is likelier"
+        )
+    shares = [f"{name} {100 * value / found.step_s:.1f} %" for name, value in found.parts.items() if value]
+    yield "of it " + ", ".join(shares)
+    yield ""
+    rows = [("communication of a step", "bytes of a rank", "seconds", "hidden")]
+    for kind, sent in found.traffic.items():
+        hidden = f"{100 * sent.hidden_s / sent.seconds:.0f} %" if sent.seconds else "-"
+        rows.append((kind, _gigabytes(sent.bytes), _seconds(sent.seconds), hidden))
+    yield from _table(rows)
+    yield ""
+    yield from _table([("memory of a rank", *PARTS, "in all", "of"), *_memory_rows(found, machine.usable_bytes)])
+
+
+def fitting(question: Question, over: Overflow | None, found: Sequence[Remedy]) -> Iterator[str]:
+    """Yield whether the layout fits, what is too large, and what makes it fit."""
+    usable = question.machine.usable_bytes
+    if over is None:
+        yield f"fits into {_gigabytes(usable)}"
+        return
+    yield (
+        f"does not fit: stage {over.stage} needs {_gigabytes(over.needed)} of {_gigabytes(usable)}, "
+        f"{_gigabytes(over.over)} too much; its largest part is {over.part}, {_gigabytes(over.part_bytes)}"
+    )
+    if not found:
+        yield "no change of one or two things makes it fit: take more devices, or a smaller model or sequence"
+        return
+    yield "what makes it fit, the fastest first:"
+    for remedy in found[:SHOWN_REMEDIES]:
+        yield (
+            f"  {' '.join(remedy.changes)}: {_gigabytes(remedy.found.most_bytes)}, step {_seconds(remedy.found.step_s)}"
+        )
+
+
+def pasted(found: Estimate, question: Question) -> Iterator[str]:
+    """Yield the lines to paste into a shell."""
+    yield f"to paste ({NOT_SET}):"
+    yield from (f"  {line}" for line in lines(question.config, found.layout, question.machine.devices_per_node))
+
+
+def opening(question: Question, planner: Planner) -> Iterator[str]:
+    """Yield what is planned, and what was assumed."""
+    machine = question.machine
+    yield (
+        f"{question.config.family} of {planner.costs.num_parameters / 1e9:,.2f} B parameters on "
+        f"{question.wanted.world_size:,} x {machine.name} ({machine.devices_per_node} in a node), "
+        f"{question.wanted.global_batch_size:,} samples of a step"
+    )
+    if question.assumed:
+        yield f"assumed: {' '.join(question.assumed)}"
+    if machine.notes:
+        yield f"machine: {machine.notes}"
+    if question.config.parallel.compile:
+        yield (
+            "--compile: what it saves, fewer passes over memory and fewer kernels, is not reckoned: steps are shorter "
+            "than told; that sums over tensor ranks run beside nothing then, is"
+        )
+
+
+def as_data(found: Estimate, question: Question) -> dict[str, Any]:
+    """Return an estimate as it is printed with --json."""
+    layout = asdict(found.layout)
+    return {
+        "layout": layout,
+        "step_s": found.step_s,
+        "parts_s": dict(found.parts),
+        "bubble": found.bubble,
+        "tokens_per_s": found.tokens_per_s,
+        "mfu": found.mfu,
+        "likely_mfu": likely_mfu(found, question),
+        "days": found.days(question.tokens) if question.tokens else None,
+        "communication": {kind: asdict(sent) for kind, sent in found.traffic.items()},
+        "bounds": list(found.bounds),
+        "memory": [{**asdict(stage), "total": stage.total} for stage in found.memory],
+        "lines": lines(question.config, found.layout, question.machine.devices_per_node),
+    }
+
+
+def likely_mfu(found: Estimate, question: Question) -> tuple[float, float] | None:
+    """Return the range of MFU that published runs make likely on a machine of a data sheet; of others none is known."""
+    return (found.mfu / SLOWER[1], found.mfu / SLOWER[0]) if question.machine.name in SHEETS else None
+
+
+def _memory_rows(found: Estimate, usable: int) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each run of stages that hold the same."""
+    runs = [(memory, [n for n, _ in same]) for memory, same in groupby(enumerate(found.memory), lambda pair: pair[1])]
+    fullest = max(runs, key=lambda run: run[0].total)
+    for place, (memory, numbers) in enumerate(runs):
+        if len(runs) > MOST_ROWS and 1 < place < len(runs) - 1 and numbers != fullest[1]:
+            continue
+        name = f"stage {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
+        sizes = [_gigabytes(getattr(memory, part)) for part in PARTS]
+        yield name, *sizes, _gigabytes(memory.total), f"{100 * memory.total / usable:.0f} %"
+
+
+def _exposed(found: Estimate) -> float:
+    return sum(sent.exposed_s for sent in found.traffic.values())
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip()

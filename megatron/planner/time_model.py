@@ -1,0 +1,383 @@
+"""Seconds of a unit on one rank, and of the messages of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.models.common.cost import Costs, Product, Work
+from megatron.models.common.memory import BYTES, Kept, State
+from megatron.planner.layout import SPLITTING, Layout
+from megatron.planner.machine import CUT, HEAD, LAYER, Link, Machine, Tempo, Tempos, Wire
+
+# Seconds that one rank spends in the units of a model on one micro-batch, messages apart.
+#
+# | part | forward | backward |
+# |---|---|---|
+# | products | flops / rate(side) | twice as many; the core of fused attention 2.5 times |
+# | a pass | bytes kept / bandwidth of memory; of the head the bytes of the logits | the same |
+# | operations | each has its overhead | twice as many |
+# | gradients of weights | | read, and added to the sum of the micro-batches: 10 bytes in 16 bits, 12 in 32 |
+#
+# How often products and passes count says the machine's ``Tempos``, for layers that are cut over tensor ranks their
+# own. Recomputation adds a forward to the backward: of the layers, or of the cores of attention.
+
+CORE_BACKWARD = 2.5
+"""A fused kernel makes the scores once more: five products in place of two."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one unit or of several; of ``backward``: ``again`` what is recomputed, ``weights`` products for weights.
+
+    Args:
+        columns: of ``weights``, those of layers that sum the gradient of their input over the tensor ranks.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+    weights: float = 0.0
+    columns: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the operations of a unit take by themselves, in seconds.
+
+    Args:
+        products: with weights, in forward; ``columns`` those of column layers.
+        core, core_back: of attention, in forward and in backward.
+        passed: one pass over what is kept, ``scored`` one over the scores of attention.
+        started: the overhead of the operations of a forward.
+        adding: gradients of weights.
+        beside, beside_back: passes that no tempo counts.
+        cores: one pass over what attention keeps between its products.
+        is_again: full recomputation runs the unit again.
+    """
+
+    products: float
+    columns: float
+    core: float
+    core_back: float
+    passed: float
+    scored: float
+    started: float
+    adding: float
+    beside: float = 0.0
+    beside_back: float = 0.0
+    cores: float = 0.0
+    is_again: bool = False
+
+    def forward(self, tempo: Tempo) -> float:
+        """Return the seconds of a forward."""
+        return tempo.of(self.forward_parts) + self.forward_rest
+
+    def backward(self, tempo: Tempo) -> float:
+        """Return the seconds of a backward, without what is recomputed."""
+        return tempo.of(self.backward_parts) + self.backward_rest
+
+    @property
+    def forward_parts(self) -> tuple[float, float, float]:
+        """Seconds of products, of a pass and of one over the scores, which tempos count."""
+        return self.products + self.core, self.passed, self.scored
+
+    @property
+    def backward_parts(self) -> tuple[float, float, float]:
+        return 2 * self.products + self.core_back, self.passed, self.scored
+
+    @property
+    def forward_rest(self) -> float:
+        """Seconds that no tempo changes."""
+        return self.started + self.beside
+
+    @property
+    def backward_rest(self) -> float:
+        return 2 * self.started + self.adding + self.beside_back
+
+
+class Clock:
+    """Tells how long units take on ``machine`` in layouts of one model of ``family``."""
+
+    def __init__(self, costs: Costs, machine: Machine, family: str) -> None:
+        self._costs, self._machine, self._family = costs, machine, family
+        self._kinds = [f"{family} {_kind(name)}" for name in costs.unit_names]
+
+    def units(self, layout: Layout) -> list[Seconds]:
+        """Return the seconds of each unit for a micro-batch."""
+        known: dict[int, Seconds] = {}  # layers are alike
+        found = []
+        for number, parts in enumerate(self.parts(layout)):
+            if id(parts) not in known:
+                known[id(parts)] = self._unit(number, parts, layout)
+            found.append(known[id(parts)])
+        return found
+
+    def parts(self, layout: Layout) -> list[Parts]:
+        """Return what the operations of each unit add up to; of equal layers one object."""
+        b, t, width = layout.micro_batch_size, layout.tensor, BYTES[layout.dtype]
+        works = self._costs.unit_work(b, t, width)
+        kept = self._costs.unit_kept(b, t, width, layout.sequence)
+        added = self._costs.unit_parameters(t)
+        known: dict[tuple[int, Kept, int], Parts] = {}
+        found = []
+        for number, (work, own, parameters) in enumerate(zip(works, kept, added, strict=True)):
+            key = id(work), own, parameters
+            if key not in known:
+                is_head = number == len(works) - 1
+                logits = self._costs.logit_bytes(b, t, width) if is_head else None
+                known[key] = self._parts(work, own, parameters, logits, layout)
+            found.append(known[key])
+        return found
+
+    def tempos(self, unit: int, layout: Layout) -> Tempos:
+        """Return how often products and passes of a unit count."""
+        kind, closed = self._kinds[unit], HEAD if unit == len(self._kinds) - 1 else LAYER
+        whole = self._machine.tempo(layout.dtype, kind, closed)
+        return self._machine.tempo(layout.dtype, kind + CUT, whole) if layout.tensor > 1 else whole
+
+    def _parts(self, work: Work, kept: Kept, parameters: int, logits: int | None, layout: Layout) -> Parts:
+        machine = self._machine
+        products, core = (self._products(some, layout.dtype) for some in (work.products, work.core))
+        one = kept.full / machine.memory_bandwidth
+        is_head = logits is not None
+        return Parts(
+            products=products,
+            columns=self._products([one for one in work.products if one.is_column], layout.dtype),
+            core=core,
+            core_back=(2 if kept.core else CORE_BACKWARD) * core,
+            passed=(logits or 0) / machine.memory_bandwidth if is_head else one,
+            scored=_scores(work) * BYTES[layout.dtype] / machine.memory_bandwidth,
+            started=work.operations * machine.overhead_s,
+            adding=(BYTES[layout.dtype] + 8) * parameters / machine.memory_bandwidth,
+            beside=LAYER.forward.passes * one * is_head,
+            beside_back=LAYER.backward.passes * one * is_head,
+            cores=kept.core / machine.memory_bandwidth,
+            is_again=bool(kept.input),
+        )
+
+    def _unit(self, number: int, parts: Parts, layout: Layout) -> Seconds:
+        tempos = self.tempos(number, layout)
+        forward, backward = parts.forward(tempos.forward), parts.backward(tempos.backward)
+        again = 0.0
+        if layout.recompute == "full" and parts.is_again:
+            again = forward
+        elif layout.recompute == "selective" and parts.is_again:
+            again = tempos.forward.of((parts.core, parts.cores, parts.scored))
+        factor = tempos.backward.products
+        return Seconds(forward, backward + again, again, factor * parts.products, factor * parts.columns)
+
+    def _products(self, products: Sequence[Product], dtype: str) -> float:
+        return sum(one.flops / self._machine.product_rate(dtype, one.side) for one in products)
+
+
+def _kind(unit: str) -> str:
+    """Return what units of that name are, without a layer's number."""
+    return unit.rsplit(" ", 1)[0] if unit.split()[-1].isdigit() else unit
+
+
+def _scores(work: Work) -> float:
+    """Return the scores of a unit's attentions: of two products each makes one."""
+    return sum(one.rows * one.columns * one.number for one in work.core[::2])
+
+
+# Messages of a step: their bytes on a rank, their seconds, and how many of these other work hides.
+#
+# | kind | for each | a rank of n sends |
+# |---|---|---|
+# | tensor | sum of activations of X bytes over t ranks | 2 (t - 1) / t X |
+# | ... with sequence parallelism | in place of a sum of forward an all-gather and a reduce-scatter; of backward two all-gathers (of the output's gradient, and of the input once more, which zb-h1 and compiled layers keep) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
+# | pipeline | boundary and micro-batch, each way | s b h numbers; from the seam of a T5 on those of both sides |
+# | data | sum of gradients over d replicas, ZeRO 0 and 1 | 2 (d - 1) / d x 4 bytes of a parameter |
+# | ... ZeRO 1 and 2 also | weights after the update | (d - 1) / d x a weight |
+# | ... ZeRO 2 | micro-batch, in place of the sum | (d - 1) / d x 4 |
+# | ... ZeRO 3 | micro-batch: the same, and weights gathered twice | (d - 1) / d x (4 + 2 x a weight) |
+#
+# Backward starts the sum of a column layer's gradient ahead of that layer's product for weights, and joins its input
+# beside the product for the input. All other messages of tensor ranks are waited for, those around the head too.
+#
+# A group whose ranks lie in one node uses the node's links; one that leaves it goes as fast as the network cards of its
+# members in a node together, for as many groups share these. The tensor axis runs fastest, then the data axis.
+#
+# Sources: Narayanan et al. 2021, section 3; Rajbhandari et al. 2020, "ZeRO", section 7.
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in a step, the seconds that takes, and those of them behind other work."""
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+    hidden_s: float = 0.0
+
+    @property
+    def exposed_s(self) -> float:
+        return self.seconds - self.hidden_s
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.bytes + other.bytes, self.seconds + other.seconds, self.hidden_s + other.hidden_s)
+
+    def times(self, number: float) -> Traffic:
+        """Return the traffic of so many of these."""
+        return Traffic(number * self.bytes, number * self.seconds, number * self.hidden_s)
+
+    def behind(self, seconds: float) -> Traffic:
+        """Return the same traffic while other work lasts so long."""
+        return Traffic(self.bytes, self.seconds, min(self.seconds, max(seconds, 0.0)))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that are ``stride`` apart, ``size`` of them, and how they reach each other."""
+
+    size: int
+    link: Link
+    speed: float = 1.0
+    most: Link | None = None  # a group that leaves its nodes is no faster than within one
+
+    @classmethod
+    def of(cls, machine: Machine, size: int, stride: int, world: int) -> Group:
+        """Return the group of ``size`` ranks of ``machine`` in steps of ``stride``; of all such groups the slowest."""
+        if world <= machine.devices_per_node or machine.devices_per_node % (size * stride) == 0:
+            return cls(size, machine.intra)
+        return cls(size, machine.inter, max(machine.devices_per_node / stride, 1.0), machine.intra)
+
+    def summed(self, num_bytes: float) -> Traffic:
+        """Return an all-reduce of so many bytes."""
+        return self._around("all_reduce", 2 * num_bytes)
+
+    def gathered(self, num_bytes: float) -> Traffic:
+        """Return an all-gather to so many bytes."""
+        return self._around("gather", num_bytes)
+
+    def scattered(self, num_bytes: float) -> Traffic:
+        """Return a reduce-scatter of so many bytes."""
+        return self._around("scatter", num_bytes)
+
+    def sent(self, num_bytes: float) -> Traffic:
+        """Return a message from one rank of the group to the next."""
+        wire: Wire = self.link.send
+        return Traffic(num_bytes, wire.latency_s + num_bytes / self._bandwidth("send")) if self.size > 1 else Traffic()
+
+    def _around(self, kind: str, num_bytes: float) -> Traffic:
+        if self.size == 1:
+            return Traffic()
+        own = (self.size - 1) / self.size * num_bytes
+        wire: Wire = getattr(self.link, kind)
+        return Traffic(own, wire.latency_s * math.log2(self.size) + own / self._bandwidth(kind))
+
+    def _bandwidth(self, kind: str) -> float:
+        own: Wire = getattr(self.link, kind)
+        limit = math.inf if self.most is None else getattr(self.most, kind).bandwidth
+        return float(min(own.bandwidth * self.speed, limit))
+
+
+# What ranks of a layout send each other in a step, and what follows it: sums of units, boundaries, gradients, update.
+#
+# ``megatron.planner.traffic`` has the table of messages. On a CPU whatever is sent takes the time of the cores that
+# compute, so that nothing hides it.
+
+
+class Messages:
+    """Tells what layouts of one model send on ``machine``."""
+
+    def __init__(self, costs: Costs, machine: Machine) -> None:
+        self.costs, self.machine = costs, machine
+
+    def sums(self, layout: Layout, units: Sequence[Seconds]) -> list[Traffic]:
+        """Return the messages between tensor ranks of each unit for a micro-batch."""
+        return [forward + backward for forward, backward in self.ways(layout, units)]
+
+    def ways(self, layout: Layout, units: Sequence[Seconds]) -> list[tuple[Traffic, Traffic]]:
+        """Return the messages between tensor ranks of each unit's forward and of its backward."""
+        group = Group.of(self.machine, layout.tensor, 1, layout.world_size)
+        works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
+        again = 2 if layout.recompute == "full" else 1
+        found = []
+        known: dict[int, tuple[Traffic, Traffic]] = {}
+        for work, unit in zip(works, units, strict=True):
+            if id(work) not in known:
+                is_cut, times = layout.sequence_parallel and bool(work.core), again if work.core else 1
+                kinds = (group.gathered, group.scattered) if is_cut else (group.summed,)
+                forward = sum((one(size).times(times) for size in work.sums for one in kinds), Traffic())
+                known[id(work)] = forward, self._back(group, work, unit, layout, is_cut)
+            found.append(known[id(work)])
+        return found
+
+    def across(self, layout: Layout, bounds: Sequence[int], piece_s: float) -> tuple[Traffic, float]:
+        """Return the messages of the busiest boundary of stages in a step, and the seconds that stages wait for them.
+
+        The first micro-batch waits at each boundary, there and back; others while their message takes longer than a
+        piece.
+        """
+        if layout.pipe == 1:
+            return Traffic(), 0.0
+        width = BYTES[layout.dtype]
+        stride = layout.data * layout.tensor
+        group = Group.of(self.machine, layout.pipe, stride, layout.world_size)
+        sizes = [
+            self.costs.boundary_bytes(bound, layout.micro_batch_size, width) / layout.sequence for bound in bounds[1:-1]
+        ]
+        m, p, c = layout.num_micro_batches, layout.pipe, layout.chunks
+        one = group.sent(max(sizes))
+        number = 2 * m * (c if c == 1 else (c * p - 1) / p)
+        slow = max(one.seconds - piece_s / 2, 0.0)
+        waits = 2 * (p - 1) * one.seconds + 2 * m * c * slow
+        whole = one.times(number)
+        return whole.behind(whole.seconds - waits), waits
+
+    def summed(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
+        """Return what replicas send in a step, and the seconds of the update."""
+        machine, state = self.machine, State.of(layout.dtype, layout.optimizer)
+        held = max(self.costs.stage_parameters(bounds, layout.tensor, layout.pipe))
+        group = Group.of(machine, layout.data, layout.tensor, layout.world_size)
+        m, stage = layout.num_micro_batches, layout.zero_stage
+        hiding = 0.0 if machine.is_cpu else backward_s
+        gradients, weights = held * state.gradient, held * state.width
+        if stage < 2:
+            sent = group.summed(gradients).behind(hiding if layout.overlaps_sums else 0.0)
+        else:
+            sent = group.scattered(gradients).behind(hiding).times(m)
+        if stage == 3:
+            sent += group.gathered(weights).times(2 * m)
+        elif stage:
+            sent += group.gathered(weights)
+        return sent, self._update(layout, held, state)
+
+    def _update(self, layout: Layout, held: int, state: State) -> float:
+        """Return the seconds of an update: all of a parameter is read and written, and gradients read for the norm."""
+        machine, share = self.machine, layout.zero.share(1)
+        number = held / share
+        moved = number * (2 * (state.width + state.optimizer) + 2 * state.gradient)
+        if not layout.offload_optimizer:
+            return moved / machine.update_bandwidth
+        copies = number * 2 * state.gradient / machine.host_bandwidth  # masters come back as they are, and are rounded
+        return moved / machine.host_update_bandwidth + copies
+
+    def _back(self, group: Group, work: Work, unit: Seconds, layout: Layout, is_cut: bool) -> Traffic:
+        """Return the messages of a unit's backward; ``is_cut``: what lies between its products is cut over the ranks.
+
+        Sums run beside the column layers' products for weights; what is joined once more runs beside their products for
+        the input. Where a schedule puts products for weights off, or layers are compiled, one follows the other, and
+        what was joined in forward is kept.
+        """
+        is_plain = layout.schedule == SPLITTING or layout.is_compiled
+        hides = layout.overlaps_tensor and not self.machine.is_cpu and not is_plain
+        beside = unit.columns if hides else 0.0
+        if not is_cut:
+            return sum((group.summed(size) for size in work.back), Traffic()).behind(beside)
+        cut, whole = work.back[: len(work.sums)], work.back[len(work.sums) :]
+        once = sum((group.gathered(size) for size in cut), Traffic())
+        sums = sum((group.scattered(size) for size in cut), Traffic())
+        sums += sum((group.summed(size) for size in whole), Traffic())
+        again = Traffic() if is_plain else once.behind(beside)
+        return once + again + sums.behind(beside)
+
+
+def total(sent: Sequence[Traffic], pieces: Sequence[tuple[int, int]]) -> Traffic:
+    return sum((sent[n] for start, stop in pieces for n in range(start, stop)), Traffic())

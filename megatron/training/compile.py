@@ -1,0 +1,163 @@
+"""--compile: each layer by torch.compile, and what it cost."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron import log
+from megatron.errors import ConfigError
+from megatron.models.common.transformer import MLP
+from megatron.mpu.random import DropoutStreams
+
+# ``--compile``: each transformer layer by ``torch.compile``, without and with a pipeline, recomputed or not.
+#
+# A layer is compiled, not the model: all layers of a kind share one graph, so that the time to start does not grow with
+# their number, and a pipeline, recompute, ZeRO and checkpoints see the modules that they know. What draws dropout masks
+# runs outside of the graphs, which break there: a mask is made by a keyed generator, which a graph would replace by its
+# own. A layer's number is part of these keys; as a number in Python it would be compiled in, one graph for each layer,
+# so it becomes a tensor.
+
+OUTSIDE = ("attend", "drop", "recomputed")
+"""Methods of ``DropoutStreams`` at which graphs break."""
+COMPILERS = ("g++", "clang++")
+
+
+def compile_layers(
+    module: torch.nn.Module,
+    streams: DropoutStreams,
+    device: torch.device,
+    *,
+    has_all: bool = True,
+    backend: str | Callable[..., Any] = "inductor",
+) -> None:
+    """Have each transformer layer of ``module``, one with a feed-forward half, compiled at its first forward.
+
+    Args:
+        has_all: the module is the whole model; a stage of a pipeline may be without a layer.
+
+    Raises:
+        ConfigError: there is nothing to compile, or no compiler.
+    """
+    layers = [each for each in module.modules() if isinstance(getattr(each, "mlp", None), MLP)]
+    if not layers and has_all:
+        raise ConfigError(
+            f"--compile compiles modules with a child `mlp` of megatron.models.common.transformer.MLP, got none in "
+            f"{type(module).__name__}. Leave it out, or compile your layers in model_provider"
+        )
+    if backend == "inductor":
+        check_compiler(device)
+    for name in OUTSIDE:
+        setattr(streams, name, torch.compiler.disable(getattr(streams, name)))
+    for layer in layers:
+        for part in layer.modules():
+            if isinstance(getattr(part, "layer", None), int):
+                part.layer = torch.tensor(part.layer)  # type: ignore[assignment]
+        layer.compile(backend=backend, dynamic=False)
+    kinds = sorted({type(layer).__name__ for layer in layers})
+    log.info(f"torch.compile: {len(layers)} layers here ({', '.join(kinds)}); the first step waits for it")
+
+
+def check_compiler(device: torch.device) -> None:
+    """Check that torch.compile will find what makes kernels of its graphs, and makes no CUDA graphs of them.
+
+    A CUDA graph writes its results to the same places each time, from the first forward behind any backward on. So it
+    would write over activations of other micro-batches in flight, and over gradients that add up.
+
+    Raises:
+        ConfigError: a CPU without a C++ compiler, a GPU without Triton, or the user has asked for CUDA graphs.
+    """
+    from torch._inductor import config as inductor
+
+    if device.type == "cpu":
+        names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
+        if not any(shutil.which(name) for name in names):
+            raise ConfigError(
+                f"--compile on a CPU needs a C++ compiler, found none of {', '.join(names)}. Install g++ or set CXX, "
+                "or leave --compile out"
+            )
+        return
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("--compile on a GPU needs Triton, which is not installed. Install it, or leave --compile out")
+    if inductor.triton.cudagraphs:
+        raise ConfigError(
+            "--compile must be without CUDA graphs, which write over activations of micro-batches in flight, got "
+            "TORCHINDUCTOR_CUDAGRAPHS=1. Unset it, or leave --compile out"
+        )
+
+
+# What ``--compile`` costs: seconds, and graphs that were compiled here or lay in torch's cache.
+#
+# A graph is compiled when a layer first sees new shapes, so the first step has most of it, and the first evaluation
+# some. torch keeps compiled graphs in a folder (``TORCHINDUCTOR_CACHE_DIR``), from which later starts take them.
+
+
+class Compiled(NamedTuple):
+    """Seconds in which this process waited for the compiler; graphs ``made``, and ``found`` in the cache."""
+
+    seconds: float = 0.0
+    made: int = 0
+    found: int = 0
+
+
+@dataclass
+class CompileMeter:
+    """Tells what compiling has cost since it was made, or asked last. Nothing is imported for it unless ``is_on``."""
+
+    is_on: bool
+    _told: Compiled = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._told = compiled_here() if self.is_on else Compiled()
+
+    def drain(self) -> Compiled:
+        """Return what was compiled since the last call."""
+        if not self.is_on:
+            return Compiled()
+        total, before = compiled_here(), self._told
+        self._told = total
+        seconds, made, found = total.seconds - before.seconds, total.made - before.made, total.found - before.found
+        return Compiled(max(seconds, 0.0), max(made, 0), max(found, 0))  # less where torch was told to forget
+
+
+def compiled_here() -> Compiled:
+    """Return what torch.compile has cost this process up to now."""
+    from torch._dynamo import utils
+
+    graphs = int(utils.counters["stats"]["unique_graphs"])
+    found = int(utils.counters["aot_autograd"]["autograd_cache_hit"])
+    return Compiled(utils.calculate_time_spent()["total_wall_time"], graphs - found, found)
+
+
+def cache_folder() -> str:
+    """Return where torch keeps compiled graphs."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder: str = cache_dir()
+    return folder
+
+
+def values(ranks: list[Compiled]) -> dict[str, Any]:
+    """Return by name what is written down of an interval: the longest wait of a rank, graphs of all."""
+    return {
+        "compile_s": max(each.seconds for each in ranks),
+        "graphs_compiled": sum(each.made for each in ranks),
+        "graphs_cached": sum(each.found for each in ranks),
+    }
+
+
+def line(told: dict[str, Any]) -> str | None:
+    """Return ``values`` in words, or None where nothing was compiled."""
+    made, found = told["graphs_compiled"], told["graphs_cached"]
+    if not made + found:
+        return None
+    return (
+        f"torch.compile took {told['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
+        f"{made} compiled, {found} found in {cache_folder()}"
+    )

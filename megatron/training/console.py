@@ -1,0 +1,63 @@
+"""What a person sees: a table at the start, progress while training, a summary at the end. Rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Screen:
+    """Writes to standard output: plain lines, with a progress bar below them where there is a terminal.
+
+    Args:
+        mode: auto, bar or plain.
+    """
+
+    def __init__(self, mode: str, total_steps: int) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        has_bar = mode == "bar" or (mode == "auto" and sys.stdout.isatty())
+        self._bar: Progress | None = None
+        self._total = total_steps
+        if has_bar:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[loss]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+        self._task: Any = None
+
+    def table(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
+        """Show two columns under a title."""
+        table = Table(title=title, show_header=False, title_justify="left")
+        table.add_column(no_wrap=True, style="bold")
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(name, value)
+        self.console.print(table, soft_wrap=False)
+
+    def line(self, text: str) -> None:
+        """Show one line, above the bar if there is one."""
+        self.console.print(text, markup=False)
+
+    def advance(self, step: int, loss: float) -> None:
+        """Move the bar to ``step``."""
+        if self._bar is None:
+            return
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=self._total, loss="")
+        self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None and self._task is not None:
+            self._bar.stop()
+            self._task = None

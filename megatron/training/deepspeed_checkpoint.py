@@ -1,0 +1,282 @@
+"""--checkpoint-format deepspeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import device, files, log
+from megatron.checkpoint import Checkpoint, folders, metadata
+from megatron.checkpoint.folders import ALL, Keep, remove_old
+from megatron.checkpoint.loading import open_first
+from megatron.checkpoint.metadata import FileFacts, Manifest
+from megatron.checkpoint.rank_errors import together
+from megatron.config import Config
+from megatron.errors import CheckpointError, marked
+from megatron.mpu.groups import Group
+from megatron.mpu.topology import Topology
+from megatron.training.compatibility import layout_text
+from megatron.training.initialize import World
+from megatron.training.train_state import Progress, Taken
+from tds.engine.checkpointing import make_safe
+
+# A run folder in DeepSpeed's own layout (``--checkpoint-format deepspeed``): its names, its commit, the way back.
+#
+# | name | is |
+# |---|---|
+# | ``global_step20`` | a checkpoint: DeepSpeed's files and our ``manifest.json``, which DeepSpeed passes over |
+# | ``global_step20-1`` | the same step saved once more: nothing is written over |
+# | ``latest`` | the name that DeepSpeed loads; our loader goes by the manifests |
+# | ``.tmp-...``, ``.deleted-...`` | a save or a removal that was killed; the next save removes it |
+#
+# The rename of the temporary folder is the commit; ``latest`` follows in one step. So a kill at any moment leaves the
+# checkpoint before, whole, for both loaders. DeepSpeed by itself writes into the folder that it names, and names it
+# while other ranks still write.
+
+FORMAT = "deepspeed"
+_TAG = re.compile(r"global_step(\d+)(-\d+)?")
+_LEFTOVER = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
+
+
+def tags_in(source: Path) -> list[Path]:
+    """Return the checkpoints of this layout in ``source`` as ``folders.in_turn``; ``source`` itself if it is one."""
+    if _TAG.fullmatch(source.resolve().name) and (source / metadata.NAME).exists():
+        return [source]
+    named = _named(source) if source.is_dir() else []
+    return folders.in_turn(path for path in named if (path / metadata.NAME).exists())
+
+
+def foreign_tags_in(source: Path) -> list[Path]:
+    """Return folders that DeepSpeed wrote without us: they say nothing of the run, and are not resumed from."""
+    return [path for path in _named(source) if not (path / metadata.NAME).exists()] if source.is_dir() else []
+
+
+def is_of_this_format(checkpoint: Checkpoint) -> bool:
+    """Tell whether ``checkpoint`` holds DeepSpeed's files."""
+    return checkpoint.state.get("format") == FORMAT
+
+
+def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoint:
+    """Return the last one saved in ``source`` that verifies; those passed over are named. Collective.
+
+    Args:
+        strict: nothing is passed over.
+
+    Raises:
+        CheckpointError: none verifies.
+    """
+    return open_first(together(world, lambda: None, lambda _: tags_in(source)), world, source, strict=strict)
+
+
+def prepare(root: Path, step: int) -> Path:
+    """Make the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
+    files.make_folder(root)
+    folders.remove_leftovers(root, _LEFTOVER)
+    temporary = root / f".tmp-global_step{step}-{os.getpid()}"
+    files.make_folder(temporary)
+    return temporary
+
+
+def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, FileFacts]) -> Path:
+    """Let ``temporary`` be a checkpoint from now on and return its path. Rank 0 only."""
+    root = temporary.parent
+    content = Manifest(folders.last_sequence(_named(root)) + 1, step, state, facts, {})
+    files.write_bytes(temporary / metadata.NAME, metadata.to_bytes(content))
+    files.sync_folder(temporary)
+    target = _free_name(root, step)
+    folders.commit(temporary, target)
+    return target
+
+
+def tidy(path: Path, keep: Keep) -> None:
+    """Point ``latest`` at ``path`` and delete old ones: the save has succeeded whatever happens here. Rank 0 only."""
+    root = path.parent
+    try:
+        files.replace_bytes(root / folders.LATEST, path.name.encode())
+        remove_old(tags_in(root), keep)
+    except OSError as error:
+        log.warning(f"{root}: {error}; {path} is complete, but `latest` or older checkpoints are as they were")
+
+
+def _named(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if _TAG.fullmatch(path.name)]
+
+
+def _free_name(root: Path, step: int) -> Path:
+    path, number = root / f"global_step{step}", 0
+    while path.exists():
+        number += 1
+        path = root / f"global_step{step}-{number}"
+    return path
+
+
+# ``--checkpoint-format deepspeed``: a run's state in the files that DeepSpeed's engine writes, and back.
+#
+# The engine of the run (DeepSpeed's without a pipeline, tds's with one) writes and reads the files; the optimizer's
+# state in them is that of ``MixedPrecisionOptimizer.state_dict``. Client state is one key, "megatron": the ``state`` of
+# the run as in our own format, and the states of the generators of the replicas whose weights a file holds. All of it
+# is plain values and tensors.
+#
+# Such files hold slices of one layout. They load where tensor size, pipeline size and the cut into stages are those
+# that saved them; on other sizes of a pipeline the weights do.
+
+CLIENT = "megatron"
+_CUTS = ("pipeline_chunks", "partition_method")
+
+
+class Files:
+    """In the place of an engine's checkpoint engine while it saves: every file to the disk, with its checksum.
+
+    A file that fails fails the save behind the engine's barriers, which every rank must reach.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._written = engine, dict[str, FileFacts]()
+        self._error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Do nothing: the folder is there."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write ``state_dict`` to ``path``."""
+        if self._error is not None:
+            return
+        try:
+            facts = files.write_by(Path(path), lambda stream: torch.save(state_dict, stream))  # type: ignore[arg-type]
+            self._written[Path(path).name] = FileFacts(*facts)
+        except Exception as error:  # told by ``facts``
+            self._error = error
+
+    def facts(self) -> dict[str, FileFacts]:
+        """Return what was written, by file name.
+
+        Raises:
+            Exception: what the first file that failed raised.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._written
+
+
+@marked(is_of_this_rank=False)
+def save(root: Path, step: int, state: Mapping[str, Any], engine: Any, world: World, *, keep: Keep = ALL) -> Path:
+    """Write the checkpoint ``root/global_step20`` by DeepSpeed's ``engine`` and return its path. Collective.
+
+    Args:
+        state: plain values: what our own format keeps.
+        keep: what is not deleted afterwards.
+
+    Raises:
+        CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are as they were.
+    """
+    host, told = world.grid.host, json.loads(json.dumps({**state, "format": FORMAT}))  # no class but JSON's
+    client = {CLIENT: {"state": told, "rng": _rng_of_replicas(world)}}
+    temporary: Path | None = None
+    try:
+        temporary = together(host, lambda: None, lambda _: prepare(root, step))
+        with _writing_to(engine) as written:
+            engine.save_checkpoint(str(root), tag=temporary.name, client_state=client, save_latest=False)
+        path: Path = together(
+            host, written.facts, lambda shares: commit(temporary, step, told, _joined(shares))
+        )  # fmt: skip
+    except CheckpointError as error:
+        if world.rank == 0 and temporary is not None:
+            with suppress(OSError):
+                files.remove_tree(temporary)
+        raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}") from error
+    if world.rank == 0:
+        tidy(path, keep)
+    return path
+
+
+def restore(checkpoint: Checkpoint, engine: Any, config: Config, world: World, taken: Taken) -> Progress:
+    """Put what the files of ``checkpoint`` hold into the engine's model and optimizer. Collective.
+
+    Raises:
+        CheckpointError: they are of another layout, or do not fit; on all ranks alike.
+    """
+    topology = world.grid.topology
+    with marked(is_of_this_rank=False):
+        check_layout(checkpoint, config, topology, takes_optimizer=taken.optimizer)
+    client: dict[str, Any] = {}
+    together(world.grid.host, lambda: client.update(_read(engine, checkpoint.path, taken.optimizer)), lambda _: None)
+    if taken.generators and checkpoint.state["layout"] == asdict(topology):
+        device.set_rng_states({**device.rng_states(world.kind), **client[CLIENT]["rng"][world.rank]})
+    return Progress(**checkpoint.state["progress"]) if taken.counters else Progress()
+
+
+def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes_optimizer: bool) -> None:
+    """Check that the files, which hold the slices of one layout, can be read in the layout of ``now``.
+
+    Raises:
+        CheckpointError: naming both layouts.
+    """
+    layout = checkpoint.state["layout"]
+    told = layout_text(layout, now)
+    if layout["tensor"] != now.tensor or (layout["pipe"] > 1) != (now.pipe > 1):
+        raise CheckpointError(
+            f"{checkpoint.path} is in DeepSpeed's layout, whose files load with the tensor size that saved them, and "
+            f"with a pipeline or without one as they were saved: {told}. Start with that layout, and save with "
+            "--checkpoint-format native, which every layout loads"
+        )
+    if takes_optimizer and (told_cut := _other_cut(checkpoint, config, now)):
+        raise CheckpointError(
+            f"{checkpoint.path} is in DeepSpeed's layout, whose optimizer states load only where every stage has the "
+            f"layers that it had: {told_cut}. Start as it was saved and save with --checkpoint-format native, which "
+            "every layout loads; or take the weights alone with --load-weights-only or --finetune"
+        )
+
+
+def _other_cut(checkpoint: Checkpoint, config: Config, now: Topology) -> str | None:
+    """Return how the layers were cut into stages and are now, None where that is the same."""
+    if checkpoint.state["layout"]["pipe"] != now.pipe:
+        return layout_text(checkpoint.state["layout"], now)
+    saved, here = checkpoint.state["config"]["parallel"], asdict(config.parallel)
+    if now.pipe == 1:
+        return None
+    changed = [f"{name}: saved {saved[name]}, now {here[name]}" for name in _CUTS if saved[name] != here[name]]
+    return "; ".join(changed) or None
+
+
+def _read(engine: Any, path: Path, takes_optimizer: bool) -> dict[str, Any]:
+    """Let the engine load the files, none of which can run code, and return the client state."""
+    make_safe(engine.checkpoint_engine)
+    _, client = engine.load_checkpoint(
+        str(path.parent), tag=path.name, load_optimizer_states=takes_optimizer, load_lr_scheduler_states=False,
+        load_module_only=not takes_optimizer,
+    )  # fmt: skip
+    if client is None:
+        raise CheckpointError(f"{path} holds no file of this rank")
+    return dict(client)
+
+
+@contextmanager
+def _writing_to(engine: Any) -> Iterator[Files]:
+    """Let the engine write its files through ``Files`` in here."""
+    own = engine.checkpoint_engine
+    engine.checkpoint_engine = written = Files(own)
+    try:
+        yield written
+    finally:
+        engine.checkpoint_engine = own
+
+
+def _joined(shares: list[dict[str, FileFacts]]) -> dict[str, FileFacts]:
+    return {name: facts for share in shares for name, facts in sorted(share.items())}
+
+
+def _rng_of_replicas(world: World) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the states of the generators of the ranks that hold what this rank holds, by rank. Collective."""
+    states = world.grid.host.gather_objects(device.rng_states(world.kind))
+    return {rank: states[rank] for rank in world.grid.data.ranks}

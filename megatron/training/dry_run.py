@@ -1,0 +1,357 @@
+"""--dry-run: the plan of a run by arithmetic: layout, memory, bubble (no torch)."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron import accelerators
+from megatron.config import Config
+from megatron.config.data import EACH
+from megatron.data.mock_dataset import StandInTokenizer
+from megatron.errors import ConfigError
+from megatron.log import human_bytes, human_count
+from megatron.models import registry
+from megatron.models.common import memory as cost
+from megatron.models.t5.config import t5_units
+from megatron.mpu.topology import Topology
+from megatron.training.console import Screen
+from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
+from tds.partition import pieces_on
+from tds.schedule import Costs, schedule_named, simulate
+from tds.schedule.simulate import AUTO, bubble, by_default, candidates, in_flight
+
+# Rows of the start table that tell which data are read, and how texts become samples.
+
+
+def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the rows on how texts become samples: none of GPT-2 where documents lie end to end as they are."""
+    data = config.data
+    if config.own.is_encoder_decoder and data.cuts_spans:
+        yield "spans", _spans_text(config)
+    if data.packing == "best-fit":
+        yield "packing", "best-fit: whole documents, kept apart; what they leave of a sample is padded"
+    if data.fim_rate:
+        first = f"{100 * data.fim_spm_rate:g} % with the suffix first"
+        yield "fill in the middle", f"{100 * data.fim_rate:g} % of the documents, of these {first}"
+
+
+def data_text(config: Config) -> str:
+    """Return which token files the splits are read from."""
+    data = config.data
+    if data.data_path is not None:
+        by = " by hash" if data.split_by == "hash" else ""
+        paths = f"{data.data_path}, split {data.split}{by}"
+    else:
+        named = [f"{name.split('_')[0]} {getattr(data, name)}" for name in EACH if getattr(data, name) is not None]
+        paths = ", ".join(named) or "the script's own"
+    return paths + (f", weights from tokens on: {data.mixture_schedule}" if data.mixture_schedule else "")
+
+
+def _spans_text(config: Config) -> str:
+    """Return how a text becomes a sample of T5."""
+    t5 = config.own
+    kind = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
+    if t5.denoisers != "R":
+        kind = f"denoisers {t5.denoisers}"
+    most = "up to " if len(t5.kinds) > 1 else ""
+    text = f"{t5.raw_length} tokens of text become {most}{t5.enc_seq_length} of inputs"
+    return f"{text} and {most}{t5.longest_target} of targets; {kind}"
+
+
+# What a configuration means on a grid of ranks: the rows of the start table, by arithmetic alone.
+
+TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
+"""Environment variable: ids of the tokenizer that a dry run reckons with where it is not made yet."""
+
+DRIVER_FILES = ("nvidia[0-9]*", "kfd", "dxg")
+"""In /dev: of NVIDIA's driver, of AMD's, and of both under Windows."""
+
+Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
+
+
+def dry_run(config: Config, world_size: int) -> None:
+    """Print the start table of a run on ``world_size`` ranks, without forming it. Rank 0 speaks."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    tokenizer, config = with_tokenizer(config)
+    if tokenizer is None and TEXT_VOCABULARY in os.environ:
+        tokenizer = StandInTokenizer(int(os.environ[TEXT_VOCABULARY]))
+        config = with_vocabulary(tokenizer, config)
+    if config.model.vocab_size is None:
+        raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
+    if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
+        asked_by = f"--enc-seq-length {config.own.enc_seq_length}"
+        tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, asked_by)
+    parallel = config.parallel
+    topology = Topology.of_world(world_size, parallel.model_parallel_size, parallel.num_stages)
+    bounds = registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
+    dtype = config.precision.dtype or "the device's default"
+    screen = Screen("plain", config.batch.train_iters)
+    screen.table("Plan (nothing was started)", plan_rows(config, topology, bounds, dtype))
+
+
+def is_known(config: Config, counted: Sequence[int]) -> bool:
+    """Return whether a model of ``counted[0]`` parameters is the one that ``config`` describes, whose costs we know."""
+    return config.model.vocab_size is not None and counted[0] == registry.costs_of(config).num_parameters
+
+
+def plan_rows(
+    config: Config,
+    topology: Topology,
+    bounds: Sequence[int],
+    dtype: str,
+    counted: Sequence[int] | None = None,
+    forecast: Forecast | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each row.
+
+    Args:
+        bounds: of the pieces, in layers as the pipeline counts them; with chunks a stage has several pieces.
+        counted: parameters of the whole model, then of one rank of each stage; None before it is built, when it is
+            taken to be the one that ``config`` describes.
+        forecast: gives the bubble as ``tds.schedule.simulate.bubble`` does; None: by its closed forms.
+    """
+    batch, d = config.batch, topology.data
+    size = topology.world_size
+    ranks = f"{size} rank{'' if size == 1 else 's'}"
+    yield "layout", f"{ranks} = pipe {topology.pipe} x data {d} x tensor {topology.tensor}"
+    known = counted is None or is_known(config, counted)
+    if counted is None or known:
+        yield "model", model_text(config)
+        yield from _stage_rows(config, topology, bounds, dtype)
+    else:
+        yield from _own_model_rows(config, counted, bounds)
+    lengths = config.sequence_lengths
+    sample = f"sequence {lengths[0]}" if len(lengths) == 1 else f"(encoder {lengths[0]} + decoder {lengths[-1]})"
+    yield (
+        "tokens per step",
+        f"{batch.global_batch_size(d) * config.tokens_per_sample:,} = {sample} x micro-batch {batch.batch_size} x "
+        f"{batch.gas} micro-batches x {d} replicas",
+    )
+    if batch.rampup_batch_size is not None:
+        sizes = batch.sizes(d)
+        yield "batch ramp-up", f"from {sizes.start} samples a step by {sizes.increment} over {sizes.samples:,} samples"
+    yield from sample_rows(config)
+    if topology.pipe > 1:
+        yield from _pipeline_rows(config, topology.pipe, bounds, forecast, known)
+    yield from _zero_rows(config, d)
+    yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
+    yield "data", data_text(config)
+
+
+def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a model of which nothing is known but its parameters and the bounds of its pieces."""
+    yield "model", f"{human_count(counted[0])} parameters"
+    stages = len(counted) - 1
+    for stage, held in enumerate(counted[1:]):
+        layers = f"layers {layers_text(bounds, stages, stage)}, " if stages > 1 else ""
+        kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
+        yield f"stage {stage}", f"{layers}{human_count(held)} parameters on each rank{kept}"
+
+
+def model_text(config: Config) -> str:
+    """Return the sizes of the model that ``config`` describes."""
+    model, own = config.model, config.own
+    layers, more = f"{model.num_layers} layers", own.summary
+    if own.is_encoder_decoder:
+        layers = f"{own.enc_layers} encoder and {own.dec_layers} decoder layers"
+    return (
+        f"{human_count(registry.costs_of(config).num_parameters)} parameters: {layers}, hidden {model.hidden_size}, "
+        f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
+        f"{', ' + more if more else ''}"
+    )
+
+
+def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
+    stages = topology.pipe
+    memory = stage_memory(config, topology, bounds, dtype)
+    held = registry.costs_of(config).stage_parameters(bounds, topology.tensor, stages)
+    for stage in range(stages):
+        kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
+        yield (
+            f"stage {stage}",
+            f"{place_text(config, bounds, stages, stage)}, {human_count(held[stage])} parameters and about "
+            f"{human_bytes(memory[stage].total)} on each rank"
+            f"{_host_text(memory[stage].host)}{kept}",
+        )
+
+
+def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> list[cost.Memory]:
+    """Return an estimate of what one rank of each stage holds."""
+    batch = config.batch
+    return registry.costs_of(config, is_on_cpu=_is_on_cpu(config)).memory_per_stage(
+        bounds,
+        micro_batch_size=batch.batch_size,
+        num_micro_batches=batch.gas,
+        tensor=topology.tensor,
+        dtype=dtype if dtype in cost.BYTES else "fp32",
+        optimizer=config.optimizer.optimizer,
+        zero=zero_of(config, topology.data),
+        checkpoint_activations=config.parallel.checkpoint_activations,
+        is_selective=config.parallel.recompute_granularity == "selective",
+        sequence=topology.tensor if config.parallel.sequence_parallel else 1,
+        waiting=cost.waiting_of(config),
+        is_compiled=config.parallel.compile,
+        **_schedule(config, bounds, topology.pipe),
+    )
+
+
+def zero_of(config: Config, replicas: int) -> cost.Zero:
+    """Return how so many replicas share what they hold."""
+    settings = config.optimizer
+    return cost.Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters)
+
+
+def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
+    """Yield what replicas share, and what lies on the CPU."""
+    settings = config.optimizer
+    shared = ["masters and optimizer states", "gradients", "weights (gathered by the layer)"][: settings.zero_stage]
+    if shared and replicas > 1:
+        told = ", ".join(shared[:-1]) + (" and " if len(shared) > 1 else "") + shared[-1]
+        yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {told}"
+    states = f"masters and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
+    if settings.optimizer != "adamw":
+        states = "masters and optimizer states, updated there"
+    away = [states] * settings.offload_optimizer + ["weights"] * settings.offload_parameters
+    if away:
+        yield "on the CPU", "; ".join(away)
+
+
+def _host_text(num_bytes: int) -> str:
+    return f", {human_bytes(num_bytes)} of its own on the CPU" if num_bytes else ""
+
+
+def _is_on_cpu(config: Config) -> bool:
+    """Return whether a run here would train on CPUs; a plan for GPUs may be made where there are none."""
+    if config.parallel.device != "auto" or not _may_have_device():
+        return config.parallel.device in ("auto", "cpu")
+    from megatron import device  # it imports torch, which a dry run on CPUs does without
+
+    return device.choose("auto") == "cpu"
+
+
+def _may_have_device() -> bool:
+    """Return False where torch need not be asked: without a plug-in, and without a file of any driver of GPUs."""
+    files = (path for pattern in DRIVER_FILES for path in Path("/dev").glob(pattern))
+    return set(accelerators.names()) != {"cpu", "cuda"} or next(files, None) is not None
+
+
+def _pipeline_rows(
+    config: Config, stages: int, bounds: Sequence[int], forecast: Forecast | None, is_known: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the schedule and the share of a step in which stages will idle."""
+    schedule, chunks = _schedule(config, bounds, stages).values()
+    m, method = config.batch.gas, config.parallel.partition_method
+    each = f", {chunks} chunks on each stage" if chunks > 1 else ""
+    yield "pipeline", f"schedule {schedule}{each}"
+    if forecast is None and method != "balanced":
+        yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
+    costs = registry.costs_of(config).piece_costs(bounds) if is_known else None
+    idle_share, about = forecast or bubble, "" if forecast else "about "
+    told = []
+    for name in candidates(schedule, chunks):
+        idle, at_best = (100 * idle_share(stages, m, name, chunks, given) for given in (costs, None))
+        what = (
+            f"{about}{idle:.1f} % expected, {at_best:.1f} % with equal stages"
+            if is_known
+            else (f"{at_best:.1f} % with equal stages")
+        )
+        told.append(f"{name}: {what}" if schedule == AUTO else what)
+    note = " (fewer micro-batches than stages: raise --gas)" if m < stages else ""
+    yield "pipeline bubble", "; ".join(told) + note
+
+
+def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:
+    """Return the schedule's name, and the chunks as they were built: a script may have its own."""
+    chunks = (len(bounds) - 1) // stages
+    return {"schedule": config.parallel.pipeline_schedule or by_default(chunks), "chunks": chunks}
+
+
+def layers_text(bounds: Sequence[int], stages: int, stage: int) -> str:
+    """Return the layers of a stage in words, the pieces of its chunks in their order: "0-2 and 6-8"."""
+    return " and ".join(_range_text(start, stop) for start, stop in pieces_on(bounds, stages, stage))
+
+
+def sides_text(bounds: Sequence[int], stages: int, stage: int, own: Any) -> str:
+    """Return the layers of each side that lie on a stage of a T5, by chunk: "encoder 0-3 and decoder 0".
+
+    Args:
+        bounds: in units: embedding, layers and norm of either side, and the head.
+        own: the section with the layers of each side.
+    """
+    units, found = t5_units(own.enc_layers, own.dec_layers), []
+    for start, stop in pieces_on(bounds, stages, stage):
+        for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
+            begin, end = max(start - layers.start, 0), min(stop - layers.start, len(layers))
+            if begin < end:
+                found.append(f"{side} {_range_text(begin, end)}")
+    return " and ".join(found)
+
+
+def place_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+    """Return which layers lie on a stage, in words."""
+    if config.own.is_encoder_decoder:
+        return sides_text(bounds, stages, stage, config.own)
+    return f"layers {layers_text(bounds, stages, stage)} of {config.total_layers + 3}"
+
+
+def _range_text(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+    schedule, chunks = _schedule(config, bounds, stages).values()
+    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage)
+    whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
+    return f"keeps the activations of {kept} of {whole}"
+
+
+# What share of a step stages will idle: the run's own schedule, simulated with the estimated costs of its pieces.
+
+
+def simulated_bubble(
+    num_stages: int,
+    num_micro_batches: int,
+    schedule: str,
+    num_chunks: int,
+    piece_costs: Sequence[float] | None,
+    *,
+    recomputes: bool = False,
+) -> float:
+    """Return the share of idle time of a step in which a backward takes twice a forward and messages cost nothing.
+
+    Args:
+        piece_costs: of each piece, in any unit; None: all the same.
+        recomputes: each backward runs the forward again first.
+    """
+    forward = [1.0] * (num_stages * num_chunks) if piece_costs is None else piece_costs
+    to_input = tuple(2 * cost if recomputes else cost for cost in forward)
+    order = schedule_named(schedule, num_chunks)
+    actions = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+    return simulate(actions, Costs(tuple(forward), to_input, tuple(forward)), num_chunks).bubble
+
+
+def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int]) -> Callable[[int], float]:
+    """Return the function from micro-batches of a step to the share of idle time; of several schedules the best.
+
+    Args:
+        bounds: of the pieces, as ``megatron.training.dry_run.plan_rows`` takes them.
+        counted: as ``megatron.training.report.count_parameters`` returns it.
+    """
+    stages = config.parallel.num_stages
+    chunks = (len(bounds) - 1) // stages
+    names = candidates(config.parallel.pipeline_schedule or by_default(chunks), chunks)
+    costs = registry.costs_of(config).piece_costs(bounds) if is_known(config, counted) else None
+    recomputes = config.parallel.checkpoint_activations
+
+    @functools.cache
+    def predicted(num_micro_batches: int) -> float:
+        return min(
+            simulated_bubble(stages, num_micro_batches, name, chunks, costs, recomputes=recomputes) for name in names
+        )
+
+    return predicted

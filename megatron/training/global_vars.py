@@ -1,0 +1,124 @@
+"""get_args, get_config, get_tokenizer, get_streams; building the tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config import Config
+from megatron.data import DataPaths
+from megatron.errors import ConfigError, DataError
+from megatron.models.registry import has_part, load
+from megatron.tokenizer import build as build_tokenizer
+
+# What a script asks for by name while ``pretrain`` runs: arguments, configuration, tokenizer, dropout.
+#
+# Only scripts and this package read these; everything below takes what it needs as an argument.
+
+
+@dataclass
+class _Current:
+    config: Config | None = None
+    tokenizer: Any = None
+    streams: Any = None
+    args: argparse.Namespace | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+_current = _Current()
+
+
+def set_current(config: Config, tokenizer: Any, streams: Any) -> None:
+    """Make these what scripts are told until the next call."""
+    _current.config, _current.tokenizer, _current.streams = config, tokenizer, streams
+    _current.args = config.namespace()
+
+
+def get_args() -> argparse.Namespace:
+    """Return all flags with the flat names that Megatron and CPM scripts use."""
+    return _needed(_current.args, "namespace of arguments")
+
+
+def get_config() -> Config:
+    """Return the configuration by concern."""
+    return _needed(_current.config, "configuration")
+
+
+def get_data_paths() -> DataPaths:
+    """Return which corpora the flags name for each split, and how they are read."""
+    settings = get_config().data
+    return DataPaths(
+        data_path=settings.data_path,
+        train_data_path=settings.train_data_path,
+        valid_data_path=settings.valid_data_path,
+        test_data_path=settings.test_data_path,
+        split=settings.split,
+        split_by=settings.split_by,
+        data_impl=settings.data_impl,
+        cache_path=settings.data_cache_path,
+        mixture_schedule=settings.mixture_schedule,
+    )
+
+
+def get_tokenizer() -> Any:
+    """Return the tokenizer.
+
+    Raises:
+        DataError: the run has none.
+    """
+    if _current.tokenizer is None and _current.config is not None:
+        raise DataError(
+            "this script needs a tokenizer, got no --tokenizer-path and no --vocab-file. Name the one that made the "
+            "data; tools/train_tokenizer.py trains one."
+        )
+    return _needed(_current.tokenizer, "tokenizer")
+
+
+def get_streams() -> Any:
+    """Return this rank's source of dropout masks."""
+    return _needed(_current.streams, "source of dropout masks")
+
+
+def _needed(value: Any, what: str) -> Any:
+    if value is None:
+        raise RuntimeError(f"there is no {what} yet: it exists while pretrain() runs")
+    return value
+
+
+# The ids of a run: those of its tokenizer's text, and those that its family puts behind them.
+
+
+def with_tokenizer(config: Config) -> tuple[Any, Config]:
+    """Return the tokenizer, where one is named, and the configuration with its vocabulary."""
+    files = config.data
+    if not (files.tokenizer_path or files.vocab_file):
+        return None, config if config.model.vocab_size is None else config.with_vocab(config.model.vocab_size)
+    tokenizer = build_tokenizer(
+        files.tokenizer_type,
+        vocab_file=files.vocab_file,
+        merge_file=files.merge_file,
+        tokenizer_path=files.tokenizer_path,
+    )
+    return tokenizer, with_vocabulary(tokenizer, config)
+
+
+def with_vocabulary(tokenizer: Any, config: Config) -> Config:
+    """Return the configuration with the ids of the tokenizer, and those that its family puts behind them.
+
+    Raises:
+        ConfigError: --vocab-size is too small, or --vocab-extra-ids was given and the tokenizer has sentinels.
+    """
+    own = len(tokenizer.sentinel_ids) if config.own.is_encoder_decoder else 0
+    if own and "vocab_extra_ids" in config.given:
+        raise ConfigError(
+            "--vocab-extra-ids is for a tokenizer without sentinels, got --vocab-extra-ids "
+            f"{config.own.vocab_extra_ids} and a tokenizer with {own} of its own, which are used. Leave it out"
+        )
+    return config.with_vocab(tokens_of(tokenizer, config).vocab_size)
+
+
+def tokens_of(tokenizer: Any, config: Config) -> Any:
+    """Return the ids that samples of the family hold: ``vocab_size`` counts them all."""
+    has_own = has_part(config.family, "data")
+    return load(config.family, "data").special_tokens(tokenizer, config) if has_own else tokenizer

@@ -1,0 +1,197 @@
+"""What a run is doing, and for how long a rank may get no further in it.
+
+| phase | limit |
+|---|---|
+| starting, opening data, loading, the first step, evaluating, saving, ending | --phase-timeout-minutes |
+| a step but the first | --step-timeout |
+
+All ranks change from phase to phase together: each waits for the others under the limit of the phase that it leaves.
+So no rank in a step waits under its short limit for one that still saves, and one that is stuck in a step is not waited
+for as long as one that saves. ``watch`` ends the job when a limit has passed; process groups time out after it, in case
+that nobody is left to watch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron import device, log
+from megatron.config import Config
+from megatron.errors import PeerError
+from megatron.mpu.groups import Grid
+from megatron.training import failure
+from megatron.training.initialize import World
+from tds.engine.engine import PipelineEngine
+from tds.p2p.communicator import waiting_together
+from tds.p2p.process_groups import limit_groups
+from tds.watchdog.alarm import Alarms, own_store
+from tds.watchdog.diagnosis import Report
+from tds.watchdog.watchdog import Watch
+
+STARTING = "starting"
+OPENING_DATA = "opening data"
+LOADING = "loading"
+FIRST_STEP = "the first step"
+STEP = "a step"
+EVALUATING = "evaluating"
+SAVING = "saving"
+ENDING = "ending"
+
+NET_S = 10.0
+"""Process groups time out so long after the limit of the watch."""
+AXES = ("host", "world", "model", "data", "pipe", "tensor_host", "tensor")
+"""Of the names of one process group the last counts."""
+
+
+class Phases:
+    """The phases of one run on this rank; without a world nothing is limited or watched.
+
+    So it is with one rank that a person has started: a debugger may hold it for as long as it likes. One that the
+    launcher has started is watched as several are. Making it is collective, and so is ``over``.
+    """
+
+    def __init__(self, world: World | None = None, config: Config | None = None) -> None:
+        self.name = STARTING
+        self._has_stepped = False
+        self._step_s = self._long_s = inf
+        self._watch: Watch | None = None
+        self._limit_waits: Callable[[float], None] | None = None
+        if world is None or config is None or (world.grid.world.size == 1 and _is_attended()):
+            return
+        self._world, self._grid = world, world.grid
+        self._step_s, self._long_s = float(config.parallel.step_timeout_s), config.parallel.phase_timeout_s
+        is_alone = world.grid.world.size == 1
+        if not is_alone:
+            limit_groups([world.grid.host.handle], timedelta(seconds=self._long_s + NET_S))
+        store = dist.HashStore() if is_alone else own_store(_agreed_name(world.grid), "megatron/watch")
+        names = [world.name_of(rank) for rank in range(world.grid.world.size)]
+        titles = {handle.group_name: axis for axis, handle in _handles(world.grid)}
+        alarms = Alarms(store, world.rank, names)
+        self._watch = Watch(
+            alarms, world.name, self._where, self._long_s, titles,
+            is_busy=lambda: device.is_busy(world.device),
+            on_stuck=self._leave,
+            warn=log.warning,
+        )  # fmt: skip
+        self._limit(self._long_s)
+
+    def follow(self, engine: Any) -> None:
+        """Let the watch see what ``engine``, one of ``engines``, is at, and bound its waits by the phases' limits."""
+        if self._watch is None:
+            return
+        if isinstance(engine.engine, PipelineEngine):
+            self._watch.exchange = engine.engine.let_watch()
+            self._limit_waits = engine.engine.set_wait_limit
+        self._limit(self._limit_of(self.name))
+
+    @contextmanager
+    def over(self, name: str) -> Iterator[None]:
+        """Be in phase ``name`` within. Collective: all ranks begin it together and end it together.
+
+        An error ends it on this rank alone: the others fail by themselves, or raise the same.
+        """
+        outer = self.name
+        if name == STEP and not self._has_stepped:
+            name = FIRST_STEP
+        self._meet(f"waiting for all ranks ahead of {name}")
+        self._enter(name)
+        try:
+            yield
+        except BaseException:
+            self._enter(outer, is_noted=False)  # the last words of this rank are to say where it failed
+            raise
+        self._meet(f"waiting for all ranks at the end of {name}")
+        self._enter(ENDING if self.name == STEP and outer == STARTING else outer)
+
+    def step_done(self) -> None:
+        """Count a step, on all ranks behind what they agreed on in it."""
+        self._has_stepped = True
+        if self._watch is not None:
+            self._watch.progress += 1
+        if self.name == FIRST_STEP:
+            self._enter(STEP)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def _enter(self, name: str, *, is_noted: bool = True) -> None:
+        before, self.name = self._limit_of(self.name), name
+        if is_noted:
+            failure.note(name)
+        if self._watch is None:
+            return
+        self._watch.progress += 1
+        if self._limit_of(name) != before:
+            self._limit(self._limit_of(name))
+
+    def _meet(self, doing: str) -> None:
+        if self._watch is not None and self._grid.world.size > 1:
+            with waiting_together(self._grid.pipe.rank, doing):
+                dist.barrier(group=self._grid.host.handle)
+
+    def _where(self) -> str:
+        """Return in words what this rank is in; asked by the watch's threads."""
+        at = failure.now()
+        if self.name in (FIRST_STEP, STEP):
+            return f"in {at or self.name}"
+        return self.name if at in (None, self.name) else f"{self.name}, {at}"
+
+    def _limit_of(self, name: str) -> float:
+        return self._step_s if name == STEP else self._long_s
+
+    def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
+        leave_stuck(found, own, linger, self._world.name, self._watch.limit_s if self._watch else self._long_s)
+
+    def _limit(self, limit_s: float) -> None:
+        """Bound the waits of what is started from now on, a while after the limit of the watch."""
+        if self._watch is None:
+            return
+        self._watch.limit_s = limit_s
+        handles = {handle for axis, handle in _handles(self._grid) if axis != "host"}
+        limit_groups(handles, timedelta(seconds=limit_s + NET_S))
+        if self._limit_waits is not None:
+            self._limit_waits(limit_s + NET_S)
+
+
+def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name: str, limit_s: float) -> None:
+    """End this process, because a rank got no further for too long.
+
+    Args:
+        found: who did not come.
+        own, name: what this rank is at, and what it is called.
+        linger: what to wait for behind the last words.
+    """
+    is_named = found.startswith(name)
+    if is_named:
+        failure.note_state(failure.LATE)  # the launcher, too, is to name this rank
+    told = found if is_named else f"{found}. This rank {own.words}"
+    limit = f"{limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
+    failure.leave(PeerError(f"{told}. It may get no further for {limit}"), name, linger)
+
+
+def _handles(grid: Grid) -> list[tuple[str, Any]]:
+    groups = [(axis, getattr(grid, axis).handle) for axis in AXES]
+    return [(axis, handle) for axis, handle in groups if handle is not None]
+
+
+def _is_attended() -> bool:
+    """Return whether a person may be at this process: it is not the launcher's, or it has a terminal to read from."""
+    return "MEGATRON_FAILURE_FILE" not in os.environ or os.isatty(0)
+
+
+def _agreed_name(grid: Grid) -> str:
+    """Return a name that no other run over this store has, the same on every rank. Collective."""
+    now = torch.tensor([time.time_ns()], dtype=torch.int64)
+    dist.broadcast(now, src=0, group=grid.host.handle)
+    return str(int(now))

@@ -1,0 +1,440 @@
+"""TrainState: counters, weights, optimizer, scaler, RNG as records; save, restore; what a run remembers of its
+saves.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron import device, log
+from megatron.checkpoint import (
+    BackgroundSaver,
+    Checkpoint,
+    TensorRecord,
+    check_model,
+    named_parameters,
+    open_latest,
+    save,
+)
+from megatron.checkpoint.folders import CHECKPOINTS as CHECKPOINTS
+from megatron.checkpoint.folders import checkpoints_in
+from megatron.checkpoint.loading import fill, is_resized
+from megatron.config import CheckpointConfig, Config
+from megatron.config.checkpoint import DEFAULT_KEPT
+from megatron.errors import CheckpointError, marked
+from megatron.mpu.shard import Shard, shard_of
+from megatron.optim import MixedPrecisionOptimizer
+from megatron.training.compatibility import machine
+from megatron.training.initialize import World
+
+# The tensors of a run's state as records: weights, the optimizer's moments, random states.
+
+
+def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
+    """Yield the weights that this rank holds: the masters, of 32 bits and with ZeRO a part of each weight."""
+    for name, parameter in named_parameters(module):
+        master = optimizer.master_of(parameter) if parameter.requires_grad else parameter
+        yield TensorRecord(f"weights/{name}", master.detach(), shard_of(master), optimizer.owns(parameter))
+
+
+def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
+    """Yield the state that the inner optimizer keeps of each weight, but its count of steps."""
+    for name, parameter in named_parameters(module):
+        if not parameter.requires_grad:
+            continue
+        master = optimizer.master_of(parameter)
+        state = optimizer.inner.state.get(master, {})
+        for key, value in sorted(state.items()):
+            if isinstance(value, torch.Tensor) and key != "step":
+                shard = _shard_of_state(key, value, master)
+                yield TensorRecord(f"optimizer/{key}/{name}", value, shard, optimizer.owns(parameter))
+
+
+def rng_records(world: World) -> Iterator[TensorRecord]:
+    """Yield the states of torch's generators on this rank, which are nobody else's."""
+    for kind, state in device.rng_states(world.kind).items():
+        yield TensorRecord(_rng_name(kind, world), state, Shard(tuple(state.shape)), True)
+
+
+def restore_rng(checkpoint: Checkpoint, world: World) -> None:
+    """Give torch's generators the states that ``checkpoint`` holds of this rank; one that it lacks stays."""
+    states = device.rng_states(world.kind)
+    for kind, state in states.items():
+        name = _rng_name(kind, world)
+        if name in checkpoint.names():
+            states[kind] = checkpoint.read(name, Shard(tuple(state.shape)))
+    device.set_rng_states(states)
+
+
+def optimizer_steps(optimizer: MixedPrecisionOptimizer) -> int:
+    """Return how many updates the inner optimizer has made: Adam's bias correction depends on it."""
+    for state in optimizer.inner.state.values():
+        if "step" in state:
+            return int(state["step"])
+    return 0
+
+
+def set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
+    """Let the inner optimizer have made so many updates."""
+    for state in optimizer.inner.state.values():
+        if "step" in state:
+            is_number = not isinstance(state["step"], torch.Tensor)  # DeepSpeed's Adam on the CPU has one
+            state["step"] = steps if is_number else torch.full_like(state["step"], float(steps))
+
+
+def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
+    """Let the inner optimizer create its state, all zeros, without moving a weight: no rate, no decay, no gradient."""
+    groups = optimizer.param_groups
+    kept = [(group["lr"], group["weight_decay"]) for group in groups]
+    for group in groups:
+        group["lr"], group["weight_decay"] = 0.0, 0.0
+        for master in group["params"]:
+            master.grad = torch.zeros_like(master)
+    optimizer.update_masters()
+    optimizer.zero_grad()
+    for group, (lr, weight_decay) in zip(groups, kept, strict=True):
+        group["lr"], group["weight_decay"] = lr, weight_decay
+
+
+def _shard_of_state(key: str, value: torch.Tensor, master: torch.Tensor) -> Shard:
+    """Return where ``value`` lies in its global tensor.
+
+    It has the master's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
+    mean over the cut dimension is whole: ``build_optimizer`` lets nobody take one over a part.
+    """
+    shard, local = shard_of(master), tuple(master.shape)
+    if len(value.shape) != len(local) or any(
+        own not in (1, size) for own, size in zip(value.shape, local, strict=True)
+    ):
+        raise RuntimeError(
+            f"a state of the optimizer must have its master's shape, or 1 in some dimensions, got {key} of shape "
+            f"{tuple(value.shape)} for {local}: it cannot be saved"
+        )
+    is_mean = [own != size for own, size in zip(value.shape, local, strict=True)]
+    whole = tuple(1 if mean else size for mean, size in zip(is_mean, shard.global_shape, strict=True))
+    if shard.partition_dim is None or is_mean[shard.partition_dim]:
+        return Shard(whole)
+    return Shard(whole, shard.partition_dim, shard.start, shard.length)
+
+
+def _rng_name(kind: str, world: World) -> str:
+    return f"rng/{kind}/{world.rank:05d}"
+
+
+# Everything that a run needs to go on exactly: counters, weights, optimizer, loss scale, random states.
+
+Written = TypeVar("Written")
+
+
+@dataclass
+class Progress:
+    """How far the run is. ``updates`` leaves out steps that fp16 overflow skipped; the learning rate follows it."""
+
+    step: int = 0
+    updates: int = 0
+    samples_consumed: int = 0
+
+    @property
+    def skipped(self) -> int:
+        return self.step - self.updates
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a start takes up of a checkpoint beside its weights.
+
+    Args:
+        counters: steps, updates and samples.
+        data: where the data goes on, which must be the same.
+        optimizer: its moments and the loss scale.
+        generators: the states of torch's generators.
+    """
+
+    counters: bool = True
+    data: bool = True
+    optimizer: bool = True
+    generators: bool = True
+
+    @classmethod
+    def of(cls, flags: CheckpointConfig) -> Taken:
+        """Return what the flags of a start say."""
+        is_whole = not flags.finetune and not flags.eval_only
+        has_state = is_whole and not flags.load_weights_only
+        return cls(
+            counters=not flags.finetune,
+            data=is_whole,
+            optimizer=has_state and not flags.no_load_optim,
+            generators=has_state and not flags.no_load_rng,
+        )
+
+
+EVERYTHING = Taken()
+
+
+def save_state(
+    folder: Path,
+    progress: Progress,
+    *,
+    config: Config,
+    module: torch.nn.Module,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    fingerprint: str | None,
+    order: Mapping[str, Any] | None = None,
+    loaded: Path | None = None,
+    earlier: int = 0,
+    more: Mapping[str, Any] | None = None,
+    write: Callable[..., Written] = save,  # type: ignore[assignment]
+) -> Written:
+    """Write a checkpoint into ``folder / checkpoints`` and return its path. Collective.
+
+    Args:
+        order: where each corpus is, of data that say so.
+        loaded, earlier: are not deleted, see ``megatron.checkpoint.save``.
+        more: what else the state says, as JSON can hold it.
+        write: takes what ``megatron.checkpoint.save`` takes; what it returns is returned.
+
+    Raises:
+        RuntimeError: in the midst of a step: gradients are held, which no checkpoint keeps.
+    """
+    records = list(weight_records(module, optimizer))
+    if not config.checkpoint.no_save_optim:
+        records += optimizer_records(module, optimizer)
+    records += rng_records(world)
+    state = described(
+        progress, config=config, optimizer=optimizer, world=world, fingerprint=fingerprint, order=order, more=more
+    )
+    kept = {**kept_by(config.checkpoint), "loaded": loaded, "earlier": earlier}
+    return write(folder / CHECKPOINTS, progress.step, records, state, world.grid.host, **kept)
+
+
+def kept_by(flags: CheckpointConfig) -> dict[str, int | None]:
+    """Return how many checkpoints the flags keep, in the words of ``megatron.checkpoint.save``."""
+    unasked = DEFAULT_KEPT if flags.is_default_interval else None
+    return {"keep_last": flags.keep_last, "keep_every": flags.keep_every, "keep_unasked": unasked}
+
+
+def described(
+    progress: Progress,
+    *,
+    config: Config,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    fingerprint: str | None,
+    order: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what a checkpoint of now says beside its tensors, as JSON can hold it; the rest as in ``save_state``.
+
+    Raises:
+        RuntimeError: in the midst of a step: gradients are held, which no checkpoint keeps.
+    """
+    _check_between_steps(optimizer)
+    return {
+        "progress": asdict(progress),
+        "scaler": optimizer.scaler.state(),
+        "optimizer": config.optimizer.optimizer,
+        "optimizer_steps": optimizer_steps(optimizer),
+        "model": config.identity(),
+        "config": config.to_dict(),
+        "layout": asdict(world.grid.topology),
+        "data_fingerprint": fingerprint,
+        "data_order": order,
+        "torch": torch.__version__,
+        "machine": machine(world.kind),
+        **(more or {}),
+    }
+
+
+def open_for(source: Path, world: World, *, strict: bool = False) -> Checkpoint:
+    """Return the checkpoint that ``source`` means: a run folder, its checkpoints folder, or one checkpoint. Collective.
+
+    Args:
+        strict: the newest must verify; else an older one may be taken.
+
+    Raises:
+        CheckpointError: there is none there, or none that verifies.
+    """
+    return open_latest(checkpoints_in(source), world.grid.host, strict=strict)
+
+
+def restore(
+    checkpoint: Checkpoint,
+    *,
+    config: Config,
+    module: torch.nn.Module,
+    optimizer: MixedPrecisionOptimizer,
+    world: World,
+    fingerprint: str | None,
+    taken: Taken | None = None,
+) -> Progress:
+    """Put the state of ``checkpoint`` into model and optimizer; return where to go on. Collective.
+
+    Args:
+        fingerprint: of the data; None: nothing is known of them, or it has been compared already.
+        taken: None: as the flags say.
+
+    Raises:
+        CheckpointError: it is of another model or other data; nothing has been changed then.
+    """
+    taken = taken or Taken.of(config.checkpoint)
+    with marked(is_of_this_rank=False):
+        check_fits(checkpoint, config, fingerprint, taken)
+        if taken.optimizer:
+            _check_moments(checkpoint)
+    records = list(weight_records(module, optimizer))
+    if taken.optimizer and not checkpoint.state["optimizer_steps"]:
+        optimizer.inner.state.clear()  # fp16 had skipped every step: there were no moments
+    elif taken.optimizer:
+        make_moments(optimizer)
+        records += optimizer_records(module, optimizer)
+    _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
+    optimizer.copy_masters_to_parameters()
+    if taken.optimizer:
+        optimizer.scaler.load(checkpoint.state["scaler"])
+        set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
+    if taken.generators and checkpoint.state["layout"] == asdict(world.grid.topology):
+        restore_rng(checkpoint, world)
+    return Progress(**checkpoint.state["progress"]) if taken.counters else Progress()
+
+
+def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, taken: Taken) -> None:
+    """Check that ``checkpoint`` is of this model, these data and this optimizer, as far as they are ``taken``.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    check_model(checkpoint.state["model"], config)
+    if taken.data:
+        _check_data(checkpoint, fingerprint, config.checkpoint.allow_data_change)
+    saved, now = checkpoint.state.get("optimizer"), config.optimizer.optimizer
+    if taken.optimizer and saved != now:
+        raise CheckpointError(
+            f"the optimizer must be that of the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
+            "Give the same one, or add --no-load-optim to go on with a fresh optimizer."
+        )
+
+
+def _load(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab: bool) -> None:
+    """Fill the records, tables of a vocabulary that has grown or shrunk by its rule. Collective."""
+    held = {name: checkpoint.shape(name) for name in checkpoint.names()} if resizes_vocab else {}
+    resized = [r for r in records if r.name in held and is_resized(held[r.name], r.shard.global_shape)]
+    other = {record.name for record in resized}
+    checkpoint.load([record for record in records if record.name not in other])
+    for record in resized:
+        read = functools.partial(checkpoint.read, record.name)
+        fill(record.shard.unpadded(record.tensor), record.shard, held[record.name], read)
+
+
+def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
+    if any(master.grad is not None for group in optimizer.param_groups for master in group["params"]):
+        raise RuntimeError(
+            "a checkpoint can be saved between steps only: gradients are held, which it would not keep. Save after "
+            "the optimizer's step"
+        )
+
+
+def _check_moments(checkpoint: Checkpoint) -> None:
+    if not any(name.startswith("optimizer/") for name in checkpoint.names()) and checkpoint.state["optimizer_steps"]:
+        raise CheckpointError(
+            f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "
+            "Add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights."
+        )
+
+
+def _check_data(checkpoint: Checkpoint, fingerprint: str | None, allow_change: bool) -> None:
+    saved = checkpoint.state.get("data_fingerprint")
+    if not saved or not fingerprint or saved == fingerprint:
+        return
+    told = f"got fingerprint {fingerprint} now and {saved} in {checkpoint.path}"
+    if not allow_change:
+        raise CheckpointError(
+            f"the data must be those of the checkpoint, {told}: samples would be repeated or lost. Give the same "
+            "--data-path, --split, --seed and lengths, --allow-data-change to go on at the same number of samples, or "
+            "--finetune to start anew from the weights."
+        )
+    log.info(f"the data are not those of the checkpoint, {told}: going on at the same number of samples")
+
+
+# Which checkpoints of a run folder are on a run's way, and which on one that it has left or never took.
+
+_NAME = "branch"  # in the state of a checkpoint
+
+
+@dataclass
+class Branch:
+    """The way of a run, in sequence numbers of its folder's checkpoints. Rank 0 knows it.
+
+    Attributes:
+        earlier: up to this number they are of an earlier run, from which this one has not gone on.
+        left: first and last of those that were there when the run went on from an older one.
+    """
+
+    earlier: int = 0
+    left: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Branch:
+        """Return the way to a checkpoint with this state."""
+        return cls(**state.get(_NAME, {}))
+
+    def go_on_from(self, sequence: int, last: int) -> None:
+        """The run goes on from the checkpoint ``sequence`` of its way, and ``last`` is the last one there."""
+        if last > sequence:
+            self.left.append([sequence + 1, last])
+
+    def has(self, sequence: int) -> bool:
+        """Tell whether the checkpoint is on the way."""
+        return sequence > self.earlier and not any(first <= sequence <= last for first, last in self.left)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint's state says of it; nothing where the folder has no other way."""
+        return {_NAME: asdict(self)} if self.earlier or self.left else {}
+
+
+# What a run remembers of its saves: when the last one was, what they cost, and which one failed.
+
+
+@dataclass
+class Saves:
+    """One for each run, on every rank.
+
+    Attributes:
+        background: writes while training goes on; None: saves are written at once.
+        last_at: ``time.monotonic()`` of the last save, also one that failed, or of the start.
+        stalled_s: seconds in which the training has waited for saves since they were last told.
+        failure: of the last save, if it failed, and its step.
+        branch: which checkpoints of the folder are this run's; known on rank 0.
+    """
+
+    background: BackgroundSaver | None = None
+    last_at: float = field(default_factory=time.monotonic)
+    stalled_s: float = 0.0
+    failure: CheckpointError | None = None
+    failed_step: int = -1
+    branch: Branch = field(default_factory=Branch)
+
+    def share_since_last(self, stall_s: float) -> float:
+        """Return ``stall_s`` as a share of the time since the save before, and begin to count anew."""
+        self.stalled_s += stall_s
+        now = time.monotonic()
+        share = stall_s / max(now - self.last_at, stall_s, 1e-9)
+        self.last_at = now
+        return share
+
+    def drain_stalled_s(self) -> float:
+        """Return the seconds of waiting for saves since the last call."""
+        stalled_s, self.stalled_s = self.stalled_s, 0.0
+        return stalled_s
+
+    def note_failure(self, error: CheckpointError, step: int) -> None:
+        """Remember that the save of ``step`` failed; by time the next one is as far off as after one that did not."""
+        self.failure, self.failed_step = error, step
+        self.last_at = time.monotonic()

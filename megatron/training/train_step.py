@@ -1,0 +1,453 @@
+"""One optimizer step and one evaluation on either engine (SingleStageEngine, PipelineStepEngine); StepResult."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron.errors import DataError, NumericsError
+from megatron.mpu.groups import Grid
+from megatron.mpu.random import DropoutStreams, Position
+from megatron.optim import MixedPrecisionOptimizer
+from tds import reduce_gradients
+from tds.device import random_numbers_kept
+from tds.engine.micro_batches import DataDisagreement, read_ahead
+from tds.loss import (
+    Agreement,
+    LossMeter,
+    Means,
+    Weighted,
+    agree_on_loss,
+    has_loss_function,
+    is_weighted,
+    named_losses,
+    read_with_norm,
+)
+from tds.timers import BubbleMeter, Row, clock_for
+
+# What an optimizer step gave, and the error of one whose loss is not finite.
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave, the same on every rank.
+
+    ``is_skipped``: the weights are as before. ``is_refused``: because whoever judges steps said so, not for an overflow
+    of fp16. ``problem``: what the guard found wrong with the step, in words.
+    """
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    is_skipped: bool
+    losses: dict[str, float] = field(default_factory=dict)
+    is_refused: bool = False
+    problem: str | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the guard found something wrong with the step."""
+        return self.problem is not None
+
+    @property
+    def is_overflow(self) -> bool:
+        """True where fp16 has overflowed and a smaller loss scale may cure that."""
+        return self.is_skipped and not self.is_refused
+
+
+class LossError(NumericsError):
+    """The loss, and not only a gradient, is not finite."""
+
+
+class ModuleError(NumericsError):
+    """A number that is not finite, with the module that made it.
+
+    ``found`` says so in words; "" where another rank holds the module.
+    """
+
+    def __init__(self, text: str, found: str) -> None:
+        super().__init__(text)
+        self.found = found
+
+
+class FiniteOnly:
+    """Ends a run whose loss or gradient norm is not finite: the judge of ``optimizer`` until it gets another.
+
+    It does so in the update, behind all that ranks do together in a step: one that left earlier would leave the others
+    waiting.
+    """
+
+    def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
+        self._optimizer = optimizer
+        self._loss = 0.0
+        optimizer.judge = self._allows
+
+    def take_loss(self, loss: float) -> None:
+        """Note the mean loss of the step, ahead of its update."""
+        self._loss = loss
+
+    def _allows(self, norm: float) -> bool:
+        if not math.isfinite(self._loss):
+            gathers = " If it is so from the first step on, weights are read outside of the forward of a module that "
+            gathers += "has them, which --zero-stage 3 gathers them for: use --zero-stage 2."
+            raise LossError(
+                f"the loss must be finite, got {self._loss}. The weights are as before this step. Lower --lr, look at "
+                "the samples, or leave such steps out with --stability-guard skip."
+                + (gathers if self._optimizer.gathers_weights else "")
+            )
+        if not math.isfinite(norm):
+            raise NumericsError(self._optimizer.not_finite_text(norm))
+        return True
+
+
+def result_of(loss: float, scale: float, optimizer: MixedPrecisionOptimizer, losses: dict[str, float]) -> StepResult:
+    """Return what the step gave that ``optimizer`` has just taken or skipped, with the loss scale it ran with."""
+    has_gradients = math.isfinite(loss) or not optimizer.was_refused  # else they were thrown away ahead of the norm
+    return StepResult(
+        loss=loss,
+        grad_norm=optimizer.grad_norm if has_gradients else math.nan,
+        loss_scale=scale,
+        is_skipped=optimizer.overflow or optimizer.was_refused,
+        losses=losses,
+        is_refused=optimizer.was_refused,
+    )
+
+
+# Losses in the forms that users of Megatron write, for the engines.
+
+
+def as_weighted(loss: Any) -> Any:
+    """Return a plain pair (sum, count), as users of Megatron write it, as what ``tds`` calls ``Weighted``.
+
+    Of a dictionary of losses each.
+    """
+    if isinstance(loss, Mapping):
+        return {name: as_weighted(each) for name, each in loss.items()}
+    is_pair = isinstance(loss, (tuple, list)) and not hasattr(loss, "_fields") and len(loss) == 2
+    return Weighted(*loss) if is_pair else loss
+
+
+def reading_pairs(loss_fn: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
+    """Return a loss function that gives what ``loss_fn`` does (None: the output), a plain pair as ``Weighted``."""
+
+    def read(output: Any, labels: Any) -> Any:
+        return as_weighted(output if loss_fn is None else loss_fn(output, labels))
+
+    read.is_identity = loss_fn is None  # type: ignore[attr-defined]
+    return read
+
+
+def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
+    """Return what is to be averaged of a report: tensors of one element; the loss itself is reported apart."""
+    return {
+        name: value
+        for name, value in report.items()
+        if value is not loss and isinstance(value, torch.Tensor) and value.numel() == 1
+    }
+
+
+# One optimizer step and one evaluation, on either engine: DeepSpeed's without a pipeline, ours with one.
+#
+# Both leave the same thing behind: gradients that are the mean over the valid tokens of the global batch (or over
+# micro-batches, for a loss that is a plain scalar), summed over the replicas, then one ``optimizer.step()``.
+
+DataIterator = Iterator[Any] | None
+ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
+
+
+class StepEngine(Protocol):
+    """What the loop needs of an engine.
+
+    Attributes:
+        engine: DeepSpeed's or tds's.
+        on_loss: called on every rank with the mean loss of a step, ahead of its update.
+        on_activity: called with what the engine is at, ahead of each action of a step.
+        micro_losses: of the last step, this rank's own losses (or sums of losses) by micro-batch, on the last stage.
+        has_weighted_loss: on the last stage, as soon as there was a loss: whether it is a pair (sum, count).
+    """
+
+    module: torch.nn.Module
+    optimizer: MixedPrecisionOptimizer
+    on_loss: Callable[[float], None]
+    on_activity: Callable[[str], None]
+    micro_losses: dict[int, torch.Tensor]
+    has_weighted_loss: bool | None
+    engine: Any
+
+    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult: ...
+
+    def evaluate_batch(self, data: DataIterator) -> float: ...
+
+    def bubble(self) -> float | None: ...
+
+    def busy(self) -> tuple[float, int]: ...
+
+
+def nominal_weight(tokens_per_step: int) -> float:
+    """Return the power of two nearest to the tokens of a step.
+
+    Gradients are accumulated divided by it, which keeps fp16 in range and changes no other bit.
+    """
+    return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
+
+
+def set_micro_batches(engine: Any, number: int) -> None:
+    """Tell an engine of DeepSpeed's kind how many micro-batches its next step has."""
+    now = engine.gradient_accumulation_steps()
+    if number != now:
+        engine.set_train_batch_size(engine.train_batch_size() // now * number)
+
+
+class SingleStageEngine:
+    """DeepSpeed's engine: forward and backward of each micro-batch in turn; reduction, norm and clipping are ours."""
+
+    def __init__(
+        self,
+        engine: Any,
+        forward_step: ForwardStep,
+        *,
+        grid: Grid,
+        streams: DropoutStreams,
+        num_micro_batches: int,
+        micro_batch_tokens: int,
+    ) -> None:
+        """Take over ``engine``.
+
+        Args:
+            num_micro_batches: of a step for which nothing else is said, and of an evaluation.
+            micro_batch_tokens: that a loss may be a sum over, of a micro-batch on all replicas together. The nominal
+                weight of a step's tokens divides the sums of pairs in backward (a scalar: the micro-batches).
+        """
+        self.engine = engine
+        self.module: torch.nn.Module = engine.module
+        self.optimizer: MixedPrecisionOptimizer = engine.optimizer
+        self.forward_step = forward_step
+        self.grid, self.streams = grid, streams
+        self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
+        self.device = torch.device(engine.device)
+        self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
+        self.on_activity: Callable[[str], None] = lambda text: None
+        self.micro_losses: dict[int, torch.Tensor] = {}
+        self.has_weighted_loss: bool | None = None
+        self._clock = clock_for(self.device)
+        self._busy = BubbleMeter(self._clock)
+        engine.enable_backward_allreduce = False
+
+    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
+        """Run all micro-batches of step number ``step`` and update the weights. Collective."""
+        number = num_micro_batches or self.num_micro_batches
+        set_micro_batches(self.engine, number)
+        self.engine.train()
+        reported: dict[str, torch.Tensor] = {}
+        nominal = nominal_weight(self.micro_batch_tokens * number)
+        meter = LossMeter(number, nominal, self.device, lambda: reported)
+        self.engine.set_gradient_accumulation_boundary(False)
+        self.micro_losses.clear()
+        began = self._clock.mark()
+        for micro_batch in range(number):
+            self.streams.position = Position(step, micro_batch, number)
+            self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
+            loss, report = self.forward_step(data, self.engine)
+            reported = scalars(report, loss)
+            share = meter.add(as_weighted(loss), micro_batch)
+            self.has_weighted_loss = meter.is_weighted
+            self.micro_losses[micro_batch] = share.detach()
+            self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
+            if micro_batch == number - 1:
+                self.optimizer.begin_last_backward()
+            self.engine.backward(share * self.optimizer.loss_scale, scale_wrt_gas=False)
+            self.optimizer.end_micro_batch()
+        self._busy.note(began, self._clock.mark(), [])
+        self.on_activity(f"step {step + 1}, reduction and update")
+        agreement = self._agree(meter)
+        self._sum_over_replicas()
+        read_ahead(data)
+        read_with_norm(self.optimizer, agreement)
+        return self._update(*_told(agreement.means()))
+
+    @torch.no_grad()
+    def evaluate_batch(self, data: DataIterator) -> float:
+        """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
+        self.engine.eval()
+        nominal = nominal_weight(self.micro_batch_tokens * self.num_micro_batches)
+        meter = LossMeter(self.num_micro_batches, nominal, self.device)
+        with random_numbers_kept(self.device):  # a user's layers and samples may draw some
+            for micro_batch in range(self.num_micro_batches):
+                loss, _ = self.forward_step(data, self.engine)
+                meter.add(as_weighted(loss), micro_batch)
+        self.engine.train()
+        return _told(self._agree(meter).means())[0]
+
+    def bubble(self) -> None:
+        """Return None: a single stage waits for no other."""
+
+    def busy(self) -> tuple[float, int]:
+        """Return the seconds of own work since the last call, waits for the tensor group included, and the steps."""
+        return _own_work(self._busy.drain())
+
+    def _sum_over_replicas(self) -> None:
+        """Have the sums of the gradients over the replicas; what they are multiplied by is left to the optimizer."""
+        if self.optimizer.sums_gradients:
+            self.optimizer.scale_gradients(1.0)
+        elif self.grid.data.size > 1:
+            reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle)
+
+    def _agree(self, meter: LossMeter) -> Agreement:
+        """Return what the losses of all replicas came to. Collective."""
+        data = self.grid.data
+        return agree_on_loss(
+            meter,
+            data_group=data.handle,
+            data_size=data.size,
+            pipe_group=None,
+            pipe_size=1,
+            last_rank=self.grid.rank,
+            device=self.device,
+        )
+
+    def _update(self, loss: float, losses: dict[str, float]) -> StepResult:
+        scale = self.optimizer.loss_scale
+        self.on_loss(loss)
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()
+        return result_of(loss, scale, self.optimizer, losses)
+
+
+class PipelineEngine:
+    """``tds``: the same step with the model's layers on several stages."""
+
+    def __init__(
+        self, engine: Any, *, streams: DropoutStreams, num_micro_batches: int, micro_batch_tokens: int
+    ) -> None:
+        """As ``SingleStageEngine``."""
+        self.engine = engine
+        self.module: torch.nn.Module = engine.module
+        self.optimizer: MixedPrecisionOptimizer = engine.optimizer
+        self.streams = streams
+        self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
+        self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
+        self.micro_losses: dict[int, torch.Tensor] = {}
+        self.has_weighted_loss: bool | None = None
+        self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
+        self.on_activity: Callable[[str], None] = lambda text: None
+        engine.agrees_on_data = False  # ReplicaBatches never end
+        engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
+        engine.module.loss_fn = self._noting(reading_pairs(engine.module.loss_fn))
+        engine.on_micro_batch = self._start_micro_batch
+        engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
+        engine.on_loss = lambda _: self.on_loss(_told(engine.means)[0])
+
+    def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
+        """Run all micro-batches of step number ``step`` through the stages and update the weights. Collective."""
+        number = num_micro_batches or self.num_micro_batches
+        set_micro_batches(self.engine, number)
+        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * number)
+        self._step, self._number = step, number
+        self.micro_losses.clear()
+        scale = self.optimizer.loss_scale
+        with _told_as_data_error():
+            self.engine.train_batch(data)
+        loss, losses = _told(self.engine.means)
+        return result_of(loss, scale, self.optimizer, losses)
+
+    @torch.no_grad()
+    def evaluate_batch(self, data: DataIterator) -> float:
+        """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
+        with _told_as_data_error():
+            means = self.engine.eval_batch(data, num_micro_batches=self.num_micro_batches)
+        return float(next(iter(means.values())) if isinstance(means, dict) else means)
+
+    def bubble(self) -> float | None:
+        """Return the share of time that stages idled in the training steps since the last call. Collective.
+
+        None if there was no step.
+        """
+        share: float | None = self.engine.bubble()
+        return share
+
+    def busy(self) -> tuple[float, int]:
+        """Return the seconds of own work since the last call, waits for other stages left out, and the steps."""
+        return _own_work(self.engine.rows_of_steps("busy"))
+
+    def _start_micro_batch(self, micro_batch: int) -> None:
+        self._micro_batch = micro_batch
+        self.streams.position = Position(self._step, micro_batch, self._number)
+
+    def _noting(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return ``loss_fn`` that also keeps what each micro-batch of a step gave."""
+
+        def noted(output: Any, labels: Any) -> Any:
+            loss = loss_fn(output, labels)
+            if torch.is_grad_enabled():
+                trained = next(iter(named_losses(loss, self._micro_batch).values()))
+                self.has_weighted_loss = is_weighted(trained)
+                self.micro_losses[self._micro_batch] = torch.as_tensor(getattr(trained, "total", trained)).detach()
+            return loss
+
+        noted.is_identity = not has_loss_function(loss_fn)  # type: ignore[attr-defined]
+        return noted
+
+
+@contextmanager
+def _told_as_data_error() -> Iterator[None]:
+    """Turn what ``--check-data-agreement`` finds, the same on all ranks, into the error of data that cannot be used."""
+    try:
+        yield
+    except DataDisagreement as error:
+        raise DataError(str(error)) from error
+
+
+def _told(means: Means) -> tuple[float, dict[str, float]]:
+    """Return the mean loss and the others by name, as numbers of the host."""
+    (_, loss), *others = means.numbers.items()
+    return loss, dict(others)
+
+
+def _own_work(rows: list[Row]) -> tuple[float, int]:
+    return 1e-9 * sum(ended - began - waited for began, ended, waited in rows), len(rows)
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of one step over all replicas: ``count`` from ``first`` on, in contiguous parts by replica.
+
+    Args:
+        step: its number, counted from 1 as progress lines do.
+        micro_batch_size: samples of a micro-batch on one replica.
+        replicas: data-parallel replicas.
+    """
+
+    step: int
+    first: int
+    count: int
+    micro_batch_size: int
+    replicas: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches on each replica."""
+        return self.count // (self.micro_batch_size * self.replicas)
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count - 1
+
+    @property
+    def text(self) -> str:
+        """Say which samples these are."""
+        return range_text(self.first, self.last)
+
+    def of_micro_batch(self, replica: int, micro_batch: int) -> str:
+        """Say which samples micro-batch ``micro_batch`` of a replica holds."""
+        first = self.first + (replica * self.num_micro_batches + micro_batch) * self.micro_batch_size
+        return range_text(first, first + self.micro_batch_size - 1)
+
+
+def range_text(first: int, last: int) -> str:
+    """Return "sample 5" or "samples 5-8"."""
+    return f"sample {first}" if first == last else f"samples {first}-{last}"

@@ -1,0 +1,145 @@
+"""``"schedule": "auto"``: measure, then choose among the schedules that fit the layers as they lie.
+
+Two steps of 1f1b and two of zb-h1 are run, the second of each measured: F and the whole backward in the one, the two
+halves of it in the other. Then the costs of all ranks are averaged, each schedule is simulated with the costs that it
+has, and all ranks go on with the fastest; the same costs choose again when the number of micro-batches changes.
+Schedules give the same bits, so this changes nothing but the time. No layer is moved. With several chunks on each stage
+interleaved takes the place of 1f1b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tds.log import announce
+from tds.p2p.communicator import waiting_together
+from tds.schedule import Costs, choose, schedule_named
+from tds.timers import Work, costs_of, durations_of, medians
+
+SPLIT = "zb-h1"
+NUM_TRIALS = 4
+MEASURED = (1, 3)
+MARGIN = 0.01
+"""A schedule that splits the backward must be faster than one that does not by this share: it holds more at once."""
+
+
+def first_name(num_chunks: int) -> str:
+    """Return the schedule that "auto" begins with, which splits no backward."""
+    return "interleaved" if num_chunks > 1 else "1f1b"
+
+
+def trials(num_chunks: int) -> tuple[str, ...]:
+    """Return the schedules of the first steps."""
+    return (first_name(num_chunks),) * 2 + (SPLIT,) * 2
+
+
+class Auto:
+    """Decides on the schedule of one engine, the same on every rank.
+
+    Args:
+        set_schedule: called with the name of the schedule of the steps to come; ``Plan.set``, as a schedule that a
+            program sets by ``engine.set_schedule`` calls ``settle``.
+        group: all ranks.
+    """
+
+    def __init__(
+        self, set_schedule: Callable[[str], None], *, num_stages: int, num_chunks: int, stage: int, group: Any,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._set_schedule = set_schedule
+        self._num_stages, self._num_chunks, self._stage = num_stages, num_chunks, stage
+        self._group, self._device = group, device
+        self._step = 0
+        self._measured: list[Costs] = []
+        self._chosen_for: int | None = None
+        self.told: str | None = None
+        self.is_settled = num_stages == 1
+        self._set_schedule(first_name(num_chunks))
+        if self.is_settled:
+            self._say(f"{first_name(num_chunks)}: with one stage there is nothing to choose")
+
+    @property
+    def measures(self) -> bool:
+        """True if ``observe`` needs the times of the step that comes."""
+        return not self.is_settled and self._step in MEASURED
+
+    def settle(self) -> None:
+        """Leave the schedule as it is from now on: the program has set one."""
+        self.is_settled, self._chosen_for = True, None
+
+    def before_step(self, num_micro_batches: int) -> None:
+        """Set the schedule of the step that comes; choose again if its number of micro-batches is another."""
+        if not self.is_settled:
+            self._set_schedule(trials(self._num_chunks)[self._step])
+        elif self._chosen_for not in (None, num_micro_batches):
+            self._choose(num_micro_batches)
+
+    def observe(self, work: Iterable[Work] | None, num_micro_batches: int) -> None:
+        """Take the times of a step that ended; after the last trial, choose. Collective over all ranks."""
+        if self.is_settled:
+            return
+        if work is not None and self.measures:
+            self._measured.append(self._average(work))
+        self._step += 1
+        if self._step == NUM_TRIALS:
+            self.is_settled = True
+            self._choose(num_micro_batches)
+
+    def _choose(self, num_micro_batches: int) -> None:
+        """Go on with the fastest schedule for this many micro-batches. All ranks have the same costs."""
+        whole, split = self._measured
+        name, reason = best(whole, split, self._num_stages, num_micro_batches, self._num_chunks)
+        self._chosen_for = num_micro_batches
+        self._set_schedule(name)
+        self._say(reason)
+
+    def _average(self, work: Iterable[Work]) -> Costs:
+        """Return the costs of every piece, the mean over the ranks that hold it. Collective."""
+        own: list[dict[Any, float]] = [{} for _ in range(self._num_stages)]
+        own[self._stage] = medians(durations_of(work))
+        costs = costs_of(own, self._num_chunks)
+        rows = [*map(list, (costs.forward, costs.backward_input, costs.backward_weight, costs.backward))]
+        total = torch.tensor(rows, dtype=torch.float32, device=self._device)
+        with waiting_together(self._stage, "averaging the times of its actions"):
+            dist.all_reduce(total, group=self._group)
+        forward, *backwards = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
+        return Costs(tuple(forward), tuple(backwards[0]), tuple(backwards[1]), backward=tuple(backwards[2]))
+
+    def _say(self, reason: str) -> None:
+        self.told = f'"schedule": "auto" runs {reason}'
+        if dist.get_rank() == 0:
+            announce(self.told)
+
+
+def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> tuple[str, str]:
+    """Return (the schedule to run, why), from the costs measured with a whole and with a split backward."""
+    names = [first_name(num_chunks), *(["gpipe"] if num_chunks == 1 else [])]
+    plain = {name: schedule_named(name, num_chunks) for name in names}
+    chosen = choose(plain, whole, num_stages, num_micro_batches, num_chunks)
+    priced = replace(split, backward=whole.whole_backward)  # of the trial's few micro-batches none may have been whole
+    halves = choose({SPLIT: schedule_named(SPLIT, num_chunks)}, priced, num_stages, num_micro_batches, num_chunks)
+    times = {name: timeline.step_s for name, timeline in {**chosen.timelines, **halves.timelines}.items()}
+    name = SPLIT if times[SPLIT] < times[chosen.name] * (1 - MARGIN) else chosen.name
+    timelines = {**chosen.timelines, **halves.timelines}
+    listed = ", ".join(f"{each} {seconds * 1e3:.1f}" for each, seconds in sorted(times.items(), key=lambda t: t[1]))
+    pieces = zip(whole.forward, whole.backward_input, split.backward_input, split.backward_weight, strict=True)
+    measured = "; ".join(
+        f"{_piece_name(i, num_stages, num_chunks)}: " + " ".join(f"{1e3 * t:.1f}" for t in each)
+        for i, each in enumerate(pieces)
+    )
+    bubble = 100 * timelines[name].bubble
+    return name, (
+        f"{name} for {num_micro_batches} micro-batches, with a bubble of {bubble:.1f} %: a step takes by simulation, "
+        f"in ms, {listed}; "
+        f"measured per micro-batch, in ms, forward, backward, its two halves: {measured}"
+    )
+
+
+def _piece_name(piece: int, num_stages: int, num_chunks: int) -> str:
+    stage = f"stage {piece % num_stages}"
+    return stage if num_chunks == 1 else f"{stage} chunk {piece // num_stages}"

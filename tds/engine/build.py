@@ -1,0 +1,270 @@
+"""The "pipeline" section of the JSON and what the engine makes of it once: stage, schedule, gradients, reducer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tds.deepspeed_api import checkpointing, choose_recomputed, layer_specs, place_of
+from tds.engine import auto_schedule
+from tds.engine.engine_parts import EngineParts
+from tds.engine.micro_batches import DataAgreement
+from tds.engine.optimizers import gradients_of
+from tds.engine.recompute import is_deepspeeds_reentrant
+from tds.engine.stage import Plan, Stage
+from tds.gradients import GradientSource, Reduction
+from tds.log import announce
+from tds.module import PipelineModule
+from tds.p2p import process_groups
+from tds.p2p.communicator import Exchange, Links, Slice
+from tds.shared_layers import sharing_layers
+from tds.torch_api import default_timeout
+from tds.watchdog import watchdog
+
+# The "pipeline" section of DeepSpeed's JSON: its keys, and what they ask for.
+
+KEYS = (
+    "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
+    "use_reentrant", "schedule", "chunks", "trace", "trace_steps", "timeout_s", "check_data",
+    "overlap_reduction",
+)  # fmt: skip
+"""DeepSpeed 0.19's, and ours: schedule, chunks, trace, trace_steps, timeout_s, check_data, overlap_reduction."""
+
+UNSUPPORTED = {
+    "amp": 'use "bf16" or "fp16"',
+    "progressive_layer_drop": "drop layers in your own modules, by torch's random numbers",
+    "compression_training": "quantize or prune in your own layers, or after training",
+    "eigenvalue": "take eigenvalues in the program, between steps",
+}
+"""Sections of the JSON that act in the forward and backward of DeepSpeed's own engine, and what to do without them."""
+
+
+def check_keys(section: Mapping[str, Any]) -> None:
+    """Raise ValueError for keys that nobody reads."""
+    unknown = [key for key in section if key not in KEYS]
+    if not unknown:
+        return
+    told = []
+    for key in unknown:
+        close = difflib.get_close_matches(str(key), KEYS, n=1)
+        told.append(f'"{key}"' + (f' (did you mean "{close[0]}"?)' if close else ""))
+    raise ValueError(f'"pipeline" in the JSON has no {", ".join(told)}; its keys are {", ".join(KEYS)}')
+
+
+def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
+    """Return the schedule that the section asks for: a name, a function (from a program's own dict), or None.
+
+    Raises:
+        ValueError: chunks or an interleaved schedule that do not agree with the module.
+    """
+    has_chunks = isinstance(module, PipelineModule)
+    chunks = module.chunks if has_chunks else 1
+    asked, schedule = section.get("chunks", chunks), section.get("schedule")
+    if not has_chunks and (asked != 1 or schedule == "interleaved"):
+        raise ValueError(
+            f"a stage of several chunks needs tds.PipelineModule(..., chunks=c), got a plain {type(module).__name__} "
+            f'and "pipeline": {{"schedule": {schedule!r}, "chunks": {asked!r}}}. Build it with tds.PipelineModule.'
+        )
+    if asked != chunks:
+        raise ValueError(
+            f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {asked!r} there and {chunks=} in '
+            "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
+        )
+    return schedule
+
+
+def accepted(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON without the sections of ``UNSUPPORTED``, all of which must be switched off.
+
+    DeepSpeed refuses some of them even so, since it has dropped what they are for.
+
+    Raises:
+        NotImplementedError: one of them is enabled.
+    """
+    for key, instead in UNSUPPORTED.items():
+        if _is_enabled(given.get(key)):
+            raise NotImplementedError(
+                f'the pipeline engine of tds does not act on "{key}" in the JSON, got it enabled; {instead}, and take '
+                "the section out"
+            )
+    return {key: value for key, value in given.items() if key not in UNSUPPORTED}
+
+
+def _is_enabled(section: Any) -> bool:
+    """Return whether ``section``, or a section within, says so."""
+    if not isinstance(section, Mapping):
+        return section is True
+    return any(_is_enabled(value) for key, value in section.items() if key == "enabled" or isinstance(value, Mapping))
+
+
+def is_auto(schedule: Any) -> bool:
+    """True if the engine is to choose the schedule by itself."""
+    return isinstance(schedule, str) and schedule.lower() == "auto"
+
+
+def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
+    """Return how long a stage waits for another.
+
+    Raises:
+        ValueError: "timeout_s" is no positive number.
+    """
+    limit = section.get("timeout_s")
+    if limit is None:
+        return default
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise ValueError(f'"pipeline": {{"timeout_s": ...}} must be a positive number of seconds, got {limit!r}')
+    return timedelta(seconds=limit)
+
+
+def compares_data(section: Mapping[str, Any]) -> bool:
+    """Return whether the ranks of a replica are to compare checksums of what they have read.
+
+    Raises:
+        ValueError: "check_data" is neither true nor false.
+    """
+    return _switch(section, "check_data", False)
+
+
+def overlaps_reduction(section: Mapping[str, Any]) -> bool:
+    """Return whether sums over replicas are to start while the backward runs.
+
+    Raises:
+        ValueError: "overlap_reduction" is neither true nor false.
+    """
+    return _switch(section, "overlap_reduction", True)
+
+
+def _switch(section: Mapping[str, Any], key: str, default: bool) -> bool:
+    asked = section.get(key, default)
+    if not isinstance(asked, bool):
+        raise ValueError(f'"pipeline": {{"{key}": ...}} must be true or false, got {asked!r}')
+    return asked
+
+
+# What the engine builds once: its stage, its schedule, its view of the optimizer.
+
+
+def refuse_unsupported(engine: EngineParts) -> None:
+    """Raise for what would train wrongly in silence."""
+    if not isinstance(engine.module, PipelineModule) and sharing_layers(layer_specs(engine.module)):
+        raise TypeError(
+            f"layers that share modules need tds.PipelineModule, got {type(engine.module).__module__}."
+            f"{type(engine.module).__name__}: there nobody builds what they share"
+        )
+    if engine.has_moe_layers:
+        raise NotImplementedError("the pipeline engine of tds does not train DeepSpeed's MoE layers; use DeepSpeed's")
+    accepted(engine.config_given)
+    if engine.torch_autocast_enabled():
+        raise NotImplementedError(
+            'the pipeline engine of tds does not act on "torch_autocast"; use "bf16" or "fp16", or '
+            "torch.autocast inside your layers"
+        )
+    if engine.zero_optimization_stage() >= 2:
+        raise ValueError(
+            f"ZeRO stages 2 and 3 cut gradients that a pipeline still adds to, got zero_optimization.stage="
+            f"{engine.zero_optimization_stage()}; use 0 or 1"
+        )
+
+
+def tell_what_acts_on_nothing(engine: EngineParts) -> None:
+    """Say on rank 0 which keys of the JSON a program has set that act on DeepSpeed's own engine alone."""
+    given = engine.config_given
+    found: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in given]
+    found += [key for key in ("pipe_partitioned", "grad_partitioned") if key in given.get("pipeline", {})]
+    if found and engine.global_rank == 0:
+        listed = ", ".join(f'"{key}"' for key in found)
+        announce(
+            f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
+            "says of each tensor whether it is cut over the tensor group"
+        )
+    if engine.asks_for_flops and engine.global_rank == 0:
+        announce(
+            '"flops_profiler" in the JSON profiles nothing in tds. Use "pipeline": {"trace": "a folder"}, or run '
+            "deepspeed.profiling.flops_profiler.get_model_profile on a layer"
+        )
+
+
+def configure_recompute(engine: EngineParts) -> None:
+    """Take over the JSON's recompute settings. A checkpoint function of the user's own stays: it may restore more."""
+    section, module = engine.pipeline_section, engine.module
+    if section.get("use_reentrant") is False and is_deepspeeds_reentrant(module.activation_checkpoint_func):
+        module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+    if section.get("activation_checkpoint_interval", 0) > 0:
+        module.activation_checkpoint_interval = section["activation_checkpoint_interval"]
+    if module.activation_checkpoint_interval > 0:
+        choose_recomputed(module)
+
+
+def make_gradients(engine: EngineParts) -> GradientSource | None:
+    """Return where gradients lie; None for an engine that only evaluates."""
+    if engine.optimizer is None:
+        return None
+    return gradients_of(engine.optimizer, engine.zero_optimization_stage())
+
+
+def make_reduction(engine: EngineParts, gradients: GradientSource | None) -> Reduction | None:
+    """Return the sums over replicas; None with one replica, or for an engine that only evaluates."""
+    if gradients is None or engine.grid.data_parallel_size == 1:
+        return None
+    module = engine.module
+    own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
+    chunks = [own(chunk) for chunk in range(num_chunks(module))]
+    tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
+    every, group = list(module.parameters()), engine.grid.get_data_parallel_group()
+    starts_early = overlaps_reduction(engine.pipeline_section)
+    return Reduction(every, chunks, tied, gradients, group, dtype=engine.sums_dtype, starts_early=starts_early)
+
+
+def make_stage(engine: EngineParts) -> Stage:
+    """Return this rank's stage with its messages. Collective over all ranks."""
+    grid = engine.grid
+    cut = Slice()
+    if grid.model_parallel_size > 1:
+        group = grid.get_slice_parallel_group()
+        cut = Slice(grid.get_slice_parallel_rank(), grid.model_parallel_size, group)
+    device = torch.device(engine.device)
+    ranks = [grid.stage_to_global(stage) for stage in range(engine.num_stages)]
+    chunks = num_chunks(engine.module)
+    limit = wait_limit(engine.pipeline_section, default_timeout())
+    groups, must_open = process_groups.message_groups(grid, device, chunks, limit)
+    if must_open:
+        process_groups.open_channels(groups, ranks, engine.stage_id, device, chunks)
+    links = Links(engine.stage_id, ranks, groups, cut, device, limit)
+    exchange = Exchange(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
+    return Stage(engine.module, exchange, device)
+
+
+def make_data_agreement(engine: EngineParts, compares: bool) -> DataAgreement | None:
+    """Return how all ranks agree on their data; None for one rank, which needs no other."""
+    if dist.get_world_size() == 1:
+        return None
+    grid = engine.grid
+    return DataAgreement(
+        engine.module.world_group,
+        stage=engine.stage_id,
+        replica=grid.get_data_parallel_rank(),
+        device=torch.device(engine.device),
+        name_of=lambda rank: watchdog.name_of(rank, place_of(grid, rank)),
+        compares=compares,
+    )
+
+
+def make_plan(engine: EngineParts) -> Plan:
+    """Return the schedule that the JSON asks for; that which "auto" starts with."""
+    chosen = chosen_schedule(engine.pipeline_section, engine.module)
+    return Plan(
+        auto_schedule.first_name(num_chunks(engine.module)) if is_auto(chosen) else chosen,
+        num_stages=engine.num_stages,
+        num_chunks=num_chunks(engine.module),
+        stage=engine.stage_id,
+    )
+
+
+def num_chunks(module: Any) -> int:
+    """Return how many chunks of layers each stage of ``module`` has; DeepSpeed's own modules have one."""
+    return getattr(module, "chunks", 1)

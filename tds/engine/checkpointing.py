@@ -1,0 +1,552 @@
+"""save_checkpoint and load_checkpoint in DeepSpeed's layout, one file a layer; torch.load that may run no code."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import logging
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tds.deepspeed_api import (
+    BF16_Optimizer,
+    DynamicLossScaler,
+    LossScaler,
+    TiedLayerSpec,
+    ZeroStageEnum,
+    fragment_address,
+    grid_of,
+    layer_specs,
+    weight_named,
+)
+from tds.module import layer_numbers
+from tds.module import layer_numbers as layer_numbers_module
+from tds.shared_layers import sharing_layers
+from tds.torch_api import has_rates
+
+# The files of a checkpoint that hold layers: one for each layer, under its number in the whole model.
+#
+# The names are DeepSpeed's, so its engine and ours read each other's, and any number of stages reads any other's:
+#
+# | file | holds |
+# |---|---|
+# | ``layer_03-model_states.pt``, ``layer_03-model_01-model_states.pt`` | layer 3; its tensor slice 1 |
+# | ``layer_07-tied-model_states.pt`` | what a stage holds of a tied module beyond its tied weights; DeepSpeed loses it |  # noqa: E501
+# | ``shared_bias-model_states.pt``, ``shared_bias-model_01-model_states.pt`` | a module that layers share, by its key |
+
+
+@dataclass(frozen=True)
+class SavedLayer:
+    """A part of this stage that has a state, and the file it is read from.
+
+    ``is_elsewhere``: the file is another layer's, which may hold more than the tied weight that this part has.
+    """
+
+    part: Any
+    path: str
+    number_of_files: int
+    is_elsewhere: bool = False
+
+
+def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
+    """Yield what this stage reads from ``folder``; a path that is not there says which file is missing."""
+    slice_rank = grid_of(module).get_slice_parallel_rank()
+    for index, layer in enumerate(module.forward_funcs):
+        if hasattr(layer, "load_state_dict"):
+            files = module.ckpt_layer_path_list(folder, index)
+            files = [file for file in files if "-tied-" not in os.path.basename(file)]
+            path = files[slice_rank] if slice_rank < len(files) else module.ckpt_layer_path(folder, index)
+            yield SavedLayer(layer, path, len(files))
+    for key, index in _only_as_functions(module).items():
+        own = tied_path(module, folder, index)
+        path = own if os.path.exists(own) else _path_of_first(module, key, own)
+        yield SavedLayer(module.tied_modules[key], path, grid_of(module).get_slice_parallel_world_size(), path != own)
+    for key in _shared_here(module):
+        files = glob.glob(os.path.join(glob.escape(folder), f"shared_{key}-*model_states.pt"))
+        yield SavedLayer(module.tied_modules[key], shared_path(module, folder, key), len(files))
+
+
+def save_tied_rest(module: Any, folder: str, checkpoint_engine: Any) -> None:
+    """Write what DeepSpeed's own files leave out: shared modules, and tied ones that hold more than tied weights.
+
+    DeepSpeed writes a tied module where it is a layer, and not where only its ``forward_fn`` is. A shared module is
+    written by the first stage that holds it.
+    """
+    if grid_of(module).data_parallel_id != 0:
+        return
+    for key, index in _only_as_functions(module).items():
+        state = module.tied_modules[key].state_dict()
+        if not (_has_layer(module, key) and _is_all_tied(module, key, state)):
+            checkpoint_engine.save(state_dict=_copied(state), path=tied_path(module, folder, index))
+    for key, layers in _shared_here(module).items():
+        if min(map(module.stage_owner, layers)) == module.stage_id:
+            state = module.tied_modules[key].state_dict()
+            checkpoint_engine.save(state_dict=_copied(state), path=shared_path(module, folder, key))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in state.items()}
+
+
+def shared_path(module: Any, folder: str, key: str) -> str:
+    """Return the path of a shared module's file, which has no layer's number."""
+    place, name = os.path.split(module.ckpt_layer_path(folder, 0))
+    return os.path.join(place, f"shared_{key}-" + name.split("-", 1)[1])
+
+
+def tied_path(module: Any, folder: str, local_index: int) -> str:
+    """Return the path of a tied module's own file; DeepSpeed's converters pass such names over."""
+    place, name = os.path.split(module.ckpt_layer_path(folder, local_index))
+    return os.path.join(place, name.replace("-", "-tied-", 1))
+
+
+def _shared_here(module: Any) -> dict[str, list[int]]:
+    """Return the numbers of the layers in the whole model that share each module, for those that this stage holds."""
+    own = set(layer_numbers_module(module))
+    return {key: layers for key, layers in sharing_layers(layer_specs(module)).items() if own & set(layers)}
+
+
+def _only_as_functions(module: Any) -> dict[str, int]:
+    """Return the local index of the first layer of each tied module that is no layer itself on this stage."""
+    found: dict[str, int] = {}
+    for index, number in enumerate(layer_numbers_module(module)):
+        spec = layer_specs(module)[number]
+        if isinstance(spec, TiedLayerSpec):
+            found.setdefault(spec.key, index)
+    layers = [id(layer) for layer in module.forward_funcs]
+    return {key: index for key, index in found.items() if id(module.tied_modules[key]) not in layers}
+
+
+def _tied_specs(module: Any, key: str) -> list[tuple[int, TiedLayerSpec]]:
+    return [(n, s) for n, s in enumerate(layer_specs(module)) if isinstance(s, TiedLayerSpec) and s.key == key]
+
+
+def _has_layer(module: Any, key: str) -> bool:
+    return any(spec.forward_fn is None for _, spec in _tied_specs(module, key))
+
+
+def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
+    """True if every tensor of ``state`` is a tied weight, which lies in the file of its layer too."""
+    part = module.tied_modules[key]
+    tied = {weight_named(module, part, name).data_ptr() for name in module.tied_weight_attrs[key]}
+    return all(torch.is_tensor(value) and value.data_ptr() in tied for value in state.values())
+
+
+def _path_of_first(module: Any, key: str, own: str) -> str:
+    """Return the file of the first layer that shares the module ``key``, else ``own``, which is not there."""
+    folder, name = os.path.split(own)
+    for number, _ in _tied_specs(module, key):
+        of_number = f"layer_{number:02d}-" + name.split("-", 1)[1]
+        for candidate in (of_number.replace("-tied-", "-", 1), of_number):
+            if os.path.exists(os.path.join(folder, candidate)):
+                return os.path.join(folder, candidate)
+    return own
+
+
+# Reading checkpoint files without running what may be in them.
+#
+# A file of ``torch.save`` is a pickle, which can name any function and have it called. DeepSpeed reads its own in the
+# way that does so. Here every ``torch.load``, DeepSpeed's too, builds tensors, plain containers and the few classes of
+# ``ALLOWED``, which are those that DeepSpeed's own files hold; anything else ends the reading before anything of it
+# runs.
+
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # beats what DeepSpeed passes to ``torch.load``
+_NAME = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
+
+_reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]
+_scalar: Any = np.float64(0).__reduce__()[0]  # type: ignore[index]
+_HOMES = ("numpy.core.multiarray", "numpy._core.multiarray")  # it moved with NumPy 2
+_KINDS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+
+ALLOWED: list[Any] = [
+    LossScaler,
+    DynamicLossScaler,
+    ZeroStageEnum,
+    fragment_address,
+    argparse.Namespace,
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in _KINDS),
+    *((_reconstruct, f"{home}._reconstruct") for home in _HOMES),
+    *((_scalar, f"{home}.scalar") for home in _HOMES),
+]
+"""What a file may name beside what torch allows (tensors, their sizes and types, sets, ordered and counting dicts).
+
+| who writes it | what |
+|---|---|
+| DeepSpeed's fp16 and ZeRO optimizers | loss scalers, the stage, the places of parts in flat buffers |
+| programs, as client state | ``argparse.Namespace``; numbers and arrays of NumPy, but arrays of objects only of these |
+"""
+
+
+class UnsafeFileError(RuntimeError):
+    """A file names something that is not on the list; nothing of it was run."""
+
+
+@contextmanager
+def weights_only() -> Iterator[None]:
+    """Let every ``torch.load`` in here build nothing but what is on the list."""
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before
+
+
+def load_safely(path: str, read: Callable[..., Any] = torch.load, **options: Any) -> Any:
+    """Return what ``read(path, **options)``, which calls ``torch.load``, makes of the file.
+
+    Raises:
+        UnsafeFileError: it names something that is not on the list.
+    """
+    try:
+        with weights_only():
+            return read(path, **options)
+    except pickle.UnpicklingError as error:
+        raise UnsafeFileError(
+            f"{path} may hold tensors, numbers, texts and the few classes that DeepSpeed itself saves, got "
+            f"{_named(error)}, and nothing of it was run. Save it anew without it; only if you trust whoever wrote the "
+            "file, whose code would run here, pass load_checkpoint(..., is_trusted=True)"
+        ) from error
+
+
+class SafeLoad:
+    """In the place of a checkpoint engine's ``load``, whichever of DeepSpeed's engines it is.
+
+    Attributes:
+        is_trusted: read as the engine does, code and all; for one load, by the user's own word.
+        last_path: of the file that was read last, or could not be.
+    """
+
+    def __init__(self, read: Callable[..., Any]) -> None:
+        self.is_trusted = False
+        self.last_path: str | None = None
+        self._read = read
+
+    def __call__(self, path: str, map_location: Any = None) -> Any:
+        """Return the content of ``path``, as ``CheckpointEngine.load``."""
+        self.last_path = path
+        if self.is_trusted:
+            return self._read(path, map_location=map_location)
+        return load_safely(path, self._read, map_location=map_location)
+
+
+def make_safe(checkpoint_engine: Any) -> SafeLoad:
+    """Let ``checkpoint_engine`` read safely from now on; what it writes stays the same."""
+    if not isinstance(checkpoint_engine.load, SafeLoad):
+        checkpoint_engine.load = SafeLoad(checkpoint_engine.load)
+    return checkpoint_engine.load
+
+
+def _named(error: pickle.UnpicklingError) -> str:
+    """Return the object that torch refused."""
+    found = _NAME.search(str(error))
+    return found[1] if found else "what no such file has (it is damaged, or not one of torch.save)"
+
+
+# save_checkpoint and load_checkpoint in DeepSpeed's own directory layout.
+#
+# Weights lie in one file for each layer (layer_files.py), so any number of stages and chunks loads them. Optimizer
+# states lie in one file for each stage and are loaded only where every rank holds the layers that it held then.
+
+_log = logging.getLogger("tds")
+
+LAYOUT_KEY = "tds"
+"""Where a stage's file says which layers it is of; DeepSpeed's engine hands it on as client state."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is incomplete, or that does not fit the model."""
+
+
+class LayerCheckpoints:
+    """The part of the engine that saves and loads, ahead of DeepSpeed's own in the order of the engine's classes."""
+
+    module: Any
+    grid: Any
+    optimizer: Any
+    lr_scheduler: Any
+    checkpoint_engine: Any
+    checkpoint_folder: str | None
+    stage_id: int
+    global_rank: int
+    mp_world_size: int
+    seq_dp_world_size: int
+    writes_layers_in_parallel: bool
+    zero_optimization: Callable[[], bool]
+    load_universal_checkpoint: Callable[[], bool]
+    stage_files: Callable[[str, str], list[str]]
+    load_zero_states: Callable[[str, str], None]
+    zero_shapes: Callable[[], Any]
+    _loads_optimizer = False
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        is_trusted: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint of this engine's or DeepSpeed's; return (path, client state), or (None, None). Collective.
+
+        Args:
+            is_trusted: let the files build any object, which runs code of whoever wrote them; see ``safe_loading``.
+
+        Raises:
+            CheckpointError: files are missing, damaged, do not fit or name what is not on the list of what they may
+                hold, on any rank; ranks find different checkpoints; or optimizer states of another layout. What was
+                read by then stays: load another checkpoint, or end the program.
+            ValueError: ``custom_load_fn``, which layers in files of their own have no use for.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn must be None for a pipeline, whose layers lie in files of their own")
+        chosen = _agreed_tag(self, load_dir, tag)
+        if chosen is None:
+            return None, None
+        self._loads_optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
+        with self._reading(is_trusted):
+            path, state = super().load_checkpoint(  # type: ignore[misc]
+                load_dir, chosen, load_module_strict,
+                load_optimizer_states and not self._is_bf16_without_zero(), load_lr_scheduler_states, load_module_only,
+            )  # fmt: skip
+            if path is None or state is None:
+                return path, state
+            if self._loads_optimizer and self._is_bf16_without_zero():
+                self.load_zero_states(load_dir, chosen)
+                state.pop("optimizer", None)
+        if not load_optimizer_states and not self.zero_optimization():
+            getattr(self.optimizer, "refresh_fp32_params", _nothing)()  # else the next step writes the old weights back
+        if load_lr_scheduler_states and not load_module_only and not self._loads_optimizer:
+            self._take_rate_from_scheduler()
+        state.pop(LAYOUT_KEY, None)
+        return path, state
+
+    @contextmanager
+    def _reading(self, is_trusted: bool) -> Iterator[None]:
+        """Read files in here, safely unless they are trusted; an error on any rank is one on all. Collective."""
+        engine_load = make_safe(self.checkpoint_engine)
+        engine_load.is_trusted, engine_load.last_path = is_trusted, None
+        try:
+            with nullcontext() if is_trusted else weights_only():
+                yield
+        except CheckpointError:  # comes from all ranks by itself
+            raise
+        except Exception as error:  # whatever a damaged file makes torch or DeepSpeed raise: the others wait for word
+            file = engine_load.last_path or "the checkpoint"
+            told_together(str(error) if isinstance(error, UnsafeFileError) else f"{file} cannot be loaded: {error!r}")
+        else:
+            told_together(None)
+        finally:
+            engine_load.is_trusted = False
+
+    def checkpoint_engine_made(self) -> None:
+        make_safe(self.checkpoint_engine)
+
+    def _is_bf16_without_zero(self) -> bool:
+        """True for the optimizer that saves as with ZeRO and that DeepSpeed's load takes for one without."""
+        return isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
+
+    def _take_rate_from_scheduler(self) -> None:
+        """Set the learning rates, which torch keeps with the optimizer's states, to those that the scheduler saved."""
+        if self.optimizer is None or not has_rates(self.lr_scheduler):
+            return
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
+        """Write this stage's layers and return None while a checkpoint is saved; else return the stage's state."""
+        if self.checkpoint_folder is None:
+            options = {"exclude_frozen_parameters": exclude_frozen_parameters, **kwargs}
+            return super().module_state_dict(*args, **options)  # type: ignore[misc]
+        self.module.checkpoint_parallel_write_pipeline = self.writes_layers_in_parallel
+        self.module.save_state_dict(
+            self.checkpoint_folder,
+            checkpoint_engine=self.checkpoint_engine,
+            exclude_frozen_params=exclude_frozen_parameters,
+        )
+        save_tied_rest(self.module, self.checkpoint_folder, self.checkpoint_engine)
+        return None
+
+    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Read this stage's layers while a checkpoint is loaded, or take a state given as ``checkpoint["module"]``."""
+        folder, self.checkpoint_folder = self.checkpoint_folder, None
+        if folder is None or isinstance(checkpoint.get("module"), dict):
+            super().load_module_state_dict(checkpoint, strict, *args, **kwargs)  # type: ignore[misc]
+            return
+        if self._loads_optimizer:
+            told_together(_other_layout(self, checkpoint))
+        told_together(_load_layers(self, folder, strict))
+
+    def added_checkpoint_state(self) -> dict[str, Any]:
+        return {LAYOUT_KEY: {"layers": layer_numbers(self.module)}}
+
+
+def told_together(problem: str | None) -> None:
+    """Raise on every rank what any of them found. Collective.
+
+    Raises:
+        CheckpointError: with the problem of the first rank that has one.
+    """
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    _raise_first(problems)
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise CheckpointError(f"{found} (rank {rank})")
+
+
+def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str | None:
+    """Return the tag to load, the same on every rank; None where there is no "latest" anywhere. Collective.
+
+    Raises:
+        CheckpointError: ranks find different ones, or files are missing.
+    """
+    pointer = "latest_universal" if engine.load_universal_checkpoint() else "latest"
+    chosen, problem = tag, None
+    try:
+        chosen = _pointed_at(os.path.join(load_dir, pointer)) if tag is None else str(tag)
+        problem = None if chosen is None else _missing_files(engine, load_dir, chosen)
+    except Exception as error:  # a file system's errors, of one host alone
+        problem = f"{load_dir} cannot be read: {error!r}"
+    found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(found, (chosen, problem))
+    _raise_first([problem for _, problem in found])
+    ranks: dict[str | None, list[int]] = {}
+    for rank, (each, _) in enumerate(found):
+        ranks.setdefault(each, []).append(rank)
+    if len(ranks) > 1:
+        told = "; ".join(f"{_name(each, pointer)} on {_listed(those)}" for each, those in ranks.items())
+        raise CheckpointError(
+            f"all ranks must load the same checkpoint, got {told}, in {load_dir}. Let every host see the same folder, "
+            "or pass the tag"
+        )
+    if chosen is None and engine.load_universal_checkpoint():
+        raise CheckpointError(f"a universal checkpoint must have a file {pointer}, got none in {load_dir}")
+    if chosen is None and engine.global_rank == 0:
+        _log.warning('no file "%s" in %s: nothing is loaded. Pass the tag if there is a checkpoint', pointer, load_dir)
+    return chosen
+
+
+def _pointed_at(path: str) -> str | None:
+    if not os.path.isfile(path):
+        return None
+    with open(path) as file:
+        return file.read().strip()
+
+
+def _name(tag: str | None, pointer: str) -> str:
+    return f'no file "{pointer}"' if tag is None else f"tag {tag}"
+
+
+def _listed(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if ranks[8:] else ""
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | None:
+    """Return what is wrong with the names of the files that this rank reads."""
+    folder = os.path.join(load_dir, tag)
+    if not engine.stage_files(load_dir, tag):
+        return f"a checkpoint must have files mp_rank_*_model_states.pt, got none in {folder}. Check load_dir and tag"
+    if engine.load_universal_checkpoint():
+        return None
+    size = engine.grid.get_slice_parallel_world_size()
+    for layer in layers_to_load(engine.module, folder):
+        if not os.path.exists(layer.path):
+            return (
+                f"each layer must have its file, got no {layer.path}: the checkpoint is of another model or cut short"
+            )
+        if layer.number_of_files != size:
+            return (
+                f"a layer must have one file for each tensor slice, got {layer.number_of_files} beside {layer.path} "
+                f"and {size} slices here; load with as many slices as saved"
+            )
+    return None
+
+
+def _load_layers(engine: LayerCheckpoints, folder: str, strict: bool) -> str | None:
+    """Load this stage's layers; return what went wrong."""
+    for layer in layers_to_load(engine.module, folder):
+        try:
+            state = engine.checkpoint_engine.load(layer.path, map_location="cpu")
+            if layer.is_elsewhere:
+                state = {name: state[name] for name in layer.part.state_dict() if name in state}
+            layer.part.load_state_dict(state, strict=strict)
+        except Exception as error:  # whatever a damaged file makes torch raise
+            return f"{layer.path} cannot be loaded: {error}"
+    return None
+
+
+def _other_layout(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
+    """Return why the optimizer states of ``checkpoint`` are not those of this rank's parameters."""
+    difference = _difference(engine, checkpoint)
+    if difference is None:
+        return None
+    return (
+        f"optimizer states can be loaded only where each rank holds the layers that it held when they were saved: "
+        f"{difference}. Pass load_optimizer_states=False to load the weights alone."
+    )
+
+
+def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
+    saved, now = checkpoint["mp_world_size"], engine.mp_world_size
+    if saved != now:
+        return f"saved on {saved} ranks for each replica (stages x tensor slices), now {now}"
+    layers = layer_numbers(engine.module)
+    layout = checkpoint.get(LAYOUT_KEY)
+    if layout is not None and layout["layers"] != layers:
+        return f"stage {engine.stage_id} had the layers {layout['layers']}, now {layers}"
+    if layout is None and layers != list(range(layers[0], layers[-1] + 1)):
+        return f"DeepSpeed's stages hold one run of layers each, here stage {engine.stage_id} has {layers}"
+    if engine.zero_optimization() or engine._is_bf16_without_zero():
+        replicas, here = checkpoint["dp_world_size"], engine.seq_dp_world_size
+        if replicas != here:
+            return f"they were cut over {replicas} replicas, now {here}"
+    if engine.zero_optimization():
+        shapes, wanted = checkpoint["param_shapes"], engine.zero_shapes()
+        return None if shapes == wanted else f"ZeRO's states were saved for {_told(shapes)}, now {_told(wanted)}"
+    return _other_shapes(engine.optimizer, checkpoint["optimizer"])
+
+
+def _told(shapes: Any) -> str:
+    return ", ".join(f"{name} {list(shape)}" for group in shapes or [] for name, shape in group.items()) or "nothing"
+
+
+def _other_shapes(optimizer: Any, state: Any) -> str | None:
+    """Compare the shapes in a state of torch's form with the parameters; other forms check themselves."""
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        return None
+    numbers = [list(group["params"]) for group in state["param_groups"]]
+    parameters = [list(group["params"]) for group in optimizer.param_groups]
+    if [len(group) for group in numbers] != [len(group) for group in parameters]:
+        return f"groups of {[len(g) for g in numbers]} parameters were saved, now {[len(g) for g in parameters]}"
+    for number, parameter in zip(sum(numbers, []), sum(parameters, []), strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            if torch.is_tensor(value) and value.dim() > 0 and value.shape != parameter.shape:
+                return f"{name} of parameter {number} was saved as {list(value.shape)}, now {list(parameter.shape)}"
+    return None

@@ -1,0 +1,395 @@
+"""Stage: which actions it runs in which order, a method for each; the state of one call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tds.deepspeed_api import checkpointing
+from tds.device import to_device
+from tds.engine.micro_batches import BatchSource, nesting, stage_inputs
+from tds.engine.monitor import BACKWARD, FORWARD, untimed
+from tds.engine.recompute import Recompute
+from tds.engine.weight_grad_store import Splitter
+from tds.gradients import GradientSource, Reduction
+from tds.loss import NO_LOSS_FN, LossMeter, has_loss_function
+from tds.p2p.communicator import Exchange
+from tds.schedule import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Message,
+    ScheduleError,
+    forward_only,
+    received,
+    schedule_named,
+    sent,
+    validate,
+)
+from tds.schedule.schedules import Order
+from tds.schedule.simulate import send_window
+
+if TYPE_CHECKING:
+    from tds.timers import Recorder
+
+# Which actions a stage runs: by the name of a schedule, a user's own order, or what "auto" settles on.
+
+BY_DEFAULT = {False: "1f1b", True: "interleaved"}
+
+
+class Plan:
+    """The orders of one stage.
+
+    Args:
+        schedule: a name, or a function of (stages, micro-batches, stage) to a list of actions; None: 1f1b, or
+            interleaved where a stage has several chunks.
+
+    Raises:
+        ValueError: no such name, or it does not go with ``num_chunks``.
+    """
+
+    def __init__(self, schedule: Any, *, num_stages: int, num_chunks: int, stage: int) -> None:
+        self.num_stages, self.num_chunks, self.stage = num_stages, num_chunks, stage
+        self.set(BY_DEFAULT[num_chunks > 1] if schedule is None else schedule)
+
+    def set(self, schedule: Any) -> None:
+        """Run ``schedule`` from the next call on."""
+        self.order: Order = schedule if callable(schedule) else schedule_named(schedule, self.num_chunks)
+        self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
+        self._is_built_in = not callable(schedule)
+        self._actions: dict[int, list[Action]] = {}
+        self._windows: dict[tuple[int, bool], int] = {}
+
+    def training(self, num_micro_batches: int) -> list[Action]:
+        """Return the actions of a train_batch; a user's own order is proven to run first."""
+        if num_micro_batches not in self._actions:
+            self._prove(num_micro_batches)
+            self._actions[num_micro_batches] = self.order(self.num_stages, num_micro_batches, self.stage)
+        return self._actions[num_micro_batches]
+
+    def _prove(self, num_micro_batches: int) -> None:
+        if not self._is_built_in and num_micro_batches not in self._actions:
+            prove(self.order, self.name, self.num_stages, num_micro_batches, self.num_chunks)
+
+    def evaluation(self, num_micro_batches: int) -> list[Action]:
+        """Return the actions of an eval_batch."""
+        return _forwards(self.num_chunks)(self.num_stages, num_micro_batches, self.stage)
+
+    def window(self, num_micro_batches: int, *, is_training: bool = True) -> int:
+        """Return how many messages of a kind may wait for a neighbour to take them."""
+        key = num_micro_batches, is_training
+        if key not in self._windows:
+            if is_training:
+                self._prove(num_micro_batches)
+            order = self.order if is_training else _forwards(self.num_chunks)
+            self._windows[key] = send_window(order, self.num_stages, num_micro_batches, self.num_chunks, is_training)
+        return self._windows[key]
+
+
+@functools.lru_cache
+def _forwards(num_chunks: int) -> Order:
+    return forward_only if num_chunks == 1 else functools.partial(forward_only, num_chunks=num_chunks)
+
+
+def prove(order: Order, name: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    """Raise ScheduleError, with the name of a user's ``order``, unless it trains what it must and cannot stop."""
+    try:
+        every = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+        validate(every, num_micro_batches, num_chunks=num_chunks)
+    except ScheduleError as error:
+        raise ScheduleError(f"the schedule {name} cannot run: {error}") from error
+
+
+# One train_batch or eval_batch, as the stage that works on it sees it.
+
+
+@dataclass
+class Call:
+    """What a call needs and what it leaves.
+
+    ``reduction`` is None where there are no replicas to add up gradients over, or no gradients.
+    """
+
+    source: BatchSource
+    is_training: bool
+    meter: LossMeter
+    loss_fn: Callable[[Any, Any], Any] | None
+    gradients: GradientSource | None = None
+    reduction: Reduction | None = None
+    loss_scale: float = 1.0
+    on_micro_batch: Callable[[int], None] | None = None
+    on_action: Callable[[Action], None] | None = None
+    recomputes_reentrantly: bool = False
+    collects_losses: bool = True
+    part: Callable[[str], AbstractContextManager[None]] = untimed
+    outputs: list[Any] = field(default_factory=list)
+    last_output: Any = None
+
+
+@dataclass
+class InFlight:
+    """What a forward leaves for its backward: the leaves it read, and where the graph of its output begins.
+
+    The outputs themselves are let go once sent: a gradient edge is enough to run the backward.
+    """
+
+    leaves: list[torch.Tensor]
+    edges: list[GradientEdge]
+    loss: torch.Tensor | None = None
+
+
+def last_of_chunks(actions: Sequence[Action]) -> set[Action]:
+    """Return the actions after which all gradients of their chunk are final."""
+    return set({a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}.values())
+
+
+# One stage at work: what each action of a schedule does here.
+
+
+class Stage:
+    """The layers of one pipeline rank with their messages.
+
+    Attributes:
+        recorder: told of each action in training; None while nobody wants to see them.
+        span: marks of the clock around the actions of the last run.
+    """
+
+    def __init__(self, module: Any, exchange: Exchange, device: torch.device) -> None:
+        self.module = module
+        self.exchange = exchange
+        self.device = device
+        self.index = exchange.links.stage
+        self.num_stages = exchange.links.num_stages
+        self.num_chunks = exchange.num_chunks
+        self.splitter = Splitter()
+        self.recompute = Recompute()
+        self.recorder: Recorder | None = None
+        self.span: tuple[Any, Any] | None = None
+        self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._last: set[Action] = set()
+        self._put_off: set[tuple[int, int]] = set()
+        self._broken_by: str | None = None
+        self._methods: dict[type[Action], Callable[[Action, Call], None]] = {
+            Forward: self.forward,
+            Backward: self.backward,
+            BackwardInput: self.backward_input,
+            BackwardWeight: self.backward_weight,
+        }
+
+    @property
+    def splits(self) -> bool:
+        """True if the actions of the last run put gradients of weights off."""
+        return bool(self._put_off)
+
+    def run(self, actions: Sequence[Action], call: Call) -> None:
+        """Do ``actions`` in order. Collective: the other stages do theirs.
+
+        Raises:
+            RuntimeError: an earlier call ended in the middle, so messages of it are still on their way.
+        """
+        self._refuse_if_broken()
+        self._in_flight.clear()
+        self.splitter.clear()
+        self._last = last_of_chunks(actions)
+        self._put_off = {_key(action) for action in actions if isinstance(action, BackwardInput)}
+        call.source.begin(any(self._reads(action) for action in actions))
+        with self._breaking():
+            self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
+            began = self.exchange.clock.mark()
+            self._do(actions, call)
+            self.span = (began, self.exchange.clock.mark())
+            self.exchange.finish()
+
+    def _reads(self, action: Action) -> bool:
+        return isinstance(action, Forward) and None in self._messages(action)
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Remember an error that leaves messages on their way, which the next call would take for its own."""
+        try:
+            yield
+        except BaseException as error:
+            if self.num_stages > 1:
+                self._broken_by = f"{type(error).__name__}: {error}"
+            raise
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken_by is not None:
+            raise RuntimeError(
+                f"stage {self.index} cannot go on: an earlier train_batch or eval_batch ended in the middle, with "
+                f"messages between stages on their way ({self._broken_by}). End the program and resume, or build the "
+                "engine anew on all ranks"
+            )
+
+    def _do(self, actions: Sequence[Action], call: Call) -> None:
+        recorder = self.recorder if call.is_training else None
+        for action in actions:
+            self.exchange.action = action
+            if call.on_action is not None:
+                call.on_action(action)
+            if recorder is None:
+                self._methods[type(action)](action, call)
+            else:
+                recorder.before()
+                self._methods[type(action)](action, call)
+                recorder.after(action)
+        self.exchange.action = None
+
+    def forward(self, action: Action, call: Call) -> None:
+        """Run the layers on one micro-batch; send the output on, or take the loss."""
+        incoming, outgoing = self._messages(action)
+        labels = None
+        leaves: list[torch.Tensor] = []
+        if incoming is None or outgoing is None:
+            inputs, labels = call.source.next()
+        if incoming is None:
+            inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)
+        else:
+            inputs, leaves = self.exchange.take_activations(incoming)
+        if call.is_training and call.on_micro_batch is not None:
+            call.on_micro_batch(action.micro_batch)
+        told = _telling(lambda: f"the first layer was given {nesting(inputs)}", incoming is None)
+        with call.part(FORWARD), told, self._splitting(action), self._recomputing():
+            output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
+        if not call.is_training:
+            checkpointing.reset()  # DeepSpeed's buffers count a forward's inputs, which no backward takes out here
+        if outgoing is None:
+            self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
+            return
+        with_grad = self.exchange.send_activations(outgoing, output)
+        if call.is_training:
+            self._refuse_lost_gradients(with_grad)
+            self._in_flight[_key(action)] = InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
+
+    def backward(self, action: Action, call: Call) -> None:
+        """Run the whole backward of one micro-batch; send the gradients of what came in back."""
+        with self._making_final(action, call):
+            self._run_backward(action, call)
+        if call.reduction is not None and action in self._last:
+            call.reduction.chunk_ready(action.chunk)
+
+    def backward_input(self, action: Action, call: Call) -> None:
+        """Run the backward of one micro-batch but for the weights of linear layers."""
+        self._run_backward(action, call)
+
+    def backward_weight(self, action: Action, call: Call) -> None:
+        """Compute the gradients of weights that ``backward_input`` put off."""
+        gradients = _gradients(call)
+        reduction = call.reduction if action in self._last else None
+        starts_early = reduction is not None and gradients.come_in_hooks
+        if reduction is not None and starts_early:
+            reduction.chunk_ready(action.chunk, apart_from=self.splitter.waiting(_key(action)))
+        with call.part(BACKWARD):
+            gradients.before_backward()
+            self.splitter.run(_key(action), reduction.ready if reduction is not None and starts_early else None)
+            gradients.after_backward()
+        if reduction is not None:
+            reduction.chunk_ready(action.chunk)
+
+    def _run_backward(self, action: Action, call: Call) -> None:
+        incoming, outgoing = self._messages(action)
+        gradients = _gradients(call)
+        arrived = [] if incoming is None else self.exchange.take_gradients(incoming)
+        state = self._in_flight.pop(_key(action))
+        with call.part(BACKWARD):
+            gradients.before_backward()
+            with self._splitting(action), self._putting_off(action):
+                if state.loss is not None:
+                    state.loss.backward()
+                elif state.edges:
+                    torch.autograd.backward(state.edges, arrived)
+            gradients.after_backward()
+        if outgoing is not None:
+            returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
+            self.exchange.send_gradients(outgoing, returned)
+
+    def _splitting(self, action: Action) -> AbstractContextManager[None]:
+        """Let linear layers be ones that can be split if the backward of this micro-batch is; recompute runs them."""
+        return self.splitter.active() if _key(action) in self._put_off else nullcontext()
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        is_on = getattr(self.module, "activation_checkpoint_interval", 0)
+        return self.recompute.running(self.module) if is_on else nullcontext()
+
+    def _putting_off(self, action: Action) -> AbstractContextManager[None]:
+        return self.splitter.putting_off(_key(action)) if isinstance(action, BackwardInput) else nullcontext()
+
+    def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
+        """Let sums over the replicas start as the chunk's last backward makes gradients final."""
+        if call.reduction is None or action not in self._last or self.splits or call.recomputes_reentrantly:
+            return nullcontext()
+        if not _gradients(call).come_in_hooks:
+            return nullcontext()
+        return call.reduction.last_backward(action.chunk)
+
+    def _messages(self, action: Action) -> tuple[Message | None, Message | None]:
+        place = self.index, self.num_stages, self.num_chunks
+        return received(action, *place), sent(action, *place)
+
+    def _finish_forward(self, action: Action, call: Call, output: Any, labels: Any, leaves: list[torch.Tensor]) -> None:
+        """On the last stage: take the loss, or keep the output where none is wanted."""
+        call.last_output = output
+        if not call.collects_losses:
+            call.outputs.append(self.made_output(output))
+            return
+        given = output, labels
+        told = _telling(lambda: f"the loss function was given {nesting(given)}")
+        with call.part(FORWARD), told, self._splitting(action):
+            loss = output if call.loss_fn is None else call.loss_fn(output, labels)
+        with _telling(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
+            share = call.meter.add(loss, action.micro_batch)
+        if not call.is_training:
+            call.outputs.append(loss)
+            return
+        call.last_output = None
+        if not share.requires_grad:
+            raise RuntimeError(
+                f"the loss must depend on the parameters, got one without a gradient at micro-batch "
+                f"{action.micro_batch} on stage {self.index}"
+            )
+        scaled = share if call.loss_scale == 1.0 else share * call.loss_scale
+        self._in_flight[_key(action)] = InFlight(leaves, [], scaled)
+
+    def made_output(self, output: Any) -> Any:
+        """Return what a program is shown of an output of the last layer; None of other stages."""
+        make = getattr(self.module, "made_output", None)
+        return output if output is None or make is None else make(output)
+
+    def _refuse_lost_gradients(self, with_grad: Sequence[torch.Tensor]) -> None:
+        """Raise if this stage has weights to train but its output carries no graph back to them."""
+        if with_grad or not any(p.requires_grad for p in self.module.parameters()):
+            return
+        raise RuntimeError(
+            f"stage {self.index} has parameters to train, but none of its outputs requires a gradient. "
+            "Reentrant recompute of a layer whose inputs need no gradient (token ids) detaches it: set "
+            '"pipeline": {"use_reentrant": false}, or leave that layer out of checkpointable_layers.'
+        )
+
+
+@contextmanager
+def _telling(words: Callable[[], str], is_told: bool = True) -> Iterator[None]:
+    """Add ``words`` to an error that is raised within: what a user's code was given tells its nesting."""
+    try:
+        yield
+    except Exception as error:
+        if is_told:
+            error.add_note(words())
+        raise
+
+
+def _key(action: Action) -> tuple[int, int]:
+    return action.micro_batch, action.chunk
+
+
+def _gradients(call: Call) -> GradientSource:
+    if call.gradients is None:
+        raise RuntimeError("a backward needs an optimizer; pass one to initialize")
+    return call.gradients

@@ -1,0 +1,256 @@
+"""Timelines of schedules as pictures (matplotlib, imported when drawn)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from tds import trace
+from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forward, Timeline, simulate, validate
+
+if TYPE_CHECKING:
+    from tds.trace import MeasuredStep
+
+# Time lines as pictures: a row for each stage, a box for each action, and nothing where a stage is idle.
+#
+# Nothing imports this file before a picture is wanted: matplotlib need not be there to train.
+
+COLOURS: dict[type[Action], tuple[str, str]] = {
+    Forward: ("#3B7DC4", "forward"),
+    Backward: ("#E9743A", "backward"),
+    BackwardInput: ("#F2A22C", "backward for the input"),
+    BackwardWeight: ("#1B7F5F", "backward for the weights"),
+}
+"""Told apart by colour-blind readers, and by their brightness in grey."""
+
+IDLE = "#EFEFEF"
+WIDTH_IN, DPI = 16.0, 120
+LEFT_IN, RIGHT_IN, TOP_IN, BETWEEN_IN, BOTTOM_IN = 0.85, 1.75, 0.9, 0.8, 0.55
+BOX_HEIGHT = 0.84
+SMALLEST_FONT = 5.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One time line to draw.
+
+    ``peaks`` are the most forwards that each stage has in flight; ``factor`` turns the line's unit into the axis's.
+    """
+
+    timeline: Timeline
+    title: str
+    peaks: Sequence[int]
+    num_chunks: int = 1
+    factor: float = 1.0
+
+
+def draw_planned(
+    name: str,
+    timeline: Timeline,
+    peaks: Sequence[int],
+    num_micro_batches: int,
+    num_chunks: int,
+    out: str | os.PathLike[str],
+) -> None:
+    """Write the picture of a simulated schedule to ``out``, a PNG."""
+    title = f"{_sizes(name, timeline, num_micro_batches, num_chunks)}: bubble {100 * timeline.bubble:.1f} %"
+    _draw(
+        [Panel(timeline, f"step {timeline.step_s:.6g}", peaks, num_chunks)], title, "time in the unit of the costs", out
+    )
+
+
+def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
+    """Write the picture of a measured step, above its simulation with the costs that it had, to ``out``, a PNG."""
+    measured, simulated = step.timeline, predicted(step)
+    peaks = validate(_order(measured), step.num_micro_batches, num_chunks=step.num_chunks)
+    unit, factor = ("s", 1.0) if measured.step_s >= 10 else ("ms", 1e3)
+    panels = [
+        Panel(line, f"{title}: step {line.step_s * factor:.4g} {unit}", peaks, step.num_chunks, factor)
+        for title, line in (("measured", measured), ("simulated with the measured costs", simulated))
+    ]
+    title = (
+        f"{_sizes(step.schedule, measured, step.num_micro_batches, step.num_chunks)}, step {step.step}: "
+        f"bubble {100 * measured.bubble:.1f} % measured, {100 * simulated.bubble:.1f} % predicted"
+    )
+    _draw(panels, title, f"time in {unit}", out)
+
+
+def predicted(step: MeasuredStep) -> Timeline:
+    """Return the simulation of the order in which a measured step ran, with the costs that it had."""
+    return simulate(_order(step.timeline), step.costs, step.num_chunks)
+
+
+def _order(timeline: Timeline) -> list[list[Action]]:
+    return [[span.action for span in spans] for spans in timeline.spans]
+
+
+def _sizes(name: str, timeline: Timeline, num_micro_batches: int, num_chunks: int) -> str:
+    chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
+    return f"{name}, {timeline.num_stages} stages{chunks}, {num_micro_batches} micro-batches"
+
+
+def _draw(panels: Sequence[Panel], title: str, unit: str, out: str | os.PathLike[str]) -> None:
+    """Draw the panels below each other on one scale of time."""
+    num_stages = panels[0].timeline.num_stages
+    row_in = min(max(6.0 / num_stages, 0.16), 0.5)
+    rows_in = row_in * num_stages
+    height_in = TOP_IN + len(panels) * rows_in + (len(panels) - 1) * BETWEEN_IN + BOTTOM_IN
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI)
+    figure.text(LEFT_IN / WIDTH_IN, 1 - 0.3 / height_in, title, fontsize=14, weight="bold", va="center")
+    end = max(panel.timeline.step_s * panel.factor for panel in panels) or 1.0
+    for index, panel in enumerate(panels):
+        bottom = height_in - TOP_IN - (index + 1) * rows_in - index * BETWEEN_IN
+        width = WIDTH_IN - LEFT_IN - RIGHT_IN
+        axes = figure.add_axes((LEFT_IN / WIDTH_IN, bottom / height_in, width / WIDTH_IN, rows_in / height_in))
+        _draw_panel(axes, panel, end, row_in)
+    axes.set_xlabel(unit)
+    figure.legend(
+        handles=_legend(panels[0]), loc="lower right", ncols=9, frameon=False, fontsize=9, borderaxespad=0.0,
+        bbox_to_anchor=(1 - RIGHT_IN / WIDTH_IN, 1 - (TOP_IN - 0.02) / height_in), columnspacing=1.2, handlelength=1.2,
+    )  # fmt: skip
+    figure.savefig(out)
+
+
+def _draw_panel(axes: Axes, panel: Panel, end: float, row_in: float) -> None:
+    timeline, factor = panel.timeline, panel.factor
+    num_stages = timeline.num_stages
+    axes.set_xlim(0, end)
+    axes.set_ylim(num_stages - 0.5, -0.5)
+    axes.set_title(panel.title, loc="left", fontsize=10)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    every = max(1, round(0.16 / row_in))
+    axes.set_yticks(range(0, num_stages, every), [f"stage {i}" for i in range(0, num_stages, every)])
+    axes.tick_params(axis="y", length=0, labelsize=min(10.0, 45 * row_in))
+    whole = timeline.step_s * factor
+    axes.add_collection(PolyCollection([_corners(0, whole, i) for i in range(num_stages)], facecolors=IDLE))
+    points_a_unit = (WIDTH_IN - LEFT_IN - RIGHT_IN) * 72 / end
+    _draw_boxes(axes, panel, points_a_unit)
+    _draw_numbers(axes, panel, points_a_unit, row_in)
+    _tell_stages(axes, panel, row_in)
+
+
+def _draw_boxes(axes: Axes, panel: Panel, points_a_unit: float) -> None:
+    """Draw one collection for each colour: pictures have tens of thousands of boxes."""
+    boxes: dict[str, list[list[tuple[float, float]]]] = {}
+    for stage, spans in enumerate(panel.timeline.spans):
+        for span in spans:
+            colour = _colour(type(span.action), span.action.chunk, panel.num_chunks)
+            boxes.setdefault(colour, []).append(_corners(span.start_s * panel.factor, span.end_s * panel.factor, stage))
+    edge = min(0.8, 0.12 * _usual_width(panel) * points_a_unit)
+    for colour, corners in boxes.items():
+        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=edge))
+
+
+def _draw_numbers(axes: Axes, panel: Panel, points_a_unit: float, row_in: float) -> None:
+    """Write the micro-batch into the boxes where it fits."""
+    widest = max((len(str(span.action.micro_batch)) for spans in panel.timeline.spans for span in spans), default=1)
+    size = min(9.0, 0.55 * row_in * 72, _usual_width(panel) * points_a_unit / (0.68 * widest))
+    if size < SMALLEST_FONT:
+        return
+    for stage, spans in enumerate(panel.timeline.spans):
+        for span in spans:
+            text = str(span.action.micro_batch)
+            if (span.end_s - span.start_s) * panel.factor * points_a_unit < 0.65 * size * len(text):
+                continue
+            colour = _ink(_colour(type(span.action), span.action.chunk, panel.num_chunks))
+            middle = (span.start_s + span.end_s) / 2 * panel.factor
+            axes.text(middle, stage, text, ha="center", va="center_baseline", fontsize=size, color=colour, clip_on=True)
+
+
+def _tell_stages(axes: Axes, panel: Panel, row_in: float) -> None:
+    """Write beside each stage its idle time and what it holds."""
+    size = min(9.0, 50 * row_in)
+    every = max(1, round(0.16 / row_in))
+    step = panel.timeline.step_s or 1.0
+    held = "chunks" if panel.num_chunks > 1 else "in flight"
+    for stage in range(0, panel.timeline.num_stages, every):
+        text = f"idle {100 * panel.timeline.idle_s[stage] / step:.1f} %, {panel.peaks[stage]} {held}"
+        axes.text(1.008, stage, text, transform=axes.get_yaxis_transform(), va="center", fontsize=size, color="#444444")
+
+
+def _legend(panel: Panel) -> list[Patch]:
+    kinds = {type(span.action) for spans in panel.timeline.spans for span in spans}
+    handles = []
+    for kind, (_, name) in COLOURS.items():
+        if kind not in kinds:
+            continue
+        for chunk in range(panel.num_chunks) if panel.num_chunks <= 3 else (0, panel.num_chunks - 1):
+            told = f"{name}, chunk {chunk}" if panel.num_chunks > 1 else name
+            handles.append(Patch(facecolor=_colour(kind, chunk, panel.num_chunks), label=told))
+    return [*handles, Patch(facecolor=IDLE, label="idle")]
+
+
+def _usual_width(panel: Panel) -> float:
+    """Return the median width of a box, in the unit of the axis."""
+    widths = sorted((span.end_s - span.start_s) * panel.factor for spans in panel.timeline.spans for span in spans)
+    return widths[len(widths) // 2] if widths else 0.0
+
+
+def _corners(start: float, end: float, row: int) -> list[tuple[float, float]]:
+    top, bottom = row - BOX_HEIGHT / 2, row + BOX_HEIGHT / 2
+    return [(start, top), (end, top), (end, bottom), (start, bottom)]
+
+
+def _colour(kind: type[Action], chunk: int, num_chunks: int) -> str:
+    """Return the colour of a kind of action, lighter from chunk to chunk."""
+    lightness = 0.6 * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
+    mixed = (value + (1 - value) * lightness for value in to_rgb(COLOURS[kind][0]))
+    return "#" + "".join(f"{round(255 * value):02x}" for value in mixed)
+
+
+def _ink(colour: str) -> str:
+    """Return black or white, whichever is read better on ``colour``."""
+    red, green, blue = to_rgb(colour)
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "white"
+
+
+PICTURE = "timeline.png"
+
+
+PATIENCE_S = 1.0
+
+
+_log = logging.getLogger("tds")
+
+
+_drawn_elsewhere: set[Path] = set()
+
+
+def leave_picture(folder: str | os.PathLike[str]) -> None:
+    """Draw nothing for ``folder`` at the end: the program has drawn it by itself, where its user looks."""
+    _drawn_elsewhere.add(Path(folder).resolve())
+
+
+def draw(folder: Path) -> None:
+    """Draw the last whole step of the traces in ``folder``. What goes wrong is told; no run ends for a picture."""
+    if folder.resolve() in _drawn_elsewhere:
+        return
+    try:
+        draw_measured(_written_steps(folder)[-1], folder / PICTURE)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        _log.warning("no picture of %s (%s). Later: tools/draw_schedule.py --trace %s", folder, told, folder)
+
+
+def _written_steps(folder: Path) -> list[trace.MeasuredStep]:
+    """Return the whole steps; another rank may still be writing its last one."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return trace.read_traces(folder)
+        except ValueError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.1)

@@ -1,0 +1,1 @@
+"""Finding the rank that did not come."""

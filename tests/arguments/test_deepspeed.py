@@ -1,0 +1,303 @@
+"""DeepSpeed's JSON: strict reading, one source for each value, and what the engine is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
+from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+from deepspeed.runtime.config import get_pipeline_config
+
+from megatron.arguments import deepspeed_keys as keys
+from megatron.config import Config, engine_dict, parse
+from megatron.errors import ConfigError
+from tds.engine import build
+from tds.schedule import SCHEDULE_NAMES, schedule_named
+from tds.schedule.simulate import AUTO, MANY_CHUNKS, ONE_CHUNK, SCHEDULES
+
+SHIPPED = Path(__file__).parents[2] / "ds_config_gpt2.json"
+
+
+def written(folder: Path, content: object) -> str:
+    path = folder / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def merged(folder: Path, content: object, line: str = "", world_size: int = 1, **others) -> Config:
+    flags = ["--deepspeed_config", written(folder, content), *line.split()]
+    return parse(flags, world_size=world_size, env={}, **others)
+
+
+def error_of(folder: Path, content: object, line: str = "", world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        merged(folder, content, line, world_size)
+    return str(caught.value)
+
+
+def test_the_shipped_file_leaves_every_size_and_precision_to_the_flags():
+    line = f"--deepspeed_config {SHIPPED} --batch-size 2 --gas 3 --clip-grad 0.5 --fp16 --loss-scale 64"
+    config = parse(line.split(), world_size=2, env={})
+    assert (config.batch.batch_size, config.batch.gas, config.optimizer.clip_grad) == (2, 3, 0.5)
+    assert (config.precision.dtype, config.precision.loss_scale) == ("fp16", 64)
+
+
+def test_a_value_given_in_the_json_only_is_used(tmp_path):
+    content = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "gradient_clipping": 0.25,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}},
+    }
+    config = merged(tmp_path, content)
+    assert (config.batch.batch_size, config.batch.gas, config.precision.dtype) == (2, 8, "bf16")
+    optimizer = config.optimizer
+    assert (optimizer.clip_grad, optimizer.lr, optimizer.weight_decay) == (0.25, 0.1, 0.3)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.8, 0.9, 1e-6)
+
+
+def test_fp16_settings_of_the_json_reach_the_loss_scaler(tmp_path):
+    section = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 7, "hysteresis": 3}
+    precision = merged(tmp_path, {"fp16": section | {"min_loss_scale": 2}}).precision
+    assert (precision.dtype, precision.is_dynamic, precision.initial_scale_power) == ("fp16", True, 8)
+    assert (precision.loss_scale_window, precision.hysteresis, precision.min_scale) == (7, 3, 2)
+
+
+def test_the_same_value_in_both_places_is_no_disagreement(tmp_path):
+    content = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 1}
+    config = merged(tmp_path, content, "--batch-size 3 --gas 4 --clip-grad 1.0", 2)
+    assert config.batch.global_batch_size(2) == 24
+
+
+def test_the_zero_stage_is_that_of_the_json_or_of_the_flag_and_deepspeed_is_told_of_none(tmp_path):
+    stages = {stage: ("", f"--zero-stage {stage}") for stage in range(4)}
+    for stage, lines in stages.items():
+        for line in lines:
+            config = merged(tmp_path, {"zero_optimization": {"stage": stage}}, line, 2)
+            assert config.optimizer.zero_stage == stage
+            assert engine_dict(config, 2)["zero_optimization"] == {"stage": 0}
+    assert merged(tmp_path, {"zero_optimization": {"stage": "auto"}}, "--zero-stage 1", 2).optimizer.zero_stage == 1
+    assert merged(tmp_path, {"zero_optimization": {}}, "", 2).optimizer.zero_stage == 0
+
+
+def test_a_global_batch_alone_gives_the_accumulation_steps(tmp_path):
+    assert merged(tmp_path, {"train_batch_size": 24}, "--batch-size 3", 2).batch.gas == 4
+
+
+def test_a_global_batch_gives_the_size_that_is_not_stated(tmp_path):
+    sizes = merged(tmp_path, {"train_batch_size": 24}, "--gas 4", 2).batch
+    assert (sizes.batch_size, sizes.gas) == (3, 4)
+    sizes = merged(tmp_path, {"train_batch_size": 18}, "", 3).batch  # 6 samples of a replica; the default is 4
+    assert (sizes.batch_size, sizes.gas) == (3, 2)
+    assert "must be a multiple of gas x dp, got 24 and gas 5 x dp 2 = 10" in error_of(
+        tmp_path, {"train_batch_size": 24}, "--gas 5", 2
+    )
+    assert "must be a multiple of dp, got 25 and dp 2 = 2" in error_of(tmp_path, {"train_batch_size": 25}, "", 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "parts"),
+    [
+        ({"gradient_clipping": 0.5}, "--clip-grad 1", ["--clip-grad 1", "gradient_clipping 0.5", '"auto"']),
+        ({"train_micro_batch_size_per_gpu": 2}, "--batch-size 3", ["--batch-size 3", "per_gpu 2"]),
+        ({"gradient_accumulation_steps": 2}, "--gas 3", ["--gas 3", "gradient_accumulation_steps 2"]),
+        ({"fp16": {"enabled": True}}, "--bf16", ["--bf16", "fp16.enabled true, that is fp16"]),
+        ({"bf16": {"enabled": True}}, "--fp32", ["--fp32", "bf16.enabled true, that is bf16"]),
+        ({"fp16": {"enabled": False}}, "--fp16", ["--fp16", "fp16.enabled false"]),
+        ({"optimizer": {"params": {"lr": 0.1}}}, "--lr 0.2", ["--lr 0.2", "optimizer.params.lr 0.1"]),
+        ({"zero_optimization": {"stage": 1}}, "--zero-stage 0", ["--zero-stage 0", "zero_optimization.stage 1"]),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", ["both enabled"]),
+    ],
+)
+def test_a_flag_and_the_json_that_differ_are_both_named(tmp_path, content, line, parts):
+    message = error_of(tmp_path, content, line)
+    for part in parts:
+        assert part in message
+
+
+def test_a_global_batch_that_does_not_multiply_out_is_told_with_the_computed_value(tmp_path):
+    line = "--batch-size 4 --gas 16 --model-parallel-size 2"
+    message = error_of(tmp_path, {"train_batch_size": 64}, line, 4)
+    assert "train_batch_size 64 != micro 4 x gas 16 x dp 2 = 128; dp = world 4 / (tp 2 x pp 1)" in message
+    assert "Set train_batch_size to 128" in message and "change --batch-size 4 or --gas 16" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", [":1:1:", "empty file"]),
+        ("  \n", [":1:1:", "empty file"]),
+        ("[1]", [":1:1:", "one JSON object", "got list"]),
+        ("{\n  'a': 1}", [":2:3:", "must be JSON"]),
+        ('{"gradient_clipping": 1,\n}', [":2:1:", "remove the trailing comma"]),
+        ('{\n  // note\n  "gradient_clipping": 1}', [":2:3:", "a comment is not JSON"]),
+        ('{"bf16": {"enabled": true},\n "fp16": {"enabled": false,\n  "enabled": true}}', [":3:3:", "'enabled' again"]),
+        ('{"gradient_clipping": NaN}', ["finite, got NaN"]),
+        ('{\n "gradient_cliping": 1}', [":2:2:", "unknown key gradient_cliping; did you mean gradient_clipping?"]),
+        ('{"qqqq": 1}', [":1:2:", "unknown key qqqq", "remove it"]),
+        ('{"fp16": {"enabled": true, "loss_scal": 1}}', ["did you mean loss_scale?", "in fp16"]),
+        ('{"fp16": {"auto_cast": true}}', ["unknown key auto_cast in fp16", "fp16 here takes"]),
+        ('{"fp16": true}', ["fp16 must be an object"]),
+        ('{"train_batch_size": "8"}', [":1:2:", "train_batch_size must be a positive integer, got '8'"]),
+        ('{"train_batch_size": 0}', ["positive integer, got 0"]),
+        ('{"train_batch_size": -4}', ["positive integer, got -4"]),
+        ('{"train_batch_size": true}', ["positive integer, got True"]),
+        ('{"train_batch_size": 1e30}', ["positive integer, got 1e+30"]),
+        ('{"train_batch_size": 9999999999999999999999}', ["positive integer, got 9999999999999999999999"]),
+        ('{"gradient_clipping": -1}', ["a number of at least 0, got -1"]),
+        ('{"gradient_clipping": 1e999}', ["a number of at least 0, got inf"]),
+        ('{"wall_clock_breakdown": 1}', ["true or false, got 1"]),
+        ('{"zero_optimization": {"stage": 4}}', ["zero_optimization.stage in the JSON", "at most 3, got 4"]),
+        (
+            '{"zero_optimization": {"stage": 0, "overlap_comm": true}}',
+            ["overlap_comm", "ZeRO here takes stage"],
+        ),
+        ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is refused", "--lr-decay-style"]),
+        ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "'Lamb'"]),
+        ('{"optimizer": {"params": {"betas": [0.9]}}}', ["optimizer.params.betas must be two numbers, got [0.9]"]),
+        (
+            '{"pipeline": {"activation_checkpoint_intervall": 1}}',
+            [":1:15:", "did you mean activation_checkpoint_interval"],
+        ),
+        ('{"pipeline": {"qqq": 1}}', ["unknown key qqq in pipeline: it takes activation_checkpoint_interval, "]),
+        ('{"pipeline": {"schedule": "zb"}}', ["pipeline.schedule must be one of 1f1b, gpipe, zb-h1, ", "got 'zb'"]),
+        ('{"pipeline": {"chunks": 0}}', ["pipeline.chunks must be a positive integer, got 0"]),
+        ('{"pipeline": {"timeout_s": "3"}}', ["pipeline.timeout_s must be a positive integer, got '3'"]),
+        ('{"pipeline": {"trace": true}}', ["pipeline.trace must be a text, got True"]),
+        ('{"tensorboard": {"output": "x"}}', ["did you mean output_path? in tensorboard"]),
+        ('{"csv_monitor": {"enabled": 1}}', ["csv_monitor.enabled must be true or false, got 1"]),
+        ('{"wandb": {"proyect": "x"}}', ["did you mean project? in wandb"]),
+        ('{"comet": {"mode": "gett"}}', ["comet.mode must be one of get, create, get_or_create, got 'gett'"]),
+        ('{"flops_profiler": {"profile_stepp": 1}}', ["did you mean profile_step? in flops_profiler"]),
+        ('{"flops_profiler": {"module_depth": -2}}', ["module_depth must be an integer of at least -1, got -2"]),
+        ('{"comms_logger": {"prof_ops": "all"}}', ["comms_logger.prof_ops must be a list of texts, got 'all'"]),
+        ('{"timers": {"throughput": {"enable": true}}}', [":1:28:", "did you mean enabled? in timers.throughput"]),
+        (
+            '{"activation_checkpointing": {"number_checkpoints": 4}}',
+            [":1:31:", "number_checkpoints must be null: the buffer has room for the layers of a stage", "got 4"],
+        ),
+        ('{"activation_checkpointing": {"profile": true}}', ["profile must be false: nothing waits", "got True"]),
+        ('{"activation_checkpointing": {"cpu": true}}', ["activation_checkpointing takes partition_activations"]),
+        ('{"optimizer": {"params": {"betas": [0.9, 2]}}}', ["betas[1] in the JSON must be", "got 2"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_with_its_place(tmp_path, text, parts):
+    message = error_of(tmp_path, text)
+    for part in parts:
+        assert part in message
+    if parts[0].startswith(":"):
+        assert f"config.json{parts[0]}" in message
+
+
+def test_all_problems_of_a_file_are_told_at_once(tmp_path):
+    message = error_of(tmp_path, {"scheduler": {}, "typo": 1, "train_batch_size": "8"}, "--lr 0")
+    assert message.startswith("4 problems")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--deepspeed_config must name a file .*nothing\.json: No such file"):
+        parse(["--deepspeed_config", str(tmp_path / "nothing.json")], world_size=1, env={})
+
+
+def test_bytes_that_are_not_utf8_are_told_and_a_byte_order_mark_is_accepted(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b'{\n"gradient_clipping": 1, "\xff": 1}')
+    with pytest.raises(ConfigError, match=r"config\.json:2:1: must be UTF-8, got byte 0xff"):
+        parse(["--deepspeed_config", str(path)], world_size=1, env={})
+    path.write_bytes(b'\xef\xbb\xbf{"gradient_clipping": 2}')
+    assert parse(["--deepspeed_config", str(path)], world_size=1, env={}).optimizer.clip_grad == 2
+
+
+def test_the_schedules_and_keys_of_a_pipeline_are_those_that_tds_has():
+    assert set(SCHEDULES) == {*SCHEDULE_NAMES, AUTO}
+    for name in ONE_CHUNK:
+        schedule_named(name)
+    for name in MANY_CHUNKS:
+        schedule_named(name, 2)
+    assert set(keys.INNER["pipeline"]) == set(build.KEYS)
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ({"schedule": "gpipe"}, "--pipeline-schedule zb-h1"),
+        ({"schedule": "auto"}, "--pipeline-schedule 1f1b"),
+        ({"chunks": 2}, "--pipeline-chunks 3"),
+        ({"trace": "here"}, "--pipeline-trace there"),
+        ({"timeout_s": 5}, "--step-timeout 6"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_pipeline_of_the_json_acts_and_must_agree_with_the_flags(tmp_path, key, flag):
+    line = "--pipe-parallel-size 2 --num-layers 12"
+    ((name, value),) = key.items()
+    config = merged(tmp_path, {"pipeline": key}, line, 2)
+    assert getattr(config.parallel, keys.PIPELINE[name].field) == value
+    assert engine_dict(config, 2)["pipeline"] == key
+    same = f"{line} {flag.rpartition(' ')[0]} {value}"
+    assert merged(tmp_path, {"pipeline": key}, same, 2).parallel == config.parallel
+    assert engine_dict(merged(tmp_path, {}, same, 2), 2)["pipeline"] == key
+    told = error_of(tmp_path, {"pipeline": key}, f"{line} {flag}", 2)
+    assert f"got {flag} and pipeline.{name} {value}. Change one of them, or leave the key out" in told
+
+
+def test_sums_within_the_backward_are_switched_off_by_a_flag_or_by_the_json(tmp_path):
+    line = "--pipe-parallel-size 2 --num-layers 12"
+    off = {"pipeline": {"overlap_reduction": False}}
+    assert merged(tmp_path, {}, line, 2).parallel.overlap_grad_reduce
+    assert "pipeline" not in engine_dict(merged(tmp_path, {}, "", 2), 2)
+    for content, words in ((off, line), ({}, f"{line} --no-overlap-grad-reduce")):
+        config = merged(tmp_path, content, words, 2)
+        assert not config.parallel.overlap_grad_reduce
+        assert engine_dict(config, 2)["pipeline"] == off["pipeline"]
+    told = error_of(tmp_path, off, f"{line} --overlap-grad-reduce", 2)
+    assert "got --overlap-grad-reduce and pipeline.overlap_reduction False" in told
+
+
+def test_a_pipeline_of_the_json_says_nothing_where_there_is_none(tmp_path):
+    content = {"pipeline": {"schedule": "zb-h1", "chunks": 9, "trace": "x", "timeout_s": 5}}
+    config = merged(tmp_path, content, "", 1)
+    assert config.parallel == merged(tmp_path, {}, "", 1).parallel
+    assert any('"pipeline" has no effect without a pipeline' in note for note in config.notes)
+
+
+def test_the_keys_of_the_sections_are_those_of_deepspeeds_own_classes():
+    sections = DeepSpeedMonitorConfig.model_fields
+    for name in ("tensorboard", "wandb", "csv_monitor", "comet"):
+        assert set(keys.INNER[name]) == set(sections[name].annotation.model_fields)
+    assert set(keys.INNER["flops_profiler"]) == set(vars(DeepSpeedFlopsProfilerConfig({})))
+    assert set(keys.INNER["comms_logger"]) == set(CommsLoggerConfig.model_fields)
+    assert set(get_pipeline_config({})) <= set(keys.INNER["pipeline"])
+
+
+def test_the_engine_is_given_sizes_and_its_own_switches_but_no_precision_and_no_clipping(tmp_path):
+    content = {
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "steps_per_print": 7,
+        "tensorboard": {"enabled": False},
+        "pipeline": {"activation_checkpoint_interval": 1},
+        "wall_clock_breakdown": "auto",
+        "comms_logger": {"enabled": "auto", "verbose": False},
+    }
+    config = merged(tmp_path, content, "--batch-size 2 --gas 3 --pipe-parallel-size 2", 4)
+    assert engine_dict(config, 4) == {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": 7,
+        "tensorboard": {"enabled": False},
+        "pipeline": {"activation_checkpoint_interval": 1},
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
+        "comms_logger": {"verbose": False},
+        "zero_allow_untested_optimizer": True,
+    }
+    assert config.to_dict()["deepspeed"] == content

@@ -1,0 +1,256 @@
+"""Every flag of CPM-Pretrain and today's Megatron-LM is honoured, an alias, already so, or refused; none is silent."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron.arguments import flags_doc
+from megatron.arguments.flag_values import all_options, options_in, refusals
+from megatron.arguments.megatron_flags import ALREADY_SO, CPM_FLAGS, CPM_REFUSED, GROUPS, MEGATRON_REFUSED, REFUSED
+from megatron.config import parse
+from megatron.errors import ConfigError
+from megatron.models.registry import FAMILIES
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "flags.md"
+OURS = {flag: option for _, option in all_options() for flag in option.flags}
+ACTING = [(name, flag) for name in FAMILIES for option in options_in(name) for flag in option.flags]
+NEEDS = {
+    "--checkpoint-num-layers": ["--checkpoint-activations"],
+    **dict.fromkeys(("--cpu-adam", "--cpu_torch_adam", "--no-pin-memory"), ["--offload-optimizer"]),
+    **dict.fromkeys(("--offload-parameters", "--offload-param"), ["--zero-stage", "3"]),
+    "--stability-patience": ["--stability-guard", "skip"],
+    **dict.fromkeys(("--debug-dump-steps", "--debug-dump-modules", "--debug-dump-tensors"), ["--debug-dump", "x"]),
+    "--recompute-num-layers": ["--checkpoint-activations"],
+    **{
+        flag: ["--checkpoint-activations", "--model-parallel-size", "2", "--num-attention-heads", "4"]
+        for flag in (
+            "--partition-activations",
+            "--distribute-checkpointed-activations",
+            "--distribute-saved-activations",
+            "--checkpoint-in-cpu",
+            "--contigious-checkpointing",
+            "--contiguous-checkpointing",
+        )
+    },
+    "--sequence-parallel": ["--model-parallel-size", "2", "--num-attention-heads", "4"],
+    "--min-lr": ["--lr", "1"],
+    "--wsd-decay-fraction": ["--lr-decay-style", "wsd"],
+    "--num-attention-heads": ["--kv-hidden-size", "8"],
+    "--hidden-size": ["--kv-hidden-size", "8"],
+    "--pipe-parallel-size": ["--num-layers", "6"],
+    "--pipeline-model-parallel-size": ["--num-layers", "6"],
+    "--pipeline-schedule": ["--pipe-parallel-size", "2"],
+    "--pipeline-trace": ["--pipe-parallel-size", "2"],
+    "--check-data-agreement": ["--pipe-parallel-size", "2"],
+    **{
+        flag: ["--pipe-parallel-size", "2", "--num-layers", "12"]
+        for flag in (
+            "--pipeline-chunks",
+            "--num-virtual-stages-per-pipeline-rank",
+            "--virtual-pipeline-model-parallel-size",
+            "--num-layers-per-virtual-pipeline-stage",
+        )
+    },
+    **{
+        flag: ["--load", "x"]
+        for flag in (
+            "--finetune",
+            "--no-load-optim",
+            "--no-load-rng",
+            "--eval-only",
+            "--allow-data-change",
+            "--load-if-exists",
+            "--strict-load",
+            "--load-weights-only",
+            "--allow-vocab-change",
+        )
+    },
+    "--resize-vocab": ["--load", "somewhere", "--finetune"],
+    "--keep-every": ["--keep-last", "1"],
+    "--mixture-schedule": ["--data-path", "1", "a", "1", "b", "--dry-run"],
+    "--prefetch-factor": ["--num-workers", "1"],
+    "--fim-spm-rate": ["--fim-rate", "0.5"],
+    **dict.fromkeys(
+        ("--wandb-exp-name", "--wandb-name", "--wandb-save-dir", "--wandb-entity"), ["--wandb-project", "p"]
+    ),
+    "--rampup-batch-size": ["--batch-size", "1", "--gas", "8"],
+    **{
+        flag: ["--train-iters", "0", "--eval-iters", "0", "--dry-run"]
+        for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")
+    },
+}
+NEEDS_IN = {
+    "gpt2": {"--max-position-embeddings": ["--seq-length", "5"]},
+    "mpt": {
+        "--max-position-embeddings": ["--seq-length", "5"],
+        "--layout-independent-dropout": ["--hidden-dropout", "0.1"],
+    },
+    "bert": {"--max-position-embeddings": ["--seq-length", "5"]},
+    "llama": {
+        "--max-position-embeddings": ["--seq-length", "5"],
+        "--layout-independent-dropout": ["--hidden-dropout", "0.1"],
+        "--num-query-groups": ["--num-attention-heads", "6", "--hidden-size", "12"],
+        "--num-key-value-heads": ["--num-attention-heads", "6", "--hidden-size", "12"],
+        "--openai-gelu": ["--activation", "gated-gelu"],
+        "--rotary-scaling-factor": ["--rotary-scaling", "linear"],
+        "--rope-scaling-factor": ["--rotary-scaling", "linear"],
+        "--rotary-low-frequency-factor": ["--rotary-scaling", "llama3"],
+        "--rotary-high-frequency-factor": ["--rotary-scaling", "llama3"],
+        "--rotary-original-positions": ["--rotary-scaling", "llama3"],
+    },
+    "t5": {
+        "--max-position-embeddings": ["--position-embedding-type", "learned", "--enc-seq-length", "5"],
+        "--init-method-std": ["--position-embedding-type", "learned"],
+        "--dec-seq-length": ["--enc-seq-length", "6"],
+        "--decoder-seq-length": ["--enc-seq-length", "6"],
+        "--relative-attention-max-distance": ["--relative-attention-num-buckets", "4"],
+        "--pipeline-split-rank": ["--pipe-parallel-size", "2"],
+        "--pipeline-model-parallel-split-rank": ["--pipe-parallel-size", "2"],
+    },
+}
+"""Flags beside which another acts, in all families and in one."""
+ASKED = """
+--calculate-per-token-loss --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad --log-num-zeros-in-grad
+--recompute-modules --no-create-attention-mask-in-dataloader --num-dataset-builder-threads --add-qkv-bias
+--dist-ckpt-strictness --no-mmap-bin-files --sft --moe-router-dtype --use-precision-aware-optimizer --ckpt-step
+--enable-cuda-graph --manual-gc --no-rope-fusion --exit-duration-in-mins --data-args-path --log-straggler
+--hybrid-override-pattern --multi-latent-attention --ds_fused_adam --no-bias-swiglu-fusion --spec
+"""
+"""Flags that stand in people's scripts for Megatron-LM and Megatron-DeepSpeed, of every concern."""
+TIES = (
+    "--untie-embeddings-and-output-weights",
+    "--tie-embeddings-and-output-weights",
+    "--cpu_torch_adam",
+    "--overlap-grad-reduce",
+)
+
+
+def some_value(option, folder: Path) -> str:
+    """Return a good value that is not the default."""
+    if option.name == "activation":
+        return "gated-gelu"
+    if option.choices:
+        return next((choice for choice in option.choices if choice != option.default), option.choices[0])
+    chosen = {
+        "partition_method": "uniform",
+        "data_path": "none",
+        "mixture_schedule": "1e9: 0.5 0.5",
+        "rampup_batch_size": "2 2 100",
+        "denoisers": "R,S",
+        "mean_span_length": "4",
+        "pipeline_split_rank": "1",
+        "rotary_base": "500000",
+        "rotary_scaling_factor": "2",
+        "rotary_high_frequency_factor": "8",
+        "zero_stage": "1",
+        "debug_dump_steps": "2,5-7",
+        "profile": "2-3",
+        "device": "cpu",
+    }
+    if option.name in chosen:
+        return chosen[option.name]
+    if option.name in ("vocab_file", "merge_file", "tokenizer_path", "deepspeed_config"):
+        (folder / "file.json").write_text("{}")
+        return str(folder / "file.json")
+    if option.kind == "str":
+        return "9,0,1"
+    if option.name in ("pipe_parallel_size", "model_parallel_size", "global_batch_size"):
+        return "2"
+    return "6" if option.kind == "int" else "0.4"
+
+
+def option_default(option, family: str):
+    """Return what ``option`` is in ``family`` where nothing is said."""
+    return FAMILIES[family].config.DEFAULTS.get(option.name, option.default)
+
+
+def test_no_flag_of_cpm_is_forgotten():
+    assert len(CPM_FLAGS) == len(set(CPM_FLAGS)) == 112
+    for flag in CPM_FLAGS:
+        assert flags_doc.classify(flag)[1]
+
+
+def test_no_flag_that_people_use_is_unknown():
+    for flag in ASKED.split():
+        assert flags_doc.classify(flag)[1], flag
+
+
+def test_a_flag_has_one_reason():
+    told = [flag for flags in GROUPS.values() for flag in flags.split()]
+    assert len(told) == len(set(told)) and not set(told) & (set(CPM_REFUSED) | set(MEGATRON_REFUSED))
+
+
+def test_what_to_use_instead_is_there():
+    """Of every flag that a reason names."""
+    reasons = [
+        *REFUSED.values(),
+        *ALREADY_SO.values(),
+        *(why for family in FAMILIES.values() for why in family.config.REFUSED.values()),
+    ]
+    named = {flag for reason in reasons for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", reason)}
+    assert named - set(OURS) == {"--max-restarts"}  # the launcher's
+
+
+def test_a_flag_has_one_class():
+    classes = [set(OURS), set(ALREADY_SO), set(REFUSED)]
+    assert sum(map(len, classes)) == len(set.union(*classes))
+
+
+@pytest.mark.parametrize(("family", "flag"), ACTING)
+def test_an_honoured_flag_changes_its_field(family, flag, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))  # it need not be installed
+    option = OURS[flag]
+    takes_value = option.kind != "bool" and flag not in option.constants
+    words = [flag, some_value(option, tmp_path)] if takes_value else [flag]
+    world_size = 6 if option.name == "pipe_parallel_size" else 2
+    words += ["--batch-size", "3"] if option.name == "requested_global_batch_size" else []
+    words += ["--hidden-size", "16", "--num-attention-heads", "4"] if option.name == "model_parallel_size" else []
+    if option.name == "requested_global_batch_size":
+        world_size = 1
+    words += NEEDS.get(flag, []) + NEEDS_IN[family].get(flag, [])
+    config = parse(words, world_size=world_size, env={}, family=family)
+    before = getattr(parse([], world_size=1, env={}, family=family).namespace(), option.name)
+    after = getattr(config.namespace(), option.name)
+    is_so = flag in TIES and after == option_default(option, family)  # another flag of the option changes it
+    assert after != before or is_so or option.name == "data_impl"
+    assert option.name in config.given
+
+
+def test_what_is_already_so_is_accepted_and_said():
+    config = parse(list(ALREADY_SO), world_size=1, env={})
+    assert len([note for note in config.notes if "already so" in note]) == len(ALREADY_SO)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_refused_flag_ends_the_start_with_its_reason(family):
+    for flag, reason in refusals(family).items():
+        for words in ([flag], [flag, "3"], [f"{flag}=3"]):
+            with pytest.raises(ConfigError) as caught:
+                parse(words, world_size=1, env={}, family=family)
+            assert str(caught.value) == f"{flag} is refused: {reason}"
+
+
+def test_a_family_refuses_its_own_list_and_what_acts_in_the_other_only():
+    for name, family in FAMILIES.items():
+        foreign = set(OURS) - {flag for option in options_in(name) for flag in option.flags}
+        assert set(refusals(name)) == set(REFUSED) | foreign
+        assert set(family.config.REFUSED) <= set(REFUSED)
+        assert all(family.advice(OURS[flag]) for flag in foreign)
+
+
+def test_advice_is_of_flags_that_do_not_act():
+    fields = {option.name for _, option in all_options()}
+    for name, family in FAMILIES.items():
+        acting = {option.name for option in options_in(name)}
+        assert set(family.config.ADVICE) <= fields - acting
+
+
+def test_the_document_is_what_the_table_says():
+    assert DOCUMENT.read_text(encoding="utf-8") == flags_doc.text(), (
+        "docs/flags.md is old: run python -m megatron.arguments.flags_doc > docs/flags.md"
+    )

@@ -1,0 +1,33 @@
+"""What is wrong with a command line is told in one line."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron.arguments.parser import OneLineParser, RaisingParser
+
+
+def with_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--size", type=int, required=True)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "the following arguments are required: --size"),
+        (["--size", "x"], "argument --size: invalid int value: 'x'"),
+        (["--size", "1", "--other"], "unrecognized arguments: --other"),
+    ],
+)
+def test_an_error_is_one_line_and_code_2_or_raised(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        with_flags(OneLineParser(prog="tool.py")).parse_args(words)
+    assert (stop.value.code, capsys.readouterr().err) == (2, f"tool.py: {told}\n")
+    with pytest.raises(ValueError) as raised:
+        with_flags(RaisingParser(prog="tool.py")).parse_args(words)
+    assert str(raised.value) == told and capsys.readouterr().err == ""

@@ -1,0 +1,61 @@
+"""--sequence-parallel: where it acts, what it cannot go with, and models that were not built for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import parse
+from megatron.errors import ConfigError
+from megatron.models.common.model_args import Place
+from megatron.models.gpt2.model import GPT2Model
+from megatron.mpu.groups import Group
+from megatron.training.setup import check_sequence_is_cut
+from tests.models.common.samples import small_sizes
+
+TWO = "--sequence-parallel --model-parallel-size 2 --num-attention-heads 4 --hidden-size 16"
+
+
+def read(line: str, family: str = "gpt2"):
+    return parse(line.split(), world_size=2, family=family, env={})
+
+
+def test_it_is_off_until_asked_for():
+    assert read(TWO).parallel.sequence_parallel
+    assert not read(TWO.removeprefix("--sequence-parallel ")).parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("line", "family", "parts"),
+    [
+        ("--sequence-parallel --num-attention-heads 4", "gpt2", ["cuts over the tensor ranks", "size 1. Leave it out"]),
+        (f"{TWO} --seq-length 63", "gpt2", ["--seq-length must be", "got 63 and 2 (63 / 2 = 31.5)", "--seq-length 64"]),
+        (f"{TWO} --enc-seq-length 63 --dec-seq-length 64", "t5", ["--enc-seq-length must be", "--enc-seq-length 64"]),
+        (f"{TWO} --enc-seq-length 64 --dec-seq-length 63", "t5", ["--dec-seq-length must be", "--dec-seq-length 64"]),
+        (
+            f"{TWO} --checkpoint-activations --partition-activations",
+            "gpt2",
+            ["1/t of the inputs of layers anyway", "Leave --partition-activations out"],
+        ),
+    ],
+    ids=["one rank", "odd", "odd encoder", "odd decoder", "partitioned twice"],
+)
+def test_what_it_cannot_go_with_is_refused(line, family, parts):
+    with pytest.raises(ConfigError) as caught:
+        read(line, family)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(ConfigError, match="2 problems"):
+        read(f"{TWO} --seq-length 63 --checkpoint-activations --partition-activations")
+
+
+def test_a_model_that_was_not_built_for_it_is_refused():
+    whole, cut = (GPT2Model(small_sizes(), Place(Group((0, 1), 0), sequence_parallel=cuts)) for cuts in (False, True))
+    check_sequence_is_cut(cut, True)
+    check_sequence_is_cut(whole, False)
+    with pytest.raises(ConfigError, match="got none in Linear. Build it with megatron.models.Place"):
+        check_sequence_is_cut(torch.nn.Linear(2, 2), True)
+    with pytest.raises(ConfigError, match="layers of GPT2Model are built with sequence_parallel=True, got no --sequ"):
+        check_sequence_is_cut(cut, False)

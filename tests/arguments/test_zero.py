@@ -1,0 +1,110 @@
+"""--zero-stage and offload: what is refused, and what is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.arguments.validate import notes_of
+from megatron.config import parse
+from megatron.errors import ConfigError
+
+LINE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --dry-run"
+
+
+def parsed(extra: str, world_size: int = 2, json_file=None):
+    words = [*LINE.split(), *extra.split(), *(["--deepspeed_config", str(json_file)] if json_file else [])]
+    return parse(words, world_size=world_size, env={})
+
+
+def settings_of(folder, section: object, extra: str = "", world_size: int = 2):
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": section}))
+    return parsed(extra, world_size, folder / "ds.json").optimizer
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stages_2_and_3_are_refused_with_the_reason_and_what_to_do(stage, is_json, tmp_path):
+    name = "zero_optimization.stage of the JSON" if is_json else "--zero-stage"
+    told = f"{name} {stage} cannot be in a pipeline, got --pipe-parallel-size 2: .* traffic.* Use --zero-stage 1 with"
+    with pytest.raises(ConfigError, match=told):
+        if is_json:
+            settings_of(tmp_path, {"stage": stage}, "--pipe-parallel-size 2")
+        else:
+            parsed(f"--zero-stage {stage} --pipe-parallel-size 2")
+    assert parsed(f"--zero-stage {stage}").optimizer.zero_stage == stage
+
+
+def test_a_negative_stage_one_that_is_no_number_and_one_of_4_are_refused():
+    for stage in ("-1", "one", "4"):
+        with pytest.raises(ConfigError, match=f"--zero-stage must be an integer of at least 0 .*, got '?{stage}"):
+            parsed(f"--zero-stage={stage}")
+
+
+def test_adafactor_is_refused_before_anything_starts():
+    for stage in (1, 3):
+        with pytest.raises(ConfigError, match=f"--optimizer adafactor needs --zero-stage 0, got {stage}"):
+            parsed(f"--zero-stage {stage} --optimizer adafactor")
+    assert parsed("--offload-optimizer --optimizer adafactor").optimizer.offload_optimizer
+
+
+def test_one_replica_is_told_that_there_is_nothing_to_share():
+    for stage in (1, 2, 3):
+        note = f"ZeRO {stage} has no effect with one replica"
+        assert note in notes_of(parsed(f"--zero-stage {stage} --model-parallel-size 2"), 2)
+        assert note not in notes_of(parsed(f"--zero-stage {stage}"), 2)
+    assert "ZeRO 3 has no effect" not in " ".join(notes_of(parsed("--zero-stage 3 --offload-parameters", 1), 1))
+    assert note not in notes_of(parsed("", 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--offload-parameters --zero-stage 2", "--offload-parameters keeps .* got --zero-stage 2"),
+        ("--cpu-adam deepspeed", "--cpu-adam acts with --offload-optimizer only"),
+        ("--cpu_torch_adam", "--cpu-adam acts with --offload-optimizer only"),
+        ("--no-pin-memory", "--no-pin-memory acts with --offload-optimizer only"),
+        ("--cpu-adam deepspeed --offload-optimizer --optimizer sgd", "--cpu-adam deepspeed is an AdamW, got .* sgd"),
+        ("--cpu-adam deepspeed --offload-optimizer --fp64", "--cpu-adam deepspeed updates fp32 numbers, got --fp64"),
+        ("--zero-stage 3 --drift-interval 5", "--drift-interval compares the copies .* --zero-stage 2"),
+        ("--zero-stage 2 --no-overlap-grad-reduce", "--zero-stage 2 sums gradients while .* use --zero-stage 1"),
+        ("--zero-stage 3 --compile", "--compile cannot take --zero-stage 3"),
+        ("--zero-stage 2 --checkpoint-format deepspeed", "--checkpoint-format deepspeed .* got --zero-stage 2"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(line, told):
+    with pytest.raises(ConfigError, match=told):
+        parsed(line)
+
+
+def test_the_flags_of_cpm_offload_the_optimizer():
+    settings = parsed("--cpu-optimizer --cpu_torch_adam").optimizer
+    assert (settings.offload_optimizer, settings.cpu_adam) == (True, "torch")
+    assert parsed("--zero-stage 3 --offload-parameters --no-pin-memory").optimizer.no_pin_memory
+    assert parsed("--zero-stage 3 --drift-interval 5 --model-parallel-size 2").optimizer.zero_stage == 3
+
+
+def test_the_json_offloads_to_the_cpu_and_to_nothing_else(tmp_path):
+    away = {"device": "cpu", "pin_memory": True}
+    settings = settings_of(tmp_path, {"stage": 3, "offload_optimizer": away, "offload_param": away})
+    assert (settings.offload_optimizer, settings.offload_parameters, settings.no_pin_memory) == (True, True, False)
+    settings = settings_of(tmp_path, {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}})
+    assert (settings.offload_optimizer, settings.offload_parameters, settings.no_pin_memory) == (True, False, True)
+    assert not settings_of(tmp_path, {"offload_optimizer": {"device": "none"}}).offload_optimizer
+    refused = [
+        ({"offload_optimizer": {"device": "nvme"}}, "", "device must be one of cpu, none, got 'nvme'"),
+        ({"offload_param": {"nvme_path": "/x"}}, "", "nvme_path in zero_optimization.offload_param: .* not to disks"),
+        ({"offload_optimizer": True}, "", "offload_optimizer must be an object"),
+        ({"offload_optimizer": {"device": "none"}}, "--offload-optimizer", "must agree, got --offload-optimizer and"),
+        ({"offload_param": {"device": "cpu"}}, "--zero-stage 2", "--offload-parameters keeps"),
+        ({"overlap_comm": True}, "", "overlap_comm in zero_optimization: .* buckets of 32 MiB"),
+        (
+            {"stage": 3, "offload_optimizer": away, "offload_param": {"device": "cpu", "pin_memory": False}},
+            "",
+            "pin_memory must be the same",
+        ),
+    ]
+    for section, extra, told in refused:
+        with pytest.raises(ConfigError, match=told):
+            settings_of(tmp_path, section, extra)

@@ -1,0 +1,72 @@
+"""Small models of ours and their checkpoints, saved whole or by two tensor ranks, for the tests of conversion."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.arguments import config_from_values
+from megatron.checkpoint import TensorRecord, named_parameters, save
+from megatron.checkpoint.huggingface.config import form_of
+from megatron.config import Config
+from megatron.models import Place
+from megatron.mpu.groups import Group
+from megatron.mpu.shard import shard_of
+from megatron.mpu.topology import Topology
+from tests.checkpoint.samples import world_of
+from tests.harness import run_ranks
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 29, "max_position_embeddings": 12}
+
+
+def config_of(family: str, **values: Any) -> Config:
+    return config_from_values({**SMALL, **values}, family=family)
+
+
+def build(config: Config, group: Group) -> torch.nn.Module:
+    return form_of(config.family).build(config.model, config, Place(group))
+
+
+def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return numbers that belong to the name and to no layout."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) * 31 + len(shape)))
+
+
+def state_of(config: Config, tensor: int = 1) -> dict[str, Any]:
+    """Return the state that a run saves after seven steps of two samples."""
+    return {
+        "progress": {"step": 7, "updates": 6, "samples_consumed": 14},
+        "scaler": {"scale": 1.0},
+        "optimizer": "adam",
+        "optimizer_steps": 6,
+        "model": config.identity(),
+        "config": config.to_dict(),
+        "layout": asdict(Topology(pipe=1, data=1, tensor=tensor)),
+        "data_fingerprint": "f00",
+        "data_order": {"cursors": {"a": 5, "b": 9}},
+        "torch": torch.__version__,
+    }
+
+
+def save_model(run: Path, config: Config, *, ranks: int = 1, moments: bool = False) -> Path:
+    """Save the model of ``config`` as ``ranks`` tensor ranks hold it; return the checkpoint."""
+    if ranks == 1:
+        return Path(_save(0, run, config, 1, moments))
+    return Path(run_ranks(ranks, _save, run, config, ranks, moments)[0])
+
+
+def _save(rank: int, run: Path, config: Config, ranks: int, moments: bool) -> str:
+    world = world_of(rank, ranks)
+    records = []
+    for name, parameter in named_parameters(build(config, world)):
+        shard = shard_of(parameter)
+        whole = values_of(name, tuple(shard.global_shape))
+        parameter.data.fill_(torch.nan)  # padding, which must reach nobody
+        shard.unpadded(parameter.data).copy_(shard.cut(whole))
+        is_owner = shard.is_partitioned or rank == 0
+        for kind in ("weights", "optimizer/exp_avg") if moments else ("weights",):
+            records.append(TensorRecord(f"{kind}/{name}", parameter.data, shard, is_owner))
+    return str(save(run / "checkpoints", 7, records, state_of(config, ranks), world))

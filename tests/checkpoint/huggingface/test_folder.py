@@ -1,0 +1,140 @@
+"""The files of a Hugging Face folder: shards and index, damage, kills; names and biases of other writers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.checkpoint.huggingface import config as settings
+from megatron.checkpoint.huggingface import folder
+from megatron.checkpoint.huggingface import weights as tensors
+from megatron.checkpoint.huggingface.convert import export, import_folder
+from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.errors import CheckpointError, ConfigError
+from tests.checkpoint.huggingface.models import config_of, save_model
+from tests.checkpoint.samples import FailAt
+
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.arange(4, dtype=torch.bfloat16),
+    "c": torch.tensor(3.0),
+    "d": torch.zeros(50, 2),
+}
+
+
+@pytest.mark.parametrize(("max_bytes", "num_files"), [(10_000, 1), (40, 2), (35, 3), (1, 4)])
+def test_tensors_come_back_from_any_number_of_files(max_bytes: int, num_files: int, tmp_path: Path) -> None:
+    names = folder.write_tensors(tmp_path, TENSORS, max_bytes)
+    assert len(names) == num_files and (tmp_path / folder.INDEX).exists() == (num_files > 1)
+    back = folder.read_tensors(tmp_path)
+    assert sorted(back) == sorted(TENSORS) and all(
+        back[n].dtype == t.dtype and back[n].equal(t) for n, t in TENSORS.items()
+    )
+    assert {key for name in names for key in load_file(tmp_path / name)} == {*TENSORS}
+    if num_files > 1:
+        index = json.loads((tmp_path / folder.INDEX).read_text())
+        assert index["metadata"]["total_size"] == 24 + 8 + 4 + 400
+        assert all(key in load_file(tmp_path / name) for key, name in index["weight_map"].items())
+
+
+def test_what_an_index_promises_must_be_there(tmp_path: Path) -> None:
+    first, _ = folder.write_tensors(tmp_path, TENSORS, 40)
+    save_file({"a": TENSORS["a"]}, tmp_path / first)
+    with pytest.raises(CheckpointError, match="lack what the index says they hold: b, c"):
+        folder.read_tensors(tmp_path)
+    (tmp_path / first).write_bytes(b"\x08\0\0\0\0\0\0\0{not it}")
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        folder.read_tensors(tmp_path)
+    (tmp_path / first).unlink()
+    with pytest.raises(CheckpointError, match=f"must hold {first}, which is missing"):
+        folder.read_tensors(tmp_path)
+    (tmp_path / folder.INDEX).write_text('{"weight_map": {"a": "../secret.safetensors"}}')
+    with pytest.raises(CheckpointError, match="must lie in the folder"):
+        folder.read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["export", "import"])
+def test_a_failure_at_any_moment_leaves_no_folder_of_that_name(way: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "run", config_of("gpt2"))
+    checkpoint = open_folder(tmp_path / "run")
+    export(checkpoint, tmp_path / "theirs")
+
+    def convert(out: Path) -> object:
+        return export(checkpoint, out) if way == "export" else import_folder(tmp_path / "theirs", out)
+
+    with FailAt(10**6, None) as counted:
+        convert(tmp_path / "counted")
+    last = len(counted.names) - 1 - counted.names[::-1].index("rename")  # what follows it flushes its name
+    commit = counted.names.index("rename")
+    harmless = range(commit + 1, commit + 6) if way == "import" else ()  # the checkpoint's name and the hint
+
+    def fault() -> None:
+        raise OSError("planted")
+
+    for k in set(range(0, last + 1, 1 if way == "export" else 5)) - set(harmless):
+        with FailAt(k, fault), pytest.raises((ConfigError, CheckpointError), match="planted"):
+            convert(tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["counted", "run", "theirs"]
+
+
+def test_the_names_of_the_hub_are_read_and_masks_passed_over(tmp_path: Path) -> None:
+    config = config_of("gpt2", hidden_bias=True)
+    save_model(tmp_path / "run", config)
+    export(open_folder(tmp_path / "run"), tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    held = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    save_file({**held, "h.0.attn.bias": torch.ones(1, 1, 12, 12), "h.1.attn.masked_bias": torch.ones(())}, path)
+    import_folder(tmp_path / "theirs", tmp_path / "back")
+    weights, back = (read_weights(open_folder(tmp_path / name)) for name in ("run", "back"))
+    assert sorted(weights) == sorted(back) and all(back[name].equal(tensor) for name, tensor in weights.items())
+
+
+def test_biases_that_were_trained_elsewhere_are_kept(tmp_path: Path) -> None:
+    save_model(tmp_path / "run", config_of("gpt2"))
+    export(open_folder(tmp_path / "run"), tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    held = load_file(path)
+    held["transformer.h.1.mlp.c_fc.bias"][3] = 0.5
+    save_file(held, path)
+    _, config = import_folder(tmp_path / "theirs", tmp_path / "back")
+    assert config.model.hidden_bias
+    assert read_weights(open_folder(tmp_path / "back"))["layers.1.mlp.up.bias"][3] == 0.5
+
+
+def test_a_head_that_equals_the_table_need_not_be_there(tmp_path: Path) -> None:
+    for family, word in (("gpt2", "transformer.wte.weight"), ("t5", "shared.weight")):
+        config = config_of(family, untie_embeddings=True, hidden_bias=family == "gpt2")
+        own = {name: torch.randn(tensor.shape) for name, tensor in tensors.own(config).items()}
+        own["head.weight"] = own["embedding.word.weight"].clone()
+        theirs = tensors.to_theirs(own, config)
+        for held in (theirs, {name: tensor for name, tensor in theirs.items() if name != "lm_head.weight"}):
+            assert word in held and tensors.to_ours(held, config)["head.weight"].equal(own["head.weight"])
+
+
+def test_a_tied_head_with_other_values_is_refused() -> None:
+    config = config_of("t5")
+    own = {name: torch.randn(tensor.shape) for name, tensor in tensors.own(config).items()}
+    theirs = {**tensors.to_theirs(own, config), "lm_head.weight": torch.randn(29, 16)}
+    with pytest.raises(CheckpointError, match="lm_head.weight must equal shared.weight"):
+        tensors.to_ours(theirs, config)
+
+
+def test_settings_are_the_same_after_there_and_back() -> None:
+    for family in ("gpt2", "t5"):
+        config = config_of(
+            family, hidden_dropout=0.25, attention_dropout=0.25, layernorm_epsilon=3e-6, kv_hidden_size=8
+        )
+        back = settings.to_ours(settings.to_theirs(config, "float32"))
+        dropouts = {"hidden_dropout": 0.25, "attention_dropout": 0.25, "layernorm_epsilon": 3e-6}
+        assert back.model == replace(config.model, max_position_embeddings=back.model.max_position_embeddings)
+        assert {name: getattr(back.model, name) for name in dropouts} == dropouts
+
+
+def test_a_checkpoint_of_something_else_is_named() -> None:
+    with pytest.raises(CheckpointError, match="does not say which model it holds"):
+        settings.saved_config({"progress": {}})

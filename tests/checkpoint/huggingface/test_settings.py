@@ -1,0 +1,82 @@
+"""What a config.json says is held to the ranges of our own flags, and comes back as it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.huggingface import config as settings
+from megatron.checkpoint.huggingface import folder, weights
+from megatron.errors import CheckpointError
+from megatron.training.run_folder import require_checkpoint
+from tests.checkpoint.huggingface.models import config_of
+from tests.models.llama.test_huggingface import LLAMA_1, LLAMA_32
+from tests.models.mpt.test_huggingface import with_attention
+
+BERT = settings.to_theirs(config_of("bert", hidden_bias=True), "float32")
+GPT2 = settings.to_theirs(config_of("gpt2", hidden_bias=True), "float32")
+
+
+def scaled(**changes: Any) -> dict[str, Any]:
+    return {**LLAMA_32, "rope_scaling": {**LLAMA_32["rope_scaling"], **changes}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        (scaled(low_freq_factor=4.0), ["--rotary-high-frequency-factor must exceed --rotary-low-frequency-factor"]),
+        (scaled(factor="2"), ["--rotary-scaling-factor must be a finite number of at least 1, got '2'"]),
+        ({**LLAMA_32, "head_dim": 7}, ["the size of one head, must be even for rotary positions"]),
+        ({**LLAMA_32, "num_key_value_heads": 3}, ["a multiple of --num-query-groups, got 4 and 3"]),
+        (
+            {**LLAMA_1, "rms_norm_eps": 0, "vocab_size": "29", "attention_dropout": 1.5},
+            ["--layernorm-epsilon must be", "--vocab-size must be", "--attention-dropout must be"],
+        ),
+        (with_attention(alibi_bias_max=8.5), ["--alibi-bias-max must be a positive integer, got 8.5"]),
+        (with_attention(clip_qkv=-1), ["--clip-qkv must be a finite number of at least 0, got -1.0"]),
+        ({**BERT, "num_hidden_layers": True}, ["--num-layers must be an integer of at least 0, got True"]),
+        ({**GPT2, "n_head": 3}, ["--hidden-size must be a multiple of --num-attention-heads, got 16 and 3"]),
+    ],
+    ids=lambda value: value[0][:40] if isinstance(value, list) else "",
+)
+def test_what_no_flag_would_take_is_refused_all_at_once(theirs: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(CheckpointError, match="config.json does not describe a ") as error:
+        settings.to_ours(theirs)
+    assert all(text in str(error.value) for text in told), error.value
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    found = settings.to_ours(with_attention(alibi_bias_max=16.0)).own.alibi_bias_max
+    assert found == 16 and isinstance(found, int)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mpt", "bert"])
+def test_the_deviation_of_initial_weights_comes_back(family: str) -> None:
+    own = {"activation": "gated-silu"} if family == "llama" else {}
+    config = config_of(family, init_method_std=0.007, **own)
+    assert settings.to_ours(settings.to_theirs(config, "float32")).model.init_method_std == 0.007
+
+
+def test_a_folder_of_a_model_that_we_do_not_have_is_told_with_those_that_we_have(tmp_path: Path) -> None:
+    folder.write_json(tmp_path / folder.CONFIG, {"model_type": "qwen2"})
+    require_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="model_type must be one of gpt2, t5, .*bert, got 'qwen2'"):
+        weights.opened(tmp_path, None)  # type: ignore[arg-type]
+    folder.write_json(tmp_path / folder.CONFIG, {"family": "gpt2"})  # as a run of ours writes it
+    assert not weights.is_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
+        require_checkpoint(tmp_path)
+
+
+def test_what_a_family_needs_stands_in_its_own_file() -> None:
+    here = Path(weights.__file__).parent
+    shared = ["config", "convert", "folder", "weights"]
+    laddered = [
+        name
+        for name in shared
+        if re.search(r"is_encoder_decoder|family [=!]= \"", (here / f"{name}.py").read_text(encoding="utf-8"))
+    ]
+    assert laddered == []

@@ -1,0 +1,83 @@
+"""Corpora and their weights as the user writes them."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config.data import one_word, parse_paths, parse_schedule
+
+PATHS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=12)
+
+
+def test_one_path_and_several_with_weights() -> None:
+    assert parse_paths("data/corpus") == ((1.0, "data/corpus"),)
+    assert parse_paths("0.7 a 0.3 b") == ((0.7, "a"), (0.3, "b"))
+    assert parse_paths("2 'my corpus' 0 7") == ((2.0, "my corpus"), (0.0, "7"))
+    assert parse_paths("7") == ((1.0, "7"),), "a single word is a path, even if it looks like a number"
+
+
+@settings(max_examples=40)
+@given(st.lists(PATHS, min_size=1, max_size=4, unique=True))
+def test_quoted_paths_come_back(paths: list[str]) -> None:
+    words = [word for path in paths for word in ("1.5", path)]
+    assert parse_paths(shlex.join(words)) == tuple((1.5, path) for path in paths)
+    if not paths[0].split()[:1] or not paths[0].split()[0].replace(".", "").isdigit():
+        assert parse_paths(one_word(paths[0])) == ((1.0, paths[0]),)
+
+
+def test_one_word_leaves_a_mixture_and_quotes_a_path_with_a_space() -> None:
+    assert one_word("0.7 a 0.3 b") == "0.7 a 0.3 b"
+    assert one_word("data/corpus") == "data/corpus"
+    assert parse_paths(one_word("it's my corpus")) == ((1.0, "it's my corpus"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "a path is empty"),
+        ("1 ''", "a path is empty"),
+        ("a b c", "3 words"),
+        ("a b", "the weight 'a' must be"),
+        ("-1 a 2 b", "the weight '-1' must be"),
+        ("inf a 2 b", "the weight 'inf' must be"),
+        ("nan a 2 b", "the weight 'nan' must be"),
+        ("0 a 0 b", "must not all be 0"),
+        ("1e308 a 1e308 b", "nor their sum infinite"),
+        ("1 a 2 a", "a stands more than once"),
+        ("1 'a", "No closing quotation"),
+    ],
+)
+def test_wrong_paths_are_told_with_the_flag(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match="--valid-data-path must be one path") as told:
+        parse_paths(text, "--valid-data-path")
+    assert said in str(told.value) and repr(text) in str(told.value)
+
+
+def test_schedules() -> None:
+    expected = ((1_000_000_000, (0.5, 0.5)), (2_000_000_001, (0.0, 0.8)))
+    assert parse_schedule("1e9: 0.5 0.5; 2000000001: 0 0.8;", 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (";", "without a step"),
+        ("1e9 0.5 0.5", "no colon"),
+        ("x: 1 1", "'x' is no whole number"),
+        ("0: 1 1", "'0' is no whole number"),
+        ("1.5: 1 1", "'1.5' is no whole number"),
+        ("1e30: 1 1", "'1e30' is no whole number"),
+        ("5: 1", "has 1 weights for 2 corpora"),
+        ("5: 1 a", "the weight 'a' must be"),
+        ("5: 0 0", "must not all be 0"),
+        ("5: 1 1; 5: 1 2", "5 tokens follow 5"),
+    ],
+)
+def test_wrong_schedules_are_told(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match="--mixture-schedule must be steps") as told:
+        parse_schedule(text, 2)
+    assert said in str(told.value)

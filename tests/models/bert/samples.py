@@ -1,0 +1,48 @@
+"""Small BERT models and batches for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.models.bert.model import BertSizes
+
+VOCAB, SEQ, BATCH = 101, 13, 4  # 101 is a prime: padded for every tensor size
+SMALL = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 16,
+    "kv_hidden_size": 8, "ff_hidden_size": 40, "layernorm_epsilon": 1e-12,
+}  # fmt: skip
+
+
+def bert_sizes(**changes: Any) -> BertSizes:
+    """Return the sizes of the small model, with ``changes``."""
+    return BertSizes(**{**SMALL, **changes})
+
+
+@dataclass
+class BertBatch:
+    """What ``BertModel.forward`` takes."""
+
+    tokens: torch.Tensor
+    token_types: torch.Tensor
+    segments: torch.Tensor | None
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    is_random: torch.Tensor
+
+
+def bert_batch(seed: int = 0, *, is_padded: bool = True, rows: int = BATCH, length: int = SEQ) -> BertBatch:
+    """Return random samples of two segments, of unequal lengths if they are padded, with some tokens to predict."""
+    generator = torch.Generator().manual_seed(seed)
+    # Not 0, Hugging Face's padding: its row gets no gradient as an input there, whether it pads or not.
+    tokens, labels = (torch.randint(1, VOCAB, (rows, length), generator=generator) for _ in range(2))
+    places = torch.arange(length).expand(rows, length)
+    seam = torch.randint(2, length - 4, (rows, 1), generator=generator)
+    real = places < torch.randint(length - 3, length, (rows, 1), generator=generator) if is_padded else places >= 0
+    mask = (torch.rand(rows, length, generator=generator) < 0.2 + 0.1 * (seed % 4)) & real
+    mask[:, 1] = True
+    is_random = torch.randint(0, 2, (rows,), generator=generator)
+    segments = real.int() - 1 if is_padded else None
+    return BertBatch(tokens, (places >= seam).long(), segments, labels, mask.float(), is_random)

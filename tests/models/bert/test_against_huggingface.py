@@ -1,0 +1,178 @@
+"""Hugging Face's BERT with the same weights: logits of both heads, loss, every gradient, weights after 20 steps.
+
+The references are made from random configurations; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from megatron.models.bert.huggingface import _recipes
+from megatron.models.bert.model import BertModel
+from megatron.models.common import huggingface as made
+from megatron.mpu.shard import shard_of
+from megatron.optim import build_optimizer
+from tests.harness import run_ranks
+from tests.models.bert.samples import SMALL, VOCAB, bert_batch, bert_sizes
+from tests.models.common.samples import gradients_of, joined, place_of, worst_relative
+from tests.mpu.whole import fill, whole_world
+
+STEPS, LR, HEADS = 20, 0.02, 4
+# (logits, as part of the largest; loss, relative; gradients, relative Frobenius; weights after all steps)
+ALLOWED = {"fp64": (1e-12, 1e-13, 1e-11, 1e-10), "fp32": (2e-6, 1e-6, 3e-6, None)}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+KINDS = [
+    ("fp64", "both", "gelu", "sdpa"),
+    ("fp64", "words", "gelu_new", "eager"),
+    ("fp64", "both", "relu", "eager"),
+    ("fp32", "both", "gelu", "eager"),
+    ("fp32", "words", "gelu", "sdpa"),
+]
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu-tanh", "relu": "relu"}
+SIZES = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+COPIES = {"cls.predictions.decoder.bias", "cls.predictions.decoder.weight"}
+
+
+def recipes_of(variant):
+    return dict(_recipes(SMALL["num_layers"], HEADS, has_both=variant != "words"))
+
+
+@functools.cache
+def reference(kind):
+    """Return weights before, logits, loss, gradients, and weights after the steps, under their names."""
+    from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
+
+    dtype, variant, activation, attention = kind
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=40,
+        hidden_act=activation, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=16,
+        layer_norm_eps=1e-12,
+    )  # fmt: skip
+    config._attn_implementation = attention
+    model = (BertForMaskedLM if variant == "words" else BertForPreTraining)(config).to(DTYPES[dtype])
+    with torch.no_grad():  # norms away from 1 and biases away from 0
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loss, logits = reference_loss(model, 0)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    if dtype == "fp64":
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            reference_loss(model, step)[0].backward()
+            optimizer.step()
+    return before, logits, loss.item(), gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def reference_loss(model, step):
+    """Return the model's own loss, as its users get it, and the logits."""
+    batch = bert_batch(step, is_padded=step % 2 == 0)
+    labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
+    mask = None if batch.segments is None else (batch.segments >= 0).long()
+    inputs = {"input_ids": batch.tokens, "token_type_ids": batch.token_types, "attention_mask": mask, "labels": labels}
+    if hasattr(model.cls, "seq_relationship"):
+        out = model(**inputs, next_sentence_label=batch.is_random)
+        return out.loss, (out.prediction_logits.detach(), out.seq_relationship_logits.detach())
+    out = model(**inputs)
+    return out.loss, (out.logits.detach(),)
+
+
+def our_loss(model, step):
+    batch = bert_batch(step, is_padded=step % 2 == 0)
+    losses = model(**vars(batch))
+    total, count = losses["loss"] if isinstance(losses, dict) else losses
+    return total / count
+
+
+def one(group, kind):
+    """Return what this rank sees: its logits, the loss, its gradients, its weights after the steps."""
+    dtype, variant, activation, _ = kind
+    before, *_ = reference(kind)
+    sizes = bert_sizes(activation=ACTIVATIONS[activation], binary_head=variant != "words", hidden_bias=True)
+    model = BertModel(sizes, place_of(group)).to(DTYPES[dtype])
+    recipes = recipes_of(variant)
+    assert sorted(recipes) == sorted(name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.shard = shard_of(parameter)
+        fill(parameter, made.to_our_weight(recipes[name], before))
+    batch = bert_batch(0)
+    with torch.no_grad():
+        logits = model(batch.tokens, batch.token_types, batch.segments)
+    loss = our_loss(model, 0)
+    loss.backward()
+    gradients = gradients_of(model)
+    if dtype == "fp64":
+        model.zero_grad()
+        optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=torch.float64)
+        for step in range(STEPS):
+            our_loss(model, step).backward()
+            optimizer.step()
+    after = {name: (shard_of(p), p.detach()) for name, p in model.named_parameters()}
+    return logits if isinstance(logits, tuple) else (logits,), loss.item(), gradients, after
+
+
+def ours(rank, size):
+    return {kind: one(whole_world(rank, size), kind) for kind in KINDS}
+
+
+@functools.cache
+def seen(size):
+    """Return, for each kind, the results of all ranks."""
+    for kind in KINDS:
+        reference(kind)  # ahead of the fork, once for all
+    ranks = run_ranks(size, ours, size) if size > 1 else [ours(0, 1)]
+    return {kind: [results[kind] for results in ranks] for kind in KINDS}
+
+
+def theirs(parts, variant):
+    """Return the global tensors of all ranks' parts under Hugging Face's names."""
+    recipes, whole = recipes_of(variant), joined(parts)
+    return {name: part for ours in whole for name, part in made.from_our_weight(recipes[ours], whole[ours]).items()}
+
+
+def with_keys(tensors):
+    """Return ``tensors`` with the biases of keys, which softmax does not see, joined to those of queries."""
+    joint = dict(tensors)
+    for name in [name for name in tensors if name.endswith("key.bias")]:
+        joint[name] = torch.cat([tensors[name], joint.pop(name.replace("key", "query"))])
+    return joint
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(kind))
+@pytest.mark.parametrize("size", SIZES)
+def test_the_same_weights_give_the_same_logits_loss_and_gradients(kind, size):
+    before, logits, loss, gradients, after = reference(kind)
+    ranks = seen(size)[kind]
+    real = bert_batch(0).segments >= 0
+    words = torch.cat([rank[0][0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
+    pairs = [(words[real], logits[0][real])]
+    assert len(logits) == len(ranks[0][0]) == (1 if kind[1] == "words" else 2)
+    pairs += [(rank[0][1], logits[1]) for rank in ranks if len(logits) == 2]
+    observed = [max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)]
+    observed.append(max(abs(rank[1] - loss) / loss for rank in ranks))
+    worst, where = worst_relative(*map(with_keys, (theirs([rank[2] for rank in ranks], kind[1]), gradients)))
+    observed.append(worst)
+    if kind[0] == "fp64":
+        moved, _ = worst_relative(theirs([rank[3] for rank in ranks], kind[1]), after)
+        observed.append(moved)
+        moving = [name for name in after if not name.endswith("key.bias")]  # which softmax does not see
+        assert all((after[n] - before[n]).norm() > 1e-5 * before[n].norm() for n in moving), "it trains"
+    print(f"t={size} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", ALLOWED[kind[0]], where)
+    for what, value, allowed in zip(("logits", "loss", where, "weights"), observed, ALLOWED[kind[0]], strict=False):
+        assert allowed is None or value <= allowed, what
+
+
+@pytest.mark.parametrize("variant", ["both", "words"])
+def test_there_and_back_is_bitwise(variant):
+    before = reference(next(kind for kind in KINDS if kind[1] == variant))[0]
+    recipes, back = recipes_of(variant), {}
+    for recipe in recipes.values():
+        back |= made.from_our_weight(recipe, made.to_our_weight(recipe, before))
+    assert set(before) - set(back) <= COPIES and set(back) <= set(before)
+    assert all(torch.equal(back[name], before[name]) for name in back)

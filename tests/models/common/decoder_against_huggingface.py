@@ -1,0 +1,157 @@
+"""A decoder of theirs and ours with the same weights: logits, loss, every gradient, and weights after 20 steps.
+
+The reference is made from a random configuration; nothing is downloaded. Its loss is taken from its logits here,
+because ``labels=`` would cast them to fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.config import Config
+from megatron.models.common.huggingface import Form
+from megatron.mpu.groups import Group
+from megatron.mpu.shard import shard_of
+from megatron.optim import build_optimizer
+from tests.harness import run_ranks
+from tests.models.common.samples import gradients_of, joined, place_of, worst_relative
+from tests.models.gpt2.test_against_huggingface import ALLOWED, BATCH, DTYPES, LR, SEQ, STEPS, VOCAB, text
+from tests.mpu.whole import fill, whole_world
+
+TRAINED = "fp64"
+"""The kind that is compared after the steps as well."""
+
+
+def reference_loss(model: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return their logits and the loss of a step."""
+    tokens, labels = text(step)
+    logits = model(tokens, use_cache=False).logits
+    return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def our_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+    """Return the loss of a step."""
+    tokens, labels = text(step)
+    total, count = model(tokens, labels=labels, loss_mask=torch.ones(BATCH, SEQ))
+    return total / count
+
+
+@dataclass(frozen=True, eq=False)
+class Against:
+    """A family and its kinds.
+
+    Args:
+        form: how weights go both ways, and how ours is built.
+        dtypes: number format of each kind.
+        make_reference: their model of a kind, and our configuration of it.
+        in_its_own_dtype: a context in which their model computes in fp64 all that it casts to fp32.
+    """
+
+    form: Form
+    dtypes: Mapping[str, str]
+    make_reference: Callable[[str], tuple[Any, Config]]
+    in_its_own_dtype: Callable[[], AbstractContextManager[None]]
+
+    @functools.cache  # noqa: B019 - for a session, and a family has one
+    def reference(self, kind: str) -> tuple[Any, ...]:
+        """Return configuration, weights before, logits, loss, gradients, and weights after, under their names."""
+        model, config = self.make_reference(kind)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with self.in_its_own_dtype() if self.dtypes[kind] == "fp64" else nullcontext():
+            logits, loss = reference_loss(model, 0)
+            loss.backward()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            if kind == TRAINED:
+                optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+                for step in range(STEPS):
+                    optimizer.zero_grad()
+                    reference_loss(model, step)[1].backward()
+                    optimizer.step()
+        after = {name: p.detach() for name, p in model.named_parameters()}
+        return config, before, logits.detach(), loss.item(), gradients, after
+
+    def ours(self, rank: int, size: int) -> dict[str, Any]:
+        """Return what this rank sees for each kind: logits, loss, gradients, weights after the steps."""
+        return {kind: self._one(whole_world(rank, size), kind) for kind in self.dtypes}
+
+    def _one(self, group: Any, kind: str) -> Any:
+        config, before, *_ = self.reference(kind)
+        dtype = DTYPES[self.dtypes[kind]]
+        model = self.form.build(config.model, config, place_of(group)).to(dtype)
+        weights = self.form.to_ours(before, config)
+        assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.shard = shard_of(parameter)  # type: ignore[attr-defined]
+            fill(parameter, weights[name])
+        with torch.no_grad():
+            logits = model(text(0)[0])
+        loss = our_loss(model, 0)
+        loss.backward()
+        gradients = gradients_of(model)
+        if kind == TRAINED:
+            model.zero_grad()
+            optimizer = build_optimizer(model.parameters(), name="sgd", lr=LR, dtype=dtype)
+            for step in range(STEPS):
+                our_loss(model, step).backward()
+                optimizer.step()
+        after = {name: (shard_of(p), p.detach()) for name, p in model.named_parameters()}
+        return logits, loss.item(), gradients, after
+
+    @functools.cache  # noqa: B019
+    def seen(self, size: int) -> dict[str, list[Any]]:
+        """Return, for each kind, the results of all ranks."""
+        for kind in self.dtypes:
+            self.reference(kind)  # ahead of the fork, once for all
+        ranks = run_ranks(size, self.ours, size) if size > 1 else [self.ours(0, 1)]
+        return {kind: [results[kind] for results in ranks] for kind in self.dtypes}
+
+    def theirs(self, parts: list[Any], config: Config, names: Any) -> dict[str, torch.Tensor]:
+        """Return the global tensors of all ranks' parts under Hugging Face's names."""
+        found = self.form.from_ours(joined(parts), config)
+        return {name: found[name] for name in names}
+
+    def check(self, kind: str, size: int) -> None:
+        """Check logits, loss, gradients and trained weights of ``size`` tensor ranks."""
+        config, before, logits, loss, gradients, after = self.reference(kind)
+        ranks = self.seen(size)[kind]
+        together = torch.cat([rank[0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
+        observed = [(together - logits).abs().max().item() / logits.abs().max().item()]
+        observed.append(max(abs(rank[1] - loss) / loss for rank in ranks))
+        worst, where = worst_relative(self.theirs([rank[2] for rank in ranks], config, gradients), gradients)
+        observed.append(worst)
+        if kind == TRAINED:
+            moved, _ = worst_relative(self.theirs([rank[3] for rank in ranks], config, after), after)
+            observed.append(moved)
+            changed = {name: torch.linalg.vector_norm(after[name] - before[name]) for name in after}
+            assert all(change > 1e-3 * before[name].norm() for name, change in changed.items()), "it trains"
+        allowed = ALLOWED[self.dtypes[kind]]
+        print(f"t={size} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", allowed, where)
+        for what, value, limit in zip(("logits", "loss", where, "weights"), observed, allowed, strict=False):
+            assert limit is None or value <= limit, what
+
+    def check_there_and_back(self, kind: str, sizes: tuple[int, ...]) -> None:
+        """Check that their weights come back bit for bit from any number of tensor ranks."""
+        config, before, *_ = self.reference(kind)
+        for size in sizes:
+            back = self.form.from_ours(joined([self.shards(kind, rank, size) for rank in range(size)]), config)
+            for name, tensor in back.items():
+                assert tensor.equal(before[name]), name
+            assert {"lm_head.weight", *back} == set(before)
+
+    def shards(self, kind: str, rank: int, size: int) -> Any:
+        """Return what a tensor rank holds of the weights; none talks to the others."""
+        config, before, *_ = self.reference(kind)
+        place = place_of(Group(tuple(range(size)), rank))
+        model = self.form.build(config.model, config, place).to(DTYPES[self.dtypes[kind]])
+        parameters = dict(model.named_parameters())
+        for name, weight in self.form.to_ours(before, config).items():
+            shard = shard_of(parameters[name])
+            shard.unpadded(parameters[name].data).copy_(shard.cut(weight))
+        return {name: (shard_of(p), p.detach()) for name, p in model.named_parameters()}

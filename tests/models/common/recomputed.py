@@ -1,0 +1,94 @@
+"""Small models of all families with dropout: loss and gradients, and what is in memory between forward and backward."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.models.bert.model import BertModel
+from megatron.models.gpt2.model import GPT2Model
+from megatron.models.llama.model import LlamaModel, LlamaSizes
+from megatron.models.mpt.model import MptModel
+from megatron.models.t5.model import T5Model
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.random import Position
+from tests.models.bert.samples import bert_batch, bert_sizes
+from tests.models.common.samples import SMALL, batch_of, filled, place_of, small_sizes
+from tests.models.mpt.samples import mpt_sizes
+from tests.models.t5.samples import t5_batch, t5_sizes
+
+LAYERS = 3
+FAMILIES = ("gpt2", "t5", "llama", "mpt", "bert")
+RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+
+
+def make(family: str, group: Group = SINGLE, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
+    """Return a filled model with dropout, of ``LAYERS`` layers (T5: on each side)."""
+    place, changes = place_of(group), {**RATES, "num_layers": LAYERS, **changes}
+    if family == "t5":
+        return filled(T5Model(t5_sizes(**{"enc_layers": LAYERS, "dec_layers": LAYERS, **changes}), place)).to(dtype)
+    sizes = {"gpt2": small_sizes, "mpt": mpt_sizes, "bert": bert_sizes, "llama": llama_sizes}[family](**changes)
+    model = {"gpt2": GPT2Model, "mpt": MptModel, "bert": BertModel, "llama": LlamaModel}[family]
+    return filled(model(sizes, place)).to(dtype)
+
+
+def llama_sizes(**changes: Any) -> LlamaSizes:
+    return LlamaSizes(**{**SMALL, "num_query_groups": 2, **changes})
+
+
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    """Return the loss of a micro-batch with several documents, before another one's forward."""
+    inputs = dict(vars({"T5Model": t5_batch, "BertModel": bert_batch}.get(type(model).__name__, batch_of)()))
+    if type(model).__name__ == "MptModel":
+        del inputs["position_ids"]
+    model.place.streams.position = Position(2, 1)
+    found = model(**inputs)
+    model.place.streams.position = Position(2, 2)
+    return (found["loss"] if isinstance(found, dict) else found)[0]
+
+
+def bits(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return loss and gradients."""
+    loss = loss_of(model)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+class Storages(TorchDispatchMode):
+    """Watches what operations within make, down to those that only autograd still holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self._seen[storage.cdata] = (storage, tensor.untyped_storage().nbytes())
+        return made
+
+    def live(self) -> int:
+        """Return the bytes of what is still in memory."""
+        return sum(size for storage, size in self._seen.values() if not storage.expired())
+
+
+def kept_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes that a forward leaves in memory for its backward, parameters and the loss itself aside.
+
+    gloo holds what it has just reduced a moment longer.
+    """
+    own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
+    with Storages() as storages:
+        loss = loss_of(model)
+        found = min(storages.live() for _ in range(20) if time.sleep(0.002 * dist.is_initialized()) is None)
+    size = sum(size for cdata, (_, size) in storages._seen.items() if cdata in own)
+    loss.backward()
+    return found - size

@@ -1,0 +1,48 @@
+"""The root-mean-square norm against its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.models.common.transformer import rms_norm
+from tests.mpu.whole import random
+
+H = 12
+
+
+def formula(x, weight, epsilon):
+    return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def with_gradients(function, dtype=torch.float64):
+    x, weight = random(1, 5, 3, H).to(dtype).requires_grad_(), (1 + random(2, H)).to(dtype).requires_grad_()
+    y = function(x, weight, 0.1)
+    y.backward(random(3, 5, 3, H).to(dtype))
+    return y.detach(), x.grad, weight.grad
+
+
+def test_it_is_its_formula_and_so_are_its_gradients():
+    for own, wanted in zip(with_gradients(rms_norm), with_gradients(formula), strict=True):
+        assert (own - wanted).abs().max() <= 1e-14 * wanted.abs().max()
+
+
+def test_it_is_torchs_function_of_the_same_name():
+    theirs = with_gradients(lambda x, weight, epsilon: F.rms_norm(x, (H,), weight, epsilon))
+    for own, wanted in zip(with_gradients(rms_norm), theirs, strict=True):
+        assert (own - wanted).abs().max() <= 1e-14 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_16_bits_are_summed_in_32(dtype):
+    for own, wanted in zip(with_gradients(rms_norm, dtype), with_gradients(formula), strict=True):
+        assert own.dtype == dtype
+        assert (own - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+
+
+def test_a_row_of_zeros_is_zero_and_gives_finite_gradients():
+    x = torch.zeros(2, H, requires_grad=True)
+    y = rms_norm(x, torch.ones(H), 1e-6)
+    y.sum().backward()
+    assert y.count_nonzero() == 0 and x.grad.isfinite().all()

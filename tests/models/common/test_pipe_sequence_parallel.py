@@ -1,0 +1,59 @@
+"""Which weights of every family's list of layers are summed over the tensor ranks; no ranks are needed to see it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron.models.bert import pipeline as bert
+from megatron.models.common.model_args import Place
+from megatron.models.gpt2 import pipeline as gpt2
+from megatron.models.llama import pipeline as llama
+from megatron.models.mpt import pipeline as mpt
+from megatron.models.registry import FAMILIES as ALL_FAMILIES
+from megatron.models.t5 import pipeline as t5
+from megatron.mpu.groups import Group
+from megatron.mpu.shard import is_partial, shard_of
+from tds.shared_layers import held_in
+from tests.models.common.test_sequence_parallel import cases
+
+PAIR = Group((0, 1), 0)
+FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama, "mpt": mpt, "bert": bert, "t5": t5}
+Facts = Counter[tuple[tuple[int, ...], bool, bool]]
+
+
+def parameters_of(home: ModuleType, sizes: Any, place: Place) -> dict[str, nn.Parameter]:
+    """Return what all layers of the pipeline hold, those that several share once."""
+    with held_in(nn.ModuleDict()) as shared:
+        layers = nn.ModuleList(spec.build() for spec in home.layer_specs(sizes, place))
+    return {**dict(layers.named_parameters()), **dict(shared.named_parameters())}
+
+
+def facts_of(parameters: Iterable[nn.Parameter]) -> Facts:
+    """Return how many of ``parameters`` have each (shape, whether it is cut, whether its gradient is a summand)."""
+    return Counter((tuple(p.shape), shard_of(p).is_partitioned, is_partial(p)) for p in parameters)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_what_every_rank_holds_whole_is_partial_in_a_pipeline_as_without_one(name: str) -> None:
+    case, cut = cases()[name], Place(PAIR, sequence_parallel=True)
+    family = name.partition(" ")[0].rstrip(",")
+    home = FAMILIES[family]
+    held = parameters_of(home, case.sizes, cut)
+    for key, parameter in held.items():
+        is_whole = not shard_of(parameter).is_partitioned and "next_sentence." not in key
+        assert is_partial(parameter) == is_whole, key
+    assert not any(map(is_partial, parameters_of(home, case.sizes, Place(PAIR)).values()))
+    whole, found = (facts_of(each) for each in (case.kind(case.sizes, cut).parameters(), held.values()))
+    copies = found - whole  # the table that a decoder's last stage holds once more for its head
+    assert not whole - found and all(is_cut and not partial for _, is_cut, partial in copies)
+    assert copies.total() == (ALL_FAMILIES[family].kind == "decoder" and not case.sizes.untie_embeddings)
+
+
+def test_every_family_is_there() -> None:
+    assert set(ALL_FAMILIES) == set(FAMILIES) == {name.partition(" ")[0].rstrip(",") for name in cases()}

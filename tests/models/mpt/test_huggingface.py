@@ -1,0 +1,147 @@
+"""MPT's settings and weights there and back: bit for bit, and refused where either side has no counterpart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.huggingface import config as settings
+from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.config import Config, parse
+from megatron.errors import CheckpointError
+from megatron.models.mpt.huggingface import FORM
+from tests.checkpoint.huggingface.models import config_of, save_model
+from tests.tools.test_convert_hf import Run, convert, same, tensors_in
+
+__all__ = ["convert"]  # the fixture
+
+STORYWRITER = {
+    "architectures": ["MPTForCausalLM"], "model_type": "mpt", "d_model": 16, "n_heads": 2, "n_layers": 2,
+    "vocab_size": 29, "max_seq_len": 64, "expansion_ratio": 4, "no_bias": True, "learned_pos_emb": True,
+    "logit_scale": None, "embedding_fraction": 1.0, "emb_pdrop": 0, "resid_pdrop": 0,
+    "norm_type": "low_precision_layernorm", "init_config": {"name": "kaiming_normal_"}, "use_cache": False,
+    "attn_config": {
+        "alibi": True, "alibi_bias_max": 16, "attn_impl": "torch", "attn_pdrop": 0, "clip_qkv": 6,
+        "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False, "qk_ln": False,
+        "softmax_scale": None,
+    },
+}  # fmt: skip
+"""As MosaicML's hub has it, in small."""
+
+
+def with_attention(**changes: Any) -> dict[str, Any]:
+    return {**STORYWRITER, "attn_config": {**STORYWRITER["attn_config"], **changes}}  # type: ignore[dict-item]
+
+
+def test_a_config_of_the_hub_is_read() -> None:
+    config = settings.to_ours(STORYWRITER)
+    assert (config.own.alibi_bias_max, config.own.clip_qkv) == (16, 6.0)
+    model = config.model
+    assert (model.ff_hidden_size, model.max_position_embeddings, model.untie_embeddings) == (64, 64, False)
+    assert settings.to_ours(with_attention(softmax_scale=8**-0.5)) == config
+    assert settings.to_ours({**STORYWRITER, "attn_config": None}).own.alibi_bias_max == 8
+    same = {"norm_type": "layernorm", "ffn_config": {"ffn_type": "mptmlp", "fc_type": "torch", "ffn_act_fn": None}}
+    assert settings.to_ours({**with_attention(rope=False, sliding_window_size=-1), **same}) == config
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (with_attention(alibi=False), "attn_config.alibi False"),
+        (with_attention(prefix_lm=True), "attn_config.prefix_lm True"),
+        (with_attention(qk_ln=True), "attn_config.qk_ln True"),
+        (with_attention(attn_type="multiquery_attention"), "attn_config.attn_type 'multiquery_attention'"),
+        (with_attention(attn_uses_sequence_id=True), "attn_config.attn_uses_sequence_id True"),
+        (with_attention(softmax_scale=0.1), "attn_config.softmax_scale 0.1 (known: 0.353553"),
+        (with_attention(rope=True), "attn_config.rope True"),
+        (with_attention(sliding_window_size=512), "attn_config.sliding_window_size 512"),
+        ({**STORYWRITER, "norm_type": "rmsnorm"}, "norm_type 'rmsnorm'"),
+        ({**STORYWRITER, "ffn_config": {"ffn_type": "mptglu"}}, "ffn_config {'ffn_type': 'mptglu'}"),
+        (
+            {**STORYWRITER, "ffn_config": {"ffn_act_fn": {"name": "relu"}}},
+            "ffn_config {'ffn_act_fn': {'name': 'relu'}}",
+        ),
+        ({**STORYWRITER, "no_bias": False}, "no_bias False"),
+        ({**STORYWRITER, "logit_scale": "inv_sqrt_d_model"}, "logit_scale 'inv_sqrt_d_model'"),
+        ({**STORYWRITER, "expansion_ratio": 8}, "expansion_ratio 8"),
+        ({**STORYWRITER, "embedding_fraction": 0.1}, "embedding_fraction 0.1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_our_mpt_has_not_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError) as told:
+        settings.to_ours(changed)
+    assert f"our MPT has no counterpart of these settings: {named}" in str(told.value)
+
+
+def test_all_that_has_no_form_there_is_told_at_once() -> None:
+    with pytest.raises(CheckpointError) as told:
+        settings.to_theirs(config_of("mpt", activation="relu", kv_hidden_size=4, ff_hidden_size=20), "float32")
+    assert all(text in str(told.value) for text in ("gelu there, got relu", "2 heads of 4 for 16", "got 20 for 16"))
+
+
+def test_settings_come_back_and_their_program_takes_them() -> None:
+    from transformers import MptConfig
+
+    values = {"clip_qkv": 3.0, "alibi_bias_max": 4, "attention_dropout": 0.25, "hidden_dropout": 0.125}
+    config = config_of("mpt", **values, layernorm_epsilon=1e-6, untie_embeddings=True)
+    fields = settings.to_theirs(config, "float32")
+    theirs = MptConfig.from_dict(json.loads(json.dumps(fields)))
+    assert (theirs.attn_config.alibi_bias_max, theirs.attn_config.clip_qkv, theirs.max_seq_len) == (4, 3.0, 12)
+    back = settings.to_ours(theirs.to_dict())
+    assert back.identity() == config.identity() and back.model == config.model
+
+
+def test_the_flags_of_a_model_build_it() -> None:
+    config = settings.to_ours({**STORYWRITER, "layer_norm_epsilon": 1e-6})
+    parsed = parse([*settings.flags(config), "--data-path", "x", "--dry-run"], world_size=1, family="mpt")
+    assert parsed.identity() == config.identity() and parsed.model.layernorm_epsilon == 1e-6
+    assert parsed.model.max_position_embeddings == 64
+
+
+def reference(folder: Path, **own: Any) -> dict[str, torch.Tensor]:
+    """Save a random model of theirs; return its state dict."""
+    from transformers import MptConfig, MptForCausalLM
+
+    torch.manual_seed(0)
+    attention = {"alibi_bias_max": 16, "clip_qkv": 6.0}
+    sizes = {"d_model": 36, "n_heads": 6, "n_layers": 2, "vocab_size": 29, "max_seq_len": 12}
+    model = MptForCausalLM(MptConfig(**sizes, attn_config=attention, **own))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("own", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+def test_theirs_to_ours_and_back_is_bitwise_and_computes_the_same(
+    own: dict[str, Any], convert: Run, tmp_path: Path
+) -> None:
+    state = reference(tmp_path / "theirs", **own)
+    code, told = convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "run")
+    assert code == 0 and "examples/mpt/pretrain_mpt.py" in told, told
+    words = ["--max-shard-bytes", 20_000, "--verify"]
+    code, told = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", *words)
+    assert code == 0 and "verified: the logits of a random batch differ by" in told, told
+    back = tensors_in(tmp_path / "back")
+    assert same(back, {key: state[key] for key in back})
+    assert set(state) - set(back) == (set() if own else {"lm_head.weight"})
+
+
+def test_a_model_of_two_ranks_goes_there_and_back_to_the_bit_without_its_padding(convert: Run, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "run", config_of("mpt", alibi_bias_max=6), ranks=2)  # 29 tokens: a row of padding
+    code, told = convert("export", "--load", path, "--output", tmp_path / "theirs", "--verify")
+    assert code == 0, told
+    assert convert("import", "--input", tmp_path / "theirs", "--output", tmp_path / "back")[0] == 0
+    assert same(read_weights(open_folder(tmp_path / "back")), read_weights(open_folder(path)))
+
+
+def test_a_tensor_that_no_mpt_has_is_named() -> None:
+    config: Config = config_of("mpt")
+    with pytest.raises(CheckpointError, match="layers.0.input_norm.bias"):
+        FORM.from_ours({"layers.0.input_norm.bias": torch.zeros(16)}, config)

@@ -1,0 +1,167 @@
+"""Small T5 models with known weights, and the same function in plain torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.models.t5.layers import T5Sizes
+
+VOCAB, S_E, S_D, BATCH = 101, 11, 7, 3  # 101 is a prime: padded for every tensor size
+SMALL = {
+    "num_layers": 2, "enc_layers": 2, "dec_layers": 3, "hidden_size": 16, "num_attention_heads": 4,
+    "kv_hidden_size": 6, "ff_hidden_size": 20, "vocab_size": VOCAB, "max_position_embeddings": 0,
+    "hidden_bias": False, "layernorm_epsilon": 1e-6, "activation": "relu",
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6,
+}  # fmt: skip
+LEARNED = {
+    "position_embedding_type": "learned", "hidden_bias": True, "activation": "gelu", "layernorm_epsilon": 1e-5,
+    "max_position_embeddings": S_E,
+}  # fmt: skip
+KINDS = {
+    "T5": {},
+    "T5 v1.1": {"activation": "gated-gelu", "untie_embeddings": True},
+    "biases and silu": {"activation": "gated-silu", "hidden_bias": True},
+    "as CPM": LEARNED,
+}
+
+
+def t5_sizes(**changes: Any) -> T5Sizes:
+    """Return the sizes of the small model, with ``changes``."""
+    return T5Sizes(**{**SMALL, **changes})
+
+
+@dataclass
+class T5Batch:
+    """What ``T5Model.forward`` takes."""
+
+    enc_tokens: torch.Tensor
+    dec_tokens: torch.Tensor
+    enc_segments: torch.Tensor | None
+    dec_segments: torch.Tensor | None
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+def t5_batch(*, with_documents: bool = False, seed: int = 0) -> T5Batch:
+    """Return random tokens; with documents: several and padding, one without, and padding in the decoder alone."""
+    generator = torch.Generator().manual_seed(seed)
+    enc, dec, labels = (torch.randint(0, VOCAB, (BATCH, s), generator=generator) for s in (S_E, S_D, S_D))
+    batch = T5Batch(enc, dec, None, None, labels, torch.ones(BATCH, S_D))
+    if with_documents:
+        batch.enc_segments = torch.tensor(
+            [[0] * 5 + [1] * 4 + [-1] * 2, [0] * 11, [0] * 8 + [1] * 3], dtype=torch.int32
+        )
+        batch.dec_segments = torch.tensor(
+            [[0] * 3 + [1] * 3 + [-1], [0] * 7, [0] + [1] * 3 + [-1] * 3], dtype=torch.int32
+        )
+        batch.loss_mask = (batch.dec_segments >= 0).float()
+    return batch
+
+
+def plain_logits(weights: dict[str, torch.Tensor], sizes: T5Sizes, batch: T5Batch) -> torch.Tensor:
+    """Return logits [b, s_d, v] of the model of these logical weights, one sample at a time, without our layers."""
+    rows = []
+    for i in range(BATCH):
+        enc = torch.zeros(S_E) if batch.enc_segments is None else batch.enc_segments[i]
+        dec = torch.zeros(S_D) if batch.dec_segments is None else batch.dec_segments[i]
+        rows.append(_Plain(weights, sizes, enc, dec).logits(batch.enc_tokens[i], batch.dec_tokens[i]))
+    return torch.stack(rows)
+
+
+class _Plain:
+    def __init__(self, weights, sizes, enc, dec):
+        self.w, self.sizes, self.enc, self.dec = weights, sizes, enc, dec
+        self.is_relative = sizes.position_embedding_type == "relative"
+
+    def logits(self, enc_tokens, dec_tokens):
+        memory = self.embedded(enc_tokens, self.enc)
+        for i in range(self.sizes.enc_layers):
+            at = f"encoder.layers.{i}."
+            memory = memory + self.self_attention(at, memory, self.enc, "encoder")
+            memory = memory + self.mlp(at, self.norm(at + "post_attention_norm", memory))
+        memory = self.norm("encoder.final_norm", memory)
+        y = self.embedded(dec_tokens, self.dec)
+        for i in range(self.sizes.dec_layers):
+            at = f"decoder.layers.{i}."
+            y = y + self.self_attention(at, y, self.dec, "decoder")
+            y = y + self.cross_attention(at, y, memory)
+            y = y + self.mlp(at, self.norm(at + "post_attention_norm", y))
+        y = self.norm("decoder.final_norm", y)
+        if "head.weight" in self.w:
+            return y @ self.w["head.weight"].t()
+        return (y / math.sqrt(y.shape[-1]) if self.is_relative else y) @ self.w["embedding.word.weight"].t()
+
+    def embedded(self, tokens, segments):
+        x = self.w["embedding.word.weight"][tokens]
+        if self.is_relative:
+            return x
+        places = [sum(1 for k in range(j) if segments[k] == segments[j]) for j in range(len(tokens))]
+        return x + self.w["embedding.position.weight"][places]
+
+    def norm(self, name, x):
+        if self.is_relative:
+            return (
+                x / (x.square().mean(-1, keepdim=True) + self.sizes.layernorm_epsilon).sqrt() * self.w[name + ".weight"]
+            )
+        return F.layer_norm(
+            x, x.shape[-1:], self.w[name + ".weight"], self.w[name + ".bias"], self.sizes.layernorm_epsilon
+        )
+
+    def linear(self, name, x):
+        return F.linear(x, self.w[name + ".weight"], self.w.get(name + ".bias"))
+
+    def mlp(self, at, x):
+        up = self.linear(at + "mlp.up", x)
+        gate, value = up[:, 0::2], up[:, 1::2]
+        hidden = {
+            "relu": lambda: up.clamp(min=0),
+            "gelu": lambda: F.gelu(up),
+            "gated-gelu": lambda: F.gelu(gate, approximate="tanh") * value,
+            "gated-silu": lambda: gate * torch.sigmoid(gate) * value,
+        }[self.sizes.activation]()
+        return self.linear(at + "mlp.down", hidden)
+
+    def self_attention(self, at, x, segments, side):
+        heads, d, s = self.sizes.num_attention_heads, self.sizes.kv_hidden_size, len(x)
+        packed = self.linear(at + "attention.query_key_value", self.norm(at + "input_norm", x)).view(s, heads, 3, d)
+        allowed = torch.tensor([[bool(i == j) for j in segments] for i in segments])
+        if side == "decoder":
+            allowed = allowed & torch.ones(s, s, dtype=torch.bool).tril()
+        bias = self.bias(side, s) if self.is_relative else torch.zeros(heads, s, s)
+        context = self.attended(packed[:, :, 0], packed[:, :, 1], packed[:, :, 2], bias, allowed)
+        return self.linear(at + "attention.dense", context)
+
+    def cross_attention(self, at, y, memory):
+        heads, d = self.sizes.num_attention_heads, self.sizes.kv_hidden_size
+        query = self.linear(at + "cross_attention.query", self.norm(at + "cross_norm", y)).view(-1, heads, d)
+        both = self.linear(at + "cross_attention.key_value", memory).view(-1, heads, 2, d)
+        allowed = torch.tensor([[bool(i == j) for j in self.enc] for i in self.dec])
+        context = self.attended(query, both[:, :, 0], both[:, :, 1], None, allowed)
+        return self.linear(at + "cross_attention.dense", context)
+
+    def attended(self, query, key, value, bias, allowed):
+        scores = torch.einsum("iad,jad->aij", query, key)
+        scores = scores if self.is_relative else scores / math.sqrt(query.shape[-1])
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        if bias is not None:
+            scores = scores + bias
+        return torch.einsum("aij,jad->iad", scores.softmax(-1), value).flatten(1)
+
+    def bias(self, side, s):
+        rows = [[self.bucket(j - i, side) for j in range(s)] for i in range(s)]
+        return self.w[f"{side}.bias.weight"][torch.tensor(rows)].permute(2, 0, 1)  # [a, s, s]
+
+    def bucket(self, distance, side):
+        size = self.sizes.relative_attention_num_buckets // (2 if side == "encoder" else 1)
+        first = size if side == "encoder" and distance > 0 else 0
+        away = abs(distance) if side == "encoder" else max(-distance, 0)
+        exact = size // 2
+        if away < exact:
+            return first + away
+        growth = math.log(away / exact) / math.log(self.sizes.relative_attention_max_distance / exact)
+        return first + min(exact + int(growth * (size - exact)), size - 1)

@@ -1,0 +1,199 @@
+"""Evaluation gives one process's loss and leaves training alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from torch import nn
+
+import tds
+from tds.engine.engine import PipelineEngine
+from tds.pipe import LayerSpec, PipelineModule
+from tests.harness import run_ranks
+from tests.tds.toys import Toy, make_engine, reference, train
+
+
+def _dropping(toy: Toy, num_stages: int) -> PipelineModule:
+    """Layers with dropout: random numbers that evaluation drew would show in the next gradients."""
+    specs = [spec for layer in toy.specs() for spec in (layer, LayerSpec(nn.Dropout, 0.3))]
+    return PipelineModule(
+        specs, num_stages=num_stages, loss_fn=toy.loss_fn, partition_method="uniform", seed_layers=True
+    )
+
+
+class Noise(nn.Module):
+    """Adds random numbers in evaluation, too, which ``nn.Dropout`` does not draw there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.rand_like(x)
+
+
+def _drawing(batches: list[Any]) -> Iterator[Any]:
+    """Yield ``batches``, each after a number that is drawn as a data set's own may be."""
+    for batch in batches:
+        torch.rand(1)
+        yield batch
+
+
+def _evaluate_and_draw(rank: int, toy: Toy) -> list[tuple[bool, float]]:
+    """Return whether the generator's state is as before each evaluation, and what that came to."""
+    specs = [spec for layer in toy.specs() for spec in (layer, LayerSpec(Noise))]
+    engine = make_engine(toy, 2, module=PipelineModule(specs, 2, loss_fn=toy.loss_fn, partition_method="uniform"))
+    train(engine, toy)
+    found = []
+    for number in (1, 3):
+        before = torch.get_rng_state()
+        loss = engine.eval_batch(_drawing([toy.batch(i, 2) for i in range(number)]), num_micro_batches=number)
+        found.append((torch.equal(before, torch.get_rng_state()), float(loss)))
+        torch.rand(1)
+    return found
+
+
+def test_evaluation_with_a_layer_and_data_that_draw_leaves_the_generator_as_it_was() -> None:
+    found = run_ranks(2, _evaluate_and_draw, Toy("chain"))
+    assert all(is_kept for each in found for is_kept, _ in each)
+
+
+def _train_eval_train(rank: int, toy: Toy, num_stages: int, counts: list[int]) -> list[Any]:
+    engine = make_engine(toy, num_stages, module=_dropping(toy, num_stages))
+    engine.optimizer.param_groups[0]["lr"] = 0.1
+    torch.manual_seed(5)
+    results = [train(engine, toy)]
+    for number in counts:
+        engine.eval_batch(iter([toy.batch(i, 2 + number) for i in range(number)]), num_micro_batches=number)
+        results.append(train(engine, toy))
+    return [results, torch.rand(3), engine.module.micro_offset, engine.global_steps, engine.micro_steps]
+
+
+def _train_only(rank: int, toy: Toy, num_stages: int, counts: list[int]) -> list[Any]:
+    engine_eval = PipelineEngine.eval_batch
+    PipelineEngine.eval_batch = lambda *_, **__: None  # type: ignore[assignment, method-assign]
+    try:
+        return _train_eval_train(rank, toy, num_stages, counts)
+    finally:
+        PipelineEngine.eval_batch = engine_eval  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("num_stages", "micro_batches"), [(3, 1), (2, 4)])
+def test_evaluation_between_steps_changes_nothing_in_training(num_stages: int, micro_batches: int) -> None:
+    """Row P09: other counts and shapes, accumulation off, fewer micro-batches than stages; to the bit."""
+    toy = Toy("chain", micro_batches=micro_batches)
+    given = (toy, num_stages, [1, 5, 2])
+    plain, mixed = run_ranks(num_stages, _train_only, *given), run_ranks(num_stages, _train_eval_train, *given)
+    for before, after in zip(plain, mixed, strict=True):
+        for one, two in zip(before[0], after[0], strict=True):
+            assert float(one[0]).hex() == float(two[0]).hex()
+            assert all(torch.equal(one[1][name], two[1][name]) for name in one[1])
+        assert torch.equal(before[1], after[1])
+        assert before[2:] == after[2:]
+        assert after[3:] == [4, 4 * micro_batches]
+
+
+def _evaluate(rank: int, toy: Toy) -> dict[str, Any]:
+    engine = make_engine(toy, 2)
+    data = toy.batches(engine.grid.get_data_parallel_rank())
+    loss, logits = engine.eval_batch(iter(data), return_logits=True)
+    return {
+        "loss": loss,
+        "logits": logits,
+        "only last": engine.eval_batch(iter(data), bcast_loss=False),
+        "each": engine.eval_batch(iter(data), reduce_output=None),
+        "outputs": engine.eval_batch(iter(data), compute_loss=False, reduce_output=None),
+        "is last": engine.is_last_stage(),
+        "mean": engine.eval_batch(iter(data), compute_loss=False),
+        "wrong": _wrong(engine, data),
+    }
+
+
+def _wrong(engine: Any, data: list[Any]) -> str:
+    told = []
+    for given in ({"reduce_output": "sum"}, {"num_micro_batches": 0}):
+        with pytest.raises((NotImplementedError, ValueError)) as raised:
+            engine.eval_batch(iter(data), **given)
+        told.append(str(raised.value))
+    return "; ".join(told)
+
+
+def test_eval_batch_has_deepspeeds_arguments() -> None:
+    toy = Toy("many", loss="pair")
+    loss, _ = reference(toy, replicas=2)
+    ranks = run_ranks(4, _evaluate, toy)
+    outputs = [output for got in ranks if got["is last"] for output in got["outputs"]]
+    for got in ranks:
+        assert "reduce_output must be \"avg\" or None, got 'sum'; num_micro_batches must be" in got["wrong"]
+        assert abs(float(got["loss"] - loss)) < 1e-14
+        if got["is last"]:
+            assert torch.equal(got["only last"], got["loss"])
+            assert len(got["each"]) == len(got["outputs"]) == toy.micro_batches
+            assert torch.equal(got["outputs"][-1], got["logits"])
+            assert (got["mean"] - torch.stack(outputs).mean(0)).abs().max() < 1e-14
+        else:
+            assert got["only last"] is got["each"] is got["outputs"] is got["logits"] is got["mean"] is None
+
+
+class Outputs(nn.Module):
+    """The last layer's tensor as a dict of several."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"x": x, "more": (x.sum(-1), x > 0)}
+
+
+def _structured(rank: int, toy: Toy) -> dict[str, Any]:
+    module = PipelineModule([*toy.specs(), LayerSpec(Outputs)], num_stages=2, partition_method="uniform")
+    module.loss_fn = lambda output, labels: {"aux": output["x"].sum(), "loss": toy.loss_fn(output["x"], labels)}
+    engine = make_engine(toy, 2, module=module)
+    data = toy.batches()
+    trained = train(engine, toy)[0]
+    return {
+        "trained": trained,
+        "losses": engine.eval_batch(iter(data)),
+        "only last": engine.eval_batch(iter(data), bcast_loss=False),
+        "each": engine.eval_batch(iter(data), reduce_output=None),
+        "mean": engine.eval_batch(iter(data), compute_loss=False),
+        "with logits": engine.eval_batch(iter(data), return_logits=True)[1],
+    }
+
+
+def test_eval_batch_gives_several_losses_by_name_and_outputs_of_any_structure() -> None:
+    toy = Toy("chain")
+    first, last = run_ranks(2, _structured, toy)
+    assert list(first["losses"]) == ["loss", "aux"] and first["losses"] == last["losses"] == last["only last"]
+    assert torch.equal(first["losses"]["loss"], last["trained"])
+    assert first["only last"] is first["each"] is first["mean"] is first["with logits"] is None
+    assert [sorted(each) for each in last["each"]] == [["aux", "loss"]] * toy.micro_batches
+    assert last["mean"]["x"].shape == last["with logits"]["x"].shape
+    assert torch.allclose(last["mean"]["more"][0], last["mean"]["x"].sum(-1))
+    assert torch.equal(last["with logits"]["more"][1], last["with logits"]["x"] > 0)
+
+
+class Buffered(nn.Module):
+    """A layer that calls DeepSpeed's checkpoint function itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpointing.checkpoint(self.inner, x + 1)
+
+
+def _evaluates_in_buffers(rank: int, specs: list[Any], interval: int) -> tuple[float, float]:
+    tds.init_distributed("gloo", verbose=False)
+    torch.manual_seed(0)
+    toy = Toy("chain")
+    module = PipelineModule(specs, num_stages=2, loss_fn=toy.loss_fn, activation_checkpoint_interval=interval)
+    engine = make_engine(toy, 2, module=module)
+    wanted = float(engine.eval_batch(iter(toy.batches())))
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
+    return wanted, float(engine.eval_batch(iter(toy.batches())))
+
+
+@pytest.mark.parametrize(("specs", "interval"), [([LayerSpec(Buffered)] * 4, 0), (Toy("chain", 4).specs(), 1)])
+def test_evaluation_needs_no_more_of_deepspeeds_buffers_than_one_forward(specs: list[Any], interval: int) -> None:
+    """Two layers of a stage fill the two places for inputs; there are four micro-batches, and no backward."""
+    for wanted, got in run_ranks(2, _evaluates_in_buffers, specs, interval):
+        assert wanted == got

@@ -1,0 +1,135 @@
+"""The contract of a collate function, ((inputs...), labels), and what is said where it is not held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tds.engine.micro_batches import BatchSource, as_pair, nesting, stage_inputs
+from tests.harness import fork_ranks
+from tests.tds.toys import Toy, make_engine
+
+X, Y = torch.zeros(4, 128), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (X, "tensor [4, 128]"),
+        ((X, Y), "(tensor [4, 128], tensor [4])"),
+        ([X, (Y,)], "[tensor [4, 128], (tensor [4],)]"),
+        ({"ids": X, "more": None}, "{'ids': tensor [4, 128], 'more': None}"),
+        (np.zeros((2, 3)), "numpy array [2, 3]"),
+        (("text", 3), "(str, int)"),
+        ((Y,) * 8, "(" + "tensor [4], " * 6 + "2 more)"),
+        ([[[[[[[Y]]]]]]], "[[[[[[...]]]]]]"),
+    ],
+    ids=range(8),
+)
+def test_a_nesting_is_shown_as_text(value: Any, told: str) -> None:
+    assert nesting(value) == told
+
+
+@pytest.mark.parametrize("batch", [(X, Y), [X, Y], ((X, X), None), ({"ids": X}, (Y, Y)), [[X], [Y]]], ids=range(5))
+def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> None:
+    inputs, labels = as_pair(batch, "the iterator")
+    assert inputs is batch[0] and labels is batch[1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (None, "got None from here. Return the pair from the batch function (one without a return gives None)"),
+        (X, "got tensor [4, 128] from here. Give (it, labels); where there are no labels,"),
+        (
+            {"ids": X, "mask": X, "labels": Y},
+            "got {'ids': tensor [4, 128], 'mask': tensor [4, 128], 'labels': tensor [4]} from here. Say which is "
+            'which: from collate_fn, or by engine.set_batch_fn(lambda batch: ((batch["ids"], batch["mask"]), '
+            'batch["labels"]))',
+        ),
+        ({"ids": X, "target": Y}, 'lambda batch: ((batch["ids"],), batch["target"]))'),
+        ({"ids": X}, 'lambda batch: ((batch["ids"],), batch["labels"]))'),
+        ((X,), "got (tensor [4, 128],) from here. The labels are missing: give (tensor [4, 128], labels)"),
+        (((X, Y),), "It is nested one level too deep: give (tensor [4, 128], tensor [4])"),
+        ([[X, Y]], "nested one level too deep: give [tensor [4, 128], tensor [4]]"),
+        (
+            (X, X, Y),
+            "got (tensor [4, 128], tensor [4, 128], tensor [4]) from here. Put what the first layer takes into a "
+            "tuple of its own: ((tensor [4, 128], tensor [4, 128]), tensor [4]), if the last are the labels",
+        ),
+        ((), "got () from here. It is empty"),
+        ("text", "got str from here. Give tensors"),
+        (np.zeros((2, 3)), "got numpy array [2, 3] from here. Give tensors"),
+    ],
+    ids=range(12),
+)
+def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, told: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        as_pair(batch, "here")
+    assert str(raised.value).startswith("a micro-batch must be ((inputs...), labels): what the first layer takes, and")
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        (
+            (X, np.zeros(3)),
+            "ndarray at inputs[1] of the inputs (tensor [4, 128], numpy array [3]). Make a",
+        ),
+        (
+            {"ids": X, "more": [Y, None]},
+            "NoneType at inputs['more'][1] of the inputs {'ids': tensor [4, 128], '",
+        ),
+        (("one text", "another"), "str at inputs[0] of the inputs (str, str). Leave it out, or make numbers of the"),
+        ((X, 3), "int at inputs[1] of the inputs (tensor [4, 128], int). Make a tensor of it"),
+    ],
+    ids=range(4),
+)
+def test_an_input_that_is_no_tensor_is_named_with_its_place(inputs: Any, told: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        stage_inputs(inputs, torch.device("cpu"), needs_grad=False)
+    assert told in str(raised.value)
+
+
+def test_a_loader_is_no_iterator() -> None:
+    with pytest.raises(TypeError, match=r"take an iterator, got list\. Make one by iter\(\.\.\.\), once"):
+        BatchSource([(X, Y)], None, 0)  # type: ignore[arg-type]
+
+
+def _train_on_three(rank: int) -> None:
+    def without_pairs(batch: Any) -> Any:
+        x, (target, mask) = batch
+        return x, target, mask
+
+    toy = Toy("chain")
+    engine = make_engine(toy, 3)
+    engine.set_batch_fn(without_pairs)
+    engine.train_batch(iter(toy.batches()))
+
+
+def _train_on_two_for_one(rank: int) -> None:
+    toy = Toy("chain")
+    engine = make_engine(toy, 1)
+    engine.train_batch(iter([((x, x), labels) for x, labels in toy.batches()]))
+
+
+def _train_with_wrong_labels(rank: int) -> None:
+    toy = Toy("chain")
+    make_engine(toy, 1).train_batch(iter([(x, target) for x, (target, _) in toy.batches()]))
+
+
+def test_an_engine_names_the_nesting_and_who_gave_it() -> None:
+    codes, _, reports = fork_ranks(3, _train_on_three)
+    assert codes == [1, 1, 1]
+    for rank in (0, 2):
+        told = f"from the batch function without_pairs on stage {rank}"
+        assert "got (tensor [3, 4, 6], tensor [3, 4, 6], tensor [3, 4])" in reports[rank] and told in reports[rank]
+    assert (
+        "the first layer was given (tensor [3, 4, 6], tensor [3, 4, 6])" in fork_ranks(1, _train_on_two_for_one)[2][0]
+    )
+    told = "the loss function was given (tensor [3, 4, 6], tensor [3, 4, 6])"
+    assert told in fork_ranks(1, _train_with_wrong_labels)[2][0]

@@ -1,0 +1,193 @@
+"""Gradients of weights that are put off are the same gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tds
+from tds.engine.weight_grad_store import Splitter
+from tests.harness import run_ranks
+from tests.tds.toys import Dense, Toy, make_engine, train
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+class Net(nn.Module):
+    """Linear layers with and without bias, a norm, and one weight that two calls share."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.wide = nn.Linear(8, 16, dtype=dtype)
+        self.norm = nn.LayerNorm(16, dtype=dtype)
+        self.narrow = nn.Linear(16, 8, bias=False, dtype=dtype)
+        self.square = nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.narrow(self.norm(F.gelu(self.wide(x)))))
+        return F.linear(x, self.square.weight, self.square.bias)
+
+
+def _recomputed(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: checkpoint(net, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _split_step(net: nn.Module, x: torch.Tensor, splitter: Splitter, key: tuple[int, int], recompute: bool) -> None:
+    run = _recomputed(net) if recompute else net
+    with splitter.active():
+        loss = run(x).square().sum()
+        with splitter.putting_off(key):
+            loss.backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (4, 5, 8)], ids=str)
+def test_split_backward_equals_whole_backward_to_the_bit(
+    shape: tuple[int, ...], dtype: torch.dtype, recompute: bool
+) -> None:
+    whole, split, splitter = Net(dtype), Net(dtype), Splitter()
+    for micro_batch in range(3):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(micro_batch)).to(dtype)
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        whole(one).square().sum().backward()
+        _split_step(split, other, splitter, (micro_batch, 0), recompute)
+        assert torch.equal(one.grad, other.grad)
+        splitter.run((micro_batch, 0))
+    for (name, wanted), got in zip(whole.named_parameters(), split.parameters(), strict=True):
+        assert torch.equal(wanted.grad, got.grad), name
+
+
+def test_only_linear_weights_wait_and_the_rest_is_told() -> None:
+    net, splitter = Net(torch.float32), Splitter()
+    _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
+    have = {name for name, p in net.named_parameters() if p.grad is not None}
+    assert have == {"norm.weight", "norm.bias"}
+    told = splitter.told(dict(net.named_parameters()))
+    assert "norm.weight" in told and "91.5 %" in told, told
+    splitter.run((0, 0))
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_hooks_of_weights_run_when_their_gradient_comes() -> None:
+    net, splitter = Net(torch.float32), Splitter()
+    seen: list[str] = []
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
+    assert sorted(seen) == ["norm.bias", "norm.weight"]
+    splitter.run((0, 0))
+    assert len(seen) == len(set(seen)) == 7
+
+
+def test_frozen_weights_autocast_and_products_are_left_alone() -> None:
+    splitter = Splitter()
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    table = torch.randn(3, 4, requires_grad=True)
+    x = torch.randn(2, 4, requires_grad=True)
+    with splitter.active():
+        loss = frozen(x).sum() + F.linear(x, table * 2).sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss + nn.Linear(4, 4)(x).sum()
+        with splitter.putting_off((0, 0)):
+            loss.backward()
+    assert not splitter.split
+    assert table.grad is not None and x.grad is not None
+    splitter.run((0, 0))
+    assert frozen.weight.grad is None
+
+
+def test_the_function_that_stood_there_is_called_and_back_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = F.linear, []
+
+    def counted(*args: Any) -> torch.Tensor:
+        seen.append(args)
+        return own(*args)
+
+    splitter = Splitter()
+    monkeypatch.setattr(F, "linear", counted)
+    with pytest.raises(KeyError), splitter.active():
+        nn.Linear(4, 4)(torch.randn(2, 4))
+        raise KeyError
+    assert F.linear is counted and len(seen) == 1
+
+
+def _told(rank: int) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tds").addHandler(handler)
+    engine = make_engine(Toy("chain", pipeline={"schedule": "zb-h1"}), 2)
+    for _ in range(2):
+        train(engine, Toy("chain"))
+    return [text for text in told if "put off" in text]
+
+
+def test_the_engine_says_once_what_its_schedule_splits() -> None:
+    first, last = run_ranks(2, _told)
+    assert first == [], "the first stage's backward is whole"
+    assert last == ["zb-h1, stage 1: the gradients of all its weights are put off"]
+
+
+class LossWithWeights(nn.Module):
+    """A product and a mean square, computed again in the backward if asked for."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.inner, self.recomputes = nn.Linear(6, 6, dtype=torch.float64), recomputes
+
+    def forward(self, output: torch.Tensor, labels: Any) -> torch.Tensor:
+        def error(x: torch.Tensor) -> torch.Tensor:
+            return ((self.inner(x).tanh() - labels[0]) ** 2).mean()
+
+        return checkpoint(error, output, use_reentrant=False) if self.recomputes else error(output)
+
+
+def _with_own_loss(rank: int, recomputes: bool, schedule: str) -> Any:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tds").addHandler(handler)
+    toy = Toy("chain", pipeline={"schedule": schedule})
+    module = tds.PipelineModule(toy.specs(), num_stages=2, loss_fn=LossWithWeights(recomputes))
+    engine = make_engine(toy, 2, module=module)
+    loss = engine.train_batch(iter(toy.batches()))
+    return float(loss), [text for text in told if "put off" in text]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_weights_of_a_loss_function_are_put_off_too(recomputes: bool) -> None:
+    (wanted, _), _ = run_ranks(2, _with_own_loss, recomputes, "1f1b")
+    (loss, _), (_, told) = run_ranks(2, _with_own_loss, recomputes, "zb-h1")
+    assert loss == wanted
+    assert told == ["zb-h1, stage 1: the gradients of all its weights are put off"]
+
+
+def _calls(rank: int) -> list[int]:
+    """Return how often a step of 6 micro-batches runs a linear layer that can be split, and the number of layers."""
+    calls: list[int] = []
+    plain = Splitter.linear
+
+    def counted(self: Splitter, *args: Any) -> Any:
+        calls.append(1)
+        return plain(self, *args)
+
+    Splitter.linear = counted  # type: ignore[method-assign]
+    toy = Toy("chain", layers=7, micro_batches=6, pipeline={"schedule": "zb-h1"}, options={"chunks": 2})
+    engine = make_engine(toy, 2)
+    train(engine, toy)
+    return [len(calls), sum(isinstance(layer, Dense) for layer in engine.module.modules())]
+
+
+def test_what_is_not_put_off_runs_torchs_own_layers() -> None:
+    (first, _), (last, layers) = run_ranks(2, _calls)
+    assert (first, last) == (0, 2 * layers), "stage 1 splits the last two micro-batches of six"

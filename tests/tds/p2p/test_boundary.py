@@ -1,0 +1,239 @@
+"""Declarations are read and checked, and what does not match them is refused before the wire."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tds.p2p.boundary import (
+    LIST,
+    SINGLE,
+    TUPLE,
+    Boundary,
+    BoundaryError,
+    Place,
+    Structure,
+    TensorSpec,
+    check_received,
+    check_same,
+    declared_boundary,
+    describe,
+    flatten,
+    input_place,
+    layer_name,
+    output_place,
+    records_of,
+    set_list,
+)
+
+ISSUE_DTYPES = (
+    torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+PLACE = Place(3, "output", "layer 7 (Dense)")
+HIDDEN = torch.zeros(4, 1, 8, requires_grad=True)
+MASK = torch.zeros(4, dtype=torch.bool)
+DECLARED = (Boundary("hidden"), Boundary("mask", "bool"))
+
+
+def _describe(tensors: Any, records: Any, structure: Structure = TUPLE, **flags: Any) -> tuple[TensorSpec, ...]:
+    return describe(tensors, structure, records, PLACE, **{"is_training": True, **flags})
+
+
+def test_three_lists_become_records() -> None:
+    module = SimpleNamespace(
+        _input_grad=[True, False], _input_type=["float", torch.int32], _input_pipe_partitioned=[True, False]
+    )
+    assert declared_boundary(module) == (
+        Boundary("", "float", True, True),
+        Boundary("", torch.int32, False, False),
+    )
+    assert declared_boundary(SimpleNamespace()) is None
+    assert declared_boundary(SimpleNamespace(_input_grad=[True, False]))[1].dtype is None
+    assert [r.needs_grad for r in declared_boundary(SimpleNamespace(_input_type=["float", "bool", torch.half]))] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_records_may_differ_from_boundary_to_boundary() -> None:
+    module = SimpleNamespace(boundary={0: [Boundary("hidden")], 2: list(DECLARED)})
+    declared = declared_boundary(module)
+    assert [records_of(declared, piece) for piece in range(3)] == [(Boundary("hidden"),), None, DECLARED]
+    assert records_of(declared_boundary(SimpleNamespace(boundary=DECLARED)), 5) == DECLARED
+
+
+@pytest.mark.parametrize(
+    ("lists", "words"),
+    [
+        ({"_input_grad": [True], "_input_type": ["float", "bool"]}, "one length"),
+        ({"_input_grad": [True], "_input_type": ["bool"]}, r"only floats have gradients.*_input_grad\[0\]"),
+        ({"_input_grad": [True], "_input_type": [torch.int64]}, "only floats have gradients.*'int64'"),
+        ({"_input_grad": [True], "_input_type": ["half"]}, "_input_type.0. must be one of"),
+        ({"_input_grad": ["yes"]}, r"_input_grad\[0\] must be True or False, got 'yes'"),
+        ({"_input_grad": [True], "boundary": [Boundary()]}, "declared once, got boundary and _input_grad"),
+        ({"boundary": ["float"]}, r"boundary\[0\] must be a Boundary, got 'float'"),
+    ],
+)
+def test_declarations_that_disagree_are_refused(lists: dict, words: str) -> None:
+    with pytest.raises(BoundaryError, match=words):
+        declared_boundary(SimpleNamespace(**lists))
+
+
+def test_lists_set_one_after_another_need_not_agree_in_between() -> None:
+    module = SimpleNamespace(_input_grad=[True])
+    set_list(module, "_input_grad", (True, False))
+    set_list(module, "_input_type", ["float", torch.bool])
+    assert declared_boundary(module) == (Boundary("", "float"), Boundary("", torch.bool))
+    set_list(module, "_input_grad", None)
+    set_list(module, "_input_type", None)
+    assert declared_boundary(module) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("_input_gard", [True], "are _input_grad, _input_type, _input_pipe_partitioned, got '_input_gard'"),
+        ("_input_grad", ["float"], "_input_grad.0. must be True or False, got 'float'"),
+        ("_input_type", ["float", "floaty"], "_input_type.1. must be one of"),
+        ("_input_pipe_partitioned", True, "must be a list with one entry for each tensor, got True"),
+    ],
+)
+def test_lists_that_hold_something_else_are_refused(name: str, values: Any, words: str) -> None:
+    with pytest.raises(BoundaryError, match=words):
+        set_list(SimpleNamespace(), name, values)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ((HIDDEN,), r"stage 3 \(layer 7 \(Dense\)\) must pass on the 2 tensors that are declared.*got 1"),
+        ((HIDDEN, MASK.float()), r"stage 3 output 1 \('mask', of layer 7 \(Dense\)\): declared bool, got float32\[4\]"),
+        (
+            (HIDDEN.detach(), MASK),
+            "output 0 .'hidden'.*: declared with a gradient, got float32.4, 1, 8. that requires none",
+        ),
+        ((HIDDEN, MASK, MASK), "got 3"),
+    ],
+)
+def test_an_output_that_is_not_as_declared_is_refused(tensors: tuple, words: str) -> None:
+    with pytest.raises(BoundaryError, match=words):
+        _describe(tensors, DECLARED)
+
+
+@pytest.mark.parametrize(("declared", "got"), itertools.permutations(ISSUE_DTYPES, 2))
+def test_each_dtype_is_told_from_each_other(declared: torch.dtype, got: torch.dtype) -> None:
+    """Against the declaration, against the first micro-batch, and against the receiver's own declaration."""
+    record = Boundary("x", declared, needs_grad=False)
+    names = f"{str(declared)[6:]}.*got {str(got)[6:]}"
+    with pytest.raises(BoundaryError, match=rf"stage 3 output 0 \('x', of layer 7 \(Dense\)\): declared {names}"):
+        _describe((torch.zeros(2, 3, dtype=got),), (record,))
+    first, now = (TensorSpec(dtype, (2, 3), False, False) for dtype in (declared, got))
+    with pytest.raises(BoundaryError, match=rf"stage 3 output 0 \(of layer 7.*was {names}\[2, 3\] at micro-batch 5"):
+        check_same((now,), (first,), (SINGLE, SINGLE), PLACE, micro_batch=5)
+    with pytest.raises(BoundaryError, match=f"declared here x {str(declared)[6:]} .*announced {str(got)[6:]}"):
+        check_received((now,), (record,), Place(1, "input"), is_training=True)
+
+
+def test_a_dict_must_have_the_declared_names_in_order() -> None:
+    records = (Boundary("hidden"), Boundary("mask", "bool"))
+    assert len(_describe((HIDDEN, MASK), records, Structure(dict, ("hidden", "mask")))) == 2
+    swapped = (Boundary("mask"), Boundary("hidden"))
+    with pytest.raises(BoundaryError, match="declared names .'mask', 'hidden'. in order, got dict of 'hidden', 'mask'"):
+        _describe((HIDDEN, HIDDEN), swapped, Structure(dict, ("hidden", "mask")))
+
+
+def test_a_gradient_that_would_be_lost_is_refused_unless_recompute_marks_all() -> None:
+    declared = (Boundary("factor", "float", needs_grad=False),)
+    with pytest.raises(BoundaryError, match="'factor'.*declared without a gradient.*would be lost"):
+        _describe((HIDDEN,), declared)
+    (spec,) = _describe((HIDDEN,), declared, marks_all=True)
+    assert not spec.needs_grad
+
+
+def test_a_float_declared_int_without_gradient_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    declared = (Boundary("weights", "int", needs_grad=False),)
+    for size in (2, 3):
+        (spec,) = _describe((torch.zeros(size, 3),), declared)
+    assert spec == TensorSpec(torch.float32, (3, 3), False, False)
+    assert len(caplog.records) == 1 and "'weights'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("now", "structures", "words"),
+    [
+        (
+            [TensorSpec(torch.float32, (8, 2), True, False)],
+            (SINGLE, SINGLE),
+            r"float32\[2, 8\], got float32\[8, 2\] at micro",
+        ),
+        ([TensorSpec(torch.float32, (2, 8), False, False)], (SINGLE, SINGLE), "with gradient=False at micro-batch 2"),
+        ([], (TUPLE, SINGLE), "returned 1 tensors as tensor before, got 0 as tuple at micro-batch 2"),
+        ([TensorSpec(torch.float32, (2, 8), True, False)], (LIST, TUPLE), "as tuple before, got 1 as list"),
+    ],
+)
+def test_a_change_within_a_call_names_both_forms(now: list, structures: Any, words: str) -> None:
+    first = (TensorSpec(torch.float32, (2, 8), True, False),)
+    with pytest.raises(BoundaryError, match=f"stage 3.*layer 7.*{words}"):
+        check_same(tuple(now), first, structures, PLACE, micro_batch=2)
+
+
+def test_a_header_that_disagrees_with_the_receivers_declaration_is_refused() -> None:
+    place = Place(1, "input", "layer 2 (Dense)")
+    spec = TensorSpec(torch.float32, (2, 8), True, False)
+    for record, words in (
+        (
+            Boundary("h", partitioned=True),
+            "partitioned=True; announced float32.2, 8. with gradient=True, partitioned=False",
+        ),
+        (Boundary("h", needs_grad=False), "gradient=False"),
+    ):
+        with pytest.raises(BoundaryError, match=rf"stage 1 input 0 \('h', of layer 2 \(Dense\)\).*{words}"):
+            check_received((spec,), (record,), place, is_training=True)
+    with pytest.raises(BoundaryError, match="stage 1 .layer 2 .Dense.. expects the 2 tensors.*but 1 are announced"):
+        check_received((spec,), DECLARED, place, is_training=True)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (None, "must return a tensor or a plain tuple, list or dict of tensors, got NoneType"),
+        ((MASK, None), r"got NoneType at \[1\] of the tuple"),
+        ({"hidden": 1.0}, r"got float at \['hidden'\] of the dict"),
+        ({3: MASK}, "keys are strings, got the key 3"),
+        (torch.return_types.max((MASK, MASK)), "got max"),
+    ],
+)
+def test_what_is_no_structure_of_tensors_is_refused(output: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        flatten(output)
+
+
+@pytest.mark.parametrize("output", [MASK, (), (MASK,), [HIDDEN, MASK], [], {}, {"b": MASK, "a": HIDDEN}])
+def test_a_structure_is_rebuilt_as_it_was(output: Any) -> None:
+    tensors, structure = flatten(output)
+    again = structure.rebuild(list(tensors))
+    assert type(again) is type(output)
+    if isinstance(output, torch.Tensor):
+        assert again is output
+        return
+    assert list(again) == list(output) or not isinstance(output, dict)
+    assert all(a is b for a, b in zip(flatten(again)[0], tensors, strict=True))
+
+
+def test_layers_are_named_by_class_and_index() -> None:
+    layers = [SimpleNamespace(typename=torch.nn.Linear), torch.nn.ReLU(), torch.flatten, torch.nn.Tanh()]
+    module = SimpleNamespace(parts=[0, 2, 3, 4], _layer_specs=layers)
+    assert [layer_name(module, i) for i in range(4)] == [
+        "layer 0 (Linear)",
+        "layer 1 (ReLU)",
+        "layer 2 (flatten)",
+        "layer 3 (Tanh)",
+    ]
+    assert output_place(module, 0, 0, 3).layer == "layer 1 (ReLU)" and input_place(module, 0, 1, 3).layer[6:7] == "2"
+    assert str(output_place(module, 1, 0, 2)) == "stage 0 chunk 1 (layer 3 (Tanh))"
+    assert output_place(None, 0, 1, 2).tensor(0) == "stage 1 output 0"

@@ -1,0 +1,195 @@
+"""Over NCCL each route between stages has a channel of its own, opened in one order. Here gloo stands in for it.
+
+The stand-ins: the first operation of a pair in a group holds the host until the other side comes with its own first;
+and a group runs what is started on it in order, one message after another.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tds.p2p import process_groups
+from tds.schedule import Kind
+from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
+from tests.tds.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
+from tests.tds.toys import Toy, check_equal, make_engine, train
+
+ALONE_S = 1.5
+
+
+def _meet_first(operation: Any, met: set[Any]) -> Any:
+    """Let the first ``operation`` of each pair in each group wait for the other side, as NCCL does."""
+
+    @functools.wraps(operation)
+    def started(tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:
+        own = dist.get_rank()
+        key = f"{group.group_name}/{min(own, other)}-{max(own, other)}"
+        if tag != int(Kind.HEADER) and key not in met:
+            met.add(key)
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{key}/{own}", "here")
+            store.wait([f"{key}/{other}"], timedelta(seconds=ALONE_S))
+        return operation(tensor, other, group=group, tag=tag)
+
+    return started
+
+
+def _like_nccl(rank: int, toy: Toy, num_stages: int, opens: bool) -> Any:
+    process_groups.MATCHES_TAGS = ()
+    if not opens:
+        process_groups.open_channels = lambda *_: None
+    met: set[Any] = set()
+    for name in ("isend", "irecv", "send", "recv"):
+        setattr(dist, name, _meet_first(getattr(dist, name), met))
+    return train(make_engine(toy, num_stages), toy)
+
+
+@pytest.mark.parametrize(("ranks", "num_stages"), [(2, 2), (4, 4), (4, 2)])
+def test_channels_that_block_at_first_use_are_opened_before(ranks: int, num_stages: int) -> None:
+    toy = Toy("many")
+    check_equal(run_ranks(ranks, _like_nccl, toy, num_stages, True), toy, ranks // num_stages, tolerance=1e-12)
+
+
+def test_without_opening_them_the_first_step_would_stand_still() -> None:
+    codes, _, reports = fork_ranks(3, _like_nccl, Toy("chain"), 3, False)
+    assert codes == [1, 1, 1]
+    assert "stage 0 lost stage 1 (rank 1) while receiving the gradient of micro-batch 0 during Forward" in reports[0]
+
+
+class _InOrder:
+    """One communicator of NCCL: runs what is started on it in order, each message only when the one before is there."""
+
+    def __init__(self) -> None:
+        self.todo: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def start(self, operation: Any) -> _Started:
+        started = _Started(threading.Event())
+        self.todo.put((operation, started))
+        return started
+
+    def _run(self) -> None:
+        while True:
+            operation, started = self.todo.get()
+            operation()
+            started.done.set()
+
+
+@dataclass
+class _Started:
+    done: threading.Event
+
+    def wait(self, timeout: Any = None) -> None:
+        if not self.done.wait(ALONE_S):
+            raise RuntimeError("stands still")
+
+
+def _run_in_order(one_group_for_a_pair: bool) -> None:
+    """Let each group, or each pair with all its groups, run its messages in the order in which they are started."""
+    queues: dict[Any, _InOrder] = {}
+    operations = {"isend": dist.isend, "irecv": dist.irecv}
+
+    def start(name: str, tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:
+        if tag == int(Kind.HEADER):
+            return operations[name](tensor, other, group=group, tag=tag)
+        key = other if one_group_for_a_pair else group.group_name
+        run = queues.setdefault(key, _InOrder())
+        return run.start(lambda: operations[name](tensor, other, group=group, tag=tag).wait())
+
+    for name in operations:
+        setattr(dist, name, functools.wraps(operations[name])(functools.partial(start, name)))
+
+
+def _ring(rank: int, num_chunks: int, inputs: list[torch.Tensor], stand_in: str) -> Any:
+    process_groups.MATCHES_TAGS = ()
+    met: set[Any] = set()
+    if stand_in == "meet first":
+        for name in ("isend", "irecv", "send", "recv"):
+            setattr(dist, name, _meet_first(getattr(dist, name), met))
+    exchange = make_exchange(num_chunks)
+    if stand_in != "meet first":
+        _run_in_order(stand_in == "one queue for a pair")
+    return drive(exchange, chunk_by_chunk(len(inputs), num_chunks), inputs)
+
+
+@pytest.mark.parametrize("stand_in", ["meet first", "one queue for a route"])
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 2), (2, 3), (3, 2)])
+def test_a_ring_of_chunks_runs_on_communicators_that_block(num_stages: int, num_chunks: int, stand_in: str) -> None:
+    inputs = [micro_batch(i) for i in range(3)]
+    check(run_ranks(num_stages, _ring, num_chunks, inputs, stand_in), inputs, num_chunks)
+
+
+def test_with_one_communicator_for_a_pair_a_ring_would_stand_still() -> None:
+    codes, _, reports = fork_ranks(2, _ring, 2, [micro_batch(i) for i in range(3)], "one queue for a pair")
+    assert 1 in codes and "stands still" in "".join(reports)
+
+
+def _limits(rank: int, limit_s: float | None) -> set[timedelta]:
+    process_groups.MATCHES_TAGS = ()
+    grid = make_engine(Toy("chain"), 2).grid
+    limit = None if limit_s is None else timedelta(seconds=limit_s)
+    groups, _ = process_groups.message_groups(grid, torch.device("cpu"), 1, limit)
+    device = torch.device("cpu")
+    return {group._get_backend(device).options._timeout for group in groups.values()}
+
+
+@pytest.mark.parametrize("limit_s", [None, 7.0])
+def test_groups_of_messages_wait_as_long_as_they_are_told(limit_s: float | None) -> None:
+    for limits in run_ranks(2, _limits, limit_s):
+        assert limits == {timedelta(seconds=limit_s or GROUP_TIMEOUT_S)}
+
+
+def _groups(rank: int, num_chunks: int) -> dict[Any, tuple[list[int], str]]:
+    process_groups.MATCHES_TAGS = ()
+    groups = make_exchange(num_chunks).links.groups
+    return {route: (dist.get_process_group_ranks(group), group.group_name) for route, group in groups.items()}
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_each_route_has_a_group_of_its_own_so_that_no_send_waits_behind_a_receive(
+    num_stages: int, num_chunks: int
+) -> None:
+    found = run_ranks(num_stages, _groups, num_chunks)
+    names: dict[Any, str] = {}
+    for stage, groups in enumerate(found):
+        for route, (ranks, name) in groups.items():
+            kind, source, destination = route
+            assert stage in (source, destination) and (destination - source) % num_stages in (1, num_stages - 1)
+            assert ranks == (list(range(num_stages)) if kind is Kind.HEADER else sorted([source, destination]))
+            assert names.setdefault(route, name) == name, "both ends must mean the same group"
+    between_devices = [name for route, name in names.items() if route[0] is not Kind.HEADER]
+    pairs = num_stages if num_chunks > 1 else num_stages - 1
+    assert len(set(between_devices)) == len(between_devices) == 2 * pairs
+    assert set(names) == set(process_groups.routes(num_stages, num_chunks))
+
+
+def test_gloo_is_refused_for_a_pipeline_on_gpus() -> None:
+    with pytest.raises(ValueError, match="a pipeline on GPUs needs nccl.*got the backend gloo with 2 stages"):
+        process_groups.refuse_host_backend("gloo", 2, torch.device("cuda", 0))
+    process_groups.refuse_host_backend("gloo", 1, torch.device("cuda", 0))
+    process_groups.refuse_host_backend("nccl", 2, torch.device("cuda", 0))
+
+
+def test_one_queue_for_the_gpu_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_groups, "_has_warned", False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    process_groups.warn_of_one_queue(2)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    process_groups.warn_of_one_queue(1)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "tds"):
+        process_groups.warn_of_one_queue(2)
+        process_groups.warn_of_one_queue(2)
+    assert [r.message.split("=")[0] for r in caplog.records] == ["CUDA_DEVICE_MAX_CONNECTIONS"]

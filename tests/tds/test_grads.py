@@ -1,0 +1,87 @@
+"""The gradient norm of a replica counts each parameter once; clipping by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.mpu.groups import build_grid
+from megatron.mpu.shard import Shard, counts_here, global_norm, set_shard
+from megatron.mpu.topology import Topology
+from tds.gradients import clip_coefficient, square, square_of_norm
+from tests.harness import run_ranks
+from tests.mpu.whole import random
+
+# A replica of two stages with two tensor ranks each. Every number below is one whole gradient.
+TIED, CUT, BIAS = (
+    random(1, 10, 3),
+    random(2, 4, 3),
+    random(3, 3),
+)  # the embedding, padded to 12 rows; per stage the rest
+
+
+def held(grid):
+    """Return (parameter, gradient) pairs of this rank."""
+    t, p = grid.tensor.rank, grid.pipe.rank
+    rows = torch.cat([TIED, torch.zeros(2, 3, dtype=torch.float64)])[6 * t : 6 * t + 6]
+    tied = set_shard(torch.nn.Parameter(rows), Shard((10, 3), 0, 6 * t, 6 - 2 * t))
+    tied.ds_pipe_replicated = p == 1
+    cut = set_shard(torch.nn.Parameter(CUT[2 * t : 2 * t + 2]), Shard((4, 3), 0, 2 * t, 2))
+    bias = torch.nn.Parameter(BIAS)  # no layer marked it: all ranks hold it
+    return [(tied, rows), (cut, (p + 1) * cut.detach()), (bias, (p + 1) * BIAS)]
+
+
+def norms(rank, size, dtype):
+    grid = build_grid(Topology.of_world(size, tensor=2, pipe=2), rank)
+    mine = [(parameter, gradient.to(dtype)) for parameter, gradient in held(grid)]
+    counted = [gradient for parameter, gradient in mine if counts_here(parameter, grid.tensor.rank)]
+    return global_norm(counted, model=grid.model).item(), global_norm([], model=grid.model).item()
+
+
+def expected():
+    stages = torch.cat([CUT.flatten(), BIAS])
+    return math.sqrt(TIED.square().sum() + stages.square().sum() + (2 * stages).square().sum())
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-14), (torch.float32, 1e-7), (torch.bfloat16, 1e-2)])
+def test_replicated_cut_and_tied_parameters_count_once(dtype, allowed):
+    found = run_ranks(4, norms, 4, dtype)
+    assert len(set(found)) == 1, "all ranks must see the same norm"
+    norm, empty = found[0]
+    assert abs(norm - expected()) <= allowed * expected()
+    assert empty == 0.0
+
+
+def test_two_replicas_do_not_add_up():
+    norm = run_ranks(8, norms, 8, torch.float64)
+    assert all(abs(found - expected()) <= 1e-14 * expected() for found, _ in norm)
+
+
+def test_a_norm_beyond_16_bits_is_finite():
+    large = [torch.full((1000,), 60000.0, dtype=torch.float16)]
+    assert global_norm(large).item() == pytest.approx(60000.0 * math.sqrt(1000), rel=1e-6)
+
+
+def test_an_infinite_gradient_makes_the_norm_infinite():
+    assert not math.isfinite(global_norm([torch.ones(3), torch.tensor([math.inf])]).item())
+    assert not math.isfinite(global_norm([torch.ones(3), torch.tensor([math.nan])]).item())
+
+
+def test_clipping_brings_a_large_norm_to_the_limit_and_leaves_a_small_one():
+    assert clip_coefficient(4.0, 1.0) == pytest.approx(0.25, rel=1e-6)
+    assert clip_coefficient(0.5, 1.0) == 1.0 and clip_coefficient(1.0, 1.0) == 1.0
+    assert clip_coefficient(1e9, 0.0) == 1.0, "0 means no clipping"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (65536,), (66001,), (700, 300), (4_000_003,)], ids=str)
+@pytest.mark.parametrize("function", [square_of_norm, square], ids=["megatron", "tds"])
+def test_squares_add_up_in_fp64_however_many_they_are(function, shape, dtype):
+    """One sum of fp32 over 4 million squares is off by 1.5e-4."""
+    x = random(1, *shape).to(dtype)
+    wanted = x.double().square().sum()
+    found = function(x)
+    assert found.dtype == torch.float64 and found.shape == ()
+    assert abs(found - wanted) <= 1e-6 * wanted

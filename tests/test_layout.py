@@ -1,0 +1,53 @@
+"""The files: how long one may be, and where names are found that have moved."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(path for folder in ("megatron", "tds") for path in (ROOT / folder).rglob("*.py"))
+LONGEST = 600
+
+
+def test_a_file_has_at_most_600_lines() -> None:
+    assert not [str(p.relative_to(ROOT)) for p in FILES if len(p.read_text(encoding="utf-8").splitlines()) > LONGEST]
+
+
+MOVED = [
+    ("megatron.model", "GPT2Model"),
+    ("megatron.model", "Place"),
+    ("megatron.model", "Sizes"),
+    ("megatron.model", "T5Model"),
+    ("megatron.pipe", "GPT2ModelPipe"),
+    ("megatron.pipe", "pipe_topology"),
+    ("megatron.cost", "of"),
+    ("megatron.cost", "BYTES"),
+    ("megatron.cost", "T5Costs"),
+    ("megatron.adaptors", "Adaptor"),
+    ("megatron.data", "T5Samples"),
+    ("megatron.data", "bert_fields"),
+    ("tds.boundary", "Boundary"),
+    ("tds.peers", "PeerLost"),
+    ("tds.data_agreement", "DataEnded"),
+    ("tds.host_copies", "register"),
+]
+
+
+@pytest.mark.parametrize(("path", "name"), MOVED)
+def test_a_former_path_gives_the_name_and_says_where_it_is_now(path: str, name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"{path}.{name} is (\S+) now") as told:
+        found = getattr(importlib.import_module(path), name)
+    module, _, new = str(told[0].message).split(" is ")[1].removesuffix(" now").rpartition(".")
+    assert getattr(importlib.import_module(module), new) is found
+
+
+def test_a_former_package_is_an_attribute_of_megatron_too() -> None:
+    assert megatron.model is sys.modules["megatron.model"]
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        getattr(megatron.model, "Nothing")  # noqa: B009 - mypy would know
