@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import config_from_values, parse
-from megatron.arguments.flag_values import all_options
 from megatron.arguments.parser import help_text
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
-from megatron.models.registry import FAMILIES, build_model, costs_of, has_part, load
+from megatron.models.registry import FAMILIES, PLAIN, build_model, costs_of, has_part, load
+from tests.models.toy import toy_family
 
 ROOT = Path(__file__).parents[2]
 HAS = {
@@ -131,59 +131,11 @@ def test_no_other_file_tells_families_apart() -> None:
     assert found == []
 
 
-TOY = {
-    "__init__.py": "",
-    "config.py": """
-from dataclasses import dataclass
-from typing import ClassVar
-
-from megatron.config import FamilyConfig, ModelFamily
-from megatron.config.option import option
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToyConfig(FamilyConfig):
-    DEFAULTS: ClassVar = {"hidden_dropout": 0.0}
-    ADVICE: ClassVar = {"hidden_bias": "a toy has no biases; leave it out"}
-    REFUSED: ClassVar = {"--swiglu": "a toy is simple; leave it out"}
-    IDENTITY: ClassVar = ("toy_size",)
-
-    toy_size: int = option(3, "how large a toy is", minimum=1, elsewhere="it is for toys; leave it out")
-
-    def check(self, config):
-        yield from super().check(config)
-        if self.toy_size == 7:
-            yield "--toy-size must not be 7"
-
-
-FAMILY = ModelFamily(name="toy", title="Toy", program="pretrain_toy.py", config=ToyConfig)
-""",
-    "cost.py": """
-from megatron.models.common.decoder_cost import GPT2Costs, dropout_costs
-
-
-def costs(config, is_on_cpu=False):
-    return GPT2Costs(config.model, config.batch.seq_length, is_on_cpu=is_on_cpu, **dropout_costs(config, is_on_cpu))
-""",
-}
-
-
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy(tmp_path: Path) -> Iterator[None]:
     """A family in a folder of somebody else's, registered."""
-    folder = tmp_path / "toy_family"
-    folder.mkdir()
-    for name, text in TOY.items():
-        (folder / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert all_options()  # which a family that comes later must not miss
-    registry.register(importlib.import_module("toy_family.config").FAMILY)
-    try:
+    with toy_family(tmp_path):
         yield
-    finally:
-        del FAMILIES["toy"]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "toy_family"]:
-            del sys.modules[name]
 
 
 def refused(words: str, family: str) -> str:
@@ -197,7 +149,7 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert (config.own.toy_size, config.model.hidden_dropout, config.to_dict()["toy"]) == (5, 0.0, {"toy_size": 5})
     assert config.identity()["family"] == "toy" and config.identity()["toy_size"] == 5
     assert config.namespace().toy_size == 5
-    assert costs_of(config).num_parameters > 0 and not has_part("toy", "model")
+    assert costs_of(config).num_parameters > 0
     assert "--toy-size" in help_text(None, "toy") and "--toy-size" not in help_text(None, "gpt2")
     assert "bash run_toy.sh" in help_text(None, "toy")
     assert refused("--toy-size 7", "toy") == "--toy-size must not be 7"
@@ -205,6 +157,29 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert refused("--swiglu", "toy") == "--swiglu is refused: a toy is simple; leave it out"
     assert refused("--toy-size 5", "llama") == "--toy-size is refused: it is for toys; leave it out"
     assert refused("--num-query-groups 1", "toy").startswith("--num-query-groups is refused: there are as many")
+
+
+def test_a_decoder_without_a_file_has_the_plain_decoders_part(toy: None) -> None:
+    for part, home in PLAIN.items():
+        assert has_part("toy", part) and load("toy", part).__name__ == load("gpt2", part).__name__ == home
+        assert load("llama", part).__name__ == f"megatron.models.llama.{part}"
+    assert not has_part("toy", "data")
+    with pytest.raises(ModuleNotFoundError):
+        load("toy", "data")
+
+
+def test_a_part_of_its_own_comes_first(tmp_path: Path) -> None:
+    with toy_family(tmp_path, cost="def costs(config, is_on_cpu=False):\n    return is_on_cpu, 'its own'\n"):
+        assert costs_of(config_from_values({}, family="toy"), is_on_cpu=True) == (True, "its own")
+        assert load("toy", "model").__name__ == PLAIN["model"]
+
+
+def test_what_is_no_decoder_must_have_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy_family(tmp_path):
+        monkeypatch.setattr(FAMILIES["toy"].config, "KIND", "encoder")
+        assert not any(has_part("toy", part) for part in PLAIN)
+        with pytest.raises(ModuleNotFoundError, match=r"toy_family\.model"):
+            load("toy", "model")
 
 
 def test_a_family_from_outside_leaves_nothing_behind() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig, parse
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.language_model import head_output
 from megatron.models.common.model_args import Sizes, sizes_from
 from megatron.models.common.transformer import Recompute, recompute_switches
-from megatron.models.gpt2.model import GPT2Model
 from megatron.mpu.groups import Group
 from tests.models.common.samples import SEQ, batch_of, filled, place_of
 
