@@ -8,15 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.arguments import config_from_values, parse
 from megatron.arguments.parser import help_text
+from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.models.registry import FAMILIES, PLAIN, build_model, costs_of, has_part, load
+from megatron.mpu.topology import Topology
 from tests.models.toy import toy_family
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +82,66 @@ def test_the_parts_agree_on_a_model(name: str) -> None:
     assert costs_of(config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
     rule = load(name, "model").weight_init(config)
     assert rule("layers.0.mlp.up.weight", (64, 16)) is not None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_of_a_run_recomputes_what_the_run_says_and_one_that_is_looked_at_does_not(name: str) -> None:
+    from megatron.models import Place
+
+    config = parse("--checkpoint-activations --vocab-size 96".split(), world_size=1, env={}, family=name)
+    assert build_model(config, Place(), Topology(1, 1, 1)).sizes.checkpoint_activations
+    assert not build_model(config, Place()).sizes.checkpoint_activations
+
+
+class _Stages:
+    """Keeps what it is built with."""
+
+    def __init__(self, args: Any, place: Any, topology: Any, **how: Any) -> None:
+        self.args, self.place, self.topology, self.how = args, place, topology, how
+
+    @classmethod
+    def beside(cls, config: Config) -> dict[str, bool]:
+        return {"has_flags": config.parallel.has_pipeline}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("method", "is_timed"), [("balanced", False), ("profile", True), ("uniform", False)])
+def test_the_stages_of_a_run_are_cut_as_it_says(
+    name: str, method: str, is_timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_class_of", lambda family, part: {"pipeline": _Stages}[part])
+    words = f"--pipe-parallel-size 2 --partition-method {method} --vocab-size 96 --batch-size 3"
+    config = parse(words.split(), world_size=2, env={}, family=name)
+    place, topology, batches = object(), Topology(pipe=2, data=1, tensor=1), object()
+    stages = build_model(config, place, topology, batches)
+    lengths = config.own.sequence_lengths(config.batch)
+    assert (stages.place, stages.topology, stages._megatron_batch_fn) == (place, topology, batches)
+    assert stages.args.family == name
+    assert stages.how == {
+        "partition": costs_of(config).stage_bounds(2) if method == "balanced" else method,
+        "chunks": 1,
+        "probe": (3, *lengths) if is_timed else None,
+        "has_flags": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "beside"),
+    [
+        ("gpt2", "", {"has_segments": False}),
+        ("gpt2", "--reset-attention-mask", {"has_segments": True}),
+        ("mpt", "--packing best-fit", {"has_segments": True}),
+        ("llama", "", {"has_segments": False, "has_positions": False}),
+        ("llama", "--reset-position-ids --reset-attention-mask", {"has_segments": True, "has_positions": True}),
+        ("bert", "--short-seq-prob 0.1", {"has_segments": True}),
+        ("bert", "--short-seq-prob 0", {"has_segments": False}),
+        ("t5", "", {"has_segments": False}),
+        ("t5", "--reset-attention-mask", {"has_segments": True}),
+    ],
+)
+def test_what_travels_beside_hidden_states(name: str, words: str, beside: dict[str, bool]) -> None:
+    config = parse(f"--vocab-size 96 {words}".split(), world_size=1, env={}, family=name)
+    assert registry._class_of(name, "pipeline").beside(config) == beside
 
 
 def test_costs_of_every_family_need_no_torch() -> None:
