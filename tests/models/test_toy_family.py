@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron.arguments.parser import help_text
 from megatron.checkpoint.huggingface.convert import export, import_folder, save_first
 from megatron.checkpoint.huggingface.folder import read_json, read_tensors
 from megatron.checkpoint.loading import open_folder, read_weights
+from megatron.config import Config
 from megatron.data.mock_dataset import RandomTokens
 from megatron.generate import generate_gpt2
 from megatron.generate.load_model import load
@@ -50,7 +52,7 @@ def trace_rank(rank: int, layout: str, world_size: int) -> Trace:
     return trace_steps(config, here, data, provider, pretrain_gpt2.forward_step, steps=STEPS)
 
 
-def whole_model() -> tuple[torch.nn.Module, registry.Any]:
+def whole_model() -> tuple[Any, Config]:
     """Return a model of random weights in one piece, and its configuration."""
     config = config_from_values(SMALL, family="toy")
     model = registry.build_model(config, models.Place())
