@@ -74,26 +74,8 @@ def has_documents() -> bool:
 def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
-    parallel, settings = config.parallel, config.own
-    place = models.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = models.t5_sizes_from(config.model, settings, **models.recompute_switches(config))
-    if not parallel.has_pipeline:
-        return models.T5Model(sizes, place)
-    partition: str | list[int] = parallel.partition_method
-    if partition == "balanced":
-        partition = registry.costs_of(config).stage_bounds(grid.pipe.size, parallel.chunks)
-    lengths = (config.batch.batch_size, settings.enc_seq_length, settings.dec_seq_length)
-    stages = models.T5ModelPipe(
-        sizes,
-        place,
-        grid.topology,
-        partition=partition,
-        chunks=parallel.chunks,
-        has_segments=has_documents(),
-        probe=lengths if partition == "profile" else None,
-    )
-    stages._megatron_batch_fn = get_batch_pipe
-    return stages
+    place = models.Place(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    return registry.build_model(config, place, grid.topology, get_batch_pipe)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ from benchmarks.plain_gpt import PlainGPT
 from benchmarks.plain_loop import CLIP_GRAD, LR, Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import GPTSizes, Sizes
 from megatron import device
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import sizes_from
 from megatron.models.common.parameters import Rule, gpt2_rule, initialize, named_parameters
 from megatron.models.gpt2.huggingface import from_ours
-from megatron.models.gpt2.model import GPT2Model
 from megatron.models.registry import FAMILIES
 
 SEED = 1234

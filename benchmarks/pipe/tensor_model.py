@@ -11,7 +11,7 @@ from benchmarks.pipe.case import Case
 from benchmarks.pipe.model import SEED, STD, Model
 from megatron.models.common.model_args import Place, Sizes
 from megatron.models.common.parameters import gpt2_rule, initialize
-from megatron.models.gpt2.pipeline import layer_specs
+from megatron.models.common.pipeline import layer_specs
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE
 

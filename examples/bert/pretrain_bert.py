@@ -74,26 +74,8 @@ def is_padded() -> bool:
 def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
-    parallel = config.parallel
-    place = models.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = models.bert_sizes_from(config.model, config.own, **models.recompute_switches(config))
-    if not parallel.has_pipeline:
-        return models.BertModel(sizes, place)
-    partition: str | list[int] = parallel.partition_method
-    length, chunks = config.batch.seq_length, parallel.chunks
-    if partition == "balanced":
-        partition = registry.costs_of(config).stage_bounds(grid.pipe.size, chunks)
-    stages = models.BertModelPipe(
-        sizes,
-        place,
-        grid.topology,
-        partition=partition,
-        chunks=chunks,
-        has_segments=is_padded(),
-        probe=(config.batch.batch_size, length) if partition == "profile" else None,
-    )
-    stages._megatron_batch_fn = get_batch_pipe
-    return stages
+    place = models.Place(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    return registry.build_model(config, place, grid.topology, get_batch_pipe)
 
 
 if __name__ == "__main__":

@@ -72,27 +72,8 @@ def forward_step(data_iterator: Any, llama: Any) -> tuple[Any, dict[str, Any]]:
 def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
-    parallel = config.parallel
-    place = models.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = models.llama_sizes_from(config.model, config.own, **models.recompute_switches(config))
-    if not parallel.has_pipeline:
-        return models.LlamaModel(sizes, place)
-    partition: str | list[int] = parallel.partition_method
-    length, chunks = config.batch.seq_length, parallel.chunks
-    if partition == "balanced":
-        partition = registry.costs_of(config).stage_bounds(grid.pipe.size, chunks)
-    stages = models.LlamaModelPipe(
-        sizes,
-        place,
-        grid.topology,
-        partition=partition,
-        chunks=chunks,
-        has_segments=config.data.keeps_documents_apart,
-        has_positions=config.data.reset_position_ids,
-        probe=(config.batch.batch_size, length) if partition == "profile" else None,
-    )
-    stages._megatron_batch_fn = get_batch_pipe
-    return stages
+    place = models.Place(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    return registry.build_model(config, place, grid.topology, get_batch_pipe)
 
 
 if __name__ == "__main__":

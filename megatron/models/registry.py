@@ -2,15 +2,17 @@
 
 ``load(family, part)`` imports a file of the family's folder:
 
-| part | has |
-|---|---|
-| cost | ``costs(config, is_on_cpu)``; no torch |
-| model | ``model_args(config)``, ``<Prefix>Model(args, place)``, ``weight_init(config)``, |
-| | ``example_inputs(config, words)``, of a decoder ``GENERATION`` |
-| pipeline | ``<Prefix>ModelPipe``, ``layer_specs`` |
-| huggingface | ``FORM`` |
-| data | where samples are the family's own: ``special_tokens(tokenizer, config)``, ``random_dataset(...)`` |
-| generate | of a family that generates and is no decoder |
+| part | has | of a decoder without the file |
+|---|---|---|
+| cost | ``costs(config, is_on_cpu)``; no torch | ``common.decoder_cost`` |
+| model | ``model_args(config)``, ``<Prefix>Model(args, place)``, ``weight_init(config)``, | ``common.decoder`` |
+| | ``example_inputs(config, words)``, of a decoder ``GENERATION`` | |
+| pipeline | ``<Prefix>ModelPipe``, ``layer_specs`` | ``common.pipeline`` |
+| huggingface | ``FORM`` | there is none |
+| data | where samples are the family's own: ``special_tokens(tokenizer, config)``, ``random_dataset(...)`` | |
+| generate | of a family that generates and is no decoder | |
+
+So a decoder that has nothing of its own but settings and names is config.py and huggingface.py.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ from megatron.models.t5.config import FAMILY as T5
 
 FAMILIES: dict[str, ModelFamily] = {}
 """Name -> family, in the order of docs/flags.md."""
+COMMON = "megatron.models.common"
+PLAIN = {"model": f"{COMMON}.decoder", "pipeline": f"{COMMON}.pipeline", "cost": f"{COMMON}.decoder_cost"}
+"""Part -> what a decoder without such a file has in its place: the plain decoder's."""
 
 
 def register(family: ModelFamily) -> None:
-    """Add a family: its flags are taken from here on, and its parts are looked for beside its section.
+    """Add a family: its flags are taken from here on, and its parts are looked for beside its section, then in PLAIN.
 
     Raises:
         ValueError: there is one of that name, or a section of every run has it.
@@ -66,6 +71,8 @@ def titles(*kinds: str) -> str:
 def load(family: str, part: str) -> ModuleType:
     """Return the module with a part of a family: "cost", "model", "pipeline", "huggingface", "data", "generate".
 
+    It is the file of its folder; a decoder that has none there has the plain decoder's, by ``PLAIN``.
+
     Raises:
         ValueError: there is no such family.
         ModuleNotFoundError: it has no such part.
@@ -79,7 +86,9 @@ def has_part(family: str, part: str) -> bool:
 
 
 def _module_of(family: ModelFamily, part: str) -> str:
-    return f"{family.package}.{part}"
+    own = f"{family.package}.{part}"
+    is_plain = family.kind == "decoder" and part in PLAIN and importlib.util.find_spec(own) is None
+    return PLAIN[part] if is_plain else own
 
 
 def costs_of(config: Any, *, is_on_cpu: bool = False) -> Any:
@@ -91,7 +100,40 @@ def costs_of(config: Any, *, is_on_cpu: bool = False) -> Any:
     return load(config.family, "cost").costs(config, is_on_cpu)
 
 
-def build_model(config: Any, place: Any) -> Any:
-    """Return the whole model of ``config`` in one module, cut over the tensor group of ``place``."""
-    parts = load(config.family, "model")
-    return getattr(parts, f"{FAMILIES[config.family].prefix}Model")(parts.model_args(config), place)
+def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: Any = None) -> Any:
+    """Return the model of ``config``, cut over the tensor group of ``place``.
+
+    Without ``topology`` it is whole, in one module. With it, the ``Topology`` of the run, it is what the run trains: it
+    recomputes what ``config`` says, and with a pipeline it is the stage of this rank.
+
+    Args:
+        get_batch_pipe: given a micro-batch, what the first stage takes and what the loss takes.
+    """
+    if topology is None:
+        return _class_of(config.family, "model")(load(config.family, "model").model_args(config), place)
+    switches = importlib.import_module(f"{COMMON}.transformer").recompute_switches(config)
+    args, parallel, batch = load(config.family, "model").model_args(config, **switches), config.parallel, config.batch
+    if not parallel.has_pipeline:
+        return _class_of(config.family, "model")(args, place)
+    partition = parallel.partition_method
+    if partition == "balanced":
+        partition = costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
+    kind = _class_of(config.family, "pipeline")
+    stages = kind(
+        args,
+        place,
+        topology,
+        partition=partition,
+        chunks=parallel.chunks,
+        probe=(batch.batch_size, *config.own.sequence_lengths(batch)) if partition == "profile" else None,
+        **kind.beside(config),
+    )
+    stages._megatron_batch_fn = get_batch_pipe
+    return stages
+
+
+def _class_of(family: str, part: str) -> Any:
+    """Return the class of the whole model or of the pipeline's: ``LlamaModel``, ``LlamaModelPipe``."""
+    module, ending = load(family, part), {"model": "Model", "pipeline": "ModelPipe"}[part]
+    prefix = "PlainDecoder" if module.__name__ == PLAIN[part] else FAMILIES[family].prefix
+    return getattr(module, f"{prefix}{ending}")

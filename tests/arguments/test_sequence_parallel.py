@@ -7,8 +7,8 @@ import torch
 
 from megatron.config import parse
 from megatron.errors import ConfigError
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import Place
-from megatron.models.gpt2.model import GPT2Model
 from megatron.mpu.groups import Group
 from megatron.training.setup import check_sequence_is_cut
 from tests.models.common.samples import small_sizes

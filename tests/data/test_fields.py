@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import gpt2_fields
-from megatron.models.gpt2.model import GPT2Model
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.t5.data import T5Tokens
 from megatron.models.t5.model import t5_fields
 from tests.models.common.samples import VOCAB, filled, small_sizes

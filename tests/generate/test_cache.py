@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.generation import DecoderReader, part_of
-from megatron.models.gpt2.model import GPT2Model
 from megatron.models.llama.model import LlamaModel
 from megatron.models.t5.generate import T5Reader
 from megatron.models.t5.layers import T5Sizes

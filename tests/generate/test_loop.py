@@ -10,9 +10,9 @@ import torch
 from megatron.errors import DataError
 from megatron.generate import generate_gpt2, generate_t5
 from megatron.generate.decode import generate
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.generation import Part
 from megatron.models.common.model_args import Place, Sizes
-from megatron.models.gpt2.model import GPT2Model
 from megatron.models.t5.layers import T5Sizes
 from megatron.models.t5.model import T5Model
 from tests.models.common.samples import SEQ, SMALL, VOCAB, filled, small_sizes

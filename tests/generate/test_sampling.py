@@ -10,7 +10,7 @@ import torch
 
 from megatron.generate import Sampling, generate_gpt2, keys_of
 from megatron.generate.sampling import NONE, drawn, probabilities, uniform
-from megatron.models.gpt2.model import GPT2Model
+from megatron.models.common.decoder import GPT2Model
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from tests.harness import run_ranks

@@ -11,8 +11,8 @@ import torch
 
 from megatron import device
 from megatron.models.bert.model import BertModel, BertSizes
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import Place, Sizes
-from megatron.models.gpt2.model import GPT2Model
 from megatron.models.llama.model import LlamaModel, LlamaSizes
 from megatron.models.mpt.model import MptModel, MptSizes
 from megatron.models.t5.layers import T5Sizes

@@ -8,16 +8,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.arguments import config_from_values, parse
-from megatron.arguments.flag_values import all_options
 from megatron.arguments.parser import help_text
+from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.errors import ConfigError
 from megatron.models import registry
-from megatron.models.registry import FAMILIES, build_model, costs_of, has_part, load
+from megatron.models.registry import FAMILIES, PLAIN, build_model, costs_of, has_part, load
+from megatron.mpu.topology import Topology
+from tests.models.toy import toy_family
 
 ROOT = Path(__file__).parents[2]
 HAS = {
@@ -81,6 +84,66 @@ def test_the_parts_agree_on_a_model(name: str) -> None:
     assert rule("layers.0.mlp.up.weight", (64, 16)) is not None
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_of_a_run_recomputes_what_the_run_says_and_one_that_is_looked_at_does_not(name: str) -> None:
+    from megatron.models import Place
+
+    config = parse("--checkpoint-activations --vocab-size 96".split(), world_size=1, env={}, family=name)
+    assert build_model(config, Place(), Topology(1, 1, 1)).sizes.checkpoint_activations
+    assert not build_model(config, Place()).sizes.checkpoint_activations
+
+
+class _Stages:
+    """Keeps what it is built with."""
+
+    def __init__(self, args: Any, place: Any, topology: Any, **how: Any) -> None:
+        self.args, self.place, self.topology, self.how = args, place, topology, how
+
+    @classmethod
+    def beside(cls, config: Config) -> dict[str, bool]:
+        return {"has_flags": config.parallel.has_pipeline}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("method", "is_timed"), [("balanced", False), ("profile", True), ("uniform", False)])
+def test_the_stages_of_a_run_are_cut_as_it_says(
+    name: str, method: str, is_timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_class_of", lambda family, part: {"pipeline": _Stages}[part])
+    words = f"--pipe-parallel-size 2 --partition-method {method} --vocab-size 96 --batch-size 3"
+    config = parse(words.split(), world_size=2, env={}, family=name)
+    place, topology, batches = object(), Topology(pipe=2, data=1, tensor=1), object()
+    stages = build_model(config, place, topology, batches)
+    lengths = config.own.sequence_lengths(config.batch)
+    assert (stages.place, stages.topology, stages._megatron_batch_fn) == (place, topology, batches)
+    assert stages.args.family == name
+    assert stages.how == {
+        "partition": costs_of(config).stage_bounds(2) if method == "balanced" else method,
+        "chunks": 1,
+        "probe": (3, *lengths) if is_timed else None,
+        "has_flags": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "beside"),
+    [
+        ("gpt2", "", {"has_segments": False}),
+        ("gpt2", "--reset-attention-mask", {"has_segments": True}),
+        ("mpt", "--packing best-fit", {"has_segments": True}),
+        ("llama", "", {"has_segments": False, "has_positions": False}),
+        ("llama", "--reset-position-ids --reset-attention-mask", {"has_segments": True, "has_positions": True}),
+        ("bert", "--short-seq-prob 0.1", {"has_segments": True}),
+        ("bert", "--short-seq-prob 0", {"has_segments": False}),
+        ("t5", "", {"has_segments": False}),
+        ("t5", "--reset-attention-mask", {"has_segments": True}),
+    ],
+)
+def test_what_travels_beside_hidden_states(name: str, words: str, beside: dict[str, bool]) -> None:
+    config = parse(f"--vocab-size 96 {words}".split(), world_size=1, env={}, family=name)
+    assert registry._class_of(name, "pipeline").beside(config) == beside
+
+
 def test_costs_of_every_family_need_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
@@ -131,59 +194,11 @@ def test_no_other_file_tells_families_apart() -> None:
     assert found == []
 
 
-TOY = {
-    "__init__.py": "",
-    "config.py": """
-from dataclasses import dataclass
-from typing import ClassVar
-
-from megatron.config import FamilyConfig, ModelFamily
-from megatron.config.option import option
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToyConfig(FamilyConfig):
-    DEFAULTS: ClassVar = {"hidden_dropout": 0.0}
-    ADVICE: ClassVar = {"hidden_bias": "a toy has no biases; leave it out"}
-    REFUSED: ClassVar = {"--swiglu": "a toy is simple; leave it out"}
-    IDENTITY: ClassVar = ("toy_size",)
-
-    toy_size: int = option(3, "how large a toy is", minimum=1, elsewhere="it is for toys; leave it out")
-
-    def check(self, config):
-        yield from super().check(config)
-        if self.toy_size == 7:
-            yield "--toy-size must not be 7"
-
-
-FAMILY = ModelFamily(name="toy", title="Toy", program="pretrain_toy.py", config=ToyConfig)
-""",
-    "cost.py": """
-from megatron.models.common.decoder_cost import GPT2Costs, dropout_costs
-
-
-def costs(config, is_on_cpu=False):
-    return GPT2Costs(config.model, config.batch.seq_length, is_on_cpu=is_on_cpu, **dropout_costs(config, is_on_cpu))
-""",
-}
-
-
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy(tmp_path: Path) -> Iterator[None]:
     """A family in a folder of somebody else's, registered."""
-    folder = tmp_path / "toy_family"
-    folder.mkdir()
-    for name, text in TOY.items():
-        (folder / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert all_options()  # which a family that comes later must not miss
-    registry.register(importlib.import_module("toy_family.config").FAMILY)
-    try:
+    with toy_family(tmp_path):
         yield
-    finally:
-        del FAMILIES["toy"]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "toy_family"]:
-            del sys.modules[name]
 
 
 def refused(words: str, family: str) -> str:
@@ -197,7 +212,7 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert (config.own.toy_size, config.model.hidden_dropout, config.to_dict()["toy"]) == (5, 0.0, {"toy_size": 5})
     assert config.identity()["family"] == "toy" and config.identity()["toy_size"] == 5
     assert config.namespace().toy_size == 5
-    assert costs_of(config).num_parameters > 0 and not has_part("toy", "model")
+    assert costs_of(config).num_parameters > 0
     assert "--toy-size" in help_text(None, "toy") and "--toy-size" not in help_text(None, "gpt2")
     assert "bash run_toy.sh" in help_text(None, "toy")
     assert refused("--toy-size 7", "toy") == "--toy-size must not be 7"
@@ -205,6 +220,29 @@ def test_a_family_from_outside_has_flags_checks_and_costs(toy: None) -> None:
     assert refused("--swiglu", "toy") == "--swiglu is refused: a toy is simple; leave it out"
     assert refused("--toy-size 5", "llama") == "--toy-size is refused: it is for toys; leave it out"
     assert refused("--num-query-groups 1", "toy").startswith("--num-query-groups is refused: there are as many")
+
+
+def test_a_decoder_without_a_file_has_the_plain_decoders_part(toy: None) -> None:
+    for part, home in PLAIN.items():
+        assert has_part("toy", part) and load("toy", part).__name__ == load("gpt2", part).__name__ == home
+        assert load("llama", part).__name__ == f"megatron.models.llama.{part}"
+    assert not has_part("toy", "data")
+    with pytest.raises(ModuleNotFoundError):
+        load("toy", "data")
+
+
+def test_a_part_of_its_own_comes_first(tmp_path: Path) -> None:
+    with toy_family(tmp_path, cost="def costs(config, is_on_cpu=False):\n    return is_on_cpu, 'its own'\n"):
+        assert costs_of(config_from_values({}, family="toy"), is_on_cpu=True) == (True, "its own")
+        assert load("toy", "model").__name__ == PLAIN["model"]
+
+
+def test_what_is_no_decoder_must_have_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy_family(tmp_path):
+        monkeypatch.setattr(FAMILIES["toy"].config, "KIND", "encoder")
+        assert not any(has_part("toy", part) for part in PLAIN)
+        with pytest.raises(ModuleNotFoundError, match=r"toy_family\.model"):
+            load("toy", "model")
 
 
 def test_a_family_from_outside_leaves_nothing_behind() -> None:

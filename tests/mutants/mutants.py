@@ -37,6 +37,7 @@ from tests.mutants.on_a_device import ON_A_DEVICE
 from tests.mutants.overlap import OVERLAP
 from tests.mutants.overlapped_gradients import OVERLAPPED_GRADIENTS
 from tests.mutants.packing import PACKING
+from tests.mutants.plain_decoders import PLAIN_DECODERS
 from tests.mutants.planner import PLANNER
 from tests.mutants.preprocess import PREPROCESS
 from tests.mutants.pretrained import PRETRAINED
@@ -70,7 +71,7 @@ IN_RUNS = (*RESUMED, *STEPS, *DATA, *STAGES, *OVERLAP, *T5, *ZERO_1, *SIDE_EFFEC
 IN_TEXT = (*SOURCES, *TOKENIZERS, *PREPROCESS, *TOOLS, *LEGACY, *GENERATE)
 IN_ORDER = (*READING, *MIXTURE, *PACKING, *TRAIN)
 IN_FAULTS = (*STORE, *SAVES, *GUARDED, *LAUNCH, *WATCHED, *DSFMT, *FLIPPED, *ROWS, *TOLD, *KILLED_RUNS)
-IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED)
+IN_FAMILIES = (*LLAMA, *MPT, *BERT, *PRETRAINED, *PLAIN_DECODERS)
 IN_SYSTEMS = (*ZERO_PARTS, *RECOMPUTE, *DEVICE, *ON_A_DEVICE, *HOST_COPIES, *DUMPS, *CONTRACT, *GATHERED)
 IN_SPEED = (
     *SEQUENCE_PARALLEL,

@@ -362,7 +362,7 @@ PLANNER = (
     ),
     Mutant(
         "attention within documents is blocked",
-        "megatron/models/gpt2/cost.py",
+        "megatron/models/common/decoder_cost.py",
         " and not config.data.keeps_documents_apart,",
         ",",
         (f"{SCRATCH}::test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_kept_apart",),

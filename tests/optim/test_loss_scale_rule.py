@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError
-from megatron.models.gpt2.model import GPT2Model
+from megatron.models.common.decoder import GPT2Model
 from megatron.optim import LossScaler, MixedPrecisionOptimizer
 from tests.models.common.samples import batch_of, filled, place_of, small_sizes
 from tests.mpu.whole import whole_world

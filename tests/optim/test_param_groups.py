@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.models.gpt2.model import GPT2Model
+from megatron.models.common.decoder import GPT2Model
 from megatron.mpu.groups import Group
 from megatron.optim import build_optimizer
 from megatron.optim.param_groups import decay_groups

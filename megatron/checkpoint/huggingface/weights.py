@@ -19,7 +19,9 @@ from megatron.checkpoint.loading import check_model, fill, is_resized
 from megatron.checkpoint.metadata import TensorRecord, part_shape
 from megatron.config import Config
 from megatron.errors import CheckpointError
+from megatron.models import registry
 from megatron.models.common.huggingface import NOTHING, Recipe, Tensors, read_into
+from megatron.models.common.model_args import Place
 from megatron.models.common.parameters import named_parameters
 from megatron.mpu.shard import Shard
 
@@ -44,7 +46,7 @@ def build_model(config: Config) -> torch.nn.Module:
     """Return the model of ``config`` without dropout, in one piece; its weights are not initialised."""
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
     try:
-        return form_of(config.family).build(model, config)
+        return registry.build_model(replace(config, model=model), Place())  # type: ignore[no-any-return]
     except ValueError as error:
         raise CheckpointError(f"no model has these sizes: {error}") from error
 

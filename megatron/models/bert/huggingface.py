@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.bert.model import BertModel, bert_sizes_from
 from megatron.models.common.huggingface import Form, Recipe, by_recipes
-from megatron.models.common.model_args import Place
 
 _WORD, _THEIR_WORD = "embedding.word.weight", "bert.embeddings.word_embeddings.weight"
 _THEIR_HEAD, _THEIR_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
@@ -86,11 +84,6 @@ def named(name: str, config: Config) -> str | None:
         name = name.replace(old, new)
     is_second = name.startswith(tuple(_SECOND_HEAD.values()))
     return None if is_second and not config.own.binary_head else name
-
-
-def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
-    """Return our model, or the part of it that ``place`` is."""
-    return BertModel(bert_sizes_from(model, config.own), place)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -181,7 +174,6 @@ def their_logits(out: Any) -> torch.Tensor:
 
 FORM = Form(
     model_types=("bert",),
-    build=build,
     problems=problems,
     fields=fields,
     values=values,

@@ -101,7 +101,7 @@ def bert_loss(
 class BertSizes(Sizes_model_args):
     """Sizes of an encoder that finds masked words; ``binary_head``: and tells whether two segments belong together."""
 
-    family = "bert"
+    family: str = "bert"
     binary_head: bool = True
     num_token_types: int = 2
 

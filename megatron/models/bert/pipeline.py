@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.config import Config
 from megatron.models.bert.model import (
     AroundWords,
     BertLayer,
@@ -123,6 +124,10 @@ class BertModelPipe(ModelPipe):
     """BERT over the pipeline stages of ``topology``; its layers are embedding, layers, transform and head."""
 
     layer_classes = (BertLayerPipe,)
+
+    @classmethod
+    def beside(cls, config: Config) -> dict[str, bool]:
+        return {"has_segments": config.own.short_seq_prob > 0}  # where samples are padded
 
     def _say_what_crosses(self) -> None:
         ends = enumerate(self.parts[1:-1])

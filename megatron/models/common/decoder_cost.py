@@ -382,3 +382,14 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
         "is_fused": not (model.attention_dropout and (is_on_cpu or model.layout_independent_dropout)),
         "mask_bytes": 0 if not model.hidden_dropout else BYTES.get(dtype, 4) if is_on_cpu else 1,
     }
+
+
+def costs(config: Any, is_on_cpu: bool = False) -> Costs:
+    """Return the costs of the plain decoder of ``config``, a ``Config``; what it keeps depends on where it trains."""
+    return GPT2Costs(
+        config.model,
+        config.batch.seq_length,
+        is_on_cpu=is_on_cpu,
+        is_blocked=is_on_cpu and not config.model.attention_dropout and not config.data.keeps_documents_apart,
+        **dropout_costs(config, is_on_cpu),
+    )

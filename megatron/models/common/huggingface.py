@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common.model_args import Place
 from megatron.mpu.shard import Shard
 
 # How each of our weights is made of Hugging Face's tensors: one description, read in both directions and in parts.
@@ -213,20 +212,12 @@ def as_it_is(name: str, config: Config) -> str:
     return name
 
 
-class Build(Protocol):
-    """Builds our model of a family."""
-
-    def __call__(self, model: ModelConfig, config: Config, place: Place | None = None, /) -> torch.nn.Module: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """One family there.
 
     Args:
         model_types: values of ``model_type`` in config.json.
-        build: our model, given its section ``model`` without dropout and padding, and the configuration; the third
-            argument is which part of it, None for all.
         problems: what of a configuration has no form there.
         fields: config.json of a configuration, without ``dtype`` and ids of control tokens.
         values: flat fields of our configuration, by name, of a config.json.
@@ -249,7 +240,6 @@ class Form:
     """
 
     model_types: tuple[str, ...]
-    build: Build
     problems: Callable[[Config], Iterator[str]]
     fields: Callable[[Config], dict[str, Any]]
     values: Callable[[dict[str, Any]], dict[str, Any]]

@@ -19,8 +19,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class Sizes:
     """Sizes and switches; names as in the flags. Lengths are in tokens, probabilities in 0 ... 1."""
 
-    family = "gpt2"
-    """Whose they are: the name in ``megatron.models.registry``."""
+    family: str = "gpt2"  # whose they are: the name in ``megatron.models.registry``
     num_layers: int
     hidden_size: int
     num_attention_heads: int

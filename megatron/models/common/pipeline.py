@@ -10,11 +10,22 @@ import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from megatron.models.common.language_model import Head, Logits, WordEmbedding, head_output, model_loss, whole_logits
+from megatron.config import Config
+from megatron.models.common.attention import SharedMask
+from megatron.models.common.language_model import (
+    Embedding,
+    Head,
+    Logits,
+    WordEmbedding,
+    head_output,
+    model_loss,
+    whole_logits,
+)
 from megatron.models.common.model_args import Place, Sizes
-from megatron.models.common.transformer import LayerNorm, Recompute
+from megatron.models.common.transformer import LayerNorm, Recompute, TransformerLayer
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.topology import Topology
+from megatron.ops.attention import document_mask
 from tds.loss import Weighted
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -91,6 +102,11 @@ class ModelPipe(PipelineModule):
             **profile,
         )
         self._say_what_crosses()
+
+    @classmethod
+    def beside(cls, config: Config) -> dict[str, bool]:
+        """Return what travels beside the hidden states in a run of ``config``: arguments of the class."""
+        return {"has_segments": config.data.keeps_documents_apart}
 
     def specs(self) -> list[LayerSpec]:
         """Return the layers."""
@@ -229,3 +245,53 @@ class DecoderPipe(ModelPipe):
         if index <= self.sizes.num_layers:
             return f"layers.{index - 1}.{rest}"
         return f"{'final_norm' if index == self.sizes.num_layers + 1 else 'head'}.{rest}"
+
+
+# The plain decoder, of GPT-2 and of each family of decoders that has no list of layers of its own.
+
+
+class EmbeddingPipe(Embedding):
+    """(tokens, position_ids[, segment_ids]) to hidden states[, segment_ids]."""
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> Stream:  # type: ignore[override]
+        x = super().forward(inputs[0], inputs[1])
+        return x if len(inputs) == 2 else (x, inputs[2])
+
+
+class TransformerLayerPipe(TransformerLayer):
+    """A layer that passes segment ids on, with the mask that all layers of its stage share."""
+
+    def __init__(self, sizes: Sizes, place: Place, layer: int, mask: SharedMask) -> None:
+        super().__init__(sizes, place, layer)
+        self.mask = mask
+
+    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
+        if isinstance(inputs, torch.Tensor):
+            return super().forward(inputs)
+        x, segment_ids = inputs
+        return super().forward(x, self.mask.of(segment_ids)), segment_ids
+
+
+def layer_specs(sizes: Sizes, place: Place) -> list[LayerSpec]:
+    """Return embedding, ``num_layers`` transformer layers, final norm and head."""
+    mask = SharedMask(document_mask)
+    layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
+    norm = LayerSpec(FinalNormPipe, place, sizes.hidden_size, sizes.layernorm_epsilon)
+    return decoder_specs(EmbeddingPipe, layers, norm, sizes, place)
+
+
+class PlainDecoderModelPipe(DecoderPipe):
+    """The plain decoder over the pipeline stages of ``topology``; ``Args`` as of ``DecoderPipe``."""
+
+    layer_classes = (TransformerLayerPipe,)
+
+    def specs(self) -> list[LayerSpec]:
+        return layer_specs(self.sizes, self.place)
+
+    @property
+    def entering(self) -> list[str]:
+        return ["position_ids", *super().entering]
+
+
+GPT2ModelPipe = PlainDecoderModelPipe
+"""The name by which scripts build it."""

@@ -24,12 +24,10 @@ from typing import Any
 
 import torch
 
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface as made
 from megatron.models.common.huggingface import Form, Recipe, Tensors
-from megatron.models.common.model_args import Place, sizes_from
-from megatron.models.gpt2.model import GPT2Model
 
 _TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
 _LAYER = {
@@ -202,10 +200,6 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
-    return GPT2Model(sizes_from(model), place)
-
-
 def _recipes(config: Config) -> dict[str, Recipe]:
     """Return how each weight of the model is made; where it has no biases, theirs are zero and nobody reads them."""
     model = config.model
@@ -240,7 +234,6 @@ def _zero_biases(ours: Tensors, config: Config) -> Tensors:
 
 FORM = Form(
     model_types=("gpt2",),
-    build=_build,
     problems=_problems,
     fields=_fields,
     values=_values,

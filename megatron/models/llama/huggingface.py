@@ -22,13 +22,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import Form, Recipe, by_recipes
-from megatron.models.common.model_args import Place
-from megatron.models.llama.model import LlamaModel, llama_sizes_from
 
 _ACTIVATIONS = {
     "silu": "gated-silu",
@@ -72,11 +68,6 @@ def heights(config: Config) -> dict[str, int]:
     keys = config.own.num_query_groups * config.model.kv_hidden_size
     sizes = {"q": queries, "k": keys, "v": keys}
     return {f"{name}_proj.{kind}": rows for name, rows in sizes.items() for kind in ("weight", "bias")}
-
-
-def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
-    """Return our model, or the part of it that ``place`` is."""
-    return LlamaModel(llama_sizes_from(model, config.own), place)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -181,7 +172,6 @@ def _rotary(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 FORM = Form(
     model_types=("llama",),
-    build=build,
     problems=problems,
     fields=fields,
     values=values,

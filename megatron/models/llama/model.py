@@ -26,7 +26,7 @@ from megatron.ops.positions import Rotary, rotated, turns
 class LlamaSizes(Sizes):
     """Sizes of a LLaMA: grouped-query attention and rotary positions."""
 
-    family = "llama"
+    family: str = "llama"
     hidden_bias: bool = False
     activation: str = "gated-silu"
     untie_embeddings: bool = True

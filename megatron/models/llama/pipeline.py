@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron.config import Config
 from megatron.models.common.attention import SharedMask
 from megatron.models.common.model_args import Place
 from megatron.models.common.pipeline import DecoderPipe, Stream, WordEmbeddingPipe, decoder_specs, hidden_of
@@ -74,6 +75,10 @@ class LlamaModelPipe(DecoderPipe):
     ) -> None:
         self.has_positions = has_positions
         super().__init__(sizes, place, topology, **others)
+
+    @classmethod
+    def beside(cls, config: Config) -> dict[str, bool]:
+        return {**super().beside(config), "has_positions": config.data.reset_position_ids}
 
     def specs(self) -> list[LayerSpec]:
         return layer_specs(self.sizes, self.place, self.has_segments)

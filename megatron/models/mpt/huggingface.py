@@ -31,11 +31,9 @@ from typing import Any
 
 import torch
 
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import Form, Recipe, by_recipes
-from megatron.models.common.model_args import Place
-from megatron.models.mpt.model import MptModel, mpt_sizes_from
 
 _LAYER = {
     "input_norm": "norm_1",
@@ -69,11 +67,6 @@ def recipes(config: Config) -> dict[str, Recipe]:
     if config.model.untie_embeddings:
         found["head.weight"] = Recipe(("lm_head.weight",))
     return found
-
-
-def build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
-    """Return our model, or the part of it that ``place`` is."""
-    return MptModel(mpt_sizes_from(model, config.own), place)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -178,7 +171,6 @@ def _differences(given: dict[str, Any], fixed: dict[str, Any]) -> Iterator[str]:
 
 FORM = Form(
     model_types=("mpt",),
-    build=build,
     problems=problems,
     fields=fields,
     values=values,

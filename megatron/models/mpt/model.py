@@ -24,7 +24,7 @@ from megatron.ops.positions import alibi_bias, alibi_slopes, within_documents
 class MptSizes(Sizes):
     """Sizes of an MPT: no biases, no table of positions."""
 
-    family = "mpt"
+    family: str = "mpt"
     hidden_bias: bool = False
     alibi_bias_max: float = 8.0
     clip_qkv: float = 0.0  # queries, keys and values are brought into -clip_qkv ... clip_qkv; 0: they are not

@@ -29,12 +29,10 @@ from typing import Any
 
 import torch
 
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface as made
 from megatron.models.common.huggingface import Form, Recipe, Tensors
-from megatron.models.common.model_args import Place
-from megatron.models.t5.model import T5Model, t5_sizes_from
 from megatron.ops.activations import is_gated
 
 _WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
@@ -250,10 +248,6 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
     return {**model_fields(theirs), "hidden_dropout": rate, "attention_dropout": rate}
 
 
-def _build(model: ModelConfig, config: Config, place: Place | None = None) -> torch.nn.Module:
-    return T5Model(t5_sizes_from(model, config.own), place)
-
-
 def _recipes(config: Config) -> dict[str, Recipe]:
     """Return how each weight of the model is made."""
     model, sides = config.model, {"encoder": config.own.enc_layers, "decoder": config.own.dec_layers}
@@ -290,7 +284,6 @@ def _their_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 FORM = Form(
     model_types=("t5", "mt5"),
-    build=_build,
     problems=_problems,
     fields=_fields,
     values=_values,

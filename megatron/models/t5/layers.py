@@ -22,7 +22,7 @@ from tds.gradients import accurate_dtype
 class T5Sizes(Sizes):
     """Sizes of an encoder-decoder; ``num_layers`` is per side, as the flag is."""
 
-    family = "t5"
+    family: str = "t5"
     enc_layers: int
     dec_layers: int
     position_embedding_type: str = "relative"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.config import Config
 from megatron.models.common.language_model import Head, Logits, PositionEmbedding, model_loss, whole_logits
 from megatron.models.common.model_args import Place
 from megatron.models.common.pipeline import ModelPipe
@@ -209,6 +210,10 @@ class T5ModelPipe(ModelPipe):
     """
 
     layer_classes = (EncoderLayerPipe, DecoderLayerPipe)
+
+    @classmethod
+    def beside(cls, config: Config) -> dict[str, bool]:
+        return {"has_segments": config.own.has_segments(config.data.reset_attention_mask)}
 
     def _say_what_crosses(self) -> None:
         self._mark_ends_of_pieces()

@@ -10,9 +10,8 @@ import torch
 
 from megatron.arguments import config_from_values
 from megatron.checkpoint import TensorRecord, named_parameters, save
-from megatron.checkpoint.huggingface.config import form_of
 from megatron.config import Config
-from megatron.models import Place
+from megatron.models import Place, registry
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
@@ -27,7 +26,8 @@ def config_of(family: str, **values: Any) -> Config:
 
 
 def build(config: Config, group: Group) -> torch.nn.Module:
-    return form_of(config.family).build(config.model, config, Place(group))
+    model: torch.nn.Module = registry.build_model(config, Place(group))
+    return model
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:

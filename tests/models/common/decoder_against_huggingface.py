@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from megatron.config import Config
 from megatron.models.common.huggingface import Form
+from megatron.models.registry import build_model
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.optim import build_optimizer
@@ -84,7 +85,7 @@ class Against:
     def _one(self, group: Any, kind: str) -> Any:
         config, before, *_ = self.reference(kind)
         dtype = DTYPES[self.dtypes[kind]]
-        model = self.form.build(config.model, config, place_of(group)).to(dtype)
+        model = build_model(config, place_of(group)).to(dtype)
         weights = self.form.to_ours(before, config)
         assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
         for name, parameter in model.named_parameters():
@@ -149,7 +150,7 @@ class Against:
         """Return what a tensor rank holds of the weights; none talks to the others."""
         config, before, *_ = self.reference(kind)
         place = place_of(Group(tuple(range(size)), rank))
-        model = self.form.build(config.model, config, place).to(DTYPES[self.dtypes[kind]])
+        model = build_model(config, place).to(DTYPES[self.dtypes[kind]])
         parameters = dict(model.named_parameters())
         for name, weight in self.form.to_ours(before, config).items():
             shard = shard_of(parameters[name])

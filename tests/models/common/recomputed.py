@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.models.bert.model import BertModel
-from megatron.models.gpt2.model import GPT2Model
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.llama.model import LlamaModel, LlamaSizes
 from megatron.models.mpt.model import MptModel
 from megatron.models.t5.model import T5Model

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import Place, Sizes
-from megatron.models.gpt2.model import GPT2Model
 from megatron.mpu.groups import Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard, shard_of

@@ -42,8 +42,8 @@ def test_the_costs_of_a_configuration_are_those_of_its_sizes_and_length():
 
 
 def test_parameters_are_those_of_the_model_that_is_built():
+    from megatron.models.common.decoder import GPT2Model
     from megatron.models.common.model_args import sizes_from
-    from megatron.models.gpt2.model import GPT2Model
 
     for untied, bias, activation in (
         (False, False, "gelu"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.models.common.attention import SelfAttention
-from megatron.models.gpt2.model import GPT2Model
+from megatron.models.common.decoder import GPT2Model
 from megatron.mpu.random import Position
 from tests.harness import run_ranks
 from tests.models.common.samples import batch_of, filled, place_of, small_sizes

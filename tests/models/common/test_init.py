@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.models.common import parameters
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.parameters import gpt2_rule, initialize
-from megatron.models.gpt2.model import GPT2Model
 from megatron.mpu.groups import Group
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
 from megatron.mpu.shard import Shard, empty_weight, shard_of

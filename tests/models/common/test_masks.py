@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.models.bert import pipeline as bert
+from megatron.models.common import pipeline as gpt2
 from megatron.models.common.model_args import Place, Sizes
-from megatron.models.gpt2 import pipeline as gpt2
 from megatron.models.llama import pipeline as llama
 from tests.models.bert.samples import bert_sizes
 from tests.models.common.samples import batch_of, filled, small_sizes

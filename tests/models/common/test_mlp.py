@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.nn.functional as F
 
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.transformer import MLP
-from megatron.models.gpt2.model import GPT2Model
 from tests.harness import run_ranks
 from tests.models.common.samples import batch_of, filled, gradients_of, joined, place_of, small_sizes, worst_relative
 from tests.mpu.whole import random, whole_world

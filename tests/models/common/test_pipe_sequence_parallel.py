@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from megatron.models.bert import pipeline as bert
+from megatron.models.common import pipeline as gpt2
 from megatron.models.common.model_args import Place
-from megatron.models.gpt2 import pipeline as gpt2
 from megatron.models.llama import pipeline as llama
 from megatron.models.mpt import pipeline as mpt
 from megatron.models.registry import FAMILIES as ALL_FAMILIES

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.models.bert.model import BertModel
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import Place
-from megatron.models.gpt2.model import GPT2Model
 from megatron.models.llama.model import LlamaModel
 from megatron.models.mpt.model import MptModel
 from megatron.models.t5.model import T5Model

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.model_args import sizes_from
 from megatron.models.gpt2.huggingface import from_ours, model_fields, to_ours
-from megatron.models.gpt2.model import GPT2Model
 from megatron.mpu.shard import shard_of
 from megatron.optim import build_optimizer
 from tests.harness import run_ranks

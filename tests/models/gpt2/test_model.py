@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from megatron.models.gpt2.model import GPT2Model
+from megatron.models.common.decoder import GPT2Model
 from megatron.mpu.groups import Group
 from tests.harness import run_ranks
 from tests.models.common.samples import (

@@ -17,7 +17,9 @@ import torch
 from megatron.arguments import config_from_values
 from megatron.config import Config
 from megatron.models import llama_sizes_from
-from megatron.models.llama.huggingface import FORM, build
+from megatron.models.common.model_args import Place
+from megatron.models.llama.huggingface import FORM
+from megatron.models.registry import build_model
 from megatron.ops.positions import Rotary
 from tests.models.common.decoder_against_huggingface import Against
 from tests.models.gpt2.test_against_huggingface import DTYPES, VOCAB
@@ -122,7 +124,7 @@ def test_a_rank_holds_whole_groups() -> None:
 
 def test_our_model_of_their_configuration_has_their_sizes() -> None:
     model, config = make_reference("fp64 tied, biases, llama3")
-    built = build(config.model, config)
+    built = build_model(config, Place())
     assert sum(p.numel() for p in built.parameters()) == sum(p.numel() for p in model.parameters())
     sizes = llama_sizes_from(config.model, config.own)
     assert sizes.rotary == Rotary(

@@ -16,7 +16,9 @@ import torch
 
 from megatron.arguments import config_from_values
 from megatron.config import Config
-from megatron.models.mpt.huggingface import FORM, build, prepare
+from megatron.models.common.model_args import Place
+from megatron.models.mpt.huggingface import FORM, prepare
+from megatron.models.registry import build_model
 from tests.models.common.decoder_against_huggingface import Against
 from tests.models.gpt2.test_against_huggingface import DTYPES, SEQ, VOCAB, text
 
@@ -86,5 +88,5 @@ def test_without_the_setting_their_model_takes_a_slope_of_eight() -> None:
 
 def test_our_model_of_their_configuration_has_their_sizes() -> None:
     _, config = make_reference("fp32")
-    built = build(config.model, config)
+    built = build_model(config, Place())
     assert sum(p.numel() for p in built.parameters()) == sum(t.numel() for t in make_reference("fp32")[0].parameters())

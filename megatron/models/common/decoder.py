@@ -1,4 +1,4 @@
-"""GPT-2 on one pipeline rank."""
+"""The plain decoder on one pipeline rank: GPT-2, and each family of decoders that has no model of its own."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from typing import Any
 import torch
 
 from megatron.config import Config
-from megatron.models.common.generation import Decoder
+from megatron.models.common.generation import Decoder, layer_norm
 from megatron.models.common.language_model import DecoderModel, Embedding
 from megatron.models.common.language_model import example_inputs as example_inputs
 from megatron.models.common.model_args import Place, Sizes, sizes_from
 from megatron.models.common.parameters import Rule, gpt2_rule
-from megatron.models.common.transformer import LayerNorm, TransformerLayer, run_layers
+from megatron.models.common.transformer import TransformerLayer, run_layers
 from megatron.ops.attention import document_mask
 
 
-def make_norm(sizes: Sizes) -> LayerNorm:
-    """Return a norm of GPT-2's."""
-    return LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
-
-
-class GPT2Model(DecoderModel):
+class PlainDecoderModel(DecoderModel):
     """A decoder-only language model with learned positions, cut over the tensor-parallel group of ``place``.
 
     Shapes:
@@ -33,7 +28,7 @@ class GPT2Model(DecoderModel):
     """
 
     def __init__(self, sizes: Sizes, place: Place | None = None) -> None:
-        super().__init__(sizes, place, embedding=Embedding, layer=TransformerLayer, norm=make_norm)
+        super().__init__(sizes, place, embedding=Embedding, layer=TransformerLayer, norm=layer_norm)
 
     def forward(
         self,
@@ -49,9 +44,13 @@ class GPT2Model(DecoderModel):
         return self.finish(x, labels, loss_mask)
 
 
+GPT2Model = PlainDecoderModel
+"""The name by which scripts build it."""
+
+
 def model_args(config: Config, **switches: Any) -> Sizes:
     """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
-    return sizes_from(config.model, **switches)
+    return sizes_from(config.model, **{"family": config.family, **switches})
 
 
 def weight_init(config: Config) -> Rule:

@@ -1,0 +1,114 @@
+"""A family of decoders that is two files in somebody else's folder: settings and names; all else is the plain decoder.
+
+``toy_family(folder)`` writes it there and registers it while the block runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.arguments.flag_values import all_options
+from megatron.models import registry
+
+FILES = {
+    "config.py": '''"""Settings of a toy."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config import FamilyConfig, ModelFamily
+from megatron.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(FamilyConfig):
+    DEFAULTS: ClassVar = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation": "relu"}
+    ADVICE: ClassVar = {"hidden_bias": "a toy has no biases; leave it out"}
+    REFUSED: ClassVar = {"--swiglu": "a toy is simple; leave it out"}
+    IDENTITY: ClassVar = ("toy_size",)
+
+    toy_size: int = option(3, "how large a toy is", minimum=1, elsewhere="it is for toys; leave it out")
+
+    def check(self, config):
+        yield from super().check(config)
+        if self.toy_size == 7:
+            yield "--toy-size must not be 7"
+
+
+FAMILY = ModelFamily(name="toy", title="Toy", program="pretrain_toy.py", config=ToyConfig)
+''',
+    "huggingface.py": '''"""Names and fields of a toy in Hugging Face's files."""
+
+from megatron.models.common.huggingface import Form, Recipe, by_recipes
+
+NORMS = {"input_norm": "first", "post_attention_norm": "second"}
+FIELDS = {
+    "num_layers": "depth",
+    "hidden_size": "width",
+    "num_attention_heads": "heads",
+    "ff_hidden_size": "inner",
+    "max_position_embeddings": "length",
+    "vocab_size": "words",
+}
+
+
+def recipes(config):
+    found = {"embedding.word.weight": Recipe(("words.weight",)), "embedding.position.weight": Recipe(("spots.weight",))}
+    for kind in ("weight", "bias"):
+        found[f"final_norm.{kind}"] = Recipe((f"last.{kind}",))
+    for i in range(config.model.num_layers):
+        ours, theirs = f"layers.{i}", f"blocks.{i}"
+        packed = tuple(f"{theirs}.{part}.weight" for part in ("query", "key", "value"))
+        found[f"{ours}.attention.query_key_value.weight"] = Recipe(packed, blocks=config.model.num_attention_heads)
+        found[f"{ours}.attention.dense.weight"] = Recipe((f"{theirs}.out.weight",))
+        found[f"{ours}.mlp.up.weight"] = Recipe((f"{theirs}.up.weight",), is_transposed=True)
+        found[f"{ours}.mlp.down.weight"] = Recipe((f"{theirs}.down.weight",), is_transposed=True)
+        for name, other in NORMS.items():
+            for kind in ("weight", "bias"):
+                found[f"{ours}.{name}.{kind}"] = Recipe((f"{theirs}.{other}.{kind}",))
+    return found
+
+
+def problems(config):
+    if config.model.untie_embeddings:
+        yield "a toy has one table"
+
+
+def fields(config):
+    sizes = {theirs: getattr(config.model, ours) for ours, theirs in FIELDS.items()}
+    return {"model_type": "toy", "toy_size": config.own.toy_size, **sizes}
+
+
+def values(theirs):
+    return {"toy_size": theirs["toy_size"], **{ours: theirs[name] for ours, name in FIELDS.items()}}
+
+
+FORM = Form(
+    model_types=("toy",), problems=problems, fields=fields, values=values, word="words.weight", **by_recipes(recipes)
+)
+''',
+}
+
+
+@contextmanager
+def toy_family(folder: Path, **more: str) -> Iterator[None]:
+    """Write the family into ``folder`` and register it; ``more``: texts of further files, by part."""
+    package = folder / "toy_family"
+    package.mkdir()
+    for name, text in {"__init__.py": "", **FILES, **{f"{part}.py": text for part, text in more.items()}}.items():
+        (package / name).write_text(text)
+    assert all_options()  # which a family that comes later must not miss
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    registry.register(importlib.import_module("toy_family.config").FAMILY)
+    try:
+        yield
+    finally:
+        del registry.FAMILIES["toy"]
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "toy_family"]:
+            del sys.modules[name]
