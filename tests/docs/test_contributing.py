@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its floors are those that import-linter holds, and its hooks run what run_tests.sh runs."""
+"""CONTRIBUTING.md: its layers are those that import-linter holds, and its hooks run what run_tests.sh runs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,48 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]
 
 
-def held_floors() -> list[set[str]]:
-    """Return the packages of each floor from F1 up, as import-linter is told."""
-    (layers,) = [each["layers"] for each in SETTINGS["importlinter"]["contracts"] if each["type"] == "layers"]
-    floors = [{name.removeprefix("megatron.") for name in layer.split(" | ")} for layer in reversed(layers)]
-    first = next(number for number, floor in enumerate(floors) if "config" in floor)
-    return floors[first:]
+def held_layers(package: str) -> list[set[str]]:
+    """Return the names of each layer of a package, from the top down, as import-linter is told."""
+    contracts = [each["layers"] for each in SETTINGS["importlinter"]["contracts"] if each["type"] == "layers"]
+    (layers,) = [each for each in contracts if each[0].startswith(f"{package}.")]
+    names = [re.split(" [|:] ", layer) for layer in layers if layer.startswith(f"{package}.")]
+    return [{name.removeprefix(f"{package}.") for name in layer} for layer in names]
 
 
-def told_floors(page: str) -> list[set[str]]:
-    """Return the packages of megatron that a page has on each floor from F1 up."""
-    rows = re.findall(r"^(?:    |\| )F[1-9] (.*)$", (ROOT / page).read_text("utf-8"), flags=re.M)
-    named = {name for floor in held_floors() for name in floor}
-    order = 1 if page == "CONTRIBUTING.md" else -1
-    return [set(re.findall(r"\w+", row)) & named for row in rows][::order]
+def drawn_layers(package: str) -> list[set[str]]:
+    """Return the same from the picture of docs/architecture.md."""
+    picture = (ROOT / "docs" / "architecture.md").read_text("utf-8").split("```")[1]
+    boxes = re.split(r"^ +(?:megatron|tds)/$", picture, flags=re.M)[["megatron", "tds"].index(package) + 1]
+    rows = re.findall(r"(?:^  \|.*\|\n)+", boxes, flags=re.M)
+    return [set(re.findall(r"\w+", row)) for row in rows]
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
-def test_the_floors_of_the_page_are_those_that_are_held(page: str) -> None:
-    assert len(held_floors()) == 5
-    assert told_floors(page) == held_floors()
+@pytest.mark.parametrize("package", ["megatron", "tds"])
+def test_the_layers_of_the_picture_are_those_that_are_held(package: str) -> None:
+    assert len(held_layers(package)) > 7
+    assert drawn_layers(package) == held_layers(package)
+
+
+def test_the_layers_of_contributing_are_those_that_are_held() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    block = text.split("import-linter", 1)[1].split("\n\n    ", 1)[1].split("\n\n", 1)[0]
+    told = [set(re.findall(r"\w+", line)) for line in block.splitlines()]
+    assert told == [*held_layers("megatron"), {"tds"}]
+
+
+def test_every_package_and_file_that_the_picture_holds_is_there_and_none_is_left_out() -> None:
+    aside = {"__init__", "__pycache__"}
+    for package in ("megatron", "tds"):
+        there = {path.stem for path in (ROOT / package).iterdir() if path.is_dir() or path.suffix == ".py"} - aside
+        assert set().union(*held_layers(package)) == there
+
+
+def test_paths_in_the_call_diagrams_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    diagrams = text[text.index("## Who calls whom") : text.index("## Where something new goes")]
+    paths = {path for block in diagrams.split("```")[1::2] for path in re.findall(r"[\w/]+\.py", block)}
+    assert len(paths) > 60
+    assert [path for path in paths if not ((ROOT / "megatron" / path).is_file() or (ROOT / path).is_file())] == []
 
 
 def test_the_hooks_of_a_commit_are_checks_of_run_tests() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from megatron.arguments.deepspeed_keys import KNOWN
 from megatron.arguments.flags_doc import classify
+from tds.deprecated_paths import _FINDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
-    ROOT / "docs" / "migration.md": ("Flags", "DeepSpeed's JSON"),
-    ROOT / "docs" / "zh" / "migration.md": ("参数", "DeepSpeed 的 JSON"),
+    ROOT / "docs" / "migration.md": ("Flags", "DeepSpeed's JSON", "Former import paths"),
+    ROOT / "docs" / "zh" / "migration.md": ("参数", "DeepSpeed 的 JSON", "旧的导入路径"),
 }
 WORDS = {
     "the same": "same",
@@ -29,10 +31,10 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=["english", "chinese"])
 
 
 def rows(page: Path, heading: str) -> list[list[str]]:
-    """Return the cells of the table under ``heading``, without its first two rows."""
+    """Return the cells of the tables under ``heading``, without the first two rows of each."""
     text = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+    lines = re.findall(r"^\| .*$", re.sub(r"^\|.*\n\|---.*$", "", text, flags=re.M), flags=re.M)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 def class_of(flag: str) -> tuple[str, str]:
@@ -73,3 +75,15 @@ def test_both_pages_say_the_same_of_each_flag() -> None:
     english, chinese = (rows(page, headings[0]) for page, headings in PAGES.items())
     assert [cells[0] for cells in english] == [cells[0] for cells in chinese]
     assert [WORDS.get(cells[1], cells[1]) for cells in english] == [WORDS.get(cells[1], cells[1]) for cells in chinese]
+
+
+@every_page
+def test_former_paths_are_all_that_are_forwarded_and_their_new_places_are_there(page: Path) -> None:
+    table = rows(page, PAGES[page][2])
+    modules = [re.findall(r"`((?:megatron|tds)(?:\.\w+)*)`", cells[1]) for cells in table]
+    missing = [name for names in modules for name in names if importlib.util.find_spec(name) is None]
+    assert missing == [] and all(modules)
+    former = {cells[0].strip("`"): names for cells, names in zip(table, modules, strict=True)}
+    assert _FINDER.homes.keys() <= former.keys()
+    for path, homes in _FINDER.homes.items():
+        assert former[path] == [home.partition(":")[0] for home in homes]
