@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tds.watchdog
 from tds.p2p import communicator
 from tds.p2p.communicator import PeerLost
 from tds.schedule import Backward, Forward, Kind, Message
@@ -334,9 +335,8 @@ def test_the_place_of_a_stack_is_the_programs_own_wherever_libraries_lie(file: s
 
 def test_torch_is_a_library_where_it_is_built_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__path__", ["/opt/pytorch/torch"])
-    rebuilt: Any = importlib.reload(diagnosis)
-    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, diagnosis.__name__)
+    monkeypatch.setattr(tds.watchdog, "diagnosis", diagnosis)  # to be put back: the import replaces it
+    rebuilt: Any = importlib.import_module(diagnosis.__name__)
     frame = _called_from("/opt/pytorch/torch/distributed/distributed_c10d.py", sys._getframe)
-    told = rebuilt.told_place(frame)
-    importlib.reload(diagnosis)
-    assert "test_watchdog.py:" in told
+    assert "test_watchdog.py:" in rebuilt.told_place(frame)
