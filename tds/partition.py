@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import inf
 from operator import add
+from typing import Literal
 
 # Cutting layers into stages by their measured times.
 
@@ -207,6 +208,41 @@ def _best_rests(
         ]
         best.append([*row, inf])
     return best
+
+
+# The one dynamic program: the cheapest of all cuts into runs.
+
+
+def _cheapest_cut(
+    size: int,
+    num_parts: int,
+    price: Callable[[int, int], float],
+    join: Callable[[float, float], float],
+    shortest: Literal["first", "last"] = "first",
+) -> tuple[float, Bounds]:
+    """Return (the least joined price, its bounds) over the cuts of ``size`` items into non-empty runs.
+
+    Args:
+        price: of the items from start to stop; infinite: they may not be one run.
+        join: ``max`` or ``add``.
+        shortest: of equal cuts the one whose first run is shortest, then its second, ...; or the last, then the one
+            before it, ...
+    """
+    is_mirrored = shortest == "last"
+
+    def joined(start: int, stop: int, rest: Sequence[float]) -> float:
+        own = price(size - stop, size - start) if is_mirrored else price(start, stop)
+        return join(own, rest[stop])
+
+    rests = [[inf] * size + [0.0]]  # rests[k][i]: the least joined price when items i ... are cut into k runs
+    for _ in range(num_parts):
+        row = [min(joined(start, stop, rests[-1]) for stop in range(start + 1, size + 1)) for start in range(size)]
+        rests.append([*row, inf])
+    bounds = [0]
+    for rest in reversed(rests[:-1]):
+        start = bounds[-1]
+        bounds.append(min(range(start + 1, size + 1), key=lambda stop: joined(start, stop, rest)))
+    return rests[-1][0], [size - bound for bound in reversed(bounds)] if is_mirrored else bounds
 
 
 # How layers of unequal cost are cut into the pieces of several chunks.
