@@ -7,17 +7,57 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from math import inf
 from operator import add
+from typing import Literal
+
+Bounds = list[int]
+
+# The one dynamic program: the cheapest of all cuts into runs.
+
+
+def _cheapest_cut(
+    size: int,
+    num_parts: int,
+    price: Callable[[int, int], float],
+    join: Callable[[float, float], float],
+    shortest: Literal["first", "last"] = "first",
+) -> tuple[float, Bounds]:
+    """Return (the least joined price, its bounds) over the cuts of ``size`` items into non-empty runs.
+
+    Args:
+        price: of the items from start to stop; infinite: they may not be one run.
+        join: ``max`` or ``add``.
+        shortest: of equal cuts the one whose first run is shortest, then its second, ...; or the last, then the one
+            before it, ...
+    """
+    is_mirrored = shortest == "last"
+    prices = [
+        [price(size - stop, size - start) if is_mirrored else price(start, stop) for stop in range(start + 1, size + 1)]
+        for start in range(size)
+    ]
+    rests = [[inf] * size + [0.0]]  # rests[k][i]: the least joined price when items i ... are cut into k runs
+    for _ in range(num_parts):
+        rests.append([*[min(map(join, prices[i], rests[-1][i + 1 :])) for i in range(size)], inf])
+    bounds = [0]
+    for rest in reversed(rests[:-1]):
+        start = bounds[-1]
+        joined = list(map(join, prices[start], rest[start + 1 :]))
+        bounds.append(start + 1 + joined.index(min(joined)))
+    return rests[-1][0], [size - bound for bound in reversed(bounds)] if is_mirrored else bounds
+
+
+def _sums(weights: Sequence[float]) -> Callable[[int, int], float]:
+    """Return what gives the sum of the weights from start to stop."""
+    upto = [0.0, *itertools.accumulate(weights)]
+    return lambda start, stop: upto[stop] - upto[start]
+
 
 # Cutting layers into stages by their measured times.
 
 TOLERANCE = 0.01
 """Times within this share of the best count as equal: a measurement is no better."""
 TRIED_ONE_BY_ONE = 20_000
-
-Bounds = list[int]
 
 
 def partition_by_times(
@@ -46,36 +86,14 @@ def partition_by_times(
 
 
 def _cut_in_runs(times: Sequence[float], parameters: Sequence[int], num_pieces: int) -> Bounds:
-    slowest = _smallest_maximum(times, num_pieces, lambda start, stop: True)[0]
-    upto = [0.0, *itertools.accumulate(times)]
+    time_of, parameters_of = _sums(times), _sums(parameters)
+    slowest, _ = _cheapest_cut(len(times), num_pieces, time_of, max)
     limit = slowest * (1 + TOLERANCE)
-    return _smallest_maximum(parameters, num_pieces, lambda start, stop: upto[stop] - upto[start] <= limit)[1]
 
+    def price(start: int, stop: int) -> float:
+        return parameters_of(start, stop) if time_of(start, stop) <= limit else inf
 
-def _smallest_maximum(
-    weights: Sequence[float], num_pieces: int, is_allowed: Callable[[int, int], bool]
-) -> tuple[float, Bounds]:
-    """Return (the smallest possible largest piece, its bounds) over cuts into non-empty pieces that are allowed."""
-    size = len(weights)
-    upto = [0.0, *itertools.accumulate(weights)]
-    best = [0.0] + [math.inf] * size
-    came_from: list[list[int]] = []
-    for piece in range(num_pieces):
-        row, previous = [math.inf] * (size + 1), [-1] * (size + 1)
-        for stop in range(piece + 1, size - (num_pieces - piece - 1) + 1):
-            for start in range(stop - 1, piece - 1, -1):
-                own = upto[stop] - upto[start]
-                if own >= row[stop]:
-                    break
-                largest = max(best[start], own)
-                if largest < row[stop] and is_allowed(start, stop):
-                    row[stop], previous[stop] = largest, start
-        best = row
-        came_from.append(previous)
-    bounds = [size]
-    for previous in reversed(came_from):
-        bounds.insert(0, previous[bounds[0]])
-    return best[size], bounds
+    return _cheapest_cut(len(times), num_pieces, price, max, "last")[1]
 
 
 def _scorer(
@@ -178,35 +196,14 @@ def balanced_bounds(costs: Sequence[float], parts: int) -> list[int]:
     count = len(costs)
     if not 1 <= parts <= count:
         raise ValueError(f"{count} layers can be cut into 1 to {count} parts, got {parts}")
-    total = [0.0, *accumulate(costs)]
-    limit = _best_rests(total, parts, lambda part: part, max)[parts][0]
+    cost_of = _sums(costs)
+    limit, _ = _cheapest_cut(count, parts, cost_of, max)
 
-    def price(part: float) -> float:
-        return part * part if part <= limit else inf
+    def price(start: int, stop: int) -> float:
+        cost = cost_of(start, stop)
+        return cost * cost if cost <= limit else inf
 
-    rests = _best_rests(total, parts, price, add)
-    bounds = [0]
-    for left in range(parts - 1, -1, -1):
-        start, rest = bounds[-1], rests[left]
-        whole = {stop: price(total[stop] - total[start]) + rest[stop] for stop in range(start + 1, count + 1)}
-        bounds.append(min(whole, key=lambda stop: whole[stop]))
-    return bounds
-
-
-def _best_rests(
-    total: list[float], parts: int, price: Callable[[float], float], join: Callable[[float, float], float]
-) -> list[list[float]]:
-    """Return best[k][i]: the least joined price when units i ... are cut into k parts."""
-    count = len(total) - 1
-    best = [[inf] * count + [0.0]]
-    for _ in range(parts):
-        rest = best[-1]
-        row = [
-            min(join(price(total[stop] - total[start]), rest[stop]) for stop in range(start + 1, count + 1))
-            for start in range(count)
-        ]
-        best.append([*row, inf])
-    return best
+    return _cheapest_cut(count, parts, price, add)[1]
 
 
 # How layers of unequal cost are cut into the pieces of several chunks.

@@ -35,7 +35,7 @@ from tds.p2p.communicator import waiting_together
 from tds.p2p.process_groups import limit_groups
 from tds.watchdog.alarm import Alarms, own_store
 from tds.watchdog.diagnosis import Report
-from tds.watchdog.watchdog import Watch
+from tds.watchdog.watchdog import RunWatchdog
 
 STARTING = "starting"
 OPENING_DATA = "opening data"
@@ -63,7 +63,7 @@ class Phases:
         self.name = STARTING
         self._has_stepped = False
         self._step_s = self._long_s = inf
-        self._watch: Watch | None = None
+        self._watch: RunWatchdog | None = None
         self._limit_waits: Callable[[float], None] | None = None
         if world is None or config is None or (world.grid.world.size == 1 and _is_attended()):
             return
@@ -76,7 +76,7 @@ class Phases:
         names = [world.name_of(rank) for rank in range(world.grid.world.size)]
         titles = {handle.group_name: axis for axis, handle in _handles(world.grid)}
         alarms = Alarms(store, world.rank, names)
-        self._watch = Watch(
+        self._watch = RunWatchdog(
             alarms, world.name, self._where, self._long_s, titles,
             is_busy=lambda: device.is_busy(world.device),
             on_stuck=self._leave,

@@ -436,7 +436,7 @@ class PipelineEngine(LayerCheckpoints, StockNames, BaseEngine):
     def let_watch(self) -> Exchange:
         """Stop the engine's own watchdog for a program that watches all of itself; return where it sees what this
         rank is at: ``action``, ``waiting``, ``waits``, ``history``."""
-        self._seeing.watchdog.stop()
+        self._seeing.watchdog.close()
         return self._stage.exchange
 
     def set_input_grad(self, values: Sequence[bool] | None) -> None:

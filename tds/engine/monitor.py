@@ -406,12 +406,12 @@ class Seeing:
             dist.broadcast(now, src=0)
         return int(now)
 
-    def _make_watchdog(self, origin_ns: int) -> watchdog.Watchdog:
+    def _make_watchdog(self, origin_ns: int) -> watchdog.EngineWatchdog:
         grid, limit = self._engine.grid, self._exchange.links.timeout
         names = [watchdog.name_of(rank, place_of(grid, rank)) for rank in range(dist.get_world_size())]
         store = own_store(str(origin_ns)) if len(names) > 1 else None
         limit_s = math.inf if limit is None else limit.total_seconds()
-        return watchdog.Watchdog(self._exchange, store, dist.get_rank(), names, limit_s)
+        return watchdog.EngineWatchdog(self._exchange, store, dist.get_rank(), names, limit_s)
 
     def _make_tracing(self, origin_ns: int, offset_ns: int) -> Tracing | None:
         asked = asked_window(self._engine.pipeline_section)

@@ -96,7 +96,7 @@ def report(
     return Report(False, None, since_s, f"has been {phase} {since}")
 
 
-def told_messages(history: Iterable[tuple[str, Kind, Message] | str]) -> str:
+def format_history(history: Iterable[tuple[str, Kind, Message] | str]) -> str:
     """Return the last messages, and the collectives between them, in words, the newest last."""
     return f"last messages: {', '.join(map(_told, list(history))) or 'none'}"
 

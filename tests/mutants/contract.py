@@ -184,8 +184,8 @@ CONTRACT = (
     Mutant(
         "a rank that is stuck leaves before the others have read the verdict",
         "tds/watchdog/watchdog.py",
-        "        self._on_stuck(found, own, self._alarms.linger)",
-        "        self._on_stuck(found, own, None)",
+        'could say who did not come", own, linger)',
+        'could say who did not come", own, None)',
         ("tests/tds/watchdog/test_watch.py::test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then",),
     ),
     Mutant(

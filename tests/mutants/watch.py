@@ -8,6 +8,7 @@ PHASES = "megatron/training/timeouts.py"
 WATCH = "tds/watchdog/watchdog.py"
 RANKS = "tests/training/test_phases.py"
 ALONE = "tests/tds/watchdog/test_watch.py"
+ENGINES = "tests/tds/watchdog/test_watchdog.py"
 LIMITS = f"{RANKS}::test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone"
 
 WATCHED = (
@@ -77,16 +78,30 @@ WATCHED = (
     Mutant(
         "nobody raises the alarm for a rank at work",
         WATCH,
-        "        return now - self._since > self.limit_s\n",
-        "        return now - self._since > self.limit_s and self._seen.together is not None\n",
+        "        return now - self._since > limit_s\n",
+        "        return now - self._since > limit_s and state.together is not None\n",
         (f"{ALONE}::test_a_rank_is_late_once_nothing_has_changed_for_the_limit",),
     ),
     Mutant(
         "a store that is gone takes the watch with it",
         WATCH,
-        "            if not self._settled.wait(PATIENCE_S + LINGER_S):\n",
-        "            if self._settled.wait():\n",
+        "        if not self._settled.wait(PATIENCE_S + LINGER_S) and",
+        "        if self._settled.wait() and",
         (f"{RANKS}::test_a_host_that_is_lost_with_the_store_of_the_process_group_takes_the_limit",),
+    ),
+    Mutant(
+        "a wait that is over is concluded in the next call",
+        WATCH,
+        " and number == self._number and not self._closed.is_set():\n",
+        " and not self._closed.is_set():\n",
+        (f"{ENGINES}::test_a_late_wait_that_ends_with_its_call_is_not_concluded[True]",),
+    ),
+    Mutant(
+        "an engine's work that takes long is a wait",
+        WATCH,
+        'self.limit_s + GRACE_S if is_waiting else float("inf")',
+        "self.limit_s + GRACE_S",
+        (f"{ENGINES}::test_many_short_waits_are_not_one_long_wait",),
     ),
     Mutant(
         "the engine's own watchdog goes on beside the run's",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tds.partition import TOLERANCE, partition_by_times
+from tds.partition import TOLERANCE, _cheapest_cut, partition_by_times
 
 TIMES = st.lists(st.floats(0.05, 2), min_size=6, max_size=9)
 
@@ -59,3 +59,11 @@ def test_a_big_model_in_chunks_is_cut_well_though_not_every_cut_is_tried() -> No
 def test_too_few_layers_are_told() -> None:
     with pytest.raises(ValueError, match="3 layers for 2 stages x 2 chunks"):
         partition_by_times([1, 1, 1], [1, 1, 1], 2, 2)
+
+
+def test_the_one_program_breaks_ties_as_it_is_told() -> None:
+    def length(start: int, stop: int) -> float:
+        return stop - start
+
+    assert _cheapest_cut(5, 3, length, max) == (2, [0, 1, 3, 5])
+    assert _cheapest_cut(5, 3, length, max, "last") == (2, [0, 2, 4, 5])

@@ -41,7 +41,7 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(watchdog.threading.Thread, "start", lambda self: None)
     monkeypatch.setattr(diagnosis, "idle_s", lambda: clock.now - began[0])
-    dog: Any = watchdog.Watch(
+    dog: Any = watchdog.RunWatchdog(
         Alarms(dist.HashStore(), 0, ["rank 0"]), "rank 0", lambda: "saving", 10.0, {},
         is_busy=lambda: False, on_stuck=lambda *seen: None, warn=log.warning,
     )  # fmt: skip
@@ -153,7 +153,7 @@ def test_the_last_operations_are_those_of_the_main_thread_with_their_groups() ->
 def test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then(dog: Any) -> None:
     told: list[Any] = []
     dog._on_stuck, dog._is_busy = (lambda *seen: told.append(seen)), (lambda: True)
-    dog._answer()
+    dog._answer(dog._alarms)
     ((found, own, linger),) = told
     assert found.startswith("no rank is at work") and own.is_waiting and linger == dog._alarms.linger
 

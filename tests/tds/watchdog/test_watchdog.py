@@ -21,13 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tds.watchdog
 from tds.p2p import communicator
 from tds.p2p.communicator import PeerLost
 from tds.schedule import Backward, Forward, Kind, Message
 from tds.watchdog import diagnosis
 from tds.watchdog.alarm import POLL_S
-from tds.watchdog.diagnosis import Report, report, told_messages, verdict
-from tds.watchdog.watchdog import Watchdog, is_timeout, peer_lost
+from tds.watchdog.diagnosis import Report, format_history, report, verdict
+from tds.watchdog.watchdog import STORE_LOST, EngineWatchdog, is_timeout, peer_lost
 from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -148,7 +149,7 @@ def _leave_nothing(rank: int) -> list[int]:
 def test_an_engine_that_is_gone_leaves_neither_thread_nor_file(tmp_path: Path) -> None:
     for counts in run_ranks(2, _leave_nothing):
         first, again = counts[:3], counts[3:]
-        assert first[:2] == again[:2] == [1, 1]
+        assert first[:2] == again[:2] == [2, 1], "a timer and a listener, then the main thread alone"
         assert again[2] <= first[2], "file handles grow from engine to engine"
 
 
@@ -156,13 +157,13 @@ def _watching(rank: int, store: Any, limit_s: float = math.inf) -> Any:
     exchange = SimpleNamespace(
         action=None, waiting=None, waits=[], history=deque(), links=SimpleNamespace(ranks=[0, 1])
     )
-    return Watchdog(exchange, store, rank, [f"rank {i}" for i in range(2)], limit_s)
+    return EngineWatchdog(exchange, store, rank, [f"rank {i}" for i in range(2)], limit_s)
 
 
 def _fail(dog: Any) -> str:
     """Return what a wait that timed out is told within a call that the program goes on after."""
     with pytest.raises(RuntimeError) as caught, dog.over("in train_batch"):
-        dog._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+        dog.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
         with communicator.waiting_together(0, "agreeing on the loss"):
             raise RuntimeError("timed out")
     assert isinstance(caught.value, PeerLost)
@@ -173,7 +174,7 @@ def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_it
     store = dist.HashStore()
     own = _watching(0, store)
     assert _fail(own).startswith("rank 1 did not come and does not answer")
-    assert communicator.doing_together() is None and own._exchange.waiting is None
+    assert communicator.doing_together() is None and own.exchange.waiting is None
     with pytest.raises(ArithmeticError), communicator.waiting_together(0, "averaging"):
         raise ArithmeticError
     assert communicator.doing_together() is None
@@ -183,14 +184,14 @@ def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_it
     assert not isinstance(raised.value, PeerLost)
     other = _watching(1, store)
     assert _fail(own).startswith("rank 1 did not come: it has been outside of train_batch")  # it answers now
-    assert other._thread.is_alive() and own._thread.is_alive()
+    assert all(thread.is_alive() for dog in (own, other) for thread in (dog._timer, dog._listener))
 
 
 def test_a_wait_that_was_only_late_raises_one_alarm_and_the_watchdog_goes_on() -> None:
     own = _watching(0, dist.HashStore(), limit_s=0.0)
     for alarm in (1, 2):
         with own.over("in train_batch"):
-            own._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+            own.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
             end = time.monotonic() + SLACK_S
             while own._alarms.number < alarm and time.monotonic() < end:
                 time.sleep(0.02)
@@ -199,30 +200,61 @@ def test_a_wait_that_was_only_late_raises_one_alarm_and_the_watchdog_goes_on() -
         assert own._verdict is None and not own._heard.is_set()
 
 
+def test_a_store_that_hangs_is_said_by_a_rank_whose_wait_cannot_time_out(capfd: pytest.CaptureFixture[str]) -> None:
+    own, released = _watching(0, dist.HashStore(), limit_s=0.0), threading.Event()
+    own._alarms.is_raised = own._alarms.answer = lambda *seen: released.wait(2 * SLACK_S)
+    with own.over("in train_batch"):
+        own.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+        end = time.monotonic() + 2 * SLACK_S
+        while own._verdict is None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert own._verdict == STORE_LOST
+    own.close()
+    released.set()
+    assert capfd.readouterr().err.count("tds watchdog: rank 0 has waited for the gradient of micro-batch 3") == 1
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_late_wait_that_ends_with_its_call_is_not_concluded(is_over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    dog = _watching(0, dist.HashStore(), limit_s=1.0)
+    monkeypatch.setattr(dog, "_is_late", lambda: True)
+    monkeypatch.setattr(dog._settled, "wait", lambda limit_s: dog._forget() if is_over else None)
+    concluded: list[Any] = []
+    monkeypatch.setattr(dog, "_conclude", lambda *seen: concluded.append(seen))
+    dog._look()
+    assert len(concluded) == (not is_over)
+
+
 def test_many_short_waits_are_not_one_long_wait() -> None:
-    dog = _watching(0, None)
+    dog = _watching(0, None, limit_s=1.0)
+
+    def waited_s() -> float:
+        dog._update(time.monotonic())
+        return time.monotonic() - dog._since
+
     with dog.over("in train_batch"):
-        assert dog._waited_s() == 0
+        assert dog._may_last(dog._update(time.monotonic())) == math.inf
         for _ in range(3):
             with communicator.waiting_together(0, "agreeing on the loss"):
-                dog._waited_s()
+                waited_s()
                 time.sleep(0.02)
-                assert dog._waited_s() >= 0.02
+                assert waited_s() >= 0.02
             with communicator.waiting_together(0, "agreeing on the loss"):
-                assert dog._waited_s() < 0.02
-            dog._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
-            assert dog._waited_s() < 0.02
+                assert waited_s() < 0.02
+            dog.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+            assert waited_s() < 0.02
             time.sleep(0.02)
-            dog._exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
-            assert dog._waited_s() < 0.02
-    assert told_messages(dog._exchange.history).startswith("last messages: ended agreeing on the loss, ended agreeing")
+            dog.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
+            assert waited_s() < 0.02
+    assert format_history(dog.exchange.history).startswith("last messages: ended agreeing on the loss, ended agreeing")
 
 
 def _collectives(rank: int) -> str:
     toy = Toy("tied", clip=1e-3)
     engine = make_engine(toy, 2)
     engine.train_batch(iter(toy.batches()))
-    return told_messages(engine._stage.exchange.history)
+    return format_history(engine._stage.exchange.history)
 
 
 def test_the_last_messages_tell_of_collectives_too() -> None:
@@ -271,11 +303,11 @@ def test_a_report_says_what_where_and_for_how_long() -> None:
     stuck = report("in train_batch", Forward(7), None, None, 7, [0])
     assert stuck.words == "has been in its forward of micro-batch 7 for 7.0 s" and not stuck.is_waiting
     sent = "sent", Kind.ACTIVATION, Message(Kind.ACTIVATION, 0, 0, 1)
-    assert told_messages([sent, ("received", Kind.GRADIENT, message)]) == (
+    assert format_history([sent, ("received", Kind.GRADIENT, message)]) == (
         "last messages: sent activation of micro-batch 0 to stage 1, "
         "received gradient of micro-batch 3 chunk 1 from stage 2"
     )
-    assert told_messages([]) == "last messages: none"
+    assert format_history([]) == "last messages: none"
 
 
 def test_a_timeout_is_known_by_its_cause() -> None:
@@ -297,14 +329,14 @@ def test_two_engines_of_a_process_tell_each_of_what_it_does_itself() -> None:
     student, teacher = _watching(0, None), _watching(0, None)
     with student.over("in train_batch"), communicator.waiting_together(0, "agreeing on the loss"):
         with teacher.over("in eval_batch"):
-            assert teacher._state().together is None
+            assert teacher._update(0.0).together is None
             with communicator.waiting_together(0, "adding up the losses"):
-                assert teacher._state().together == communicator.doing_together() == "adding up the losses"
-        assert student._state().together == communicator.doing_together() == "agreeing on the loss"
-    assert list(teacher._exchange.history) == ["ended adding up the losses"]
-    assert list(student._exchange.history) == ["ended agreeing on the loss"]
+                assert teacher._update(0.0).together == communicator.doing_together() == "adding up the losses"
+        assert student._update(0.0).together == communicator.doing_together() == "agreeing on the loss"
+    assert list(teacher.exchange.history) == ["ended adding up the losses"]
+    assert list(student.exchange.history) == ["ended agreeing on the loss"]
     with communicator.waiting_together(0, "measuring the bubble"):
-        assert student._state().together == "measuring the bubble"
+        assert student._update(0.0).together == "measuring the bubble"
     assert communicator.doing_together() is None
 
 
@@ -334,9 +366,8 @@ def test_the_place_of_a_stack_is_the_programs_own_wherever_libraries_lie(file: s
 
 def test_torch_is_a_library_where_it_is_built_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__path__", ["/opt/pytorch/torch"])
-    rebuilt: Any = importlib.reload(diagnosis)
-    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, diagnosis.__name__)
+    monkeypatch.setattr(tds.watchdog, "diagnosis", diagnosis)  # to be put back: the import replaces it
+    rebuilt: Any = importlib.import_module(diagnosis.__name__)
     frame = _called_from("/opt/pytorch/torch/distributed/distributed_c10d.py", sys._getframe)
-    told = rebuilt.told_place(frame)
-    importlib.reload(diagnosis)
-    assert "test_watchdog.py:" in told
+    assert "test_watchdog.py:" in rebuilt.told_place(frame)
