@@ -51,16 +51,9 @@ SEQUENCE_PARALLEL = (
     Mutant(
         "the norm at the end of a pipeline is not marked",
         "megatron/models/common/pipeline.py",
-        "        super().__init__(*sizes, **how)\n        place.on_part(self)\n",
-        "        super().__init__(*sizes, **how)\n",
-        (f"{PIPE}::test_a_pipeline_with_the_sequence_cut_equals_one_process_and_sends_parts",),
-    ),
-    Mutant(
-        "LLaMA's norm at the end of a pipeline is not marked",
-        "megatron/models/llama/pipeline.py",
-        "        super().__init__(*sizes)\n        place.on_part(self)\n",
-        "        super().__init__(*sizes)\n",
-        (IN_PIPELINES,),
+        "            super().__init__(*sizes, **how)\n            place.on_part(self)\n",
+        "            super().__init__(*sizes, **how)\n",
+        (f"{PIPE}::test_a_pipeline_with_the_sequence_cut_equals_one_process_and_sends_parts", IN_PIPELINES),
     ),
     Mutant(
         "the positions that a T5 pipeline shares are not marked",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,15 +12,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.models.common.attention import SharedMask
-from megatron.models.common.language_model import (
-    Embedding,
-    Head,
-    Logits,
-    WordEmbedding,
-    head_output,
-    model_loss,
-    whole_logits,
-)
+from megatron.models.common.language_model import Embedding, Head, Logits, head_output, model_loss, whole_logits
 from megatron.models.common.model_args import Place, Sizes
 from megatron.models.common.transformer import LayerNorm, Recompute, TransformerLayer
 from megatron.mpu.layers import VocabParallelEmbedding
@@ -136,14 +128,19 @@ class ModelPipe(PipelineModule):
 Stream = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, or these with what travels beside them
 
 
-class WordEmbeddingPipe(WordEmbedding):
-    """Tokens, or tokens with what travels beside them, to hidden states with the same beside them."""
+@cache
+def embedding_pipe(embedding: type[nn.Module], num_inputs: int) -> type[nn.Module]:
+    """Return ``embedding`` as a layer: of ``num_inputs`` tensors; what travels beside them is handed on."""
 
-    def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        if isinstance(inputs, torch.Tensor):
-            return super().forward(inputs)
-        x = super().forward(inputs[0])
-        return x if len(inputs) == 1 else (x, *inputs[1:])
+    class EmbeddingPipe(embedding):  # type: ignore[valid-type, misc]
+        def forward(self, inputs: Stream) -> Stream:
+            taken = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            x: torch.Tensor = super().forward(*taken[:num_inputs])
+            beside = taken[num_inputs:]
+            return (x, *beside) if beside else x
+
+    EmbeddingPipe.__name__ = f"{embedding.__name__}Pipe"
+    return EmbeddingPipe
 
 
 class TiedTable(nn.Module):
@@ -156,20 +153,20 @@ class TiedTable(nn.Module):
         )
 
 
-class FinalNormPipe(LayerNorm):
-    """The last norm; what travels beside the hidden states ends here."""
+@cache
+def norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
+    """Return ``norm`` as the layer ahead of the head; what travels beside the hidden states ends here."""
 
-    def __init__(self, place: Place, *sizes: Any, **how: Any) -> None:
-        super().__init__(*sizes, **how)
-        place.on_part(self)
+    class FinalNormPipe(norm):  # type: ignore[valid-type, misc]
+        def __init__(self, place: Place, *sizes: Any, **how: Any) -> None:
+            super().__init__(*sizes, **how)
+            place.on_part(self)
 
-    def forward(self, inputs: Stream) -> torch.Tensor:
-        return super().forward(hidden_of(inputs))
+        def forward(self, inputs: Stream) -> torch.Tensor:
+            x: torch.Tensor = super().forward(inputs if isinstance(inputs, torch.Tensor) else inputs[0])
+            return x
 
-
-def hidden_of(inputs: Stream) -> torch.Tensor:
-    """Return the hidden states of a stream."""
-    return inputs if isinstance(inputs, torch.Tensor) else inputs[0]
+    return FinalNormPipe
 
 
 def decoder_specs(
@@ -250,14 +247,6 @@ class DecoderPipe(ModelPipe):
 # The plain decoder, of GPT-2 and of each family of decoders that has no list of layers of its own.
 
 
-class EmbeddingPipe(Embedding):
-    """(tokens, position_ids[, segment_ids]) to hidden states[, segment_ids]."""
-
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> Stream:  # type: ignore[override]
-        x = super().forward(inputs[0], inputs[1])
-        return x if len(inputs) == 2 else (x, inputs[2])
-
-
 class TransformerLayerPipe(TransformerLayer):
     """A layer that passes segment ids on, with the mask that all layers of its stage share."""
 
@@ -276,8 +265,8 @@ def layer_specs(sizes: Sizes, place: Place) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     mask = SharedMask(document_mask)
     layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
-    norm = LayerSpec(FinalNormPipe, place, sizes.hidden_size, sizes.layernorm_epsilon)
-    return decoder_specs(EmbeddingPipe, layers, norm, sizes, place)
+    norm = LayerSpec(norm_pipe(LayerNorm), place, sizes.hidden_size, sizes.layernorm_epsilon)
+    return decoder_specs(embedding_pipe(Embedding, 2), layers, norm, sizes, place)
 
 
 class PlainDecoderModelPipe(DecoderPipe):

@@ -12,8 +12,9 @@ import torch
 
 from megatron.config import Config
 from megatron.models.common.attention import SharedMask
+from megatron.models.common.language_model import WordEmbedding
 from megatron.models.common.model_args import Place
-from megatron.models.common.pipeline import DecoderPipe, Stream, WordEmbeddingPipe, decoder_specs, hidden_of
+from megatron.models.common.pipeline import DecoderPipe, Stream, decoder_specs, embedding_pipe, norm_pipe
 from megatron.models.common.transformer import RMSNorm
 from megatron.models.llama.model import LlamaLayer, LlamaSizes
 from megatron.mpu.topology import Topology
@@ -42,23 +43,12 @@ class LlamaLayerPipe(LlamaLayer):
         return super().forward(x, mask, None, positions), *beside
 
 
-class FinalNormPipe(RMSNorm):
-    """The last norm; what travels beside the hidden states ends here."""
-
-    def __init__(self, place: Place, *sizes: Any) -> None:
-        super().__init__(*sizes)
-        place.on_part(self)
-
-    def forward(self, inputs: Stream) -> torch.Tensor:
-        return super().forward(hidden_of(inputs))
-
-
 def layer_specs(sizes: LlamaSizes, place: Place, has_segments: bool = False) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     mask = SharedMask(document_mask) if has_segments else None
     layers = [LayerSpec(LlamaLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
-    norm = LayerSpec(FinalNormPipe, place, sizes.hidden_size, sizes.layernorm_epsilon)
-    return decoder_specs(WordEmbeddingPipe, layers, norm, sizes, place)
+    norm = LayerSpec(norm_pipe(RMSNorm), place, sizes.hidden_size, sizes.layernorm_epsilon)
+    return decoder_specs(embedding_pipe(WordEmbedding, 1), layers, norm, sizes, place)
 
 
 class LlamaModelPipe(DecoderPipe):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from megatron.models.common.language_model import WordEmbedding
 from megatron.models.common.model_args import Place
-from megatron.models.common.pipeline import DecoderPipe, FinalNormPipe, Stream, WordEmbeddingPipe, decoder_specs
+from megatron.models.common.pipeline import DecoderPipe, Stream, decoder_specs, embedding_pipe, norm_pipe
+from megatron.models.common.transformer import LayerNorm
 from megatron.models.mpt.model import AlibiBias, MptLayer, MptSizes
 from tds.pipe import LayerSpec
 
@@ -32,8 +34,8 @@ def layer_specs(sizes: MptSizes, place: Place) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     alibi = AlibiBias(sizes, place)
     layers = [LayerSpec(MptLayerPipe, sizes, place, i, alibi) for i in range(sizes.num_layers)]
-    norm = LayerSpec(FinalNormPipe, place, sizes.hidden_size, sizes.layernorm_epsilon, bias=False)
-    return decoder_specs(WordEmbeddingPipe, layers, norm, sizes, place)
+    norm = LayerSpec(norm_pipe(LayerNorm), place, sizes.hidden_size, sizes.layernorm_epsilon, bias=False)
+    return decoder_specs(embedding_pipe(WordEmbedding, 1), layers, norm, sizes, place)
 
 
 class MptModelPipe(DecoderPipe):
