@@ -59,8 +59,8 @@ def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
     parallel = config.parallel
-    place = models.Place(grid.tensor, get_streams(), parallel.sequence_parallel)
-    sizes = models.sizes_from(config.model, **models.recompute_switches(config))
+    place = models.ParallelContext(grid.tensor, get_streams(), parallel.sequence_parallel)
+    sizes = models.model_args_from(config.model, **models.recompute_switches(config))
     if not parallel.has_pipeline:
         return models.GPT2Model(sizes, place)
     partition: str | list[int] = parallel.partition_method

@@ -74,7 +74,7 @@ def has_documents() -> bool:
 def model_provider() -> torch.nn.Module:
     """Return this rank's part of the model: its tensor slice and, with a pipeline, its stage."""
     config, grid = get_config(), mpu.get_grid()
-    place = models.Place(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    place = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
     return registry.build_model(config, place, grid.topology, get_batch_pipe)
 
 

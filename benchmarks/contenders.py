@@ -32,7 +32,7 @@ from benchmarks.plain_loop import CLIP_GRAD, LR, Fields, MeanLoss, PlainLoop, St
 from benchmarks.sizes import GPTSizes, Sizes
 from megatron import device
 from megatron.models.common.decoder import GPT2Model
-from megatron.models.common.model_args import sizes_from
+from megatron.models.common.model_args import model_args_from
 from megatron.models.common.parameters import Rule, gpt2_rule, initialize, named_parameters
 from megatron.models.gpt2.huggingface import from_ours
 from megatron.models.registry import FAMILIES
@@ -43,7 +43,7 @@ Contender = Callable[[Any, int, str, str], Step]
 
 def our_weights(sizes: GPTSizes) -> dict[str, torch.Tensor]:
     """Return the weights that every contender starts from, by our logical names."""
-    return filled(GPT2Model(sizes_from(config_of(sizes).model)), gpt2_rule(STD, sizes.num_layers))
+    return filled(GPT2Model(model_args_from(config_of(sizes).model)), gpt2_rule(STD, sizes.num_layers))
 
 
 def filled(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     from megatron.mpu.random import DropoutStreams
     from megatron.training import global_vars
     from megatron.training import initialize as world
-    from megatron.training.parity import stand_in_tokenizer
+    from megatron.training.parity import mock_tokenizer
     from megatron.training.setup import build_engine
 
     os.environ.setdefault("DS_ACCELERATOR", kind)
@@ -72,7 +72,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     )
     here = world.start(config)
     streams = DropoutStreams(SEED)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     numbers = iter(range(1_000_000_000))
 

@@ -98,12 +98,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def machines_of(numbers: Sequence[int], args: argparse.Namespace) -> dict[int, Any]:
     """Return this machine as each number of ranks at once finds it; write them down."""
     from megatron.planner.calibrate import calibrate
-    from megatron.planner.microbenchmarks import Pace
+    from megatron.planner.microbenchmarks import TimingBudget
 
-    pace = Pace(by_cpu_time=args.cpu_time)
+    pace = TimingBudget(by_cpu_time=args.cpu_time)
     if args.smoke:
         small = {"largest_side": 512, "numbers": 2**16, "widest": 128}
-        pace = Pace(window_s=0.01, windows=1, turns=1, by_cpu_time=args.cpu_time, **small)
+        pace = TimingBudget(window_s=0.01, windows=1, turns=1, by_cpu_time=args.cpu_time, **small)
     threads = 1 if args.cpu_time else None
     found = {}
     for ranks in numbers:

@@ -138,9 +138,13 @@ def measure(args: argparse.Namespace, page: Path) -> list[dict[str, Any]]:
 
 def _calibrated(ranks: int, is_smoke: bool) -> Any:
     from megatron.planner.calibrate import calibrate
-    from megatron.planner.microbenchmarks import Pace
+    from megatron.planner.microbenchmarks import TimingBudget
 
-    pace = Pace(window_s=0.01, windows=1, largest_side=256, numbers=2**16, turns=1, widest=128) if is_smoke else Pace()
+    pace = (
+        TimingBudget(window_s=0.01, windows=1, largest_side=256, numbers=2**16, turns=1, widest=128)
+        if is_smoke
+        else TimingBudget()
+    )
     return calibrate(ranks, "cpu", tell=_tell, pace=pace, round_s=pace.window_s, threads=1)
 
 

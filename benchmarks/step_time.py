@@ -237,7 +237,7 @@ def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:
 
 def _flops_of_whole_matrices(costs: cost.Costs, batch_size: int) -> float:
     """Return the FLOPs of a step that counts each query with every key, later ones too."""
-    if isinstance(costs, decoder_cost.GPT2Costs):
+    if isinstance(costs, decoder_cost.DecoderCosts):
         return batch_size * costs.seq_length * costs.flops_per_token(causal=False)
     return costs.flops_per_step(batch_size)
 

@@ -10,13 +10,13 @@ from benchmarks.plain_loop import Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import START_ID, T5Sizes
 from megatron import device
 from megatron.models.t5.huggingface import from_ours
-from megatron.models.t5.model import T5Model, t5_rule, t5_sizes_from
+from megatron.models.t5.model import T5Model, t5_model_args_from, t5_rule
 
 
 def our_weights(sizes: T5Sizes) -> dict[str, torch.Tensor]:
     """Return the weights that every contender starts from, by our logical names."""
     config = config_of(sizes)
-    full = t5_sizes_from(config.model, config.own)
+    full = t5_model_args_from(config.model, config.own)
     return filled(T5Model(full), t5_rule(full, config.model.init_method_std))
 
 

@@ -29,10 +29,14 @@ follow(
 install()
 forward(
     {
-        "tds.boundary": ("tds.p2p.boundary",),
-        "tds.data_agreement": ("tds.engine.micro_batches",),
+        "tds.boundary": ("tds.p2p.boundary:TensorSpec=TensorMeta", "tds.p2p.boundary"),
+        "tds.data_agreement": ("tds.engine.micro_batches:DataAgreement=DataConsistency", "tds.engine.micro_batches"),
         "tds.host_copies": ("tds.p2p.host_copies",),
-        "tds.peers": ("tds.p2p.communicator",),
+        "tds.peers": (
+            "tds.p2p.communicator:doing_together=current_collective",
+            "tds.p2p.communicator:waiting_together=collective_scope",
+            "tds.p2p.communicator",
+        ),
     }
 )
 

@@ -7,6 +7,6 @@ import logging
 _log = logging.getLogger("tds")
 
 
-def announce(text: str) -> None:
+def log_rank_0(text: str) -> None:
     """Log on "tds" as information; where information is not shown, as a warning."""
     _log.log(logging.INFO if _log.isEnabledFor(logging.INFO) else logging.WARNING, "%s", text)

@@ -229,7 +229,7 @@ _SIZE = _NAMES + MAX_BYTES // _PART
 _CHECK_BITS = 20  # squares of checks add up exactly over 8,192 replicas
 
 
-class Means(NamedTuple):
+class MeanLosses(NamedTuple):
     """The mean losses of a global batch: the one to train on, all of the loss function, and all but the first.
 
     ``numbers`` has all of them on the host, the first one first: to ask the tensors would be to wait for the device.
@@ -241,7 +241,7 @@ class Means(NamedTuple):
     numbers: dict[str, float]
 
 
-class Agreement:
+class LossReduction:
     """What all replicas' losses came to, the same on every rank; the host waits for it when it is first asked for."""
 
     def __init__(self, sent: torch.Tensor, num_replicas: int) -> None:
@@ -268,7 +268,7 @@ class Agreement:
             self.read()
         return self._read
 
-    def means(self) -> Means:
+    def means(self) -> MeanLosses:
         """Return the means. A loss of which nothing was counted is 0.
 
         Raises:
@@ -284,7 +284,7 @@ class Agreement:
         numbers = dict(zip(names, (self._mean(i) for i in range(int(number))), strict=True))
         values = {name: self._as_tensor(mean, i) for i, (name, mean) in enumerate(numbers.items())}
         own = dict(list(values.items())[: int(num_own)])
-        return Means(values[names[0]], own, {name: values[name] for name in names[1:]}, numbers)
+        return MeanLosses(values[names[0]], own, {name: values[name] for name in names[1:]}, numbers)
 
     def _mean(self, index: int) -> float:
         """Return a mean as its type holds it."""
@@ -297,10 +297,10 @@ class Agreement:
         return torch.full((), mean, dtype=dtype, device=self._device)  # not a copy, which the host would wait for
 
 
-def agree_on_loss(
+def all_reduce_loss(
     meter: LossMeter | None, *, data_group: Any, data_size: int, pipe_group: Any, pipe_size: int, last_rank: int,
     device: torch.device,
-) -> Agreement:  # fmt: skip
+) -> LossReduction:  # fmt: skip
     """Return what the losses came to, the same on every rank of the pipelines. Collective.
 
     Args:
@@ -319,7 +319,7 @@ def agree_on_loss(
         numbers[_NAMES:] = written
     if pipe_size > 1:
         dist.broadcast(numbers, src=last_rank, group=pipe_group)
-    return Agreement(numbers, data_size)
+    return LossReduction(numbers, data_size)
 
 
 @functools.lru_cache(maxsize=16)
@@ -345,7 +345,7 @@ def _read(written: tuple[float, ...]) -> list[str]:
     return text.decode().rstrip("\n").split("\n")
 
 
-def read_with_norm(optimizer: Any, agreement: Agreement) -> None:
+def read_with_norm(optimizer: Any, agreement: LossReduction) -> None:
     """Wait for losses and gradient norm at once, and hand ``optimizer`` norm and factor. Collective."""
     (optimizer.raw_norm,) = agreement.read(optimizer.norm_of_sums())
     optimizer.gradient_factor = agreement.factor

@@ -99,7 +99,7 @@ class PipelineModule(BaseModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that holds a layer of the whole model."""
-        return piece_of(self.parts, layer_idx) % self.num_stages
+        return chunk_of(self.parts, layer_idx) % self.num_stages
 
     def build_layers(self) -> None:
         with held_in(self.tied_modules):
@@ -173,7 +173,7 @@ def own_pieces(parts: Sequence[int], num_stages: int, stage: int) -> list[tuple[
     return [(parts[piece], parts[piece + 1]) for piece in range(stage, len(parts) - 1, num_stages)]
 
 
-def piece_of(parts: Sequence[int], layer: int) -> int:
+def chunk_of(parts: Sequence[int], layer: int) -> int:
     """Return the piece that holds ``layer``."""
     for piece in range(len(parts) - 1):
         if parts[piece] <= layer < parts[piece + 1]:

@@ -139,12 +139,12 @@ def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
             yield each
 
 
-def pieces_on(bounds: Sequence[int], num_stages: int, stage: int) -> list[tuple[int, int]]:
+def chunks_on(bounds: Sequence[int], num_stages: int, stage: int) -> list[tuple[int, int]]:
     """Return (first, one past the last) of each piece that lies on ``stage``, by chunk."""
     return [(bounds[piece], bounds[piece + 1]) for piece in range(stage, len(bounds) - 1, num_stages)]
 
 
-def layers_in_chunks(num_layers: int, num_stages: int, num_chunks: int, first: float, last: float) -> list[int]:
+def partition_uniform_chunks(num_layers: int, num_stages: int, num_chunks: int, first: float, last: float) -> list[int]:
     """Return the layers of each piece: no piece costs more than one must, then no stage, then all are even.
 
     A layer costs 1. The pieces come first since stages run the same chunk at about the same time and wait for the
@@ -184,7 +184,7 @@ def _filled(besides: Sequence[float], num_layers: int, num_stages: int, limit: f
     return [round(cost - own) for cost, own in zip(pieces, besides, strict=True)]
 
 
-def balanced_bounds(costs: Sequence[float], parts: int) -> list[int]:
+def partition_balanced(costs: Sequence[float], parts: int) -> list[int]:
     """Return bounds ``[0, ..., len(costs)]`` of contiguous, non-empty parts whose most expensive one is cheapest.
 
     Among those the parts are as even as can be (least sum of squares), shorter ones first: an early stage keeps more
@@ -209,16 +209,16 @@ def balanced_bounds(costs: Sequence[float], parts: int) -> list[int]:
 # How layers of unequal cost are cut into the pieces of several chunks.
 
 
-def bounds_in_chunks(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
+def partition_balanced_chunks(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
     """Return the bounds of contiguous pieces: none costs more than one must, then no stage, then all are even.
 
-    The rule of ``tds.partition.layers_in_chunks`` for layers that differ; the second and third part are sought from
-    the most even pieces by moving one bound at a time.
+    The rule of ``tds.partition.partition_uniform_chunks`` for layers that differ; the second and third part are sought
+    from the most even pieces by moving one bound at a time.
 
     Raises:
         ValueError: fewer layers than pieces.
     """
-    bounds = balanced_bounds(costs, stages * chunks)
+    bounds = partition_balanced(costs, stages * chunks)
     limit = max(_pieces(costs, bounds))
 
     def price(cut: list[int]) -> tuple[float, float, float]:

@@ -227,7 +227,7 @@ Row = tuple[int, int, int]
 """(began, ended, waited) of one step on one stage, in nanoseconds of a clock that all stages share."""
 
 
-class BubbleMeter:
+class BubbleTimer:
     """Keeps the times of the last steps of one stage, for several readers that do not know of each other."""
 
     def __init__(self, clock: Clock) -> None:

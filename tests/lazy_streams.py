@@ -15,7 +15,7 @@ import torch
 
 from megatron import device
 from megatron.training.data import UploadedBatches
-from tds.loss import Agreement
+from tds.loss import LossReduction
 
 CPU = torch.device("cpu")
 NOT_YET = 1
@@ -75,14 +75,14 @@ def lazy(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @contextmanager
 def uploading(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """As ``lazy``, in which all runs here have their data copied so, and "host waits" is a step's one read."""
-    plain = Agreement.read
+    plain = LossReduction.read
 
-    def read(agreement: Agreement, *more: torch.Tensor) -> list[float]:
+    def read(agreement: LossReduction, *more: torch.Tensor) -> list[float]:
         log.append("host waits")
         return plain(agreement, *more)
 
     with lazy(patch) as log, patch.context() as within:
         within.setattr("megatron.training.data.TimedBatches", lambda batches: UploadedBatches(batches, CPU))
         within.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        within.setattr(Agreement, "read", read)
+        within.setattr(LossReduction, "read", read)
         yield log

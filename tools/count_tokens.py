@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import log  # noqa: E402
 from megatron.config.data import parse_paths  # noqa: E402
-from megatron.data.cache import Cache  # noqa: E402
+from megatron.data.cache import IndexCache  # noqa: E402
 from megatron.data.indexed_dataset import (  # noqa: E402
     Documents,
-    TokenFile,  # noqa: E402
+    IndexedDataset,  # noqa: E402
     count_of,
     num_tokens_of,
 )
@@ -97,7 +97,7 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     named = corpora(args)
     for weight, prefix in named:
-        file = TokenFile(prefix)
+        file = IndexedDataset(prefix)
         rows[prefix] = asdict(counted(file, (0, file.num_documents), args.seq_length)) | {"weight": weight}
         rows[prefix]["splits"] = {
             name: asdict(counted(file, documents, args.seq_length))
@@ -109,16 +109,16 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
     return {"corpora": rows, "total": total}
 
 
-def splits_of(file: TokenFile, split: str | None, split_by: str | None) -> dict[str, Documents]:
+def splits_of(file: IndexedDataset, split: str | None, split_by: str | None) -> dict[str, Documents]:
     """Return the documents of train, valid and test, or nothing without ``split``."""
     if not split:
         return {}
     if split_by == "hash":
-        return dict(zip(NAMES, split_by_hash(file, split, Cache()), strict=True))
+        return dict(zip(NAMES, split_by_hash(file, split, IndexCache()), strict=True))
     return dict(zip(NAMES, split_documents(file.num_documents, split), strict=True))
 
 
-def counted(file: TokenFile, documents: Documents, seq_length: int | None) -> Count:
+def counted(file: IndexedDataset, documents: Documents, seq_length: int | None) -> Count:
     """Return the counts of some documents."""
     total = num_tokens_of(file.sizes, documents)
     samples = None if seq_length is None else max(total - 1, 0) // seq_length

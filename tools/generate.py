@@ -33,20 +33,20 @@ from megatron.training.failure import guard  # noqa: E402
 if TYPE_CHECKING:
     import torch
 
-    from megatron.generate.text import Answer, Writer
+    from megatron.generate.text import Answer, TextGenerator
     from megatron.mpu.groups import Grid
 
 TIMEOUT_S = 600
 """How long ranks wait for each other's layers: a first pass over long prompts on a CPU takes its time."""
 
 
-def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Writer:
+def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> TextGenerator:
     """Return what answers prompts with the model of --load. Collective."""
     from megatron import device
     from megatron.checkpoint.huggingface.config import saved_config, vocabulary_of
     from megatron.checkpoint.loading import open_folder
     from megatron.generate import Sampling, load
-    from megatron.generate.text import Prompts, Writer
+    from megatron.generate.text import Prompts, TextGenerator
 
     with marked(is_of_this_rank=False):  # a damaged file is an error on all ranks alike
         checkpoint = open_folder(args.load, grid.host)
@@ -59,11 +59,11 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Wr
         part = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=kind, device=place)
     drawing = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
     given = {name: value for name, value in drawing.items() if value is not None}
-    return Writer(
+    return TextGenerator(
         part,
         prompts,
         grid.data,
-        batch_size=args.batch_size or Writer.batch_size,
+        batch_size=args.batch_size or TextGenerator.batch_size,
         max_new_tokens=args.max_new_tokens,
         sampling=Sampling(**given) if given else None,
     )
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     Args:
         names: its "who" becomes this rank's name, for messages.
     """
-    from megatron.generate.text import talk
+    from megatron.generate.text import interactive
 
     texts = read_prompts(args)
     grid, place, names["who"] = start(args)
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     if texts is None:
         if grid.rank == 0:
             log.info("each line is a prompt; Ctrl-D ends")
-        talk(writer, grid.host)
+        interactive(writer, grid.host)
     else:
         answers = writer.answer(texts)
         if grid.rank == 0:

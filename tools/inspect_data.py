@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def tell(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
     """Tell facts, then draw the picture, then show samples."""
     from megatron import config
-    from megatron.data.indexed_dataset import TokenFile
+    from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.inspect import facts_of, statistics
     from megatron.training.global_vars import with_tokenizer
 
@@ -109,7 +109,7 @@ def tell(flags: argparse.Namespace, prefixes: list[str], others: list[str], cons
     tokenizer, settings = with_tokenizer(settings)
     lengths = {}
     for prefix in prefixes or prefixes_of(settings):
-        token_file = TokenFile(prefix)
+        token_file = IndexedDataset(prefix)
         facts = facts_of(token_file, tokenizer.eod_id if tokenizer is not None and tokenizer.has_eod else None)
         lengths[prefix] = facts.lengths
         console.print(statistics.table(facts, tokenizer))
@@ -134,7 +134,7 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
     """Make samples as a run of one process would, through the functions of its script, and show them."""
     import importlib
 
-    from megatron.data import ReplicaBatches
+    from megatron.data import DataLoader
     from megatron.data.inspect import view
     from megatron.data.inspect.view import Words
     from megatron.training import global_vars, initialize
@@ -149,7 +149,7 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
     words = Words(tokenizer, script.t5_tokens().names if flags.model == "t5" else None)
     for line in order_lines(samples):
         console.print(line, soft_wrap=True)
-    batches = ReplicaBatches(
+    batches = DataLoader(
         samples, micro_batch_size=1, num_micro_batches=1, data_rank=0, data_size=1, samples_consumed=flags.first
     )
     for index, batch in zip(range(flags.first, flags.first + flags.samples), batches, strict=False):

@@ -28,7 +28,7 @@ import tokenizers  # noqa: E402
 
 from megatron import files, log, tokenizer  # noqa: E402
 from megatron.data import preprocess  # noqa: E402
-from megatron.data.indexed_dataset import TokenFile  # noqa: E402
+from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 from megatron.tokenizer import train  # noqa: E402
 
@@ -86,7 +86,7 @@ def key_of(documents: list[str], vocab_size: int) -> str:
 def is_up_to_date(output: Path, key: str) -> bool:
     """Return whether ``output`` holds the data of ``key``, whole."""
     try:
-        sidecar = TokenFile(output / PREFIX).sidecar
+        sidecar = IndexedDataset(output / PREFIX).sidecar
         identity = tokenizer.build(tokenizer_path=output / "tokenizer.json").identity
         return (output / "key").read_text() == key and sidecar is not None and sidecar.tokenizer == identity
     except (OSError, DataError):

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 
 from megatron import log  # noqa: E402
-from megatron.data.index_format import Sidecar  # noqa: E402
-from megatron.data.indexed_dataset import TokenFile  # noqa: E402
-from megatron.data.indexed_dataset_builder import TokenFileWriter  # noqa: E402
+from megatron.data.index_format import DatasetMetadata  # noqa: E402
+from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder  # noqa: E402
 from megatron.errors import DataError, exit_code  # noqa: E402
 
 BLOCK = 1 << 20
@@ -40,17 +40,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def merge(inputs: Sequence[str], output_prefix: str) -> TokenFileWriter:
+def merge(inputs: Sequence[str], output_prefix: str) -> IndexedDatasetBuilder:
     """Write the documents of ``inputs`` one after another; return the writer with the counts.
 
     Raises:
         DataError: an input cannot be read, differs from the first in token type or vocabulary, or is the output.
     """
-    parts = [TokenFile(prefix) for prefix in inputs]
+    parts = [IndexedDataset(prefix) for prefix in inputs]
     check_output(parts, output_prefix)
     check_alike(parts)
     known = common_sidecar(parts)
-    writer = TokenFileWriter(
+    writer = IndexedDatasetBuilder(
         output_prefix,
         vocab_size=known.vocab_size if known else None,
         tokenizer=known.tokenizer if known else "",
@@ -69,7 +69,7 @@ def merge(inputs: Sequence[str], output_prefix: str) -> TokenFileWriter:
     return writer
 
 
-def check_output(parts: Sequence[TokenFile], output_prefix: str) -> None:
+def check_output(parts: Sequence[IndexedDataset], output_prefix: str) -> None:
     """Raise DataError if the output is one of the inputs, or a file of it is, by whatever name."""
     for part in parts:
         pairs = [(part.token_path, Path(output_prefix + ".bin")), (part.index_path, Path(output_prefix + ".idx"))]
@@ -77,7 +77,7 @@ def check_output(parts: Sequence[TokenFile], output_prefix: str) -> None:
             raise DataError(f"--output-prefix must not be an input, got {output_prefix} as both. Give another name.")
 
 
-def check_alike(parts: Sequence[TokenFile]) -> None:
+def check_alike(parts: Sequence[IndexedDataset]) -> None:
     """Raise DataError unless all have one token type, and those that say their vocabulary say the same."""
     first = parts[0]
     for part in parts:
@@ -95,12 +95,12 @@ def check_alike(parts: Sequence[TokenFile]) -> None:
             )
 
 
-def vocabulary(sidecar: Sidecar) -> str:
+def vocabulary(sidecar: DatasetMetadata) -> str:
     """Return what must be equal, in words."""
     return f"identity {sidecar.tokenizer or UNNAMED} of {sidecar.vocab_size} ids"
 
 
-def common_sidecar(parts: Sequence[TokenFile]) -> Sidecar | None:
+def common_sidecar(parts: Sequence[IndexedDataset]) -> DatasetMetadata | None:
     """Return the first sidecar if all have one, else None: then nobody knows what the whole holds."""
     missing = next((part.prefix for part in parts if part.sidecar is None), None)
     if missing is not None:
@@ -111,7 +111,7 @@ def common_sidecar(parts: Sequence[TokenFile]) -> Sidecar | None:
     return parts[0].sidecar
 
 
-def common_eod(parts: Sequence[TokenFile]) -> int | None:
+def common_eod(parts: Sequence[IndexedDataset]) -> int | None:
     """Return the id that ends every document of all parts, None where there is no such id."""
     ends = {part.sidecar.eod_id if part.sidecar and part.sidecar.has_eod else None for part in parts}
     if len(ends) > 1 and all(part.sidecar for part in parts):

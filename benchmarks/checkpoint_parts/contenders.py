@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_parts.state import State
-from megatron.checkpoint import BackgroundSaver, open_checkpoint, save
+from megatron.checkpoint import AsyncSaver, open_checkpoint, save
 from megatron.mpu.groups import Grid
 
 Seconds = dict[str, float]
@@ -29,7 +29,7 @@ class Contenders:
 
     def __init__(self, state: State, grid: Grid, folder: Path, other: Path) -> None:
         self._state, self._grid, self._folder, self._other = state, grid, folder, other
-        self._background = BackgroundSaver(grid.host)
+        self._background = AsyncSaver(grid.host)
         self._engine = _deepspeed_engine(state, grid)
         self.turns: dict[str, Callable[[], Seconds]] = {
             "ours": self.ours,

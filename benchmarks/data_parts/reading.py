@@ -23,9 +23,9 @@ from benchmarks.data_parts.rounds import Bar, quartiles, take_turns
 from benchmarks.sizes import GPTSizes, T5Sizes
 from benchmarks.turns import Work
 from benchmarks.turns import take_turns as steps_in_turns
-from megatron.data import GPT2Samples, ReplicaBatches, TokenFile, TokenFileWriter
+from megatron.data import DataLoader, GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from megatron.models.t5 import spans
-from megatron.models.t5.data import T5Samples, T5Tokens
+from megatron.models.t5.data import T5Dataset, T5Tokens
 
 TIMES = 10.0
 SEQ_LENGTH = 1024
@@ -85,17 +85,17 @@ def tokens_per_s(family: str, rounds: int, threads: int, kind: str, start_method
 def write_tokens(prefix: Path, num_tokens: int) -> None:
     """Write about ``num_tokens`` random ids in documents of log-normal lengths, 600 in the middle."""
     rng = np.random.default_rng(0)
-    with TokenFileWriter(prefix, vocab_size=VOCAB_SIZE) as writer:
+    with IndexedDatasetBuilder(prefix, vocab_size=VOCAB_SIZE) as writer:
         while writer.num_tokens < num_tokens:
             sizes = np.maximum(rng.lognormal(np.log(600), 1.0, 1000).astype(np.int64), 1)
             writer.add(rng.integers(0, VOCAB_SIZE, int(sizes.sum())), sizes)
 
 
 def read(prefix: Path, family: str, reader: str, num_workers: int, samples: int) -> float:
-    """Return samples/s that ``ReplicaBatches`` gives from a file that is opened before; the first micro-batch, for
+    """Return samples/s that ``DataLoader`` gives from a file that is opened before; the first micro-batch, for
     which workers start, is not counted."""
-    batches = ReplicaBatches(
-        data_set(TokenFile(prefix, reader=reader), family),
+    batches = DataLoader(
+        data_set(IndexedDataset(prefix, reader=reader), family),
         micro_batch_size=MICRO_BATCH,
         num_micro_batches=1,
         data_rank=0,
@@ -109,13 +109,13 @@ def read(prefix: Path, family: str, reader: str, num_workers: int, samples: int)
     return count / (time.perf_counter() - started)
 
 
-def data_set(token_file: TokenFile, family: str) -> GPT2Samples | T5Samples:
+def data_set(token_file: IndexedDataset, family: str) -> GPTDataset | T5Dataset:
     """Return the samples of all documents, as a run of ``family`` reads them."""
     documents = (0, token_file.num_documents)
     if family == "gpt2":
-        return GPT2Samples(token_file, documents=documents, seq_length=SEQ_LENGTH, seed=0)
+        return GPTDataset(token_file, documents=documents, seq_length=SEQ_LENGTH, seed=0)
     kinds: Sequence[spans.Denoiser] = spans.parse_denoisers("R", 0.15, 3.0)
     tokens = T5Tokens.appended(VOCAB_SIZE, 100, 0)
-    return T5Samples(
+    return T5Dataset(
         token_file, documents=documents, enc_seq_length=ENC_SEQ_LENGTH, denoisers=kinds, tokens=tokens, seed=0
     )

@@ -2,7 +2,7 @@
 
 | contender | what it does |
 |---|---|
-| ours | what ``T5Samples`` does behind the reading: random words, spans, sentinels, frames |
+| ours | what ``T5Dataset`` does behind the reading: random words, spans, sentinels, frames |
 | the usual loop | the steps of Megatron's T5 data set, as told below |
 | the same in Python | exactly ours, to the last bit, without arrays: what a careful loop can reach |
 
@@ -56,7 +56,7 @@ _SENTINELS = np.array(TOKENS.sentinels, np.int64)
 
 
 def ours(text: np.ndarray, number: int) -> Sample:
-    """Return the sample as ``T5Samples`` makes it of a text that it has read."""
+    """Return the sample as ``T5Dataset`` makes it of a text that it has read."""
     words = random_words(num_words(len(text)) + 1, "spans", 0, number)
     pair = cut_out(text, draw_spans([len(text)], DENOISER, words), _SENTINELS)
     return data.sample(pair, TOKENS, ENC_SEQ_LENGTH, TARGET_LENGTH)

@@ -81,14 +81,14 @@ def write_texts(folder: Path) -> Path:
     """Tokenize the repository's own texts into ``folder``, as the golden losses have them; return the prefix."""
     import numpy as np
 
-    from megatron.data import TokenFileWriter
+    from megatron.data import IndexedDatasetBuilder
     from megatron.tokenizer import build
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build(tokenizer_path=TOKENIZER)
     prefix = folder / "texts"
     facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
-    with TokenFileWriter(prefix, **facts) as writer:
+    with IndexedDatasetBuilder(prefix, **facts) as writer:
         for text in sorted((ROOT / "examples" / "corpus").glob("*/*.txt")):
             writer.add(np.array([*tokenizer.encode(text.read_text(encoding="utf-8")), tokenizer.eod_id]))
     return prefix

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data import TokenFileWriter
+from megatron.data import IndexedDatasetBuilder
 from megatron.tokenizer import build
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "tests" / "golden" / "tokenizer.json"
@@ -74,7 +74,7 @@ def write_corpus(folder: Path, num_documents: int = 300, seed: int = 0) -> Path:
     """Write documents of random tokens into ``folder`` and return the prefix of the files."""
     tokenizer, draw = build(tokenizer_path=TOKENIZER), np.random.default_rng(seed)
     prefix = folder / "tokens"
-    with TokenFileWriter(
+    with IndexedDatasetBuilder(
         prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, eod_id=tokenizer.eod_id
     ) as writer:
         for _ in range(num_documents):

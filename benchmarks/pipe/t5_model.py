@@ -14,10 +14,10 @@ from benchmarks.pipe.model import SEED, Batch, Model
 from benchmarks.sizes import START_ID
 from megatron.models import registry
 from megatron.models.common.language_model import model_loss
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.parameters import initialize, named_parameters
-from megatron.models.t5.layers import T5Sizes
-from megatron.models.t5.model import T5Model, t5_rule, t5_sizes_from
+from megatron.models.t5.layers import T5ModelArgs
+from megatron.models.t5.model import T5Model, t5_model_args_from, t5_rule
 from megatron.models.t5.pipeline import T5ModelPipe, layer_specs
 from megatron.mpu.topology import Topology
 
@@ -31,18 +31,18 @@ class T5Stages(Model):
         num_stages: of the case.
     """
 
-    sizes: T5Sizes
+    sizes: T5ModelArgs
     lengths: tuple[int, int, int]
     num_stages: int
 
     def whole(self) -> nn.Module:
-        return T5Model(self.sizes, Place())
+        return T5Model(self.sizes, ParallelContext())
 
     def staged(self, options: dict[str, Any]) -> Any:
         partition = options["partition_method"]
         return T5ModelPipe(
             self.sizes,
-            Place(),
+            ParallelContext(),
             Topology(tensor=1, pipe=self.num_stages, data=1),
             partition=partition,
             chunks=options.get("chunks", 1),
@@ -65,7 +65,7 @@ class T5Stages(Model):
 def make_t5_model(case: Case) -> Model:
     """Return the model of ``case``, with the initial weights of a run of its sizes."""
     config = config_of(case.sizes)
-    sizes, place = t5_sizes_from(config.model, config.own), Place()
+    sizes, place = t5_model_args_from(config.model, config.own), ParallelContext()
 
     def loss_fn(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         total, count = model_loss(logits, labels[0], labels[1], sizes, place)

@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.pipe.case import Case
 from benchmarks.pipe.model import SEED, STD, Model
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
 from megatron.models.common.pipeline import layer_specs
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
@@ -18,9 +18,9 @@ from megatron.mpu.groups import SINGLE
 
 def make_tensor_model(case: Case, group: Any) -> Model:
     """Return the model over ``group`` (``megatron.mpu``'s; None for one process)."""
-    place = Place(SINGLE if group is None else group)
+    place = ParallelContext(SINGLE if group is None else group)
     given = case.sizes
-    sizes = Sizes(
+    sizes = ModelArgs(
         num_layers=given.num_layers,
         hidden_size=given.hidden_size,
         num_attention_heads=given.num_attention_heads,

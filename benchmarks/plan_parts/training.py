@@ -25,7 +25,7 @@ from megatron.models.registry import FAMILIES
 from megatron.planner.spawn_ranks import Rank
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import random_data, stand_in_tokenizer
+from megatron.training.parity import mock_tokenizer, random_data
 from megatron.training.setup import build_engine, make_streams
 
 COUNTED_AFTER = 2
@@ -83,7 +83,7 @@ def train(case: Case, is_smoke: bool, steps: int, meet: Callable[[], None] = lam
     config = config_of(case, is_smoke=is_smoke)
     here, program = initialize.start(config), program_of(case.family)
     streams = make_streams(config, here)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, program.model_provider, program.forward_step)
     data = RunData({"train": random_data(config)} if here.reads_data else {}, None)
     batches = data.batches("train", config, here)

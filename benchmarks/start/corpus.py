@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.index_format import Sidecar, index_chunks
+from megatron.data.index_format import DatasetMetadata, index_chunks
 
 LONGEST_DOCUMENT = 999
 _VOCAB_SIZE = 50_000
@@ -32,7 +32,7 @@ def make_corpus(prefix: Path, num_documents: int) -> int:
     num_tokens = sum(int(block.sum(dtype=np.int64)) for block in sizes())
     Path(f"{prefix}.bin").touch()
     os.truncate(f"{prefix}.bin", num_tokens * dtype.itemsize)
-    sidecar = Sidecar(
+    sidecar = DatasetMetadata(
         num_tokens=num_tokens,
         num_documents=num_documents,
         max_token_id=0,

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.cache import Cache
-from megatron.data.indexed_dataset import TokenFile, sizes_of
-from megatron.data.sample_index import Windows
+from megatron.data.cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset, sizes_of
+from megatron.data.sample_index import SampleIndex
 from megatron.data.split import split_documents
 
 SEQ_LENGTH = 1024
@@ -34,11 +34,13 @@ Open = Callable[[Path, Path, int], Read]
 
 def ours(prefix: Path, folder: Path, rank: int, reader: str = "mmap") -> Read:
     """Return what reads a sample of the training split."""
-    cache = Cache(folder)
-    file = TokenFile(prefix, reader=reader, cache=cache)
+    cache = IndexCache(folder)
+    file = IndexedDataset(prefix, reader=reader, cache=cache)
     train = split_documents(file.num_documents, SPLIT)[0]
     asked_by = f"--seq-length {SEQ_LENGTH}"
-    windows = Windows(file, documents=train, length=SEQ_LENGTH, overlap=1, seed=_SEED, asked_by=asked_by, cache=cache)
+    windows = SampleIndex(
+        file, documents=train, length=SEQ_LENGTH, overlap=1, seed=_SEED, asked_by=asked_by, cache=cache
+    )
     return windows.__getitem__
 
 
@@ -49,7 +51,7 @@ def ours_pread(prefix: Path, folder: Path, rank: int) -> Read:
 
 def one_builder(prefix: Path, folder: Path, rank: int) -> Read:
     """Return what reads a sample, after rank 0 has built three arrays for all."""
-    file = TokenFile(prefix)
+    file = IndexedDataset(prefix)
     done = folder / "done"
     if rank == 0 and not done.exists():
         folder.mkdir(parents=True, exist_ok=True)

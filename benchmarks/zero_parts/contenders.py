@@ -103,13 +103,13 @@ def config_of(contender: Contender, case: Case) -> Any:
 
 def _ours(contender: Contender, case: Case, rank: int) -> Step:
     from megatron.training import global_vars, initialize
-    from megatron.training.parity import stand_in_tokenizer
+    from megatron.training.parity import mock_tokenizer
     from megatron.training.setup import build_engine, make_streams
 
     config = config_of(contender, case)
     here = initialize.start(config)
     streams = make_streams(config, here)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
 
     def forward_step(data: Iterator[Any], module: Any) -> Any:
         return module(*next(data)), {}

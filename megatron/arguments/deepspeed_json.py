@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.arguments import deepspeed_keys as keys
-from megatron.arguments.flag_values import Scan, all_options, resolve_batch, resolve_chunks, step_back, unknown
+from megatron.arguments.flag_values import Scan, all_options, resolve_batch_size, resolve_chunks, step_back, unknown
 from megatron.config.config import Config
 from megatron.config.option import LARGEST_INT
 from megatron.errors import ConfigError
@@ -262,7 +262,7 @@ def resolve(
             )
     _check_precision(found, json)
     step_back(soft, firm, excluded(json), found.notes)
-    derived = resolve_batch(found, firm, soft, world_size) | resolve_chunks(found, firm, soft)
+    derived = resolve_batch_size(found, firm, soft, world_size) | resolve_chunks(found, firm, soft)
     return soft | firm | derived
 
 

@@ -267,7 +267,9 @@ JSON_KEYS = {
 """Field -> key of the JSON."""
 
 
-def resolve_batch(found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def resolve_batch_size(
+    found: Scan, firm: Mapping[str, Any], soft: Mapping[str, Any], world_size: int
+) -> dict[str, Any]:
     """Return the sizes that follow from a global batch; a contradiction goes to ``found.problems``.
 
     With all three stated the product must agree. A size that is only a default follows the others: gas follows the

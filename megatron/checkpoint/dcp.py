@@ -59,7 +59,7 @@ from megatron.checkpoint.metadata import (
     tiling_problem,
 )
 from megatron.checkpoint.rank_errors import in_words, summary
-from megatron.checkpoint.shard_file import Patience, ShardFile
+from megatron.checkpoint.shard_file import FileVisibility, ShardFile
 from megatron.errors import CheckpointError, marked
 from megatron.log import human_bytes
 from megatron.mpu.groups import Group
@@ -130,7 +130,7 @@ class ShardWriter(StorageWriter):
                 done.set_result([])
                 return done
             name = shard_file.name_of(self._rank)
-            Patience().wait_for(plan.storage_data)
+            FileVisibility().wait_for(plan.storage_data)
             size, crc32 = shard_file.write(plan.storage_data / name, tensors)
             done.set_result([WriteResult(MetadataIndex(name), size, FileFacts(size, crc32))])
             return done
@@ -271,7 +271,7 @@ class ShardReader(StorageReader):
         tensors = {name: _tensor_metadata(entry) for name, entry in content.index.items()}
         self._metadata = Metadata(tensors, storage_data=pieces)  # type: ignore[arg-type]
         self._open: dict[str, ShardFile] = {}
-        self._patience = Patience()
+        self._patience = FileVisibility()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP's hook; a reader reads one checkpoint."""

@@ -165,7 +165,7 @@ UNASKED = "unasked"
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Which checkpoints stay: the last so many complete ones, each whose step is a multiple, and the one loaded.
 
     Attributes:
@@ -192,7 +192,7 @@ class Keep:
         return is_one and content.sequence > self.earlier
 
 
-ALL = Keep()
+ALL = RetentionPolicy()
 
 
 def remove(path: Path) -> None:
@@ -202,7 +202,7 @@ def remove(path: Path) -> None:
     files.remove_tree(gone)
 
 
-def remove_old(paths: Iterable[Path], keep: Keep) -> None:
+def remove_old(paths: Iterable[Path], keep: RetentionPolicy) -> None:
     """Delete those checkpoints that need not stay.
 
     A damaged one does not count among the last ones. One whose manifest cannot be read, because it is broken or a later

@@ -26,8 +26,8 @@ from megatron.checkpoint.metadata import (
     part_shape,
     spans,
 )
-from megatron.checkpoint.rank_errors import together
-from megatron.checkpoint.shard_file import Patience
+from megatron.checkpoint.rank_errors import gather_verdict
+from megatron.checkpoint.shard_file import FileVisibility
 from megatron.config import Config
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import SINGLE, Group
@@ -152,7 +152,9 @@ def verify(path: Path, content: Manifest, world: Group) -> None:
         CheckpointError: on all ranks alike; naming each file that is missing, truncated or altered.
     """
     own = [part for name, facts in sorted(content.files.items()) for part in segments(name, facts.size)]
-    together(world, lambda: _read(path, content, own[world.rank :: world.size]), lambda all: _judge(path, content, all))
+    gather_verdict(
+        world, lambda: _read(path, content, own[world.rank :: world.size]), lambda all: _judge(path, content, all)
+    )
 
 
 def segments(name: str, size: int) -> list[Segment]:
@@ -163,7 +165,7 @@ def segments(name: str, size: int) -> list[Segment]:
 
 def _read(path: Path, content: Manifest, own: list[Segment]) -> _Share:
     names = sorted({segment.name for segment in own})
-    patience = Patience()
+    patience = FileVisibility()
     told = {name: _size_problem(path / name, content.files[name], patience) for name in names}
     found = {name: problem for name, problem in told.items() if problem}
     readable = [segment for segment in own if segment.name not in found]
@@ -172,7 +174,7 @@ def _read(path: Path, content: Manifest, own: list[Segment]) -> _Share:
         return _Share(dict(zip(readable, read, strict=True)), found)
 
 
-def _size_problem(path: Path, facts: FileFacts, patience: Patience) -> str | None:
+def _size_problem(path: Path, facts: FileFacts, patience: FileVisibility) -> str | None:
     patience.wait_for(path, facts.size)
     try:
         size = path.stat().st_size
@@ -222,7 +224,7 @@ def open_latest(
         CheckpointError: there is no folder ``root``, no checkpoint in it, or none that verifies.
     """
     root = Path(root)
-    candidates = together(world, lambda: None, lambda _: _candidates(root, accept))
+    candidates = gather_verdict(world, lambda: None, lambda _: _candidates(root, accept))
     found = open_first(candidates, world, root, strict=strict)
     if world.rank == 0 and accept is None and found.path != root:
         _compare_hint(root, found)
@@ -280,7 +282,7 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
         CheckpointError: on all ranks alike; naming each file that is missing, truncated or altered.
     """
     path = Path(path)
-    raw = together(world, lambda: None, lambda _: _manifest_bytes(path))
+    raw = gather_verdict(world, lambda: None, lambda _: _manifest_bytes(path))
     content = metadata.from_bytes(raw, path / metadata.NAME)
     verify(path, content, world)
     if world.rank == 0:

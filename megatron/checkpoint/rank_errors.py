@@ -56,7 +56,7 @@ Share = TypeVar("Share")
 Verdict = TypeVar("Verdict")
 
 
-def together(world: Group, local: Callable[[], Share], judge: Callable[[list[Share]], Verdict]) -> Verdict:
+def gather_verdict(world: Group, local: Callable[[], Share], judge: Callable[[list[Share]], Verdict]) -> Verdict:
     """Return ``judge(shares)`` of rank 0 on every rank, ``shares`` being what ``local()`` gave on each. Collective.
 
     Raises:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron import device, log
 from megatron.checkpoint import folders
-from megatron.checkpoint.folders import Keep, remove_old
+from megatron.checkpoint.folders import RetentionPolicy, remove_old
 from megatron.checkpoint.metadata import TensorRecord, owned
 from megatron.errors import CheckpointError, ConfigError, marked
 from megatron.mpu.groups import Group
@@ -65,7 +65,7 @@ def save(
         ConfigError: ``keep_last`` or ``keep_every`` is below 1.
     """
     check_keep(keep_last, keep_every)
-    keep = Keep(keep_last, keep_every, loaded, keep_unasked, earlier)
+    keep = RetentionPolicy(keep_last, keep_every, loaded, keep_unasked, earlier)
     return save_from(lambda: records, root, step, state, world, keep)
 
 
@@ -82,7 +82,12 @@ def check_keep(keep_last: int | None, keep_every: int | None) -> None:
 
 @marked(is_of_this_rank=False)
 def save_from(
-    source: Callable[[], list[TensorRecord]], root: Path, step: int, state: dict[str, Any], world: Group, keep: Keep
+    source: Callable[[], list[TensorRecord]],
+    root: Path,
+    step: int,
+    state: dict[str, Any],
+    world: Group,
+    keep: RetentionPolicy,
 ) -> Path:
     """Do what ``save`` does with the records that ``source`` returns; one that raises fails the save. Collective."""
     from megatron.checkpoint import dcp  # 0.6 s, so not before the first save
@@ -99,7 +104,7 @@ def save_from(
     return path
 
 
-def _tidy(root: Path, path: Path, keep: Keep) -> None:
+def _tidy(root: Path, path: Path, keep: RetentionPolicy) -> None:
     """Point the hint at ``path`` and delete old checkpoints: the save has succeeded whatever happens here."""
     folders.write_latest(root, path)
     try:
@@ -111,7 +116,7 @@ def _tidy(root: Path, path: Path, keep: Keep) -> None:
 # A copy of a rank's tensors on the host, so that training may change the originals while the copy is written.
 
 
-class Staging:
+class StagingBuffer:
     """Host memory for one copy of what a rank owns, kept from save to save: only the first one pays for the pages."""
 
     def __init__(self) -> None:
@@ -182,7 +187,7 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Durable:
+class Committed:
     """A checkpoint is on the disk, whole and committed; ``seconds`` after its copy was made."""
 
     step: int
@@ -191,7 +196,7 @@ class Durable:
     num_bytes: int
 
 
-class BackgroundSaver:
+class AsyncSaver:
     """Saves in the background, one checkpoint at a time. Collective to construct.
 
     It has a gloo group of its own, since its talk between ranks runs beside that of training. Host memory: a copy of
@@ -203,9 +208,9 @@ class BackgroundSaver:
         if world.handle is not None:
             own = dist.new_group(list(world.ranks), backend="gloo", timeout=PATIENCE)
             self._world = replace(world, handle=own)
-        self._staging = Staging()
+        self._staging = StagingBuffer()
         self._thread: Thread | None = None
-        self._outcomes: deque[Durable | BaseException] = deque()
+        self._outcomes: deque[Committed | BaseException] = deque()
 
     def start(
         self,
@@ -234,14 +239,14 @@ class BackgroundSaver:
         told = copy.deepcopy(state) if self._world.rank == 0 else {}
         source, num_bytes = self._copy(records)
         staged = Staged(step, time.perf_counter() - began - waited_s, num_bytes, waited_s)
-        keep = Keep(keep_last, keep_every, loaded, keep_unasked, earlier)
+        keep = RetentionPolicy(keep_last, keep_every, loaded, keep_unasked, earlier)
         write = partial(save_from, source, root, step, told, self._world, keep)
         # a daemon: a job that fails does not wait for a disk
         self._thread = Thread(target=self._write, args=(write, step, num_bytes), name=f"save-{step}", daemon=True)
         self._thread.start()
         return staged
 
-    def poll(self) -> Durable | None:
+    def poll(self) -> Committed | None:
         """Return what has become durable since the last call, or None; never blocks. Not collective.
 
         Ranks may see it some steps apart.
@@ -257,7 +262,7 @@ class BackgroundSaver:
             raise outcome
         return outcome
 
-    def finish(self) -> Durable | None:
+    def finish(self) -> Committed | None:
         """Wait for the save under way; return the last that has become durable since the last call. Collective.
 
         Raises:
@@ -272,7 +277,7 @@ class BackgroundSaver:
     def close(self) -> None:
         """Wait for the save under way and give back memory and process group. Collective."""
         self._join()
-        self._staging = Staging()
+        self._staging = StagingBuffer()
         if self._world.handle is not None:
             dist.destroy_process_group(self._world.handle)
             self._world = replace(self._world, handle=None)
@@ -296,7 +301,7 @@ class BackgroundSaver:
     def _write(self, write: partial[Path], step: int, num_bytes: int) -> None:
         began = time.perf_counter()
         try:
-            self._outcomes.append(Durable(step, write(), time.perf_counter() - began, num_bytes))
+            self._outcomes.append(Committed(step, write(), time.perf_counter() - began, num_bytes))
         except BaseException as error:  # raised again by poll in the thread that trains
             self._outcomes.append(error)
 

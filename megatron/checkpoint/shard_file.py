@@ -43,7 +43,7 @@ _NETWORK = (
 _LOCAL_FUSE = ("fuseblk", "fuse.overlayfs", "fuse-overlayfs")
 
 
-class Patience:
+class FileVisibility:
     """Waits for the files of one checkpoint, for all of them together ``WAIT_S`` from the first that is missed on."""
 
     def __init__(self) -> None:
@@ -138,9 +138,9 @@ def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
 class ShardFile:
     """An open safetensors file; slices come from the memory map, so only what is asked for is read."""
 
-    def __init__(self, path: Path, patience: Patience | None = None) -> None:
+    def __init__(self, path: Path, patience: FileVisibility | None = None) -> None:
         self._path = path
-        (patience or Patience()).wait_for(path)
+        (patience or FileVisibility()).wait_for(path)
         try:
             self._file = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:

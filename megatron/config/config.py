@@ -16,7 +16,7 @@ from megatron.config.model import FamilyConfig, ModelConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.option import options_of
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import DebugConfig, RunConfig, SeeingConfig, StabilityConfig
+from megatron.config.run import DebugConfig, LoggingConfig, RunConfig, StabilityConfig
 from megatron.errors import ConfigError
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
@@ -30,7 +30,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "checkpoint": CheckpointConfig,
         "stability": StabilityConfig,
         "debug": DebugConfig,
-        "seeing": SeeingConfig,
+        "seeing": LoggingConfig,
         "run": RunConfig,
     }
 )
@@ -78,7 +78,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
-    seeing: SeeingConfig = field(default_factory=SeeingConfig)
+    seeing: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the JSON as read
     extra: Mapping[str, Any] = field(default_factory=dict)  # what extra_args_provider added

@@ -162,7 +162,7 @@ LOGGING_IN_TRAINING = ("log_layer_norms", "profile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeeingConfig:
+class LoggingConfig:
     """Metrics on request, and the profiler."""
 
     log_layer_norms: bool = option(

@@ -10,39 +10,47 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.data.blended_dataset import MixedSamples, SampleOrder, resumed_order
-    from megatron.data.cache import Cache
-    from megatron.data.data_loader import ReplicaBatches
-    from megatron.data.dataset_builder import DataPaths
-    from megatron.data.gpt_dataset import Fim, GPT2Samples, build_train_valid_test, fim_from, gpt2_fields
-    from megatron.data.indexed_dataset import TokenFile
-    from megatron.data.indexed_dataset_builder import TokenFileWriter
+    from megatron.data.blended_dataset import BlendedDataset, BlendSchedule, resumed_order
+    from megatron.data.cache import IndexCache
+    from megatron.data.data_loader import DataLoader
+    from megatron.data.dataset_builder import BlendPaths
+    from megatron.data.gpt_dataset import Fim, GPTDataset, build_train_valid_test, fim_from, gpt2_fields
+    from megatron.data.indexed_dataset import IndexedDataset
+    from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
     from megatron.data.split import split_by_hash, split_documents
 
 _MODULES = {
-    "Cache": "cache",
-    "DataPaths": "dataset_builder",
+    "IndexCache": "cache",
+    "BlendPaths": "dataset_builder",
     "Fim": "gpt_dataset",
     "fim_from": "gpt_dataset",
-    "MixedSamples": "blended_dataset",
-    "ReplicaBatches": "data_loader",
-    "SampleOrder": "blended_dataset",
+    "BlendedDataset": "blended_dataset",
+    "DataLoader": "data_loader",
+    "BlendSchedule": "blended_dataset",
     "build_train_valid_test": "gpt_dataset",
-    "GPT2Samples": "gpt_dataset",
+    "GPTDataset": "gpt_dataset",
     "gpt2_fields": "gpt_dataset",
     "resumed_order": "blended_dataset",
     "split_by_hash": "split",
     "split_documents": "split",
-    "TokenFile": "indexed_dataset",
-    "TokenFileWriter": "indexed_dataset_builder",
+    "IndexedDataset": "indexed_dataset",
+    "IndexedDatasetBuilder": "indexed_dataset_builder",
 }
 
 _OF_FAMILIES: dict[str, str] = {
-    "BertSamples": "megatron.models.bert.data.BertSamples",
+    "Cache": "megatron.data.cache.IndexCache",
+    "DataPaths": "megatron.data.dataset_builder.BlendPaths",
+    "GPT2Samples": "megatron.data.gpt_dataset.GPTDataset",
+    "MixedSamples": "megatron.data.blended_dataset.BlendedDataset",
+    "ReplicaBatches": "megatron.data.data_loader.DataLoader",
+    "SampleOrder": "megatron.data.blended_dataset.BlendSchedule",
+    "TokenFile": "megatron.data.indexed_dataset.IndexedDataset",
+    "TokenFileWriter": "megatron.data.indexed_dataset_builder.IndexedDatasetBuilder",
+    "BertSamples": "megatron.models.bert.data.BertDataset",
     "BertTokens": "megatron.models.bert.data.BertTokens",
     "SpanFiles": "megatron.models.t5.span_files.SpanFiles",
-    "SpanFileSamples": "megatron.models.t5.span_files.SpanFileSamples",
-    "T5Samples": "megatron.models.t5.data.T5Samples",
+    "SpanFileSamples": "megatron.models.t5.span_files.SpanFilesDataset",
+    "T5Samples": "megatron.models.t5.data.T5Dataset",
     "T5Tokens": "megatron.models.t5.data.T5Tokens",
     "bert_fields": "megatron.models.bert.model.bert_fields",
     "bert_tokens": "megatron.models.bert.data.bert_tokens",
@@ -51,18 +59,18 @@ _OF_FAMILIES: dict[str, str] = {
     "t5_fields": "megatron.models.t5.model.t5_fields",
     "t5_tokens": "megatron.models.t5.data.t5_tokens",
 }
-"""Names of BERT and T5 that were here -> where they are."""
+"""Names that were here -> what they are now, for one release."""
 
 __all__ = [
-    "Cache",
-    "DataPaths",
+    "BlendPaths",
+    "BlendSchedule",
+    "BlendedDataset",
+    "DataLoader",
     "Fim",
-    "GPT2Samples",
-    "MixedSamples",
-    "ReplicaBatches",
-    "SampleOrder",
-    "TokenFile",
-    "TokenFileWriter",
+    "GPTDataset",
+    "IndexCache",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
     "build_train_valid_test",
     "fim_from",
     "gpt2_fields",

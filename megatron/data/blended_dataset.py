@@ -47,7 +47,7 @@ class _Branch:
         return (2 * num_samples * self.weight + self.total) // (2 * self.total)
 
 
-class Interleaving:
+class BlendIndex:
     """The order of samples of corpora 0, 1, 2, ... by weights.
 
     Args:
@@ -98,7 +98,7 @@ def _tree(weights: Sequence[int], ranks: Sequence[int]) -> _Branch | int:
 
 # Which sample of which corpus is sample i of a run: a function of i and of what the checkpoint says, without a file.
 #
-# A run is cut into phases. In each, ``Interleaving`` says by weights which corpus a sample comes from, and each corpus
+# A run is cut into phases. In each, ``BlendIndex`` says by weights which corpus a sample comes from, and each corpus
 # goes on at its cursor: how many of its samples all phases before have given. So however weights change and corpora
 # come in addition, each corpus gives its samples 0, 1, 2, ... without a gap and without one twice.
 #
@@ -135,8 +135,8 @@ class Phase:
     ranks: tuple[int, ...]
 
     @cached_property
-    def interleaving(self) -> Interleaving:
-        return Interleaving(self.weights, self.ranks)
+    def interleaving(self) -> BlendIndex:
+        return BlendIndex(self.weights, self.ranks)
 
     def cursors_at(self, samples_consumed: int) -> tuple[int, ...]:
         """Return how many samples each corpus has given; ``samples_consumed`` lies in this phase or at its end."""
@@ -144,7 +144,7 @@ class Phase:
         return tuple(cursor + count for cursor, count in zip(self.cursors, counts, strict=True))
 
 
-class SampleOrder:
+class BlendSchedule:
     """The order of the samples of a run; picklable, and equal on all ranks that make it from the same.
 
     Args:
@@ -294,12 +294,12 @@ def fingerprint_of(tokens: str, tokenizer: str | None, samples: str) -> str:
 
 
 def resumed_order(
-    order: SampleOrder, state: Mapping[str, Any] | str, samples_consumed: int, *, allow_change: bool = False
-) -> tuple[SampleOrder, list[str]]:
+    order: BlendSchedule, state: Mapping[str, Any] | str, samples_consumed: int, *, allow_change: bool = False
+) -> tuple[BlendSchedule, list[str]]:
     """Return ``order`` as it goes on from a checkpoint, and lines for the log about what has changed.
 
     Args:
-        state: what ``SampleOrder.state`` gave, or the fingerprint alone, which checkpoints of a single corpus used to
+        state: what ``BlendSchedule.state`` gave, or the fingerprint alone, which checkpoints of a single corpus used to
             hold.
         allow_change: go on although a corpus has gone or changed; those that agree keep their cursors, the others
             start at their first sample.
@@ -323,7 +323,7 @@ def resumed_order(
         return [found.get(corpus.name, 0) for corpus in order.corpora]
 
     history = [] if lost else [(start, by_number(w), by_number(c)) for start, w, c in saved.phases]
-    result = SampleOrder(
+    result = BlendSchedule(
         order.corpora,
         order.schedule,
         history=history,
@@ -347,7 +347,7 @@ def _company_line(corpus: Corpus, is_alone: bool) -> str:
     return f"data: {corpus.name} is {company}, so the spans or middles of its samples are drawn otherwise from here on"
 
 
-def _weight_lines(order: SampleOrder, samples_consumed: int) -> list[str]:
+def _weight_lines(order: BlendSchedule, samples_consumed: int) -> list[str]:
     if all(phase.start != samples_consumed for phase in order.phases):
         return []
     cursors, weights = order.cursors(samples_consumed), order.weights(samples_consumed)
@@ -355,7 +355,7 @@ def _weight_lines(order: SampleOrder, samples_consumed: int) -> list[str]:
     return [f"data: new weights from sample {samples_consumed} on: {places}"]
 
 
-def _difference(order: SampleOrder, saved: _Saved, name: str, matches: Mapping[str, str]) -> str:
+def _difference(order: BlendSchedule, saved: _Saved, name: str, matches: Mapping[str, str]) -> str:
     """Return what has become of a corpus of the checkpoint that is not here with its fingerprint."""
     was = saved.fingerprints[name]
     who, number = name if name == _ONE else f"corpus {name}", saved.cursors.get(name, 0)
@@ -379,7 +379,7 @@ def _changed_parts(was: str, now: str) -> str:
     return f" (another {' and another '.join(changed)})"
 
 
-def _of_one(order: SampleOrder, fingerprint: str, samples_consumed: int) -> _Saved:
+def _of_one(order: BlendSchedule, fingerprint: str, samples_consumed: int) -> _Saved:
     """Return what a checkpoint means that holds the fingerprint of a single corpus's samples and nothing else."""
     found = [corpus for corpus in order.corpora if fingerprint in (corpus.fingerprint, _samples(corpus))]
     phases = [(0, {_ONE: 1}, {_ONE: 0})] if samples_consumed else []
@@ -417,8 +417,8 @@ def _damaged(what: str) -> CheckpointError:
 # The samples of one split of a run: those of one corpus, or of several in the order of a mixture.
 
 
-class CorpusSamples(Protocol):
-    """The samples of one corpus: ``GPT2Samples``, ``T5Samples``, ``SpanFileSamples``."""
+class MegatronDataset(Protocol):
+    """The samples of one corpus: ``GPTDataset``, ``T5Dataset``, ``SpanFilesDataset``."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -429,17 +429,17 @@ class CorpusSamples(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-class MixedSamples:
+class BlendedDataset:
     """Sample i, for any i >= 0, is the one that ``order`` says; with one corpus that corpus's sample i.
 
     ``parts`` are the samples of each corpus by its name, for what is to be told of each apart.
     """
 
-    def __init__(self, parts: Mapping[str, CorpusSamples], order: SampleOrder) -> None:
+    def __init__(self, parts: Mapping[str, MegatronDataset], order: BlendSchedule) -> None:
         self.parts = dict(parts)
         self.use_order(order)
 
-    def use_order(self, order: SampleOrder) -> None:
+    def use_order(self, order: BlendSchedule) -> None:
         """Read in this order from now on; it must be one of these corpora.
 
         Raises:
@@ -481,21 +481,21 @@ class MixedSamples:
 
 
 class Ordered(Protocol):
-    """``MixedSamples``, or a data set of a user's own that passes on what one has."""
+    """``BlendedDataset``, or a data set of a user's own that passes on what one has."""
 
     @property
-    def order(self) -> SampleOrder: ...
+    def order(self) -> BlendSchedule: ...
 
     @property
-    def parts(self) -> Mapping[str, CorpusSamples]: ...
+    def parts(self) -> Mapping[str, MegatronDataset]: ...
 
-    def use_order(self, order: SampleOrder) -> None: ...
+    def use_order(self, order: BlendSchedule) -> None: ...
 
 
 def as_ordered(dataset: object) -> Ordered | None:
     """Return ``dataset`` if it has an order, the corpora of that order, and can take another; else None."""
     order, parts = getattr(dataset, "order", None), getattr(dataset, "parts", None)
-    if not isinstance(order, SampleOrder) or not isinstance(parts, Mapping):
+    if not isinstance(order, BlendSchedule) or not isinstance(parts, Mapping):
         return None
     if list(parts) != [corpus.name for corpus in order.corpora] or not callable(getattr(dataset, "use_order", None)):
         return None

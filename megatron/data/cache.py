@@ -59,7 +59,7 @@ Build = Callable[[int], Iterable[np.ndarray]]
 """From the number of a file to its content: arrays of one type, one after the other."""
 
 
-class Cache:
+class IndexCache:
     """A folder for such files, with one below it for each host: nobody deletes what another host has mapped.
 
     Args:

@@ -174,7 +174,7 @@ def _joined(
 _DEATH_SEEN_AFTER_S = 2.0
 
 
-class ReadAhead:
+class PrefetchWorkers:
     """Iterates over the micro-batches of ``indices``, which ``num_workers`` processes read in their order.
 
     Args:
@@ -211,7 +211,7 @@ class ReadAhead:
         self._batches: Iterator[Any] | None = iter(loader)
         self._pids = [process.pid for process in getattr(self._batches, "_workers", ())]
 
-    def __iter__(self) -> ReadAhead:
+    def __iter__(self) -> PrefetchWorkers:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -276,10 +276,10 @@ def _become_reader(parent: int, number: int) -> None:
 # micro-batch after micro-batch. So "samples consumed" is all that there is to resume, with any b, m, d.
 #
 # A data set that has a length starts anew at its end: sample i of the run is its item i % len. One without a length, as
-# ``GPT2Samples``, has an item for any index.
+# ``GPTDataset``, has an item for any index.
 
 
-class ReplicaBatches:
+class DataLoader:
     """Iterates over micro-batches of replica ``data_rank`` of ``data_size``.
 
     A micro-batch is ``{"text": int64 [b, L+1]}``; of a data set whose samples are dictionaries, the same keys with the
@@ -343,7 +343,7 @@ class ReplicaBatches:
         num_predicted = predictions_of(self.dataset)
         predictions = num_predicted and StepPredictions(num_predicted, self.sizes, self.samples_consumed)
         if self.num_workers:
-            return ReadAhead(
+            return PrefetchWorkers(
                 self.dataset, self.indices(), self.num_workers, self.prefetch_factor, self.pin_memory, predictions
             )
         batches = map(Collate(self.dataset, predictions), self.indices())

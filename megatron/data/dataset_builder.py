@@ -12,9 +12,9 @@ import numpy as np
 
 from megatron import log
 from megatron.config import data
-from megatron.data.blended_dataset import Corpus, CorpusSamples, MixedSamples, SampleOrder, fingerprint_of
-from megatron.data.cache import Cache
-from megatron.data.indexed_dataset import Documents, TokenFile, count_of, num_tokens_of
+from megatron.data.blended_dataset import BlendedDataset, BlendSchedule, Corpus, MegatronDataset, fingerprint_of
+from megatron.data.cache import IndexCache
+from megatron.data.indexed_dataset import Documents, IndexedDataset, count_of, num_tokens_of
 from megatron.data.split import NAMES, split_by_hash, split_documents
 from megatron.errors import DataError
 
@@ -25,7 +25,7 @@ _SUFFIXES = (".bin", ".idx")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataPaths:
+class BlendPaths:
     """Where the three splits are read, how a corpus is cut into them, and how files are read.
 
     Either ``data_path`` is given, whose corpora are each cut by ``split``, or some of the three others, whose corpora
@@ -155,7 +155,7 @@ _ENDS_LOOKED_AT = 1000
 _REMEMBERED_TOKENS = 1 << 26
 
 
-def check_one_sample(token_file: TokenFile, sample_tokens: int, asked_by: str) -> None:
+def check_one_sample(token_file: IndexedDataset, sample_tokens: int, asked_by: str) -> None:
     """All documents together must hold one sample.
 
     Args:
@@ -170,7 +170,7 @@ def check_one_sample(token_file: TokenFile, sample_tokens: int, asked_by: str) -
 
 
 def check_splits(
-    token_file: TokenFile,
+    token_file: IndexedDataset,
     splits: Sequence[Documents],
     needed: Sequence[bool],
     flags: str,
@@ -197,7 +197,7 @@ def check_splits(
             )
 
 
-def check_tokenizer(token_file: TokenFile, identity: str | None) -> None:
+def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
     """The data must have been built with the tokenizer of this ``identity``, where both are known."""
     built_with = token_file.sidecar.tokenizer if token_file.sidecar else None
     if built_with and identity and built_with != identity:
@@ -207,7 +207,7 @@ def check_tokenizer(token_file: TokenFile, identity: str | None) -> None:
         )
 
 
-def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Cache) -> None:
+def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
     """Every token id must be in the vocabulary. ``cache`` keeps that those of a large file without sidecar are."""
     highest = token_file.max_token_id
     if highest is not None and highest < vocab_size:
@@ -225,7 +225,7 @@ def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Cache) -> Non
     )
 
 
-def _are_known_to_fit(token_file: TokenFile, vocab_size: int, cache: Cache) -> bool:
+def _are_known_to_fit(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> bool:
     """Return whether all ids of a file without sidecar are in the vocabulary; a large one is read once on a host."""
 
     def look() -> np.ndarray:
@@ -239,7 +239,7 @@ def _are_known_to_fit(token_file: TokenFile, vocab_size: int, cache: Cache) -> b
     return bool(cache.array(name, look, outlives_boot=True)[0])
 
 
-def check_eod(token_file: TokenFile, eod_id: int | None, flags: str) -> None:
+def check_eod(token_file: IndexedDataset, eod_id: int | None, flags: str) -> None:
     """Documents must end with the end-of-document token; ``flags`` need it."""
     if eod_id is None:
         raise DataError(f"{flags} need an end-of-document token, the tokenizer has none")
@@ -257,32 +257,32 @@ def check_eod(token_file: TokenFile, eod_id: int | None, flags: str) -> None:
 
 # From the corpora that flags name to the samples of training, validation and test: what both models share.
 
-Three = tuple[MixedSamples | None, MixedSamples | None, MixedSamples | None]
+Three = tuple[BlendedDataset | None, BlendedDataset | None, BlendedDataset | None]
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenCorpus:
     """A corpus whose files are open and checked.
 
     ``content`` is the fingerprint of its files. ``make`` returns the samples of some of its documents; its second
-    argument are the ``draws`` of ``T5Samples``, "" for a corpus that is alone. A sample takes ``sample_tokens`` tokens
+    argument are the ``draws`` of ``T5Dataset``, "" for a corpus that is alone. A sample takes ``sample_tokens`` tokens
     of ``token_file``, as ``asked_by`` (a flag with its value) wants it. ``is_drawn`` as in ``Corpus``.
     """
 
-    token_file: TokenFile
+    token_file: IndexedDataset
     content: str
-    make: Callable[[Documents, str], CorpusSamples]
+    make: Callable[[Documents, str], MegatronDataset]
     sample_tokens: int
     asked_by: str
     is_drawn: bool
 
 
-def build_splits(
-    paths: DataPaths,
+def build_datasets(
+    paths: BlendPaths,
     needed: Sequence[bool],
-    open_corpus: Callable[[str, Cache], Opened],
+    open_corpus: Callable[[str, IndexCache], OpenCorpus],
     tokenizer_identity: str | None,
-    tokens_per_sample: Callable[[Sequence[CorpusSamples]], int],
+    tokens_per_sample: Callable[[Sequence[MegatronDataset]], int],
 ) -> Three:
     """Return the samples of train, valid and test; None for a split that is not needed.
 
@@ -297,7 +297,7 @@ def build_splits(
         DataError: a corpus cannot be opened, is listed twice, or holds less than one sample in a needed split.
     """
     train, *evaluated = paths.corpora(needed)
-    wanted, cache = [train, *map(_with_weight, evaluated)], Cache(paths.cache_path)
+    wanted, cache = [train, *map(_with_weight, evaluated)], IndexCache(paths.cache_path)
     opened = {
         prefix: open_corpus(prefix, cache)
         for prefix in dict.fromkeys(prefix for corpora in wanted for _, prefix in corpora or ())
@@ -307,7 +307,7 @@ def build_splits(
         for prefix, corpus in opened.items()
     }
 
-    def split(number: int) -> MixedSamples | None:
+    def split(number: int) -> BlendedDataset | None:
         corpora = wanted[number]
         if corpora is None:
             return None
@@ -327,7 +327,7 @@ def _with_weight(corpora: tuple[WeightedPath, ...] | None) -> tuple[WeightedPath
     return corpora and tuple((weight, prefix) for weight, prefix in corpora if weight)
 
 
-def _documents(corpus: Opened, paths: DataPaths, needed: Sequence[bool], cache: Cache) -> list[Documents]:
+def _documents(corpus: OpenCorpus, paths: BlendPaths, needed: Sequence[bool], cache: IndexCache) -> list[Documents]:
     """Return the documents of the three splits; ``needed`` are those that read this corpus."""
     token_file = corpus.token_file
     check_one_sample(token_file, corpus.sample_tokens, corpus.asked_by)
@@ -345,11 +345,11 @@ def _documents(corpus: Opened, paths: DataPaths, needed: Sequence[bool], cache: 
 
 def _mixed(
     corpora: Sequence[WeightedPath],
-    opened: Sequence[Opened],
-    parts: Sequence[CorpusSamples],
+    opened: Sequence[OpenCorpus],
+    parts: Sequence[MegatronDataset],
     schedule: Sequence[tuple[int, tuple[float, ...]]],
     tokenizer_identity: str | None,
-) -> MixedSamples:
+) -> BlendedDataset:
     names = short_names([prefix for _, prefix in corpora])
     known = [
         Corpus(
@@ -360,9 +360,9 @@ def _mixed(
         )
         for name, corpus, part in zip(names, opened, parts, strict=True)
     ]
-    return MixedSamples(dict(zip(names, parts, strict=True)), SampleOrder(known, schedule))
+    return BlendedDataset(dict(zip(names, parts, strict=True)), BlendSchedule(known, schedule))
 
 
-def _tokenizer(corpus: Opened, given: str | None) -> str | None:
+def _tokenizer(corpus: OpenCorpus, given: str | None) -> str | None:
     sidecar = corpus.token_file.sidecar
     return given or (sidecar.tokenizer if sidecar else None)

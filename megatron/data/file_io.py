@@ -137,7 +137,7 @@ class Reader(Protocol):
         ...
 
 
-class MappedReader:
+class MMapBinReader:
     """Reads through a mapping, which all processes of a host share."""
 
     def __init__(self, path: Path) -> None:
@@ -148,7 +148,7 @@ class MappedReader:
         return self.bytes[offset : offset + count].copy()
 
 
-class PreadReader:
+class FileBinReader:
     """Reads by ``pread``; short reads go on, and errors are tried again on the file opened anew."""
 
     def __init__(self, path: Path) -> None:
@@ -192,7 +192,7 @@ class PreadReader:
         self._descriptor = descriptor
 
 
-READERS: dict[str, Callable[[Path], Reader]] = {"mmap": MappedReader, "pread": PreadReader}
+READERS: dict[str, Callable[[Path], Reader]] = {"mmap": MMapBinReader, "pread": FileBinReader}
 
 
 # Several files replaced as one: after a kill at any moment a reader finds all the old ones or all the new ones.

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.data import dataset_builder
-from megatron.data.cache import Cache
-from megatron.data.dataset_builder import DataPaths, Opened, Three, build_splits
-from megatron.data.indexed_dataset import Documents, TokenFile, documents_key
-from megatron.data.packing import PackedWindows
+from megatron.data.cache import IndexCache
+from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_datasets
+from megatron.data.indexed_dataset import Documents, IndexedDataset, documents_key
+from megatron.data.packing import PackedSampleIndex
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import TokenSource, Windows, read_pieces, runs
+from megatron.data.sample_index import SampleIndex, TokenSource, read_pieces, runs
 from megatron.errors import ConfigError, DataError
 from megatron.ops.positions import positions_in_segments
 
@@ -168,7 +168,7 @@ PACKINGS = ("concat", "best-fit")
 _PADDING = 0
 
 
-class GPT2Samples:
+class GPTDataset:
     """Sample i, for any i >= 0, is L + 1 tokens; i // samples_per_epoch is its epoch.
 
     | packing | sample | of an epoch's T tokens |
@@ -200,7 +200,7 @@ class GPT2Samples:
         seed: int,
         packing: str = "concat",
         fim: Fim | None = None,
-        cache: Cache | None = None,
+        cache: IndexCache | None = None,
         draws: str = "",
     ) -> None:
         if packing not in PACKINGS:
@@ -211,16 +211,16 @@ class GPT2Samples:
         self._windows = self._cut(cache)
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
 
-    def _cut(self, cache: Cache | None) -> Windows | PackedWindows:
+    def _cut(self, cache: IndexCache | None) -> SampleIndex | PackedSampleIndex:
         if self.packing == "best-fit":
-            return PackedWindows(
+            return PackedSampleIndex(
                 self.token_file,
                 documents=self.documents,
                 capacity=self.seq_length + 1,
                 seed=self.seed,
                 cache=cache,
             )
-        return Windows(
+        return SampleIndex(
             self.token_file,
             documents=self.documents,
             length=self.seq_length,
@@ -335,7 +335,7 @@ _SHORTEST_PACKED = 2
 
 
 def build_train_valid_test(
-    paths: DataPaths,
+    paths: BlendPaths,
     *,
     seq_length: int,
     seed: int,
@@ -353,21 +353,21 @@ def build_train_valid_test(
         vocab_size: of the model's tokenizer; every token id must be below it.
         tokenizer_identity: compared with the one in the sidecar where there is one.
         flags_needing_eod: flags in use that work only where documents end with the end-of-document token.
-        packing, fim: as ``GPT2Samples``.
+        packing, fim: as ``GPTDataset``.
 
     Raises:
         DataError: rows D02 and D09-D14 of the list of faults; paths and weights that cannot be used.
     """
 
-    def open_corpus(prefix: str, cache: Cache) -> Opened:
-        token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
+    def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
+        token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
         dataset_builder.check_tokenizer(token_file, tokenizer_identity)
         dataset_builder.check_token_ids(token_file, vocab_size, cache)
         if flags_needing_eod:
             dataset_builder.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
 
-        def make(documents: Documents, draws: str) -> GPT2Samples:
-            return GPT2Samples(
+        def make(documents: Documents, draws: str) -> GPTDataset:
+            return GPTDataset(
                 token_file,
                 documents=documents,
                 seq_length=seq_length,
@@ -380,6 +380,6 @@ def build_train_valid_test(
 
         sample_tokens = _SHORTEST_PACKED if packing == "best-fit" else seq_length + 1
         asked_by = f"--seq-length {seq_length}"
-        return Opened(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=fim is not None)
+        return OpenCorpus(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=fim is not None)
 
-    return build_splits(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)
+    return build_datasets(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.cache import Cache
-from megatron.data.file_io import MappedReader, PreadReader
+from megatron.data.cache import IndexCache
+from megatron.data.file_io import FileBinReader, MMapBinReader
 from megatron.errors import DataError
 
 # The ``.idx`` file: how many tokens each document of the ``.bin`` beside it holds.
@@ -211,9 +211,9 @@ class LargeIndex:
         DataError: the file is damaged, as far as the table above says.
     """
 
-    def __init__(self, path: Path, header: Header, *, reader: str, cache: Cache | None, is_told: bool) -> None:
+    def __init__(self, path: Path, header: Header, *, reader: str, cache: IndexCache | None, is_told: bool) -> None:
         self._path, self._header, self._cache = path, header, cache
-        self._file = PreadReader(path)
+        self._file = FileBinReader(path)
         self.starts, self.crc32 = self._scan(self._lengths())
         self._check_offsets()
         if not self._is_document_each(is_told):
@@ -222,7 +222,7 @@ class LargeIndex:
         elif reader == "pread":
             self.sizes = self._kept("lengths", self._lengths)
         else:
-            mapped = MappedReader(path).bytes
+            mapped = MMapBinReader(path).bytes
             self.sizes = np.ndarray(header.num_sequences, "<i4", mapped, HEADER.size)
 
     def _numbers(self, place: int, kind: str, first: int, count: int) -> np.ndarray:
@@ -311,7 +311,7 @@ _CHECKSUM = "crc32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sidecar:
+class DatasetMetadata:
     """Facts about a pair of token files, written with it."""
 
     num_tokens: int
@@ -332,7 +332,7 @@ class Sidecar:
         return (json.dumps(fields | {_CHECKSUM: _crc32(fields)}, indent=2) + "\n").encode()
 
 
-def read(path: Path) -> Sidecar | None:
+def read(path: Path) -> DatasetMetadata | None:
     """Return the sidecar at ``path``, or None where there is none.
 
     Raises:
@@ -341,7 +341,7 @@ def read(path: Path) -> Sidecar | None:
     try:
         fields = dict(json.loads(path.read_bytes()))
         crc32 = fields.pop(_CHECKSUM, None)
-        sidecar = Sidecar(**fields)
+        sidecar = DatasetMetadata(**fields)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
@@ -356,7 +356,9 @@ def read(path: Path) -> Sidecar | None:
     return sidecar
 
 
-def check_belongs(sidecar: Sidecar, path: Path, *, num_documents: int, num_tokens: int, idx_crc32: int | None) -> None:
+def check_belongs(
+    sidecar: DatasetMetadata, path: Path, *, num_documents: int, num_tokens: int, idx_crc32: int | None
+) -> None:
     """The sidecar read from ``path`` must describe the files beside it; ``idx_crc32`` None: theirs is not known.
 
     Raises:

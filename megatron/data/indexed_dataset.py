@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron.data import file_io, index_format
-from megatron.data.cache import Cache
+from megatron.data.cache import IndexCache
 from megatron.data.file_io import READERS
 from megatron.errors import DataError
 
@@ -67,7 +67,7 @@ class DocumentTable:
         return first + int(np.searchsorted(starts, token, "right")) - 1
 
 
-def read_table(path: Path, *, reader: str, cache: Cache | None, is_told: bool) -> DocumentTable:
+def read_table(path: Path, *, reader: str, cache: IndexCache | None, is_told: bool) -> DocumentTable:
     """Return the table of the ``.idx`` at ``path``.
 
     Args:
@@ -100,7 +100,7 @@ _NUM_PROBES = 256
 _PROBE_BYTES = 1 << 16
 
 
-class TokenFile:
+class IndexedDataset:
     """The documents of one pair of token files; ours and Megatron's.
 
     ``sizes`` is the number of tokens of each document (int32); in a large file it lies unaligned in the mapped
@@ -115,7 +115,7 @@ class TokenFile:
         DataError: a file is missing, damaged, or the two do not belong together.
     """
 
-    def __init__(self, prefix: str | Path, *, reader: str = "mmap", cache: Cache | None = None) -> None:
+    def __init__(self, prefix: str | Path, *, reader: str = "mmap", cache: IndexCache | None = None) -> None:
         if reader not in READERS:
             raise ValueError(f"reader must be one of {', '.join(READERS)}, got {reader!r}")
         self.prefix = _without_suffix(str(prefix))
@@ -300,7 +300,7 @@ def documents_key(documents: Documents) -> str:
 
 
 class TokenSource(Protocol):
-    """Documents of tokens: a ``TokenFile``, or what can stand in for one."""
+    """Documents of tokens: a ``IndexedDataset``, or what can stand in for one."""
 
     @property
     def prefix(self) -> str: ...

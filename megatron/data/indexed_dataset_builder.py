@@ -13,7 +13,7 @@ import numpy as np
 from megatron import files
 from megatron.data import file_io, index_format
 from megatron.data.file_io import StreamedFile, read_sizes
-from megatron.data.index_format import Sidecar, index_chunks
+from megatron.data.index_format import DatasetMetadata, index_chunks
 from megatron.errors import DataError
 
 
@@ -27,7 +27,7 @@ def check_prefix(prefix: str) -> None:
         raise DataError(f"--output-prefix must end with a name for the files, such as data/corpus, got {prefix!r}")
 
 
-class TokenFileWriter:
+class IndexedDatasetBuilder:
     """Streams documents into ``PREFIX.bin``, ``.idx``, ``.meta.json``, which appear together when the block ends well.
 
     Args:
@@ -60,7 +60,7 @@ class TokenFileWriter:
         self._sizes_path = file_io.temporary_path(Path(self.prefix + ".len"))
         self._open = ExitStack()
 
-    def __enter__(self) -> TokenFileWriter:
+    def __enter__(self) -> IndexedDatasetBuilder:
         self._paths[0].parent.mkdir(parents=True, exist_ok=True)
         file_io.roll_forward(self.prefix)
         file_io.remove_leftovers(self.prefix)
@@ -147,8 +147,8 @@ class TokenFileWriter:
             files.write_bytes(self._temporary[2], self._sidecar(self._vocab_size, index_crc32).to_json())
         file_io.replace_together(self.prefix, written, gone)
 
-    def _sidecar(self, vocab_size: int, index_crc32: int) -> Sidecar:
-        return Sidecar(
+    def _sidecar(self, vocab_size: int, index_crc32: int) -> DatasetMetadata:
+        return DatasetMetadata(
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
             max_token_id=self._max_token_id,

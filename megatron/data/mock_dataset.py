@@ -12,7 +12,7 @@ NUM_DOCUMENTS = 400
 LONGEST_DOCUMENT = 48
 
 
-class RandomTokens:
+class MockTokens:
     """A data set of random tokens; item i is a function of (seed, i). About one token in eight ends a document."""
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int = 0) -> None:
@@ -47,7 +47,7 @@ class RandomDocuments:
 
 
 @dataclass(frozen=True)
-class StandInTokenizer:
+class MockTokenizer:
     """What scripts read of a tokenizer, for a vocabulary of which nothing else is known."""
 
     vocab_size: int

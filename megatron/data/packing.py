@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.cache import Cache
+from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents, count_of, documents_key, number_type, sizes_of
 from megatron.data.permutation import Permutation
 from megatron.data.sample_index import Piece, TokenSource
@@ -231,7 +231,7 @@ _KEPT_FROM = 1 << 22  # documents; fewer are sorted faster than files are looked
 _ARRAY_FROM = 20  # so many values of a permutation take longer one by one than as an array
 
 
-class PackedWindows:
+class PackedSampleIndex:
     """Sample i, for any i >= 0, is up to ``capacity`` tokens of pieces of documents; i // per_epoch is its epoch.
 
     ``fill`` is the part of all samples that is not padding; ``num_bytes`` is the memory that the order takes.
@@ -253,7 +253,7 @@ class PackedWindows:
         documents: Documents,
         capacity: int,
         seed: int,
-        cache: Cache | None = None,
+        cache: IndexCache | None = None,
     ) -> None:
         self.token_file, self.documents, self.capacity, self.seed = token_file, documents, capacity, seed
         if cache is None or count_of(documents) < _KEPT_FROM:
@@ -276,7 +276,7 @@ class PackedWindows:
         self.fill = packed / (self.per_epoch * capacity)
         self.num_bytes = self._pieces.num_bytes
 
-    def _keeper(self, cache: Cache) -> Keep:
+    def _keeper(self, cache: IndexCache) -> Keep:
         key = (_FORMAT, self.token_file.fingerprint, documents_key(self.documents), self.capacity)
         name = f"lengths-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
         return lambda kind, make: cache.array(f"{name}-{kind}", make)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.cache import Cache
+from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import (
     Documents,
+    IndexedDataset,
     Piece,
-    TokenFile,
     TokenSource,
     count_of,
     documents_key,
@@ -31,7 +31,7 @@ from megatron.errors import DataError, SampleError
 # The order is a permutation by (seed, epoch). It is kept in segments of some million places: the document at each place
 # (int32 while that holds the numbers) and, for every 64th place, the tokens of the segment before it. A search ends
 # with the sizes of 64 documents. One segment stays in memory; several are shared by the processes of a host through a
-# ``Cache``, as nothing else of an epoch grows with the corpus.
+# ``IndexCache``, as nothing else of an epoch grows with the corpus.
 
 FORMAT = 1
 SEGMENT = 1 << 22
@@ -45,7 +45,7 @@ class _Segment(NamedTuple):
     numbers: np.ndarray  # int32 or int64, the document at each place
 
 
-class DocumentOrder:
+class DocumentIndex:
     """``documents`` in the order of one epoch, laid end to end.
 
     Args:
@@ -53,7 +53,7 @@ class DocumentOrder:
     """
 
     def __init__(
-        self, source: TokenSource, documents: Documents, *, seed: int, epoch: int, cache: Cache | None = None
+        self, source: TokenSource, documents: Documents, *, seed: int, epoch: int, cache: IndexCache | None = None
     ) -> None:
         self._sizes, self._documents = source.sizes, documents
         self._count, self._type = count_of(documents), number_type(documents)
@@ -141,15 +141,15 @@ def _name_of_epochs(source: TokenSource, documents: Documents, seed: int) -> str
 # which neighbours share ``overlap``, drops the tail, and permutes the windows. Nothing crosses epochs. The order
 # follows from (seed, epoch) alone, so it is the same in every layout and no process needs another one's index.
 
-__all__ = ["Piece", "TokenSource", "Windows", "read_pieces"]
+__all__ = ["Piece", "SampleIndex", "TokenSource", "read_pieces"]
 
 
 class _Epoch(NamedTuple):
-    documents: DocumentOrder
+    documents: DocumentIndex
     windows: Permutation
 
 
-class Windows:
+class SampleIndex:
     """Window i, for any i >= 0, is int64[length + overlap]; i // per_epoch is its epoch.
 
     Args:
@@ -171,7 +171,7 @@ class Windows:
         overlap: int,
         seed: int,
         asked_by: str,
-        cache: Cache | None = None,
+        cache: IndexCache | None = None,
     ) -> None:
         self.token_file, self.documents, self.length, self.overlap = token_file, documents, length, overlap
         self.seed, self.cache = seed, cache
@@ -210,7 +210,7 @@ class Windows:
         if epoch is None:
             while len(self._epochs) >= _EPOCHS_KEPT:
                 del self._epochs[next(iter(self._epochs))]
-            order = DocumentOrder(self.token_file, self.documents, seed=self.seed, epoch=number, cache=self.cache)
+            order = DocumentIndex(self.token_file, self.documents, seed=self.seed, epoch=number, cache=self.cache)
             epoch = _Epoch(order, Permutation(self.per_epoch, "samples", self.seed, number))
             self._epochs[number] = epoch
         return epoch
@@ -243,7 +243,7 @@ def _named(documents: Documents) -> str:
 
 
 def _place(source: TokenSource, document: int, offset: int) -> str:
-    if isinstance(source, TokenFile):
+    if isinstance(source, IndexedDataset):
         return f"byte {source.byte_offset(document, offset)} of {source.token_path}"
     return source.prefix
 

@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 
 from megatron import log
-from megatron.data.cache import Cache
-from megatron.data.indexed_dataset import TokenFile
+from megatron.data.cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 
 # A hash of each document's tokens, for splits that follow from the text alone.
@@ -27,7 +27,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MODULUS = 1 << 64
 
 
-def document_hashes(token_file: TokenFile, first: int, stop: int) -> np.ndarray:
+def document_hashes(token_file: IndexedDataset, first: int, stop: int) -> np.ndarray:
     """Return uint32[stop - first], the upper half of the hash of documents first ... stop - 1.
 
     It follows from the token ids alone: not from the type they are stored in, nor from where the document lies.
@@ -105,7 +105,7 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def split_by_hash(token_file: TokenFile, split: str, cache: Cache | None) -> list[np.ndarray]:
+def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | None) -> list[np.ndarray]:
     """Return the ascending document numbers (int32 while that holds them) of train, valid and test.
 
     A document's split follows from its tokens and ``split`` alone: equal documents fall in the same one, and no
@@ -126,7 +126,7 @@ def split_by_hash(token_file: TokenFile, split: str, cache: Cache | None) -> lis
     return cache.arrays(name, len(NAMES), lambda part: _numbers(_hashes(token_file, key, cache), limits, part))
 
 
-def _hashes(token_file: TokenFile, key: str, cache: Cache) -> list[np.ndarray]:
+def _hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.ndarray]:
     """Return the hashes of all documents, in parts: each process of the host computes some of them."""
     count = token_file.num_documents
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from megatron.errors import DataError, NumericsError
-from megatron.generate.sampling import NONE, Choose, Sampling, chooser, keys_of
-from megatron.models.common.generation import DecoderReader, Part, Rows, part_of, tokens_to_all_stages
+from megatron.generate.sampling import NONE, Choose, Sampling, keys_of, make_sampler
+from megatron.models.common.generation import DecoderReader, ModelStage, Rows, stage_of, tokens_to_all_stages
 from megatron.models.common.generation import Rows as Rows_generation
 from megatron.models.common.generation import filled_up as filled_up_generation
-from megatron.models.common.model_args import Sizes
+from megatron.models.common.model_args import ModelArgs
 from megatron.models.registry import load
 from megatron.models.t5.generate import T5Reader
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 
 # What a model can be asked for, checked alike on every rank before any rank waits for another.
 
@@ -95,7 +95,7 @@ OnToken = Callable[[int, int], Any]
 
 
 def generate(
-    part: Part,
+    part: ModelStage,
     read: Any,
     starts: Rows_generation,
     *,
@@ -107,7 +107,7 @@ def generate(
     """Return the new tokens of each row: up to and with ``eos_id``, or as many as its limit. Collective.
 
     Args:
-        read: a ``Reader``, or what has its methods ``read`` and ``keep``.
+        read: a ``CachedModel``, or what has its methods ``read`` and ``keep``.
         starts: the rows at the start, of any lengths above 0.
         limits: how many new tokens each row may have, at least 1.
         eos_id: ends a row; None: none does.
@@ -137,7 +137,7 @@ def generate(
     return new
 
 
-def _chosen(part: Part, logits: torch.Tensor | None, choose: Choose, rows: list[int], step: int) -> list[int]:
+def _chosen(part: ModelStage, logits: torch.Tensor | None, choose: Choose, rows: list[int], step: int) -> list[int]:
     """Return the tokens that the last stage chooses, on every rank."""
     own = None if logits is None else choose(logits, rows, step)
     tokens = tokens_to_all_stages(part, own, len(rows))
@@ -164,7 +164,7 @@ def generate_gpt2(
     Prompts may have any lengths: each gets what it would get alone.
 
     Args:
-        model: as ``part_of`` takes it.
+        model: as ``stage_of`` takes it.
         prompts: rows of tokens, the same on every rank of the replica.
         max_new_tokens: for each prompt; None: 64, or fewer where the model's positions end.
         eos_id: ends a row, and is its last token then; None: nothing does.
@@ -177,19 +177,19 @@ def generate_gpt2(
         DataError: rows that the model cannot take, or more tokens than it has positions.
         NumericsError: the logits are not numbers.
     """
-    part = part_of(model)
+    part = stage_of(model)
     sizes = part.sizes
-    if isinstance(sizes, T5Sizes):
+    if isinstance(sizes, T5ModelArgs):
         raise TypeError("generate_gpt2 needs a decoder, got an encoder-decoder. Use generate_t5.")
     limits = gpt2_limits(sizes, prompts, max_new_tokens)
     capacity = max(len(prompt) + limit - 1 for prompt, limit in zip(prompts, limits, strict=True))
-    choose = chooser(part, sampling, keys_of(prompts) if keys is None else keys)
+    choose = make_sampler(part, sampling, keys_of(prompts) if keys is None else keys)
     with part.evaluating():
         reader = DecoderReader(part, capacity)
         return generate(part, reader, prompts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
 
 
-def gpt2_limits(sizes: Sizes, prompts: Rows, max_new_tokens: int | None) -> list[int]:
+def gpt2_limits(sizes: ModelArgs, prompts: Rows, max_new_tokens: int | None) -> list[int]:
     """Return how many new tokens each prompt may have.
 
     Raises:
@@ -216,7 +216,7 @@ def generate_t5(
     Sources may have any lengths: each gets what it would get alone.
 
     Args:
-        model: as ``part_of`` takes it.
+        model: as ``stage_of`` takes it.
         sources: the encoder's rows of tokens, the same on every rank of the replica. They end as the model's inputs in
             training did (``T5Tokens.eos_id``).
         start_id: the decoder's first token (``T5Tokens.start_id``).
@@ -227,20 +227,20 @@ def generate_t5(
         DataError: rows that the model cannot take, or more tokens than it has positions.
         NumericsError: the logits are not numbers.
     """
-    part = part_of(model)
+    part = stage_of(model)
     sizes = part.sizes
-    if not isinstance(sizes, T5Sizes):
+    if not isinstance(sizes, T5ModelArgs):
         raise TypeError("generate_t5 needs a T5, got a model without a decoder of its own. Use generate_gpt2.")
     check_rows("start_id", [[start_id]], sizes.vocab_size)
     limits = t5_limits(sizes, sources, max_new_tokens)
-    choose = chooser(part, sampling, keys_of(sources) if keys is None else keys)
+    choose = make_sampler(part, sampling, keys_of(sources) if keys is None else keys)
     with part.evaluating():
         reader = T5Reader(part, sources, max(limits))
         starts = [[start_id]] * len(sources)
         return generate(part, reader, starts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
 
 
-def t5_limits(sizes: T5Sizes, sources: Rows, max_new_tokens: int | None) -> list[int]:
+def t5_limits(sizes: T5ModelArgs, sources: Rows, max_new_tokens: int | None) -> list[int]:
     """Return how many tokens each answer may have.
 
     Raises:

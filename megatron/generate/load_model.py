@@ -14,17 +14,17 @@ from megatron.checkpoint.loading import WEIGHTS
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
-from megatron.models.common.generation import Part
+from megatron.models.common.generation import ModelStage
 from megatron.models.common.language_model import Head
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.registry import load as load_stage_model
 from megatron.models.t5.config import t5_units
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import RelativeBias, T5DecoderLayer, T5Embedding, T5EncoderLayer, make_final_norm
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.shard import shard_of
-from tds.partition import balanced_bounds
+from tds.partition import partition_balanced
 
 # The units of one stage as a module whose parameters have the names of the whole model.
 
@@ -32,7 +32,7 @@ from tds.partition import balanced_bounds
 class WordTable(nn.Module):
     """The word table alone, for a tied head on another stage than the embedding."""
 
-    def __init__(self, sizes: Sizes, place: Place) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
@@ -42,16 +42,16 @@ class WordTable(nn.Module):
 class StageModel(nn.Module):
     """What a stage holds. ``units`` are its modules by number; a layer's name is its number in the whole model."""
 
-    def __init__(self, sizes: Sizes, place: Place, numbers: range) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext, numbers: range) -> None:
         super().__init__()
         self.units: dict[int, nn.Module] = {}
         self.biases: dict[int, nn.Module | None] = {}
-        if isinstance(sizes, T5Sizes):
+        if isinstance(sizes, T5ModelArgs):
             self._build_t5(sizes, place, numbers)
         else:
             self._build_decoder(sizes, place, numbers)
 
-    def _build_decoder(self, sizes: Sizes, place: Place, numbers: range) -> None:
+    def _build_decoder(self, sizes: ModelArgs, place: ParallelContext, numbers: range) -> None:
         norm, parts = sizes.num_layers + 1, load_stage_model(sizes.family, "model").GENERATION
         self._add_tables(sizes, place, numbers, embeddings=(0,), head=norm + 1)
         layers = {n: parts.layer(sizes, place, n - 1) for n in numbers if 0 < n < norm}
@@ -60,7 +60,7 @@ class StageModel(nn.Module):
         if norm in numbers:
             self.final_norm = self.units[norm] = parts.norm(sizes)
 
-    def _build_t5(self, sizes: T5Sizes, place: Place, numbers: range) -> None:
+    def _build_t5(self, sizes: T5ModelArgs, place: ParallelContext, numbers: range) -> None:
         units = t5_units(sizes.enc_layers, sizes.dec_layers)
         embeddings = (units.enc_embedding, units.dec_embedding)
         self._add_tables(sizes, place, numbers, embeddings=embeddings, head=units.head)
@@ -72,7 +72,13 @@ class StageModel(nn.Module):
         self.decoder = self._side(sizes, place, "decoder", units.dec_layers, decoder, units.dec_norm in numbers)
 
     def _side(
-        self, sizes: T5Sizes, place: Place, name: str, numbers: range, layers: Mapping[int, nn.Module], has_norm: bool
+        self,
+        sizes: T5ModelArgs,
+        place: ParallelContext,
+        name: str,
+        numbers: range,
+        layers: Mapping[int, nn.Module],
+        has_norm: bool,
     ) -> nn.Module:
         side = nn.Module()
         side.layers = nn.ModuleDict({str(numbers.index(n)): layer for n, layer in layers.items()})
@@ -85,14 +91,14 @@ class StageModel(nn.Module):
         return side
 
     def _add_tables(
-        self, sizes: Sizes, place: Place, numbers: range, *, embeddings: tuple[int, ...], head: int
+        self, sizes: ModelArgs, place: ParallelContext, numbers: range, *, embeddings: tuple[int, ...], head: int
     ) -> None:
         """Add what reads and makes tokens; one table where embedding and tied head meet."""
         own = [n for n in embeddings if n in numbers]
         has_head = head in numbers
         tied = [head] if has_head and not sizes.untie_embeddings else []
         if own or tied:
-            is_t5 = isinstance(sizes, T5Sizes)
+            is_t5 = isinstance(sizes, T5ModelArgs)
             whole: Any = T5Embedding if is_t5 else load_stage_model(sizes.family, "model").GENERATION.embedding
             kind = whole if own else WordTable
             self.embedding = kind(sizes, place)
@@ -101,7 +107,7 @@ class StageModel(nn.Module):
             self.head = self.units[head] = Head(sizes, place)
 
 
-def bounds_of(sizes: Sizes, num_stages: int) -> list[int]:
+def bounds_of(sizes: ModelArgs, num_stages: int) -> list[int]:
     """Return where the list of units is cut into stages: by what a stage reads for a token, its weights.
 
     A layer of T5's decoder has a third more than one of its encoder; embeddings and norms cost nothing, since a token
@@ -111,7 +117,7 @@ def bounds_of(sizes: Sizes, num_stages: int) -> list[int]:
         ValueError: fewer layers than stages.
     """
     head = sizes.vocab_size / (12 * sizes.hidden_size)
-    if isinstance(sizes, T5Sizes):
+    if isinstance(sizes, T5ModelArgs):
         costs = [0.0, *[1.0] * sizes.enc_layers, 0.0, 0.0, *[4 / 3] * sizes.dec_layers, 0.0, head]
         num_layers = sizes.enc_layers + sizes.dec_layers
     else:
@@ -121,10 +127,12 @@ def bounds_of(sizes: Sizes, num_stages: int) -> list[int]:
         raise ValueError(
             f"--pipe-parallel-size must be at most the {num_layers} layers of the model, got {num_stages}. Lower it"
         )
-    return balanced_bounds(costs, num_stages)
+    return partition_balanced(costs, num_stages)
 
 
-def build(sizes: Sizes, place: Place, pipe: Group, *, dtype: torch.dtype, device: torch.device) -> Part:
+def build(
+    sizes: ModelArgs, place: ParallelContext, pipe: Group, *, dtype: torch.dtype, device: torch.device
+) -> ModelStage:
     """Return this rank's part of a model, its weights zero, of ``dtype`` and on ``device`` from the start.
 
     Raises:
@@ -139,7 +147,7 @@ def build(sizes: Sizes, place: Place, pipe: Group, *, dtype: torch.dtype, device
     finally:
         torch.set_default_dtype(usual)
     stages = [stage for stage in range(pipe.size) for _ in range(bounds[stage], bounds[stage + 1])]
-    return Part(module.eval(), sizes, place, module.units, stages, pipe, module.biases)
+    return ModelStage(module.eval(), sizes, place, module.units, stages, pipe, module.biases)
 
 
 # A model that generates, from a checkpoint of any layout in any layout.
@@ -156,7 +164,7 @@ def load(
     pipe: Group = SINGLE,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> Part:
+) -> ModelStage:
     """Return this rank's part of the model in ``checkpoint``, of which it reads just that part.
 
     Args:
@@ -170,7 +178,7 @@ def load(
     """
     sizes = _sizes(config)
     try:
-        part = build(sizes, Place(tensor), pipe, dtype=dtype, device=torch.device(device))
+        part = build(sizes, ParallelContext(tensor), pipe, dtype=dtype, device=torch.device(device))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     parameters = named_parameters(part.module)
@@ -180,7 +188,7 @@ def load(
     return part
 
 
-def _sizes(config: Config) -> Sizes:
+def _sizes(config: Config) -> ModelArgs:
     """Return the sizes of ``config`` without dropout and without more padding than the cut needs.
 
     Raises:
@@ -190,13 +198,13 @@ def _sizes(config: Config) -> Sizes:
     if family.kind not in WRITES:
         raise ConfigError(f"a {family.title} does not write text. Load one of {registry.titles(*WRITES)}")
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
-    sizes: Sizes = registry.load(config.family, "model").model_args(replace(config, model=model))
+    sizes: ModelArgs = registry.load(config.family, "model").model_args(replace(config, model=model))
     return sizes
 
 
 def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
     """Check that no weight would be left unread: the model would be another one."""
-    whole = build(_sizes(config), Place(), SINGLE, dtype=torch.float32, device=torch.device("meta"))
+    whole = build(_sizes(config), ParallelContext(), SINGLE, dtype=torch.float32, device=torch.device("meta"))
     own = {name for name, _ in named_parameters(whole.module)}
     others = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in own]
     if others:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.models.common.generation import Part, Rows
+from megatron.models.common.generation import ModelStage, Rows
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import vocab_range
 
@@ -20,7 +20,9 @@ NONE = -1
 """In place of a token where no logit is the largest, since one is not a number."""
 
 
-def likeliest(logits: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE) -> torch.Tensor:
+def vocab_parallel_argmax(
+    logits: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE
+) -> torch.Tensor:
     """Return the token with the largest logit in each row, the lowest of equals; ``NONE`` where a logit is NaN.
 
     Padded columns never win. Collective: two numbers for each row travel, and every rank gets the same tokens.
@@ -86,7 +88,7 @@ class Sampling:
     seed: int = 0
 
 
-def chooser(part: Part, sampling: Sampling | None, keys: Sequence[bytes]) -> Choose:
+def make_sampler(part: ModelStage, sampling: Sampling | None, keys: Sequence[bytes]) -> Choose:
     """Return the function that chooses; without ``sampling`` it takes the likeliest. It is collective over the tensor
     group of the last stage.
 
@@ -97,7 +99,7 @@ def chooser(part: Part, sampling: Sampling | None, keys: Sequence[bytes]) -> Cho
 
     def take(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
         how = {"vocab_size": sizes.vocab_size, "divisible_by": sizes.make_vocab_size_divisible_by, "group": group}
-        return likeliest(logits, **how)  # type: ignore[arg-type]
+        return vocab_parallel_argmax(logits, **how)  # type: ignore[arg-type]
 
     def draw(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
         assert sampling is not None

@@ -16,9 +16,9 @@ from megatron import log
 from megatron.errors import DataError
 from megatron.generate.decode import generate_gpt2, generate_t5, gpt2_limits, t5_limits
 from megatron.generate.sampling import Sampling, keys_of
-from megatron.models.common.generation import Part
+from megatron.models.common.generation import ModelStage
 from megatron.models.t5.data import T5Tokens
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import Tokenizer
 
@@ -151,7 +151,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Writer:
+class TextGenerator:
     """Answers prompts.
 
     Args:
@@ -162,7 +162,7 @@ class Writer:
         sampling: None: the likeliest token each time.
     """
 
-    part: Part
+    part: ModelStage
     prompts: Prompts
     data: Group = SINGLE
     batch_size: int = 8
@@ -201,7 +201,7 @@ class Writer:
     def _check(self, rows: list[list[int]]) -> None:
         """Check all rows at once: their numbers are then those of the user's prompts."""
         sizes = self.part.sizes
-        if isinstance(sizes, T5Sizes):
+        if isinstance(sizes, T5ModelArgs):
             t5_limits(sizes, rows, self.max_new_tokens)
         else:
             gpt2_limits(sizes, rows, self.max_new_tokens)
@@ -240,7 +240,7 @@ ROUND_S = 60.0
 """Ranks hear from the one that reads the lines so often: a person may take longer than ranks wait for each other."""
 
 
-def talk(writer: Writer, world: Group) -> None:
+def interactive(writer: TextGenerator, world: Group) -> None:
     """Answer each line of standard input on standard output, until it ends. Collective; rank 0 reads and writes.
 
     A line that cannot be answered is told, and the next one is read.
@@ -261,7 +261,7 @@ def _text(line: bytes) -> str:
         raise DataError(f"a line must be a text in UTF-8: {error}") from None
 
 
-def _answer(writer: Writer, text: str, *, is_teller: bool) -> None:
+def _answer(writer: TextGenerator, text: str, *, is_teller: bool) -> None:
     shown: list[str] = []
 
     def show(piece: str) -> None:

@@ -20,10 +20,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 
 from megatron import log
-from megatron.launch.attempt import BOARD_S, MEET_S, Attempt
+from megatron.launch.attempt import BOARD_S, MEET_S, RankGroup
 from megatron.launch.machine import threads_per_rank
 from megatron.launch.options import Options
-from megatron.launch.outcome import RESTARTED, Board, Restarts, settle
+from megatron.launch.outcome import RESTARTED, NodeBoard, Restarts, settle
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.launch.rendezvous import NodeRendezvous
 from megatron.training import failure
@@ -44,7 +44,7 @@ class LaunchAgent(SimpleElasticAgent):
         self._options, self._node, self._signals, self._folder = options, rendezvous, signals, folder
         self._progress = folder / "progress"
         self._restarts = Restarts(options.max_restarts, self._progress)
-        self._attempt: Attempt | None = None
+        self._attempt: RankGroup | None = None
         self._started = time.monotonic()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -55,8 +55,8 @@ class LaunchAgent(SimpleElasticAgent):
         place.mkdir()
         node = self._node
         store = cast(Store, worker_group.store)
-        self._board = Board(store, node.node_rank, node.num_nodes, self._signals)
-        self._attempt = Attempt(self._options, node.node_rank, self._board, self._signals, place)
+        self._board = NodeBoard(store, node.node_rank, node.num_nodes, self._signals)
+        self._attempt = RankGroup(self._options, node.node_rank, self._board, self._signals, place)
         self._signals.begin()
         pids = {
             worker.local_rank: self._attempt.start(
@@ -91,7 +91,7 @@ class LaunchAgent(SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         }
 
-    def _of_this_start(self) -> Attempt:
+    def _of_this_start(self) -> RankGroup:
         assert self._attempt is not None  # the elastic agent starts the ranks before it watches them
         return self._attempt
 

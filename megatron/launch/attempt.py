@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron import log
 from megatron.launch import processes
 from megatron.launch.options import Options
-from megatron.launch.outcome import Board, End, Exit, culprit, first_stuck
+from megatron.launch.outcome import End, Exit, NodeBoard, first_stuck, root_cause
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.training import failure
 
@@ -111,14 +111,14 @@ BOARD_S = 0.5
 MEET_S = 3.0
 
 
-class Attempt:
+class RankGroup:
     """The ranks of one start on this node.
 
     Args:
         folder: of this start alone.
     """
 
-    def __init__(self, options: Options, node_rank: int, board: Board, signals: Signals, folder: Path) -> None:
+    def __init__(self, options: Options, node_rank: int, board: NodeBoard, signals: Signals, folder: Path) -> None:
         self._options, self._node_rank, self._board, self._signals = options, node_rank, board, signals
         self.failure_file = folder / "failure"
         self.ranks: list[processes.RankProcess] = []
@@ -265,7 +265,7 @@ class Attempt:
         return self._settle()
 
     def _settle(self) -> int:
-        self._board.tell_failed(culprit(self._exits) or first_stuck(self._exits))
+        self._board.tell_failed(root_cause(self._exits) or first_stuck(self._exits))
         self._leave()
         end = time.monotonic() + MEET_S
         while not self._board.all_left() and time.monotonic() < end and not self._signals.is_ended:
@@ -274,7 +274,7 @@ class Attempt:
         return 4 if self._verdict is None else self._verdict.job_code
 
     def _culprit(self) -> Exit | None:
-        return culprit([*self._exits, *self._board.verdicts()])
+        return root_cause([*self._exits, *self._board.verdicts()])
 
     def _write_failure(self, verdict: Exit | None) -> None:
         """Put the failure file in place in one step."""

@@ -109,7 +109,7 @@ class Exit:
         return f"{alike}{who} with exit code {self.status}{at}"
 
 
-def culprit(exits: Collection[Exit]) -> Exit | None:
+def root_cause(exits: Collection[Exit]) -> Exit | None:
     """Return the rank that caused the end, or None if no rank ended of itself."""
     own = [one for one in exits if not one.is_consequence]
     if not own:
@@ -152,7 +152,7 @@ POLL_S = 0.05
 T = TypeVar("T")
 
 
-class Board:
+class NodeBoard:
     """One node's view of the table above; with one node there is nobody to tell.
 
     Waiting ends at the latest with a second signal.

@@ -15,25 +15,26 @@ from megatron.models.mpt.config import MptConfig as MptConfig
 from megatron.models.registry import costs_of as costs_of
 from megatron.models.registry import register as register
 from megatron.models.t5.config import T5Config as T5Config
+from tds.deprecated_paths import find_moved
 
 _HOME = {
     "BertModel": "megatron.models.bert.model",
-    "BertSizes": "megatron.models.bert.model",
-    "bert_sizes_from": "megatron.models.bert.model",
+    "BertModelArgs": "megatron.models.bert.model",
+    "bert_model_args_from": "megatron.models.bert.model",
     "GPT2Model": "megatron.models.common.decoder",
     "T5Model": "megatron.models.t5.model",
     "LlamaModel": "megatron.models.llama.model",
     "MptModel": "megatron.models.mpt.model",
-    "Sizes": "megatron.models.common.decoder_cost",
-    "T5Sizes": "megatron.models.t5.layers",
-    "LlamaSizes": "megatron.models.llama.model",
-    "MptSizes": "megatron.models.mpt.model",
-    "Place": "megatron.models.common.model_args",
+    "ModelArgs": "megatron.models.common.model_args",
+    "T5ModelArgs": "megatron.models.t5.layers",
+    "LlamaModelArgs": "megatron.models.llama.model",
+    "MptModelArgs": "megatron.models.mpt.model",
+    "ParallelContext": "megatron.models.common.model_args",
     "recompute_switches": "megatron.models.common.transformer",
-    "sizes_from": "megatron.models.common.model_args",
-    "t5_sizes_from": "megatron.models.t5.model",
-    "llama_sizes_from": "megatron.models.llama.model",
-    "mpt_sizes_from": "megatron.models.mpt.model",
+    "model_args_from": "megatron.models.common.model_args",
+    "t5_model_args_from": "megatron.models.t5.model",
+    "llama_model_args_from": "megatron.models.llama.model",
+    "mpt_model_args_from": "megatron.models.mpt.model",
     "GPT2ModelPipe": "megatron.models.common.pipeline",
     "T5ModelPipe": "megatron.models.t5.pipeline",
     "BertModelPipe": "megatron.models.bert.pipeline",
@@ -43,7 +44,26 @@ _HOME = {
 }
 
 
+_FORMER = {
+    "BertSizes": "megatron.models.bert.model.BertModelArgs",
+    "LlamaSizes": "megatron.models.llama.model.LlamaModelArgs",
+    "MptSizes": "megatron.models.mpt.model.MptModelArgs",
+    "Place": "megatron.models.common.model_args.ParallelContext",
+    "Sizes": "megatron.models.common.model_args.ModelArgs",
+    "T5Sizes": "megatron.models.t5.layers.T5ModelArgs",
+    "bert_sizes_from": "megatron.models.bert.model.bert_model_args_from",
+    "llama_sizes_from": "megatron.models.llama.model.llama_model_args_from",
+    "mpt_sizes_from": "megatron.models.mpt.model.mpt_model_args_from",
+    "sizes_from": "megatron.models.common.model_args.model_args_from",
+    "t5_sizes_from": "megatron.models.t5.model.t5_model_args_from",
+}
+"""Names that were here -> what they are now, for one release."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        home, _, new = _FORMER[name].rpartition(".")
+        return find_moved(__name__, name, (f"{home}:{name}={new}",))
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

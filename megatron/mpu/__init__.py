@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from tds.deprecated_paths import find_moved
+
 _HOMES = {
     "megatron.mpu.topology": (
         "Topology",
@@ -27,7 +29,7 @@ _HOMES = {
         "set_partial",
         "is_partial",
         "global_norm",
-        "counts_here",
+        "is_counted_in_norm",
     ),
     "megatron.mpu.mappings": (
         "copy_to_tensor_region",
@@ -50,9 +52,9 @@ _HOMES = {
     "megatron.mpu.cross_entropy": ("vocab_parallel_cross_entropy",),
     "megatron.mpu.random": (
         "DropoutStreams",
-        "Position",
+        "DropoutKey",
         "checkpoint",
-        "CountedDropout",
+        "PhiloxDropout",
     ),
     "tds.gradients": ("clip_coefficient",),
     "megatron.mpu.initialize": (
@@ -82,9 +84,18 @@ _HOMES = {
     ),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
+_FORMER = {
+    "CountedDropout": "megatron.mpu.random.PhiloxDropout",
+    "Position": "megatron.mpu.random.DropoutKey",
+    "counts_here": "megatron.mpu.shard.is_counted_in_norm",
+}
+"""Names that were here -> what they are now, for one release."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        home, _, new = _FORMER[name].rpartition(".")
+        return find_moved(__name__, name, (f"{home}:{name}={new}",))
     if name not in _HOME:
         raise AttributeError(f"module 'megatron.mpu' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -31,7 +31,7 @@ from megatron.torch_compat import all_gather_single
 
 
 @dataclass(frozen=True)
-class Keeping:
+class ActivationOffload:
     """How inputs wait. ``group``: the tensor ranks, which hold the same inputs and may hold a part each."""
 
     is_partitioned: bool = False
@@ -45,7 +45,7 @@ class Keeping:
         return not (self.is_on_host or self.is_contiguous or (self.is_partitioned and self.group.size > 1))
 
 
-class Keeper:
+class ActivationStorage:
     """Puts the inputs of recomputed runs of layers away, each once, and brings them back.
 
     Args:
@@ -53,7 +53,7 @@ class Keeper:
             what a forward hands to all its runs, such as the encoder's output. Asked at the first forward.
     """
 
-    def __init__(self, how: Keeping, slots: Callable[[], tuple[int, int]] = lambda: (1, 1)) -> None:
+    def __init__(self, how: ActivationOffload, slots: Callable[[], tuple[int, int]] = lambda: (1, 1)) -> None:
         self.how = how
         self._slots = slots
         self._buffers: dict[tuple[int, torch.dtype, bool], _Buffer] = {}
@@ -123,7 +123,7 @@ class _Kept:
     """One tensor while it waits."""
 
     def __init__(
-        self, x: torch.Tensor, how: Keeping, find_room: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]
+        self, x: torch.Tensor, how: ActivationOffload, find_room: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]
     ) -> None:
         self.how, self.shape, self.device = how, x.shape, x.device
         part = self._own_part(x.detach())

@@ -11,14 +11,14 @@ from torch import nn
 
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.mappings import (
-    Underway,
+    AsyncHandle,
     enter_tensor_region,
     gather_from_sequence_region,
     gather_from_tensor_region,
     leave_tensor_region,
+    start_all_gather,
     start_all_reduce,
-    start_joining,
-    start_summing_parts,
+    start_reduce_scatter,
 )
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 
@@ -143,7 +143,7 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         of_x, of_weights, of_biases = _needed(ctx.needs_input_grad, len(weights))
-        joining = start_joining(x, ctx.group) if ctx.sequence_parallel and any(of_weights) else None
+        joining = start_all_gather(x, ctx.group) if ctx.sequence_parallel and any(of_weights) else None
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, output_size/t] each
         summing = _start_sum(ctx, x, rows, weights) if of_x else None
         whole = x if joining is None else joining.wait()
@@ -170,13 +170,13 @@ def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -
     return rows.t().mm(inputs) if is_whole else inputs.t().mm(rows).t()
 
 
-def _start_sum(ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Underway:
+def _start_sum(ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> AsyncHandle:
     """Compute this rank's summand of the input's gradient, and start its sum."""
     summand = rows[0].mm(weights[0])
     for each, weight in zip(rows[1:], weights[1:], strict=True):
         summand += each.mm(weight)
     if ctx.sequence_parallel:
-        return start_summing_parts(summand.view(ctx.group.size * x.shape[0], *x.shape[1:]), ctx.group)
+        return start_reduce_scatter(summand.view(ctx.group.size * x.shape[0], *x.shape[1:]), ctx.group)
     return start_all_reduce(summand.view(x.shape), ctx.group)
 
 

@@ -84,7 +84,7 @@ def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> to
 
 
 @dataclass
-class Underway:
+class AsyncHandle:
     """A tensor that a collective is filling; ``wait`` returns it once it is there."""
 
     tensor: torch.Tensor
@@ -97,19 +97,19 @@ class Underway:
         return self.tensor
 
 
-def start_all_reduce(x: torch.Tensor, group: Group) -> Underway:
+def start_all_reduce(x: torch.Tensor, group: Group) -> AsyncHandle:
     """Start the sum of ``x`` over ``group``, in place."""
-    return Underway(x, dist.all_reduce(x, group=group.handle, async_op=True), x)
+    return AsyncHandle(x, dist.all_reduce(x, group=group.handle, async_op=True), x)
 
 
-def start_joining(x: torch.Tensor, group: Group) -> Underway:
+def start_all_gather(x: torch.Tensor, group: Group) -> AsyncHandle:
     """Start to join the parts of all ranks along the first dimension."""
     x = x.contiguous()
     whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    return Underway(whole, all_gather_single(whole, x, group=group.handle, async_op=True), x)
+    return AsyncHandle(whole, all_gather_single(whole, x, group=group.handle, async_op=True), x)
 
 
-def start_summing_parts(x: torch.Tensor, group: Group) -> Underway:
+def start_reduce_scatter(x: torch.Tensor, group: Group) -> AsyncHandle:
     """Start the sum of ``x`` over ``group``, of which each rank gets its part along the first dimension.
 
     Raises:
@@ -117,7 +117,7 @@ def start_summing_parts(x: torch.Tensor, group: Group) -> Underway:
     """
     part = _room_for_part(x, group)
     x = x.contiguous()
-    return Underway(part, reduce_scatter_single(part, x, group=group.handle, async_op=True), x)
+    return AsyncHandle(part, reduce_scatter_single(part, x, group=group.handle, async_op=True), x)
 
 
 def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:

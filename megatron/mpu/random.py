@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron.device import default_generator
-from megatron.mpu.activation_storage import Keeper
+from megatron.mpu.activation_storage import ActivationStorage
 from megatron.mpu.groups import SINGLE, Group
 
 # Dropout from keyed generators: nothing to save, nothing to restore, the same in the recomputed forward.
@@ -26,7 +26,7 @@ from megatron.mpu.groups import SINGLE, Group
 
 
 @dataclass(frozen=True)
-class Position:
+class DropoutKey:
     """Which forward pass this is: the optimizer step and the micro-batch within it, both from 0.
 
     ``num_micro_batches`` is how many the step has on each replica; streams that know no samples do not look at it.
@@ -50,10 +50,10 @@ class DropoutStreams:
         self.seed = seed
         self.data_rank = data.rank
         self.tensor_rank = tensor.rank
-        self.position = Position()
+        self.position = DropoutKey()
 
     @contextmanager
-    def at(self, position: Position) -> Iterator[None]:
+    def at(self, position: DropoutKey) -> Iterator[None]:
         """Draw masks as of ``position`` inside the ``with`` block: what a recomputed forward needs."""
         kept, self.position = self.position, position
         try:
@@ -136,7 +136,9 @@ class DropoutStreams:
             return function(dropout=probability)
 
 
-def checkpoint(streams: DropoutStreams, function: Callable[..., Any], *args: Any, keeper: Keeper | None = None) -> Any:
+def checkpoint(
+    streams: DropoutStreams, function: Callable[..., Any], *args: Any, keeper: ActivationStorage | None = None
+) -> Any:
     """Run ``function(*args)`` without keeping its activations; backward runs it again with the same dropout masks.
 
     Args:
@@ -222,7 +224,7 @@ BLOCK = {"cpu": 2**14, "cuda": 2**24}
 """Counters that are worked on at a time: on a CPU as many as its caches hold, elsewhere few enough for its memory."""
 
 
-class CountedDropout(DropoutStreams):
+class PhiloxDropout(DropoutStreams):
     """The source of all dropout masks of one rank, in any layout.
 
     Args:

@@ -75,7 +75,7 @@ def is_partial(parameter: torch.Tensor) -> bool:
 def empty_weight(shape: tuple[int, ...], shard: Shard) -> torch.nn.Parameter:
     """Return a weight without values yet, marked so that ``megatron.models.common.parameters`` fills it by its name."""
     parameter = set_shard(torch.nn.Parameter(torch.zeros(shape)), shard)
-    parameter.is_unset = True  # type: ignore[attr-defined]
+    parameter.is_uninitialized = True  # type: ignore[attr-defined]
     return parameter
 
 
@@ -99,20 +99,20 @@ def shard_of(parameter: torch.Tensor) -> Shard:
 # Weights without values, which take no memory until they are filled, in a model that is being built.
 
 
-def is_unset(parameter: torch.Tensor) -> bool:
+def is_uninitialized(parameter: torch.Tensor) -> bool:
     """Return whether ``empty_weight`` made ``parameter`` and nothing has filled it."""
-    return bool(getattr(parameter, "is_unset", False))
+    return bool(getattr(parameter, "is_uninitialized", False))
 
 
 @contextmanager
-def without_memory() -> Iterator[None]:
-    """Let every unset weight keep its shape alone from the moment that a module gets it; ``give_memory`` ends that.
+def init_empty_weights() -> Iterator[None]:
+    """Let every unset weight keep its shape alone from the moment that a module gets it; ``materialize`` ends that.
 
     Until then it reads as zeros, and what writes to it gets torch's error of a single memory location.
     """
 
     def drop(module: nn.Module, name: str, parameter: Any) -> None:
-        if parameter is not None and is_unset(parameter):
+        if parameter is not None and is_uninitialized(parameter):
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
     hook = register_module_parameter_registration_hook(drop)
@@ -122,13 +122,13 @@ def without_memory() -> Iterator[None]:
         hook.remove()
 
 
-def give_memory(parameter: torch.Tensor) -> None:
+def materialize(parameter: torch.Tensor) -> None:
     """Let an unset ``parameter`` have memory of its own, of zeros, if it has none."""
     if parameter.untyped_storage().nbytes() < parameter.nbytes:
         parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def counts_here(parameter: torch.Tensor, tensor_rank: int) -> bool:
+def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
     """Return whether this rank counts ``parameter`` in sums over the replica.
 
     A parameter cut over the tensor group counts on every rank, for each holds other elements; one that all hold

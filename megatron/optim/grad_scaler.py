@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class LossScaler:
+class GradScaler:
     """Doubles after ``window`` good steps; the overflow number ``hysteresis`` halves it, and each one after that.
 
     A good window makes the hysteresis whole again, halving does not: the rule of DeepSpeed (``consecutive_hysteresis``

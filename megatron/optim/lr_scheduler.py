@@ -12,7 +12,7 @@ from megatron.optim.optimizer import MixedPrecisionOptimizer
 
 
 @dataclass(frozen=True)
-class LearningRate:
+class LRScheduler:
     """Warm-up from 0 to ``lr``, then a decay that reaches ``min_lr`` at the last update, then ``min_lr``.
 
     | style | after the warm-up of W updates; u from 0 to 1, n the number of the update from 1 |
@@ -69,24 +69,24 @@ class LearningRate:
         return _DECAYS[self.style](self, progress)
 
 
-def _linear(rate: LearningRate, u: float) -> float:
+def _linear(rate: LRScheduler, u: float) -> float:
     return rate.lr + (rate.min_lr - rate.lr) * u
 
 
-def _cosine(rate: LearningRate, u: float) -> float:
+def _cosine(rate: LRScheduler, u: float) -> float:
     return rate.min_lr + (rate.lr - rate.min_lr) * (1.0 + math.cos(math.pi * u)) / 2.0
 
 
-def _exponential(rate: LearningRate, u: float) -> float:
+def _exponential(rate: LRScheduler, u: float) -> float:
     return rate.lr * (rate.min_lr / rate.lr) ** u
 
 
-def _wsd(rate: LearningRate, u: float) -> float:
+def _wsd(rate: LRScheduler, u: float) -> float:
     start = 1.0 - rate.wsd_decay_fraction
     return rate.lr if u <= start else _linear(rate, (u - start) / rate.wsd_decay_fraction)
 
 
-_DECAYS: dict[str, Callable[[LearningRate, float], float]] = {
+_DECAYS: dict[str, Callable[[LRScheduler, float], float]] = {
     "constant": lambda rate, u: rate.lr,
     "linear": _linear,
     "cosine": _cosine,

@@ -13,7 +13,16 @@ import torch
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.shard import Shard, is_partial, set_shard, shard_of
-from megatron.optim.zero.partition import NOTHING, Arrival, Cut, Offload, Piece, buckets, cut_of, gather
+from megatron.optim.zero.partition import (
+    NOTHING,
+    OffloadConfig,
+    ParamInit,
+    ParamPartition,
+    Piece,
+    buckets,
+    gather,
+    partition_of,
+)
 from tds.gradients import Bucket, BucketOrder, Flight_flight, fly_flight, multiply
 
 # The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either.
@@ -22,7 +31,7 @@ WIDE = (torch.float32, torch.float64)
 """Types in which a parameter is its own master."""
 
 
-class Masters:
+class MainParams:
     """The masters of this replica's parameters.
 
     | precision | ZeRO 0 | ZeRO 1, 2 | ZeRO 3 |
@@ -44,8 +53,8 @@ class Masters:
         data: Group = SINGLE,
         *,
         zero_stage: int = 0,
-        offload: Offload = NOTHING,
-        arrival: Arrival | None = None,
+        offload: OffloadConfig = NOTHING,
+        arrival: ParamInit | None = None,
     ) -> None:
         self.data_group = data
         self.offload = offload
@@ -53,14 +62,14 @@ class Masters:
         self.homes: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._is_cut = zero_stage > 0 and (data.size > 1 or offload.parameters)
         self._has_homes = zero_stage == 3 and self._is_cut
-        self._cuts: dict[torch.nn.Parameter, Cut] = {}
+        self._cuts: dict[torch.nn.Parameter, ParamPartition] = {}
         self._arrival = arrival if self._has_homes else None
         self._are_away = self._arrival is not None
 
     def adopt(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
         """Let ``parameter`` have ``dtype`` from now on and return its master."""
         is_wide = dtype in WIDE
-        cut = cut_of(parameter, self.data_group.size) if self._is_cut else None
+        cut = partition_of(parameter, self.data_group.size) if self._is_cut else None
         if self._arrival is not None:
             self._arrival.come(parameter, is_cut=cut is not None)
         if is_wide:
@@ -79,7 +88,7 @@ class Masters:
         """Return whether each replica has a part of ``parameter`` only."""
         return parameter in self._cuts
 
-    def cut(self, parameter: torch.nn.Parameter) -> Cut | None:
+    def cut(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
         """Return how ``parameter`` is cut over the replicas; None where all have the whole of it."""
         return self._cuts.get(parameter)
 
@@ -129,7 +138,7 @@ class Masters:
                 view.copy_(master.data)
                 master.data = view
 
-    def _make(self, parameter: torch.nn.Parameter, cut: Cut | None, is_wide: bool) -> torch.nn.Parameter:
+    def _make(self, parameter: torch.nn.Parameter, cut: ParamPartition | None, is_wide: bool) -> torch.nn.Parameter:
         shard, part = shard_of(parameter), parameter.detach()
         if cut is not None:
             self._cuts[parameter] = cut
@@ -142,14 +151,14 @@ class Masters:
             part = part.clone(memory_format=torch.contiguous_format)
         return set_shard(torch.nn.Parameter(part), shard)
 
-    def _home(self, parameter: torch.nn.Parameter, cut: Cut, is_wide: bool) -> torch.Tensor:
+    def _home(self, parameter: torch.nn.Parameter, cut: ParamPartition, is_wide: bool) -> torch.Tensor:
         """Return the part of the weight that this replica keeps: the master itself, where it may be that."""
         if is_wide and self.offload.parameters == self.offload.optimizer:
             return self.of[parameter].detach()
         part = self._own_part(parameter, cut)
         return self.offload.copy(part) if self.offload.parameters else part.clone(memory_format=torch.contiguous_format)
 
-    def _own_part(self, parameter: torch.nn.Parameter, cut: Cut) -> torch.Tensor:
+    def _own_part(self, parameter: torch.nn.Parameter, cut: ParamPartition) -> torch.Tensor:
         """Return this replica's part of ``parameter``, where that is trained."""
         part = cut.part(parameter.detach(), self.data_group.rank)
         return part if self._arrival is None else part.to(self._arrival.device)
@@ -181,7 +190,7 @@ class Gradients(Protocol):
     def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return what of it lies where the master does, in one run of memory."""
 
-    def counts_here(self, parameter: torch.nn.Parameter) -> bool:
+    def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether this replica counts it in sums over ``holders``."""
 
     def begin_last_backward(self) -> None:
@@ -197,7 +206,7 @@ class Gradients(Protocol):
         """Forget all of them."""
 
 
-class WholeGradients:
+class MainGradients:
     """Gradients that each replica holds whole: ZeRO 0 and 1.
 
     Those of 16-bit parameters are added up in fp32 and freed at once, others are where autograd leaves them.
@@ -205,7 +214,7 @@ class WholeGradients:
 
     holders, are_summed = SINGLE, False
 
-    def __init__(self, masters: Masters) -> None:
+    def __init__(self, masters: MainParams) -> None:
         self._masters = masters
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
@@ -228,7 +237,7 @@ class WholeGradients:
     def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return self._masters.part(parameter, self.of(parameter))
 
-    def counts_here(self, parameter: torch.nn.Parameter) -> bool:
+    def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
         return True
 
     def begin_last_backward(self) -> None:
@@ -306,12 +315,12 @@ class EngineGradients:
 # would be sent half made, and is refused.
 
 
-class OverlappedGradients(WholeGradients):
-    """``WholeGradients`` that are summed over the replicas by themselves."""
+class OverlappedMainGradients(MainGradients):
+    """``MainGradients`` that are summed over the replicas by themselves."""
 
     are_summed = True
 
-    def __init__(self, masters: Masters) -> None:
+    def __init__(self, masters: MainParams) -> None:
         super().__init__(masters)
         self._group = masters.data_group.handle
         self._order = BucketOrder(self._group)
@@ -380,7 +389,7 @@ class OverlappedGradients(WholeGradients):
 # Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 
 
-class PartialGradients:
+class SequenceParallelGradients:
     """The parameters of one rank whose gradients are summands, and whether they have been summed.
 
     Args:

@@ -10,19 +10,19 @@ import torch
 
 from megatron.errors import NumericsError
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.shard import Shard, counts_here, global_norm, shard_of
-from megatron.optim.grad_scaler import LossScaler
+from megatron.mpu.shard import Shard, global_norm, is_counted_in_norm, shard_of
+from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.main_params import (
     EngineGradients,
     Gradients,
-    Masters,
-    OverlappedGradients,
-    PartialGradients,
-    WholeGradients,
+    MainGradients,
+    MainParams,
+    OverlappedMainGradients,
+    SequenceParallelGradients,
 )
-from megatron.optim.zero.partition import NOTHING, Arrival, Offload
-from megatron.optim.zero.stage2 import GradientParts
-from megatron.optim.zero.stage3 import WeightUnits
+from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
+from megatron.optim.zero.stage2 import PartitionedGradients
+from megatron.optim.zero.stage3 import ParamUnits
 from tds.gradients import clip_coefficient
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
@@ -33,7 +33,7 @@ class Holder(Protocol):
 
     param_groups: list[dict[str, Any]]
     inner: torch.optim.Optimizer
-    scaler: LossScaler
+    scaler: GradScaler
 
 
 def state_of(optimizer: Holder) -> dict[str, Any]:
@@ -138,17 +138,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         *,
         dtype: torch.dtype = torch.float32,
         clip_grad: float = 0.0,
-        scaler: LossScaler | None = None,
+        scaler: GradScaler | None = None,
         model: Group = SINGLE,
         tensor: Group = SINGLE,
         data: Group = SINGLE,
         zero_stage: int = 0,
         overlaps_sums: bool = False,
-        offload: Offload = NOTHING,
-        arrival: Arrival | None = None,
+        offload: OffloadConfig = NOTHING,
+        arrival: ParamInit | None = None,
     ) -> None:
         self.clip_grad = clip_grad
-        self.scaler = scaler or LossScaler()
+        self.scaler = scaler or GradScaler()
         self.model_group, self.tensor_group = model, tensor
         self.gradient_factor = 1.0
         self.raw_norm: float | None = None
@@ -156,10 +156,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.judge: Callable[[float], bool] | None = None
         self.was_refused = False
         self._global_grad_norm = 0.0
-        self._masters = Masters(data, zero_stage=zero_stage, offload=offload, arrival=arrival)
+        self._masters = MainParams(data, zero_stage=zero_stage, offload=offload, arrival=arrival)
         self._gradients: Gradients = _kind_of_gradients(zero_stage, data, overlaps_sums)(self._masters)
-        self._partial = PartialGradients(tensor)
-        self._units: WeightUnits | None = None
+        self._partial = SequenceParallelGradients(tensor)
+        self._units: ParamUnits | None = None
         masters = [{**group, "params": [self._adopt(p, dtype) for p in group["params"]]} for group in groups]
         self.inner = build(masters)
         super().__init__(self.inner.param_groups, {})
@@ -186,7 +186,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether this rank writes its master of ``parameter``, or a frozen one, into a checkpoint."""
         is_writer = self._masters.data_group.rank == 0 or self._masters.is_cut(parameter)
-        return is_writer and counts_here(parameter, self.tensor_group.rank)
+        return is_writer and is_counted_in_norm(parameter, self.tensor_group.rank)
 
     def kept(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return what this rank keeps of ``parameter`` between two passes: with ZeRO 3 its part."""
@@ -221,7 +221,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def cut_weights(self, module: torch.nn.Module) -> None:
         """With ZeRO 3 keep parts of the weights of ``module`` from now on, and gather the rest where it is needed."""
         if self._masters.homes and self._units is None:
-            self._units = WeightUnits(module, self._masters.send_away(), self._masters.data_group)
+            self._units = ParamUnits(module, self._masters.send_away(), self._masters.data_group)
 
     def begin_last_backward(self) -> None:
         """Take note that the next backward is the last of the step: sums over the replicas may start in it.
@@ -339,8 +339,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def counted_gradients(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return the (parameter, gradient) pairs that this rank counts in sums over the model and the holders."""
-        rank, counts = self.tensor_group.rank, self._gradients.counts_here
-        return [(p, g) for p, g in self.gradients() if counts_here(p, rank) and counts(p)]
+        rank, counts = self.tensor_group.rank, self._gradients.is_counted_in_norm
+        return [(p, g) for p, g in self.gradients() if is_counted_in_norm(p, rank) and counts(p)]
 
     def norm_of_sums(self) -> torch.Tensor:
         """Return the norm of the summed gradients as they lie, with loss scale and without ``gradient_factor``.
@@ -393,7 +393,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self._masters.offload.copies(gradients)
 
 
-def _kind_of_gradients(zero_stage: int, data: Group, overlaps_sums: bool) -> Callable[[Masters], Gradients]:
+def _kind_of_gradients(zero_stage: int, data: Group, overlaps_sums: bool) -> Callable[[MainParams], Gradients]:
     if zero_stage > 1 and data.size > 1:
-        return GradientParts
-    return OverlappedGradients if overlaps_sums and data.size > 1 else WholeGradients
+        return PartitionedGradients
+    return OverlappedMainGradients if overlaps_sums and data.size > 1 else MainGradients

@@ -10,7 +10,7 @@ Adafactor moves a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` in u
 1; n is the number of the update, and the mean squares forget at ``1 - n^-0.8``. Of T5's recipe that is all but the
 relative step, which is off: the learning rate is the one given, by any schedule, and not ``1 / sqrt(n)`` by itself.
 T5's own run has no weight decay and no clipping of the global norm, and an lr that never exceeds ``1 / sqrt(n)``
-(``LearningRate``, inverse-square-root); with a larger lr torch's bound ``1 / sqrt(n)`` acts.
+(``LRScheduler``, inverse-square-root); with a larger lr torch's bound ``1 / sqrt(n)`` acts.
 
 Source: Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5; Raffel et al. 2020, section 3.1.2.
 """
@@ -25,9 +25,9 @@ import torch
 from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import shard_of
-from megatron.optim.grad_scaler import LossScaler
+from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.optimizer import MixedPrecisionOptimizer
-from megatron.optim.zero.partition import NOTHING, Arrival, Offload
+from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 MATRIX_EPS, VECTOR_EPS, LEAST_WEIGHT = 2e-19, 1e-8, 1e-3
@@ -63,15 +63,15 @@ def build_optimizer(
     epsilon: float = 1e-8,
     dtype: torch.dtype = torch.float32,
     clip_grad: float = 0.0,
-    scaler: LossScaler | None = None,
+    scaler: GradScaler | None = None,
     model: Group = SINGLE,
     tensor: Group = SINGLE,
     data: Group = SINGLE,
     zero_stage: int = 0,
     overlaps_sums: bool = False,
-    offload: Offload = NOTHING,
+    offload: OffloadConfig = NOTHING,
     adam: Callable[..., torch.optim.Optimizer] | None = None,
-    arrival: Arrival | None = None,
+    arrival: ParamInit | None = None,
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer``.
 

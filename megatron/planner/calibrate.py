@@ -21,9 +21,9 @@ import torch
 
 from megatron import device
 from megatron.models.common.memory import peak_flops
-from megatron.planner.layer_benchmarks import Timed, slowest, timed, with_pieces
+from megatron.planner.layer_benchmarks import LayerTimings, slowest, timed, with_pieces
 from megatron.planner.machine import Link, Machine
-from megatron.planner.microbenchmarks import ROUND_S, SIZES, Pace, Rates, link_of, rates_of, update_rate_of_host
+from megatron.planner.microbenchmarks import ROUND_S, SIZES, Rates, TimingBudget, link_of, rates_of, update_rate_of_host
 from megatron.planner.spawn_ranks import Rank, Tell, run_ranks
 
 DEADLINE_S = 300.0
@@ -32,7 +32,7 @@ BUSY = 0.5
 
 
 @dataclass(frozen=True)
-class Found:
+class MeasuredMachine:
     """What one rank measured; no link where there is no other rank. ``reserved``: bytes that training cannot have."""
 
     rates: Rates
@@ -41,7 +41,7 @@ class Found:
     reserved: int
     host_update: float
     name: str
-    models: tuple[Timed, ...] = ()
+    models: tuple[LayerTimings, ...] = ()
 
 
 def calibrate(
@@ -49,7 +49,7 @@ def calibrate(
     kind: str = "auto",
     *,
     tell: Tell = lambda text: None,
-    pace: Pace = Pace(),  # noqa: B008 - frozen
+    pace: TimingBudget = TimingBudget(),  # noqa: B008 - frozen
     sizes: Sequence[int] = SIZES,
     round_s: float = ROUND_S,
     threads: int | None = None,
@@ -80,7 +80,9 @@ def calibrate(
         pace = replace(pace, ranks_per_core=max(1.0, ranks * (threads or 1) / len(os.sched_getaffinity(0))))
     backend = device.backend(kind) if ranks > 1 else ""
     run = functools.partial(run_ranks, deadline_s=DEADLINE_S, tell=tell, threads=threads)
-    found: list[Found] = run(ranks, _measure, dtypes_of(kind), pace, tuple(sizes), round_s, kind=kind, backend=backend)
+    found: list[MeasuredMachine] = run(
+        ranks, _measure, dtypes_of(kind), pace, tuple(sizes), round_s, kind=kind, backend=backend
+    )
     link = found[0].link
     if link is None:  # two processes of the host stand in
         link = run(2, link_of, tuple(sizes), round_s)[0]
@@ -95,7 +97,7 @@ def dtypes_of(kind: str) -> tuple[str, ...]:
     return (first, *(dtype for dtype in ("fp32", "bf16", "fp16") if dtype != first and _can(kind, dtype)))
 
 
-def joined(found: Sequence[Found], link: Link, kind: str, load: float = 0.0) -> Machine:
+def joined(found: Sequence[MeasuredMachine], link: Link, kind: str, load: float = 0.0) -> Machine:
     """Return the machine of what its ranks measured at once: of each rate the slowest rank's.
 
     Args:
@@ -136,7 +138,9 @@ def _notes(ranks: int, load: float, has_sheet: bool) -> Iterator[str]:
         yield "peak_flops is what the fastest products reached."
 
 
-def _measure(rank: Rank, dtypes: tuple[str, ...], pace: Pace, sizes: Sequence[int], round_s: float) -> Found:
+def _measure(
+    rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, sizes: Sequence[int], round_s: float
+) -> MeasuredMachine:
     """Return what this rank finds while the others look too. Collective."""
     if rank.kind == "cpu":
         device.keep_freed_memory()  # as trainings do
@@ -144,7 +148,7 @@ def _measure(rank: Rank, dtypes: tuple[str, ...], pace: Pace, sizes: Sequence[in
     models = timed(rank, dtypes, pace)
     rates = rates_of(rank, dtypes, pace)
     host_update = rates.update if rank.kind == "cpu" else update_rate_of_host(pace)
-    return Found(rates, link, *_memory(rank), host_update, device.name(rank.kind), tuple(models))
+    return MeasuredMachine(rates, link, *_memory(rank), host_update, device.name(rank.kind), tuple(models))
 
 
 def _memory(rank: Rank) -> tuple[int, int]:

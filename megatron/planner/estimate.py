@@ -18,7 +18,7 @@ from megatron.models.common.cost import Costs
 from megatron.planner.layout import SPLITTING, Layout
 from megatron.planner.machine import Machine
 from megatron.planner.time_model import Clock, Messages, Seconds, Traffic, total
-from tds.partition import pieces_on
+from tds.partition import chunks_on
 from tds.schedule.simulate import bubble, share_split
 
 SPLIT_PRICE = 0.10
@@ -172,7 +172,7 @@ class Planner:
             pieces = [own + more for own, more in zip(pieces, self._splitting(layout, bounds, units), strict=True)]
         idle = self.machine.idle(bubble(p, m, layout.schedule, layout.chunks, pieces))
         running = m * sum(pieces) / (p * (1 - idle))
-        stages = [pieces_on(bounds, p, stage) for stage in range(p)]
+        stages = [chunks_on(bounds, p, stage) for stage in range(p)]
         tensor = max((total(sums, own) for own in stages), key=lambda sent: sent.seconds).times(m)
         last_backward = min(sum(units[n].backward for a, b in own for n in range(a, b)) for own in stages)
         across, waits = self._messages.across(layout, bounds, min(pieces))

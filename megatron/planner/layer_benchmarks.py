@@ -15,14 +15,14 @@ import torch.distributed as dist
 from megatron import device
 from megatron.arguments import parse
 from megatron.config import Config
-from megatron.models import Place, registry
+from megatron.models import ParallelContext, registry
 from megatron.models.common.memory import State
 from megatron.models.registry import FAMILIES, build_model, load
 from megatron.mpu.groups import SINGLE, Group
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import CUT, Machine, Sample, Tempos, fitted, slowdown
-from megatron.planner.microbenchmarks import Pace
+from megatron.planner.microbenchmarks import TimingBudget
 from megatron.planner.spawn_ranks import Rank
 from megatron.planner.time_model import Clock, Messages, Parts, Traffic
 
@@ -58,7 +58,7 @@ def config_of(family: str, dtype: str, shape: Shape) -> Config:
 
 def build(config: Config, place: torch.device, group: Group = SINGLE) -> torch.nn.Module:
     """Return the model with random weights, cut over the ranks of ``group``."""
-    built = build_model(config, Place(group))
+    built = build_model(config, ParallelContext(group))
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     module: torch.nn.Module = built.to(place)
@@ -117,7 +117,7 @@ TOUCHED = 2**29
 
 
 @dataclass(frozen=True)
-class Timed:
+class LayerTimings:
     """A model of one layer: what it was, and the seconds of a forward and a backward by kind of unit; "head": ends.
 
     Args:
@@ -132,7 +132,7 @@ class Timed:
     tensor: int = 1
 
 
-class Marks:
+class EventMarks:
     """Tells the seconds between moments of a forward and a backward, by the device's own end of work."""
 
     def __init__(self, kind: str, now: Callable[[], float]) -> None:
@@ -161,7 +161,7 @@ class Marks:
         layers[-1].register_forward_hook(leave)
 
 
-def timed(rank: Rank, dtypes: Sequence[str], pace: Pace) -> list[Timed]:
+def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget) -> list[LayerTimings]:
     """Return what every family's model takes at each size. Collective: ranks begin each together.
 
     Args:
@@ -189,12 +189,14 @@ def _touch_memory() -> None:
     del pieces
 
 
-def _timed(rank: Rank, family: str, dtype: str, shape: Shape, pace: Pace, group: Group = SINGLE) -> Timed:
+def _timed(
+    rank: Rank, family: str, dtype: str, shape: Shape, pace: TimingBudget, group: Group = SINGLE
+) -> LayerTimings:
     config = config_of(family, dtype, shape)
     module = build(config, rank.place, group)
     optimizer = optimizer_of(module, dtype)
     inputs = micro_batch(config, rank.place)
-    marks = Marks(rank.kind, pace.now)
+    marks = EventMarks(rank.kind, pace.now)
     rows = rows_of(family)
     for kind, where in rows.items():
         marks.watch(attrgetter(where)(module), kind)
@@ -218,10 +220,10 @@ def _timed(rank: Rank, family: str, dtype: str, shape: Shape, pace: Pace, group:
             optimizer.step()
             marks.set("updated")
     middle = {kind: _median(each) for kind, each in turns.items()}
-    return Timed(family, dtype, shape, middle, marks.between("ended", "updated"), group.size)
+    return LayerTimings(family, dtype, shape, middle, marks.between("ended", "updated"), group.size)
 
 
-def _spent(marks: Marks, kind: str) -> tuple[float, float]:
+def _spent(marks: EventMarks, kind: str) -> tuple[float, float]:
     return marks.between(f"{kind} entered", f"{kind} left"), marks.between(f"{kind} entered back", f"{kind} left back")
 
 
@@ -230,10 +232,10 @@ def _median(turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return sorted(turns, key=sum)[len(turns) // 2]
 
 
-def slowest(ranks: Sequence[Sequence[Timed]]) -> list[Timed]:
+def slowest(ranks: Sequence[Sequence[LayerTimings]]) -> list[LayerTimings]:
     """Return of each model what the slowest rank took."""
 
-    def most(each: Sequence[Timed]) -> Timed:
+    def most(each: Sequence[LayerTimings]) -> LayerTimings:
         kinds = each[0].seconds
         worst = {kind: max((one.seconds[kind] for one in each), key=sum) for kind in kinds}
         return replace(each[0], seconds=worst, update_s=max(one.update_s for one in each))
@@ -241,7 +243,7 @@ def slowest(ranks: Sequence[Sequence[Timed]]) -> list[Timed]:
     return [most(each) for each in zip(*ranks, strict=True)]
 
 
-def with_pieces(machine: Machine, found: Sequence[Timed]) -> Machine:
+def with_pieces(machine: Machine, found: Sequence[LayerTimings]) -> Machine:
     """Return ``machine`` with the tempos that make its layers take what was timed, and the pace of its updates."""
     whole, cut = ([one for one in found if (one.tensor > 1) == is_cut] for is_cut in (False, True))
     samples = _by_kind(machine, whole)
@@ -259,7 +261,7 @@ def with_pieces(machine: Machine, found: Sequence[Timed]) -> Machine:
     return replace(timed, tempos=slowed)
 
 
-def _by_kind(machine: Machine, found: Sequence[Timed]) -> dict[tuple[str, str], list[tuple[Sample, Sample]]]:
+def _by_kind(machine: Machine, found: Sequence[LayerTimings]) -> dict[tuple[str, str], list[tuple[Sample, Sample]]]:
     """Return format and kind of unit -> what forwards and backwards add up to on ``machine`` and took."""
     samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
     for one in found:
@@ -268,7 +270,7 @@ def _by_kind(machine: Machine, found: Sequence[Timed]) -> dict[tuple[str, str], 
     return samples
 
 
-def _samples(machine: Machine, one: Timed) -> Iterable[tuple[str, tuple[Sample, Sample]]]:
+def _samples(machine: Machine, one: LayerTimings) -> Iterable[tuple[str, tuple[Sample, Sample]]]:
     """Yield each kind of unit with what its forward and its backward add up to and took."""
     config = config_of(one.family, one.dtype, one.shape)
     costs = registry.costs_of(config, is_on_cpu=machine.is_cpu)
@@ -295,7 +297,7 @@ def _pair(parts: Parts, seconds: tuple[float, float], sent: Sequence[Traffic]) -
     return Sample(parts.forward_parts, forward, scale), Sample(parts.backward_parts, backward, scale)
 
 
-def _update_bandwidth(found: Sequence[Timed]) -> float:
+def _update_bandwidth(found: Sequence[LayerTimings]) -> float:
     """Return the bytes/s of the update of the widest models in the first format; 0 where nothing was timed."""
     if not found:
         return 0.0

@@ -10,7 +10,7 @@ from megatron.arguments.flag_values import all_options, scan
 from megatron.arguments.validate import find_problems
 from megatron.config.option import Option
 from megatron.models.common import memory
-from megatron.models.common.memory import Waiting
+from megatron.models.common.memory import SavedActivations
 from megatron.models.registry import FAMILIES
 from tds.schedule.simulate import bubble, by_default, candidates
 
@@ -45,7 +45,7 @@ class Layout:
     sequence_parallel: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    waiting: Waiting = Waiting()  # noqa: RUF009 - frozen
+    waiting: SavedActivations = SavedActivations()  # noqa: RUF009 - frozen
     dtype: str = "bf16"
     optimizer: str = "adamw"
     overlaps_sums: bool = True

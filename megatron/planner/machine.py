@@ -26,16 +26,16 @@ from megatron.models.common.memory import PEAK_TFLOPS
 
 
 @dataclass(frozen=True)
-class Tempo:
+class EfficiencyFactor:
     """Factors on the seconds of all products, of one pass over what is kept, and of one over the scores."""
 
     products: float
     passes: float
     scores: float = 0.0
 
-    def times(self, factor: float) -> Tempo:
+    def times(self, factor: float) -> EfficiencyFactor:
         """Return the factors of what takes so many times as long."""
-        return Tempo(factor * self.products, factor * self.passes, factor * self.scores)
+        return EfficiencyFactor(factor * self.products, factor * self.passes, factor * self.scores)
 
     def of(self, parts: tuple[float, float, float]) -> float:
         """Return the seconds of these products, pass and pass over scores."""
@@ -47,18 +47,18 @@ class Tempo:
 class Tempos:
     """Of a forward and of a backward."""
 
-    forward: Tempo
-    backward: Tempo
+    forward: EfficiencyFactor
+    backward: EfficiencyFactor
 
 
 Table = Mapping[str, Mapping[str, Tempos]]
 """Format of numbers -> kind of unit ("gpt2 layer", "t5 head") -> its tempos."""
 CUT = ", cut over tensor ranks"
 """What the kind of a unit ends with whose layers are cut: smaller products, and ranks that wait for the slower one."""
-LAYER = Tempos(Tempo(1.0, 2.0), Tempo(1.0, 3.0))
+LAYER = Tempos(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))
 """What is kept of a layer is written once in forward and read about once more by the operation that follows; backward
 reads it, and writes a gradient for about as much. Norms, dropout and sums with the residual stream all pass so."""
-HEAD = Tempos(Tempo(1.0, 3.0), Tempo(1.0, 2.0))
+HEAD = Tempos(EfficiencyFactor(1.0, 3.0), EfficiencyFactor(1.0, 2.0))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Sample:
     scale: float
 
 
-def fitted(samples: Sequence[Sample]) -> Tempo:
+def fitted(samples: Sequence[Sample]) -> EfficiencyFactor:
     """Return the factors, none below 0, for which the sum of squares of errors over ``scale`` is least."""
     rows = [[part / one.scale for part in one.parts] for one in samples]
     wanted = [one.seconds / one.scale for one in samples]
@@ -85,10 +85,10 @@ def fitted(samples: Sequence[Sample]) -> Tempo:
             )
             if error < least:
                 best, least = [dict(zip(chosen, found, strict=True)).get(n, 0.0) for n in range(3)], error
-    return Tempo(*best)
+    return EfficiencyFactor(*best)
 
 
-def slowdown(samples: Sequence[Sample], tempo: Tempo) -> float:
+def slowdown(samples: Sequence[Sample], tempo: EfficiencyFactor) -> float:
     """Return how many times as long as ``tempo`` says the samples took: their median, 1 at least."""
     said = [(one.seconds, tempo.of(one.parts)) for one in samples]
     ratios = [own / other for own, other in said if other > 0]
@@ -120,7 +120,10 @@ def read(value: Mapping[str, Any]) -> Table:
         TypeError, KeyError, AttributeError: it is none.
     """
     return {
-        dtype: {kind: Tempos(Tempo(**own["forward"]), Tempo(**own["backward"])) for kind, own in kinds.items()}
+        dtype: {
+            kind: Tempos(EfficiencyFactor(**own["forward"]), EfficiencyFactor(**own["backward"]))
+            for kind, own in kinds.items()
+        }
         for dtype, kinds in value.items()
     }
 

@@ -44,7 +44,7 @@ CHAIN = 200
 
 
 @dataclass(frozen=True)
-class Pace:
+class TimingBudget:
     """How long to look: ``windows`` of ``window_s`` seconds for each rate, and sizes up to the largest.
 
     Args:
@@ -81,7 +81,7 @@ class Rates:
     copy: float
 
 
-def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: Pace) -> Rates:
+def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget) -> Rates:
     """Return the rates of this rank while the others measure the same. Collective.
 
     Args:
@@ -99,13 +99,13 @@ def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: Pace) -> Rates:
     return Rates(products, stream, update, overhead_s, copy)
 
 
-def update_rate_of_host(pace: Pace) -> float:
+def update_rate_of_host(pace: TimingBudget) -> float:
     """Return the bytes/s of an update of what is kept in the host's memory, by this process alone."""
     alone = Rank(0, 1, "cpu", "", torch.get_num_threads())
     return UPDATE_BYTES * pace.numbers * _turns_per_s(alone, _update(torch.device("cpu"), pace), pace)
 
 
-def _products(rank: Rank, dtype: str, pace: Pace) -> tuple[tuple[float, float], ...]:
+def _products(rank: Rank, dtype: str, pace: TimingBudget) -> tuple[tuple[float, float], ...]:
     table = []
     for side in SIDES:
         if side > pace.largest_side:
@@ -138,7 +138,7 @@ def _product(place: torch.device, dtype: str, side: int) -> Callable[[], object]
     return turn
 
 
-def _stream(rank: Rank, dtype: str, pace: Pace) -> Callable[[], object]:
+def _stream(rank: Rank, dtype: str, pace: TimingBudget) -> Callable[[], object]:
     shape = pace.numbers // STREAM_WIDTH, STREAM_WIDTH
     x, y, gradient = (torch.randn(shape, device=rank.place).to(device.DTYPES[dtype]) for _ in range(3))
     x.requires_grad_()
@@ -150,7 +150,7 @@ def _stream(rank: Rank, dtype: str, pace: Pace) -> Callable[[], object]:
     return turn
 
 
-def _update(place: torch.device, pace: Pace) -> Callable[[], object]:
+def _update(place: torch.device, pace: TimingBudget) -> Callable[[], object]:
     weight = torch.zeros(pace.numbers, device=place, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer, gradient = torch.optim.AdamW([weight], lr=1e-3, fused=True), weight.grad
@@ -176,7 +176,7 @@ def _chain(place: torch.device) -> Callable[[], object]:
     return turn
 
 
-def _copy(rank: Rank, pace: Pace) -> Callable[[], object]:
+def _copy(rank: Rank, pace: TimingBudget) -> Callable[[], object]:
     host = device.host_memory((pace.numbers,), torch.float32, rank.place)
     there = torch.empty(pace.numbers, device=rank.place)
 
@@ -187,11 +187,11 @@ def _copy(rank: Rank, pace: Pace) -> Callable[[], object]:
     return turn
 
 
-def _bytes(dtype: str, pace: Pace) -> int:
+def _bytes(dtype: str, pace: TimingBudget) -> int:
     return pace.numbers * device.DTYPES[dtype].itemsize
 
 
-def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: Pace) -> float:
+def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: TimingBudget) -> float:
     """Return how many turns a second has, the median over the windows; all ranks begin together. Collective."""
     turn()
     device.synchronize(rank.kind)
@@ -207,7 +207,7 @@ def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: Pace) -> float:
     return statistics.median(rates)
 
 
-def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: Pace) -> float:
+def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: TimingBudget) -> float:
     start = pace.now()
     for _ in range(times):
         turn()

@@ -98,7 +98,7 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
         if "batch_size" not in given:
             assumed.append(f"--batch-size {layout.micro_batch_size}")
     else:
-        layout, config = None, standing_in(words, given, world, flags.model)
+        layout, config = None, with_placeholder_sizes(words, given, world, flags.model)
         batch = flags.global_batch_size or _batch_size(config, world, given, assumed)
         wanted = _sought(config, given, world, batch, flags.top or 10)
     assumed += _followed(config, given)
@@ -127,7 +127,7 @@ def _followed(config: Config, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"--optimizer {config.optimizer.optimizer}"
 
 
-def standing_in(words: Sequence[str], given: Mapping[str, Any], world: int, family: str) -> Config:
+def with_placeholder_sizes(words: Sequence[str], given: Mapping[str, Any], world: int, family: str) -> Config:
     """Return the checked Config of a search: sizes of axes that are sought, but that given flags need, stand for any.
 
     Raises:

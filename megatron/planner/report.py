@@ -13,7 +13,7 @@ from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import lines
 from megatron.planner.machine import SHEETS, SLOWER
 from megatron.planner.options import Question
-from megatron.planner.search import PARTS, Found, Overflow, Remedy
+from megatron.planner.search import PARTS, LayoutChange, Overflow, RankedLayouts
 
 NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which it does not set: else they are those of the sample run"
 SHOWN_REMEDIES = 4
@@ -22,7 +22,7 @@ MOST_ROWS = 8
 _gigabytes = partial(human_bytes, units=("GB", "TB"))
 
 
-def ranking(found: Found, question: Question) -> Iterator[str]:
+def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
     """Yield the lines of the ranked layouts."""
     rows = [_COLUMNS]
     for place, one in enumerate(found.best, 1):
@@ -78,7 +78,7 @@ def details(found: Estimate, question: Question) -> Iterator[str]:
     yield from _table([("memory of a rank", *PARTS, "in all", "of"), *_memory_rows(found, machine.usable_bytes)])
 
 
-def fitting(question: Question, over: Overflow | None, found: Sequence[Remedy]) -> Iterator[str]:
+def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutChange]) -> Iterator[str]:
     """Yield whether the layout fits, what is too large, and what makes it fit."""
     usable = question.machine.usable_bytes
     if over is None:

@@ -49,7 +49,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Found:
+class RankedLayouts:
     """The fastest layouts, the fastest first, and how many there were to choose from."""
 
     best: list[Estimate]
@@ -58,7 +58,7 @@ class Found:
     smallest: Estimate | None = None  # the one that comes nearest to fitting, where none does
 
 
-def search(planner: Planner, wanted: Search) -> Found:
+def search(planner: Planner, wanted: Search) -> RankedLayouts:
     """Return the fastest layout of each grid that fits, at most ``wanted.number`` of them."""
     all_of_them = list(candidates(planner, wanted))
     bounds = sorted(
@@ -82,7 +82,7 @@ def search(planner: Planner, wanted: Search) -> Found:
             best[grid] = found
     ranked = sorted(best.values(), key=_order)[: wanted.number]
     smallest = None if ranked else _smallest(planner, all_of_them)
-    return Found(ranked, len(all_of_them), planner.num_estimates - before, smallest)
+    return RankedLayouts(ranked, len(all_of_them), planner.num_estimates - before, smallest)
 
 
 def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
@@ -231,7 +231,7 @@ WHOLE = 3
 
 
 @dataclass(frozen=True)
-class Remedy:
+class LayoutChange:
     """One change, or several, and what the layout takes then."""
 
     changes: tuple[str, ...]
@@ -264,7 +264,7 @@ def overflow(found: Estimate, usable: int) -> Overflow | None:
     return Overflow(stage, part, int(getattr(memory, part)), memory.total, memory.total - usable)
 
 
-def remedies(planner: Planner, layout: Layout) -> list[Remedy]:
+def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
     """Return the changes that make ``layout`` fit, the one with the shortest step first; single ones if any do."""
     single = list(changes(planner, layout))
     found = list(_fitting(planner, [((told,), changed) for told, changed in single]))
@@ -338,7 +338,7 @@ def _less(layout: Layout, changed: Layout) -> str:
     return told + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)
 
 
-def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> Iterator[Remedy]:
+def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> Iterator[LayoutChange]:
     known = set()
     for told, layout in tried:
         is_new = layout not in known
@@ -349,7 +349,7 @@ def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> I
             and overflow_of(planner.memory(layout), planner.machine.usable_bytes) <= 0
         )
         if fits and not problems(planner.config, layout):
-            yield Remedy(told, planner.estimate(layout))
+            yield LayoutChange(told, planner.estimate(layout))
 
 
 def overflow_of(memory: list[cost.Memory], usable: int) -> int:

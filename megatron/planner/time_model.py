@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.models.common.cost import Costs, Product, Work
 from megatron.models.common.memory import BYTES, Kept, State
 from megatron.planner.layout import SPLITTING, Layout
-from megatron.planner.machine import CUT, HEAD, LAYER, Link, Machine, Tempo, Tempos, Wire
+from megatron.planner.machine import CUT, HEAD, LAYER, EfficiencyFactor, Link, Machine, Tempos, Wire
 
 # Seconds that one rank spends in the units of a model on one micro-batch, messages apart.
 #
@@ -74,11 +74,11 @@ class Parts:
     cores: float = 0.0
     is_again: bool = False
 
-    def forward(self, tempo: Tempo) -> float:
+    def forward(self, tempo: EfficiencyFactor) -> float:
         """Return the seconds of a forward."""
         return tempo.of(self.forward_parts) + self.forward_rest
 
-    def backward(self, tempo: Tempo) -> float:
+    def backward(self, tempo: EfficiencyFactor) -> float:
         """Return the seconds of a backward, without what is recomputed."""
         return tempo.of(self.backward_parts) + self.backward_rest
 

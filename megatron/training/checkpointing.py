@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import Checkpoint, Durable, Staged, open_checkpoint, open_latest
-from megatron.checkpoint.folders import CHECKPOINTS, UNASKED, Keep, last_sequence, named, step_of
+from megatron.checkpoint import Checkpoint, Committed, Staged, open_checkpoint, open_latest
+from megatron.checkpoint.folders import CHECKPOINTS, UNASKED, RetentionPolicy, last_sequence, named, step_of
 from megatron.checkpoint.metadata import read_sequence
 from megatron.errors import CheckpointError, marked
 from megatron.training import deepspeed_checkpoint, failure
@@ -35,7 +35,7 @@ def settle(run: Run) -> None:
         _take(run, run.saves.background.finish)
 
 
-def note_durable(run: Run, step: int, path: Path, text: str, values: Mapping[str, float]) -> None:
+def on_save_committed(run: Run, step: int, path: Path, text: str, values: Mapping[str, float]) -> None:
     """The checkpoint ``path`` of ``step`` is whole and committed."""
     run.saved = path
     tell(run, step, text, values)
@@ -61,7 +61,7 @@ def tell(run: Run, step: int, text: str, values: Mapping[str, float]) -> None:
         run.metrics.write("save", step, dict(values))
 
 
-def _take(run: Run, ask: Callable[[], Durable | None]) -> None:
+def _take(run: Run, ask: Callable[[], Committed | None]) -> None:
     try:
         done = ask()
     except CheckpointError as error:
@@ -70,7 +70,7 @@ def _take(run: Run, ask: Callable[[], Durable | None]) -> None:
         return
     if done is not None:
         text = f"durable {done.seconds:.2f} s after it was staged: saved {done.path}"
-        note_durable(run, done.step, done.path, text, {"durable_s": done.seconds, "durable_bytes": done.num_bytes})
+        on_save_committed(run, done.step, done.path, text, {"durable_s": done.seconds, "durable_bytes": done.num_bytes})
 
 
 # When a run writes a checkpoint, what a save costs, and the way back to one.
@@ -149,7 +149,7 @@ def await_saves(run: Run) -> None:
             settle(run)
 
 
-def load_back(run: Run, up_to_step: int) -> Path:
+def roll_back(run: Run, up_to_step: int) -> Path:
     """Go back to this run's newest checkpoint of at most ``up_to_step`` that verifies; return its path. Collective.
 
     Weights, optimizer, loss scale, generators and counters are then those of that step, and the metrics end there.
@@ -175,7 +175,7 @@ def load_back(run: Run, up_to_step: int) -> Path:
         run.saves.branch.go_on_from(checkpoint.sequence, last_sequence(named(checkpoint.path.parent)))
     run.saved, run.saved_step = checkpoint.path, run.progress.step
     if run.metrics is not None:
-        run.metrics.go_back(run.progress.step)
+        run.metrics.truncate_to_step(run.progress.step)
     if run.screen is not None:
         run.screen.line(f"step {run.progress.step} | went back to {checkpoint.path}")
     return checkpoint.path
@@ -220,7 +220,7 @@ def _save(run: Run, *, is_unasked: bool = False, stops: bool = False) -> None:
         told = {"staged_s": written.seconds, "staged_bytes": written.num_bytes}
         tell(run, step, f"staged in {stall_s:.2f} s, being written", {**told, **stall})
     else:
-        note_durable(run, step, written, f"saved {written}", {"durable_s": stall_s, **stall})
+        on_save_committed(run, step, written, f"saved {written}", {"durable_s": stall_s, **stall})
 
 
 def _left_alone(run: Run) -> int:
@@ -242,7 +242,7 @@ def _write(run: Run, is_unasked: bool) -> Path | Staged:
     }
     if run.config.checkpoint.is_deepspeed:
         flags, state = run.config.checkpoint, described(run.progress, **said)
-        keep = Keep(flags.keep_last, None, run.loaded, kept_by(flags)["keep_unasked"], _left_alone(run))
+        keep = RetentionPolicy(flags.keep_last, None, run.loaded, kept_by(flags)["keep_unasked"], _left_alone(run))
         return deepspeed_checkpoint.save(run.folder, run.progress.step, state, run.engine.engine, run.world, keep=keep)
     given = {**said, "module": run.engine.module, "loaded": run.loaded, "earlier": _left_alone(run)}
     if background is None:

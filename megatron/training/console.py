@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 
-class Screen:
+class TrainingConsole:
     """Writes to standard output: plain lines, with a progress bar below them where there is a terminal.
 
     Args:

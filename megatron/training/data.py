@@ -14,7 +14,7 @@ import torch
 
 from megatron import device, log
 from megatron.config import Config
-from megatron.data import ReplicaBatches, SampleOrder, resumed_order
+from megatron.data import BlendSchedule, DataLoader, resumed_order
 from megatron.data.blended_dataset import as_ordered
 from megatron.data.data_loader import Samples
 from megatron.errors import CheckpointError, DataError, SampleError, marked
@@ -126,7 +126,7 @@ class Told:
     problem: str | None
     reads: bool
     fingerprint: str | None = None
-    order: SampleOrder | None = None
+    order: BlendSchedule | None = None
     corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     prints: Mapping[str, str] = field(default_factory=dict)
 
@@ -210,7 +210,7 @@ class RunData:
 
     datasets: dict[str, Samples]
     fingerprint: str | None
-    order: SampleOrder | None = None
+    order: BlendSchedule | None = None
     corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     has_training: bool = True
 
@@ -229,7 +229,7 @@ class RunData:
             return None
         is_training = kind == "train"
         ordered = as_ordered(dataset)
-        batches = ReplicaBatches(
+        batches = DataLoader(
             dataset if corpus is None or ordered is None else ordered.parts[corpus],
             micro_batch_size=config.batch.batch_size,
             num_micro_batches=config.batch.gas,
@@ -243,7 +243,7 @@ class RunData:
         )
         return TimedBatches(batches) if world.kind == "cpu" else UploadedBatches(batches, world.device)
 
-    def use_order(self, order: SampleOrder) -> None:
+    def use_order(self, order: BlendSchedule) -> None:
         """Let the training go on in ``order``."""
         self.order = order
         ordered = as_ordered(self.datasets.get("train"))
@@ -288,7 +288,7 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
 
 # How far the corpora of a run have been read, in words, and how a run goes on in the order of its checkpoint.
 #
-# Data sets say so by an ``order`` (``megatron.data.SampleOrder``); those of a user's own need not have one.
+# Data sets say so by an ``order`` (``megatron.data.BlendSchedule``); those of a user's own need not have one.
 
 _NAMED_AT_MOST, _NAMED_OF_MORE = 6, 4
 
@@ -352,7 +352,7 @@ def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
         yield "epochs", f"{epochs} when the {num_samples:,} samples of the run are read"
 
 
-def resumed(data: RunData, state: Mapping[str, Any], *, allow_change: bool) -> SampleOrder | None:
+def resumed(data: RunData, state: Mapping[str, Any], *, allow_change: bool) -> BlendSchedule | None:
     """Return the order in which the training goes on after the ``state`` of a checkpoint; None where there is none.
 
     Raises:

@@ -23,7 +23,7 @@ from megatron.models.common.parameters import named_modules
 from megatron.mpu.mappings import all_reduce
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
-from megatron.training.initialize import World, by_rank_0
+from megatron.training.initialize import World, run_on_rank_0
 from megatron.training.train_step import DataIterator, ModuleError, StepEngine, StepResult
 
 # The start of a dump: its folder and each rank's file are there, and it is known what the dump will hold.
@@ -50,7 +50,7 @@ def open_dump(config: Config, world: World, modules: Sequence[str], parameters: 
         except (ValueError, OSError) as error:
             raise ConfigError(f"--debug-dump must name a folder for a new dump: {error}. Take another") from error
 
-    by_rank_0(world, make)
+    run_on_rank_0(world, make)
     writer = Writer(folder, world.rank, with_tensors=config.debug.debug_dump_tensors)
     problem = ""
     try:

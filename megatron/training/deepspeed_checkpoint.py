@@ -15,17 +15,17 @@ import torch
 
 from megatron import device, files, log
 from megatron.checkpoint import Checkpoint, folders, metadata
-from megatron.checkpoint.folders import ALL, Keep, remove_old
+from megatron.checkpoint.folders import ALL, RetentionPolicy, remove_old
 from megatron.checkpoint.loading import open_first
 from megatron.checkpoint.metadata import FileFacts, Manifest
-from megatron.checkpoint.rank_errors import together
+from megatron.checkpoint.rank_errors import gather_verdict
 from megatron.config import Config
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
 from megatron.mpu.topology import Topology
 from megatron.training.compatibility import layout_text
 from megatron.training.initialize import World
-from megatron.training.train_state import Progress, Taken
+from megatron.training.train_state import RestoreOptions, TrainState
 from tds.engine.checkpointing import make_safe
 
 # A run folder in DeepSpeed's own layout (``--checkpoint-format deepspeed``): its names, its commit, the way back.
@@ -73,7 +73,7 @@ def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoi
     Raises:
         CheckpointError: none verifies.
     """
-    return open_first(together(world, lambda: None, lambda _: tags_in(source)), world, source, strict=strict)
+    return open_first(gather_verdict(world, lambda: None, lambda _: tags_in(source)), world, source, strict=strict)
 
 
 def prepare(root: Path, step: int) -> Path:
@@ -96,7 +96,7 @@ def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, F
     return target
 
 
-def tidy(path: Path, keep: Keep) -> None:
+def tidy(path: Path, keep: RetentionPolicy) -> None:
     """Point ``latest`` at ``path`` and delete old ones: the save has succeeded whatever happens here. Rank 0 only."""
     root = path.parent
     try:
@@ -170,7 +170,9 @@ class Files:
 
 
 @marked(is_of_this_rank=False)
-def save(root: Path, step: int, state: Mapping[str, Any], engine: Any, world: World, *, keep: Keep = ALL) -> Path:
+def save(
+    root: Path, step: int, state: Mapping[str, Any], engine: Any, world: World, *, keep: RetentionPolicy = ALL
+) -> Path:
     """Write the checkpoint ``root/global_step20`` by DeepSpeed's ``engine`` and return its path. Collective.
 
     Args:
@@ -184,10 +186,10 @@ def save(root: Path, step: int, state: Mapping[str, Any], engine: Any, world: Wo
     client = {CLIENT: {"state": told, "rng": _rng_of_replicas(world)}}
     temporary: Path | None = None
     try:
-        temporary = together(host, lambda: None, lambda _: prepare(root, step))
+        temporary = gather_verdict(host, lambda: None, lambda _: prepare(root, step))
         with _writing_to(engine) as written:
             engine.save_checkpoint(str(root), tag=temporary.name, client_state=client, save_latest=False)
-        path: Path = together(
+        path: Path = gather_verdict(
             host, written.facts, lambda shares: commit(temporary, step, told, _joined(shares))
         )  # fmt: skip
     except CheckpointError as error:
@@ -200,7 +202,7 @@ def save(root: Path, step: int, state: Mapping[str, Any], engine: Any, world: Wo
     return path
 
 
-def restore(checkpoint: Checkpoint, engine: Any, config: Config, world: World, taken: Taken) -> Progress:
+def restore(checkpoint: Checkpoint, engine: Any, config: Config, world: World, taken: RestoreOptions) -> TrainState:
     """Put what the files of ``checkpoint`` hold into the engine's model and optimizer. Collective.
 
     Raises:
@@ -210,10 +212,12 @@ def restore(checkpoint: Checkpoint, engine: Any, config: Config, world: World, t
     with marked(is_of_this_rank=False):
         check_layout(checkpoint, config, topology, takes_optimizer=taken.optimizer)
     client: dict[str, Any] = {}
-    together(world.grid.host, lambda: client.update(_read(engine, checkpoint.path, taken.optimizer)), lambda _: None)
+    gather_verdict(
+        world.grid.host, lambda: client.update(_read(engine, checkpoint.path, taken.optimizer)), lambda _: None
+    )
     if taken.generators and checkpoint.state["layout"] == asdict(topology):
         device.set_rng_states({**device.rng_states(world.kind), **client[CLIENT]["rng"][world.rank]})
-    return Progress(**checkpoint.state["progress"]) if taken.counters else Progress()
+    return TrainState(**checkpoint.state["progress"]) if taken.counters else TrainState()
 
 
 def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes_optimizer: bool) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 from megatron import accelerators
 from megatron.config import Config
 from megatron.config.data import EACH
-from megatron.data.mock_dataset import StandInTokenizer
+from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError
 from megatron.log import human_bytes, human_count
 from megatron.models import registry
 from megatron.models.common import memory as cost
 from megatron.models.t5.config import t5_units
 from megatron.mpu.topology import Topology
-from megatron.training.console import Screen
+from megatron.training.console import TrainingConsole
 from megatron.training.global_vars import tokens_of, with_tokenizer, with_vocabulary
-from tds.partition import pieces_on
+from tds.partition import chunks_on
 from tds.schedule import Costs, schedule_named, simulate
 from tds.schedule.simulate import AUTO, bubble, by_default, candidates, in_flight
 
@@ -79,7 +79,7 @@ def dry_run(config: Config, world_size: int) -> None:
         return
     tokenizer, config = with_tokenizer(config)
     if tokenizer is None and TEXT_VOCABULARY in os.environ:
-        tokenizer = StandInTokenizer(int(os.environ[TEXT_VOCABULARY]))
+        tokenizer = MockTokenizer(int(os.environ[TEXT_VOCABULARY]))
         config = with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
         raise ConfigError("--dry-run reckons with a vocabulary: give --tokenizer-path or --vocab-size")
@@ -90,7 +90,7 @@ def dry_run(config: Config, world_size: int) -> None:
     topology = Topology.of_world(world_size, parallel.model_parallel_size, parallel.num_stages)
     bounds = registry.costs_of(config).stage_bounds(topology.pipe, parallel.chunks)
     dtype = config.precision.dtype or "the device's default"
-    screen = Screen("plain", config.batch.train_iters)
+    screen = TrainingConsole("plain", config.batch.train_iters)
     screen.table("Plan (nothing was started)", plan_rows(config, topology, bounds, dtype))
 
 
@@ -273,7 +273,7 @@ def _schedule(config: Config, bounds: Sequence[int], stages: int) -> dict[str, A
 
 def layers_text(bounds: Sequence[int], stages: int, stage: int) -> str:
     """Return the layers of a stage in words, the pieces of its chunks in their order: "0-2 and 6-8"."""
-    return " and ".join(_range_text(start, stop) for start, stop in pieces_on(bounds, stages, stage))
+    return " and ".join(_range_text(start, stop) for start, stop in chunks_on(bounds, stages, stage))
 
 
 def sides_text(bounds: Sequence[int], stages: int, stage: int, own: Any) -> str:
@@ -284,7 +284,7 @@ def sides_text(bounds: Sequence[int], stages: int, stage: int, own: Any) -> str:
         own: the section with the layers of each side.
     """
     units, found = t5_units(own.enc_layers, own.dec_layers), []
-    for start, stop in pieces_on(bounds, stages, stage):
+    for start, stop in chunks_on(bounds, stages, stage):
         for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
             begin, end = max(start - layers.start, 0), min(stop - layers.start, len(layers))
             if begin < end:

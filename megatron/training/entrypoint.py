@@ -71,7 +71,7 @@ STARTERS = (
 )
 
 
-def adopt(env: MutableMapping[str, str]) -> list[str]:
+def set_rank_environment(env: MutableMapping[str, str]) -> list[str]:
     """Say in ``env`` under torch's names what the program that started this process says; return what is wrong.
 
     A process that was started alone stays so: nothing is set.
@@ -205,7 +205,7 @@ def pretrain(
         family: "gpt2", "t5", "llama", "mpt" or "bert": which flags there are; a model of your own takes those of the
             one it resembles.
     """
-    unsettled = adopt(os.environ)  # ahead of all that asks for RANK
+    unsettled = set_rank_environment(os.environ)  # ahead of all that asks for RANK
     started = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this machine
     names = {"who": name_of(os.environ)}
 

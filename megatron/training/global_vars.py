@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
-from megatron.data import DataPaths
+from megatron.data import BlendPaths
 from megatron.errors import ConfigError, DataError
 from megatron.models.registry import has_part, load
 from megatron.tokenizer import build as build_tokenizer
@@ -45,10 +45,10 @@ def get_config() -> Config:
     return _needed(_current.config, "configuration")
 
 
-def get_data_paths() -> DataPaths:
+def get_data_paths() -> BlendPaths:
     """Return which corpora the flags name for each split, and how they are read."""
     settings = get_config().data
-    return DataPaths(
+    return BlendPaths(
         data_path=settings.data_path,
         train_data_path=settings.train_data_path,
         valid_data_path=settings.valid_data_path,

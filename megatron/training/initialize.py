@@ -48,7 +48,7 @@ MOST_ROWS = 20
 _OWN = ("run.local_rank",)
 
 
-def compare_ranks(config: Config, grid: Grid) -> None:
+def check_ranks_identical(config: Config, grid: Grid) -> None:
     """Raise if ranks differ in what must be the same (rows I05 and I06 of the faults note). Collective.
 
     Raises:
@@ -192,7 +192,7 @@ class World:
         return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, self.grid.pipe.size - 1)
 
     @property
-    def council(self) -> tuple[Group, torch.device]:
+    def decision_group(self) -> tuple[Group, torch.device]:
         """All ranks, and where the numbers lie on which they agree that each host knows by itself.
 
         Those of a device would make the host wait for its work. On a CPU the group is the one whose time limit is a
@@ -203,7 +203,7 @@ class World:
 
     def any(self, wishes: Sequence[bool]) -> list[bool]:
         """Return, for each of this rank's ``wishes``, whether any rank has it. Collective."""
-        group, place = self.council
+        group, place = self.decision_group
         votes = torch.tensor(wishes, dtype=torch.float32, device=place)
         return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]
 
@@ -247,7 +247,7 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
     world = World(kind=kind, device=place, grid=grid, local_rank=local_rank)
     compare_devices(place, grid)
     _touch_every_group(grid, place)
-    compare_ranks(config, grid)
+    check_ranks_identical(config, grid)
     device.seed(config.run.seed)
     return world
 
@@ -342,7 +342,7 @@ def _touch_every_group(grid: Grid, place: torch.device) -> None:
 Given = TypeVar("Given")
 
 
-def by_rank_0(world: World, do: Callable[[], Given]) -> Given:
+def run_on_rank_0(world: World, do: Callable[[], Given]) -> Given:
     """Return on every rank what ``do()`` gives on rank 0. Collective.
 
     Raises:

@@ -160,7 +160,7 @@ class MetricsWriter:
         self._purge_step: int | None = None
         self._open(resumed_step)
 
-    def go_back(self, step: int) -> None:
+    def truncate_to_step(self, step: int) -> None:
         """Drop what was recorded after ``step``: those steps come again."""
         self._file.close()
         if self._events is not None:
@@ -294,7 +294,7 @@ def _keep_whole(path: Path, last_step: int | None) -> None:
 # Own work is the time of forward and backward passes without waits for other stages. Where weights are cut, a rank
 # waits for its tensor group within that time: all ranks of the group then look alike, and are named together.
 #
-# Who is slow once may be anybody. ``Suspect`` names those who are so in several reports in a row.
+# Who is slow once may be anybody. ``StragglerDetector`` names those who are so in several reports in a row.
 
 AS_REPLICA, AS_STAGE = 1.5, 2.0
 """Clearly slower is so many times its peers' work; stages differ by themselves."""
@@ -311,7 +311,7 @@ class Straggler(NamedTuple):
     text: str
 
 
-class Suspect:
+class StragglerDetector:
     """Who was the slowest up to now, and in how many reports in a row."""
 
     def __init__(self) -> None:

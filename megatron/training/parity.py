@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpoint import named_parameters
 from megatron.config import Config
-from megatron.data.mock_dataset import RandomDocuments, RandomTokens, StandInTokenizer
+from megatron.data.mock_dataset import MockTokenizer, MockTokens, RandomDocuments
 from megatron.models.registry import has_part, load
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.lr_scheduler import set_learning_rate
@@ -22,18 +22,18 @@ from megatron.training.setup import build_engine, make_learning_rate, make_strea
 from megatron.training.train_step import ForwardStep, StepEngine
 
 
-def stand_in_tokenizer(config: Config) -> StandInTokenizer:
+def mock_tokenizer(config: Config) -> MockTokenizer:
     """Return a tokenizer whose text, with what its family appends, fills the vocabulary: 0 where a script has none."""
-    one = StandInTokenizer(1)
+    one = MockTokenizer(1)
     appended = tokens_of(one, config).vocab_size - one.vocab_size
-    return StandInTokenizer((config.model.vocab_size or 0) - appended)
+    return MockTokenizer((config.model.vocab_size or 0) - appended)
 
 
 def random_data(config: Config, seed: int | None = None) -> Any:
     """Return a data set of random samples for the model of ``config``; ``seed`` None: that of the run."""
-    tokenizer, seed = stand_in_tokenizer(config), config.run.seed if seed is None else seed
+    tokenizer, seed = mock_tokenizer(config), config.run.seed if seed is None else seed
     if not has_part(config.family, "data"):
-        return RandomTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
+        return MockTokens(tokenizer.vocab_size, config.batch.seq_length, seed)
     texts, tokens = RandomDocuments(tokenizer.vocab_size, seed), tokens_of(tokenizer, config)
     return load(config.family, "data").random_dataset(config, texts, tokens, seed)
 
@@ -87,7 +87,7 @@ def trace_steps(
         tokenizer: what scripts are told; None: one for random tokens.
     """
     streams = make_streams(config, here)
-    global_vars.set_current(config, tokenizer or stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, tokenizer or mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, model_provider, forward_step)
     data = RunData({"train": dataset, "valid": dataset} if here.reads_data else {}, None)
     trace = Trace()

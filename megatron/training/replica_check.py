@@ -28,14 +28,14 @@ WORD = 8  # bytes; the widest whole numbers are the fastest to add up
 ROW = 4096
 
 
-class Copies(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """Names of parameters of which each rank of a process group holds a copy, in the same order on all."""
 
     handle: Any
     names: Sequence[str]
 
 
-class Drift(NamedTuple):
+class ReplicaMismatch(NamedTuple):
     """A parameter that differs, and the ranks, in words; the first rank of each group tells."""
 
     text: str
@@ -65,21 +65,23 @@ def itself(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter
 
 
-def find_copies(module: torch.nn.Module, grid: Grid, kept: Kept = itself) -> list[Copies]:
+def find_copies(module: torch.nn.Module, grid: Grid, kept: Kept = itself) -> list[ReplicaGroup]:
     """Return all copies that this rank holds one of; the same kinds in the same order on every rank of a stage."""
     named = dict(named_parameters(module))
     found = []
     whole = [name for name, parameter in named.items() if kept(parameter) is parameter]
     if grid.data.size > 1 and whole:
-        found.append(Copies(grid.data.handle, whole))
+        found.append(ReplicaGroup(grid.data.handle, whole))
     whole = [name for name, parameter in named.items() if not shard_of(parameter).is_partitioned]
     if grid.tensor.size > 1 and whole:
-        found.append(Copies(grid.tensor.handle, whole))
+        found.append(ReplicaGroup(grid.tensor.handle, whole))
     return [*found, *_tied(module, named)]
 
 
 @torch.no_grad()
-def find_drift(module: torch.nn.Module, copies: Sequence[Copies], kept: Kept = itself) -> list[Drift]:
+def check_replicas(
+    module: torch.nn.Module, copies: Sequence[ReplicaGroup], kept: Kept = itself
+) -> list[ReplicaMismatch]:
     """Return what differs among the copies of this rank's parameters. Collective."""
     if not copies:
         return []
@@ -87,7 +89,7 @@ def find_drift(module: torch.nn.Module, copies: Sequence[Copies], kept: Kept = i
     return [drift for each in copies for drift in _differences(each, sums)]
 
 
-def error_of(found: Sequence[Drift], step: int, since: int) -> NumericsError:
+def error_of(found: Sequence[ReplicaMismatch], step: int, since: int) -> NumericsError:
     """Return what every rank raises once any rank has found a difference.
 
     Args:
@@ -103,16 +105,16 @@ def error_of(found: Sequence[Drift], step: int, since: int) -> NumericsError:
     return error
 
 
-def _tied(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> Iterator[Copies]:
+def _tied(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> Iterator[ReplicaGroup]:
     names = {id(parameter): name for name, parameter in named.items()}
     groups: dict[Any, list[str]] = {}
     for weight, group in getattr(module, "get_tied_weights_and_groups", list)():
         if dist.get_world_size(group) > 1:
             groups.setdefault(group, []).append(names[id(weight)])
-    return (Copies(group, tied) for group, tied in groups.items())
+    return (ReplicaGroup(group, tied) for group, tied in groups.items())
 
 
-def _differences(copies: Copies, sums: Mapping[str, torch.Tensor]) -> Iterator[Drift]:
+def _differences(copies: ReplicaGroup, sums: Mapping[str, torch.Tensor]) -> Iterator[ReplicaMismatch]:
     """Yield each parameter of ``copies`` that differs, with the ranks; the same on all ranks of the group."""
     own = torch.stack([sums[name] for name in copies.names])
     extremes = torch.stack([own, ~own])  # the largest of the complements belongs to the smallest
@@ -125,7 +127,7 @@ def _differences(copies: Copies, sums: Mapping[str, torch.Tensor]) -> Iterator[D
     dist.all_gather(every, own, group=copies.handle)
     for index in differing:
         who = _who([int(each[index]) for each in every], ranks)
-        yield Drift(f"{copies.names[index]} {who}", dist.get_rank() == ranks[0])
+        yield ReplicaMismatch(f"{copies.names[index]} {who}", dist.get_rank() == ranks[0])
 
 
 def _who(values: Sequence[int], ranks: Sequence[int]) -> str:

@@ -18,12 +18,12 @@ from megatron.log import human_count, human_time
 from megatron.models import registry
 from megatron.models.common import memory as cost
 from megatron.mpu.mappings import all_reduce
-from megatron.mpu.shard import counts_here, shard_of
+from megatron.mpu.shard import is_counted_in_norm, shard_of
 from megatron.mpu.topology import Topology
 from megatron.training import device_setup
 from megatron.training.dry_run import is_known, layers_text, place_text, plan_rows, simulated_bubble, stage_memory
 from megatron.training.initialize import World
-from megatron.training.train_state import Progress
+from megatron.training.train_state import TrainState
 from megatron.training.train_step import StepResult
 
 # The start table, the progress line and the end summary, as text.
@@ -97,7 +97,7 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
     for parameter in module.parameters():
         size = shard_of(parameter).unpadded(parameter).numel()
         counts[1 + grid.pipe.rank] += size / grid.tensor.size
-        counts[0] += size * counts_here(parameter, grid.tensor.rank)
+        counts[0] += size * is_counted_in_norm(parameter, grid.tensor.rank)
     return [round(count) for count in all_reduce(counts, grid.model).tolist()]
 
 
@@ -168,7 +168,7 @@ def _loss_row(module: torch.nn.Module) -> str:
 
 
 def progress_line(
-    progress: Progress, total: int, result: StepResult, lr: float, rates: dict[str, Any], epochs: str = ""
+    progress: TrainState, total: int, result: StepResult, lr: float, rates: dict[str, Any], epochs: str = ""
 ) -> str:
     """Return one line of numbers for this log interval; ``epochs`` says how often the corpora have been read."""
     mfu = f" | MFU {100 * rates['mfu']:.1f} %" if rates["mfu"] else ""

@@ -18,9 +18,9 @@ from megatron.training.run import Run
 from megatron.training.run_folder import Place, is_deepspeed_folder, saved_in, saves_in
 from megatron.training.train_state import (
     EVERYTHING,
-    Branch,
-    Progress,
-    Taken,
+    CheckpointLineage,
+    RestoreOptions,
+    TrainState,
     check_fits,
     open_for,
     restore,
@@ -84,7 +84,7 @@ def load(run: Run, place: Place) -> None:
         return
     checkpoint = _open(run, place.source or place.folder)
     state = checkpoint.state
-    taken = EVERYTHING if place.is_restart else Taken.of(flags)
+    taken = EVERYTHING if place.is_restart else RestoreOptions.of(flags)
     order = None
     with marked(is_of_this_rank=False):
         check_tokenizer(state, run.tokenizer, allow_change=flags.allow_vocab_change)
@@ -100,7 +100,7 @@ def load(run: Run, place: Place) -> None:
     run.origin = checkpoint.path if taken == EVERYTHING else None
     if is_same_run(run, place):
         run.saved, run.saved_step = checkpoint.path, run.progress.step
-        run.saves.branch = Branch.of(state)
+        run.saves.branch = CheckpointLineage.of(state)
         if run.world.rank == 0:
             run.saves.branch.go_on_from(checkpoint.sequence, last_sequence(saved_in(run.folder)))
     log.info(f"loaded {checkpoint.path}: going on after step {run.progress.step}")
@@ -130,7 +130,7 @@ def _open(run: Run, source: Path) -> Checkpoint:
     return open_for(source, run.world, strict=strict)
 
 
-def _restored(run: Run, checkpoint: Checkpoint, taken: Taken) -> Progress:
+def _restored(run: Run, checkpoint: Checkpoint, taken: RestoreOptions) -> TrainState:
     """Put the state of ``checkpoint``, in whichever format, into model and optimizer. Collective."""
     fingerprint = run.data.fingerprint if run.data.order is None else None
     if deepspeed_checkpoint.is_of_this_format(checkpoint):

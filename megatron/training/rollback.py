@@ -9,7 +9,7 @@ import torch
 from megatron.checkpoint import named_parameters
 from megatron.errors import CheckpointError, NumericsError
 from megatron.mpu.groups import Grid
-from megatron.training.checkpointing import await_saves, load_back
+from megatron.training.checkpointing import await_saves, roll_back
 from megatron.training.run import Run
 from megatron.training.stability_guard import NAME
 from megatron.training.train_step import LossError, ModuleError, StepEngine, StepResult, StepSamples, range_text
@@ -53,7 +53,7 @@ def _go_back(run: Run, samples: StepSamples, reason: str) -> None:
     history = run.guard.history
     steps = history.streak
     try:
-        checkpoint = load_back(run, up_to_step=history.good_step)
+        checkpoint = roll_back(run, up_to_step=history.good_step)
     except CheckpointError as error:
         raise _gives_up(run, samples, reason, f" There is no checkpoint to go back to: {error}") from error
     first, step = run.progress.samples_consumed, run.progress.step
@@ -112,7 +112,7 @@ def _gives_up(run: Run, samples: StepSamples, reason: str, more: str = "") -> Nu
 NAMED_AT_MOST = 3
 
 
-def explained(error: NumericsError, engine: StepEngine, grid: Grid, samples: StepSamples) -> NumericsError:
+def explain_nonfinite(error: NumericsError, engine: StepEngine, grid: Grid, samples: StepSamples) -> NumericsError:
     """Return ``error`` of the step that read ``samples``, with what this rank knows of it. Waits for the device."""
     if isinstance(error, ModuleError):
         found = error.found

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.optim import LearningRate
+from megatron.optim import LRScheduler
 from megatron.training.compile import CompileMeter
-from megatron.training.console import Screen
+from megatron.training.console import TrainingConsole
 from megatron.training.data import RunData, Saved, TimedBatches
 from megatron.training.exit_signals import StopRequests
 from megatron.training.initialize import World
-from megatron.training.metrics import LayerNorms, MetricsWriter, Suspect
+from megatron.training.metrics import LayerNorms, MetricsWriter, StragglerDetector
 from megatron.training.report import Rates
-from megatron.training.stability_guard import Guard, Journal
-from megatron.training.timeouts import Phases
-from megatron.training.train_state import Progress, Saves
+from megatron.training.stability_guard import EventLog, StabilityGuard
+from megatron.training.timeouts import Sections
+from megatron.training.train_state import Saves, TrainState
 from megatron.training.train_step import StepEngine
 
 
@@ -35,18 +35,18 @@ class Run:
     world: World
     engine: StepEngine
     data: RunData
-    learning_rate: LearningRate
+    learning_rate: LRScheduler
     folder: Path
     stop: StopRequests
     bytes_before: int = 0
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainState = field(default_factory=TrainState)
     loaded: Path | None = None
     origin: Path | None = None
     saved: Path | None = None
     saved_step: int = -1
     last_loss: float | None = None
     evaluated: dict[str, float] = field(default_factory=dict)
-    screen: Screen | None = None
+    screen: TrainingConsole | None = None
     metrics: MetricsWriter | None = None
     rates: Rates | None = None
     predicted_bubble: Callable[[int], float] | None = None
@@ -56,15 +56,15 @@ class Run:
     data_loaded: Saved = Saved()
     tokenizer: str | None = None
     saves: Saves = field(default_factory=Saves)
-    phases: Phases = field(default_factory=Phases)
-    guard: Guard = field(init=False)
-    journal: Journal | None = None
-    suspect: Suspect = field(default_factory=Suspect)
+    phases: Sections = field(default_factory=Sections)
+    guard: StabilityGuard = field(init=False)
+    journal: EventLog | None = None
+    suspect: StragglerDetector = field(default_factory=StragglerDetector)
     compiling: CompileMeter = field(init=False)
 
     def __post_init__(self) -> None:
         self.compiling = CompileMeter(self.config.parallel.compile)
-        self.guard = Guard(self.config.stability)
+        self.guard = StabilityGuard(self.config.stability)
 
     def is_log_step(self, step: int) -> bool:
         """Whether the numbers of ``step`` are told: once per log interval, and those of the first step and the last."""

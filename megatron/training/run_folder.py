@@ -20,11 +20,11 @@ from megatron.checkpoint import check_writable
 from megatron.checkpoint import metadata as manifest
 from megatron.checkpoint.folders import CHECKPOINTS, checkpoints_in
 from megatron.checkpoint.huggingface import weights
-from megatron.checkpoint.shard_file import Patience
+from megatron.checkpoint.shard_file import FileVisibility
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training import deepspeed_checkpoint
-from megatron.training.initialize import World, by_rank_0
+from megatron.training.initialize import World, run_on_rank_0
 
 # What --load and --resume may name, and where a run folder's checkpoints lie, in both formats.
 
@@ -180,12 +180,12 @@ def check_shared(folder: Path, world: World) -> None:
     host = world.grid.host
     if host.size == 1:
         return
-    probe = by_rank_0(world, lambda: _leave_probe(folder))
+    probe = run_on_rank_0(world, lambda: _leave_probe(folder))
     if world.local_rank == 0:
-        Patience().wait_for(probe)
+        FileVisibility().wait_for(probe)
     is_blind = world.local_rank == 0 and not probe.exists()
     told = host.gather_objects(platform.node() if is_blind else None)
-    by_rank_0(world, lambda: _judge(probe, sorted({name for name in told if name is not None})))
+    run_on_rank_0(world, lambda: _judge(probe, sorted({name for name in told if name is not None})))
 
 
 def _leave_probe(folder: Path) -> Path:
@@ -252,7 +252,7 @@ def choose(config: Config, name: str, world: World) -> Place:
             check_writable(Path(config.run.tensorboard_dir))
         return place
 
-    place = by_rank_0(world, chosen)
+    place = run_on_rank_0(world, chosen)
     if not config.checkpoint.eval_only:
         check_shared(place.folder, world)
     return place

@@ -20,7 +20,7 @@ from typing import Any
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.file_lock import FileLock
-from megatron.training.initialize import World, by_rank_0
+from megatron.training.initialize import World, run_on_rank_0
 from megatron.training.run_folder import job
 
 NAME = "run.lock"
@@ -38,7 +38,7 @@ def held(folder: Path, world: World) -> Iterator[None]:
         ConfigError: another job writes there; on all ranks alike.
     """
     locks: list[RunLock] = []
-    by_rank_0(world, lambda: locks.append(RunLock(folder)))
+    run_on_rank_0(world, lambda: locks.append(RunLock(folder)))
     try:
         yield
     finally:

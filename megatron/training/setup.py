@@ -19,14 +19,14 @@ from megatron.errors import ConfigError
 from megatron.models.common.parameters import Rule, initialize
 from megatron.models.registry import load
 from megatron.mpu.groups import Grid, Group
-from megatron.mpu.random import CountedDropout, DropoutStreams
-from megatron.mpu.shard import is_unset, without_memory
-from megatron.optim import Arrival, LearningRate, LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
+from megatron.mpu.random import DropoutStreams, PhiloxDropout
+from megatron.mpu.shard import init_empty_weights, is_uninitialized
+from megatron.optim import GradScaler, LRScheduler, MixedPrecisionOptimizer, OffloadConfig, ParamInit, build_optimizer
 from megatron.training import device_setup, failure
 from megatron.training.compile import compile_layers
 from megatron.training.device_setup import check_agreement
 from megatron.training.initialize import World
-from megatron.training.train_step import ForwardStep, PipelineEngine, SingleStageEngine, StepEngine
+from megatron.training.train_step import ForwardStep, PipelineStepEngine, SingleStageEngine, StepEngine
 from tds.device import move
 from tds.module import PartitionError
 
@@ -58,7 +58,7 @@ def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn
         ConfigError: it writes to such a weight.
     """
     try:
-        with without_memory() if arrives else nullcontext():
+        with init_empty_weights() if arrives else nullcontext():
             return provider()
     except RuntimeError as error:
         if not arrives or SINGLE_PLACE not in str(error):
@@ -70,19 +70,19 @@ def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn
         ) from error
 
 
-def arrival_of(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> Arrival | None:
+def arrival_of(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> ParamInit | None:
     """Return how the weights of ``module`` come, which lie on the host; None where all come together."""
     if not is_asked_for(config, world):
         return None
     names = {parameter: name for name, parameter in named_parameters(module)}
 
     def fill(parameter: torch.nn.Parameter) -> None:
-        if is_unset(parameter):
+        if is_uninitialized(parameter):
             initialize([(names[parameter], parameter)], seed=config.run.seed, rule=rule)
         else:
             send_first(parameter.detach(), world.device, world.grid.data)
 
-    return Arrival(world.device, fill)
+    return ParamInit(world.device, fill)
 
 
 @torch.no_grad()
@@ -173,7 +173,7 @@ def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
     if is_asked_for:
         raise ConfigError(
             f"--sequence-parallel acts on layers that are built for it, got none in {type(module).__name__}. Build it "
-            "with megatron.models.Place(group, streams, sequence_parallel=True), or leave the flag out"
+            "with megatron.models.ParallelContext(group, streams, sequence_parallel=True), or leave the flag out"
         )
     raise ConfigError(
         f"layers of {type(module).__name__} are built with sequence_parallel=True, got no --sequence-parallel. "
@@ -211,7 +211,7 @@ def make_streams(config: Config, world: World) -> DropoutStreams:
     """Return this rank's source of dropout masks."""
     seed, data, tensor = config.run.seed, world.grid.data, world.grid.tensor
     if config.model.layout_independent_dropout:
-        return CountedDropout(config.batch.batch_size, seed, data, tensor)
+        return PhiloxDropout(config.batch.batch_size, seed, data, tensor)
     return DropoutStreams(seed, data, tensor)
 
 
@@ -238,7 +238,7 @@ def build_engine(
     }
     built: StepEngine
     if config.parallel.has_pipeline:
-        built = PipelineEngine(engine, streams=streams, **numbers)
+        built = PipelineStepEngine(engine, streams=streams, **numbers)
     else:
         built = SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
     built.on_activity = failure.note
@@ -311,7 +311,7 @@ def weight_rule(config: Config) -> Rule:
 
 
 def make_optimizer(
-    config: Config, module: torch.nn.Module, world: World, arrival: Arrival | None = None
+    config: Config, module: torch.nn.Module, world: World, arrival: ParamInit | None = None
 ) -> MixedPrecisionOptimizer:
     """Return the optimizer over ``module``'s parameters, which take the run's precision from here on."""
     settings, precision = config.optimizer, config.precision
@@ -330,7 +330,7 @@ def make_optimizer(
         data=world.grid.data,
         zero_stage=settings.zero_stage,
         overlaps_sums=config.parallel.overlap_grad_reduce and not config.parallel.has_pipeline,
-        offload=Offload(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
+        offload=OffloadConfig(settings.offload_optimizer, settings.offload_parameters, not settings.no_pin_memory),
         adam=_adam(config),
         arrival=arrival,
     )
@@ -343,14 +343,14 @@ def _adam(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
     return device_setup.apex_adam if device_setup.uses_adam(config) else None
 
 
-def make_scaler(config: Config) -> LossScaler:
+def make_scaler(config: Config) -> GradScaler:
     """Return the loss scale: dynamic or fixed for fp16, 1 for every other precision."""
     precision = config.precision
     if precision.dtype != "fp16":
-        return LossScaler()
+        return GradScaler()
     if precision.loss_scale:
-        return LossScaler(scale=precision.loss_scale)
-    return LossScaler(
+        return GradScaler(scale=precision.loss_scale)
+    return GradScaler(
         scale=2.0**precision.initial_scale_power,
         is_dynamic=True,
         window=precision.loss_scale_window,
@@ -359,10 +359,10 @@ def make_scaler(config: Config) -> LossScaler:
     )
 
 
-def make_learning_rate(config: Config) -> LearningRate:
+def make_learning_rate(config: Config) -> LRScheduler:
     """Return the schedule of the configuration."""
     settings = config.optimizer
-    return LearningRate(
+    return LRScheduler(
         lr=settings.lr,
         min_lr=settings.min_lr,
         style=settings.lr_decay_style,

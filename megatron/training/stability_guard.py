@@ -24,7 +24,7 @@ from megatron.training.train_step import StepEngine, StepResult
 SMALLEST_SPREAD = 1.0e-3  # of the mean: values that hardly differ make no small step a jump
 
 
-class Recent:
+class RunningStatistics:
     """The last ``size`` values; a new one is far above them where it is more than ``sigma`` deviations above the mean.
 
     The deviation counts as at least ``SMALLEST_SPREAD`` of the mean. Half of the values must be there to judge by.
@@ -91,7 +91,7 @@ class History:
     returned_to: int = -1
 
 
-class Guard:
+class StabilityGuard:
     """Judges the steps of one run; made on every rank, and the same on all of them.
 
     Attributes:
@@ -101,8 +101,8 @@ class Guard:
 
     def __init__(self, settings: StabilityConfig) -> None:
         self.settings = settings
-        self.losses = Recent(settings.stability_window, settings.stability_sigma)
-        self.norms = Recent(settings.stability_window, settings.stability_sigma)
+        self.losses = RunningStatistics(settings.stability_window, settings.stability_sigma)
+        self.norms = RunningStatistics(settings.stability_window, settings.stability_sigma)
         self.history = History()
         self._loss = math.nan
         self._reason: str | None = None
@@ -183,8 +183,8 @@ class Guard:
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Go on from ``state``; from nothing where the checkpoint is older than the guard."""
         settings, kept = self.settings, dict(state or {})
-        self.losses = Recent(settings.stability_window, settings.stability_sigma, kept.pop("losses", ()))
-        self.norms = Recent(settings.stability_window, settings.stability_sigma, kept.pop("norms", ()))
+        self.losses = RunningStatistics(settings.stability_window, settings.stability_sigma, kept.pop("losses", ()))
+        self.norms = RunningStatistics(settings.stability_window, settings.stability_sigma, kept.pop("norms", ()))
         self.history = History(**kept)
 
 
@@ -197,7 +197,7 @@ class Guard:
 NAME = "stability.jsonl"
 
 
-class Journal:
+class EventLog:
     """The records of one run folder.
 
     Args:

@@ -31,7 +31,7 @@ from megatron.mpu.groups import Grid
 from megatron.training import failure
 from megatron.training.initialize import World
 from tds.engine.engine import PipelineEngine
-from tds.p2p.communicator import waiting_together
+from tds.p2p.communicator import collective_scope
 from tds.p2p.process_groups import limit_groups
 from tds.watchdog.alarm import Alarms, own_store
 from tds.watchdog.diagnosis import Report
@@ -52,7 +52,7 @@ AXES = ("host", "world", "model", "data", "pipe", "tensor_host", "tensor")
 """Of the names of one process group the last counts."""
 
 
-class Phases:
+class Sections:
     """The phases of one run on this rank; without a world nothing is limited or watched.
 
     So it is with one rank that a person has started: a debugger may hold it for as long as it likes. One that the
@@ -137,7 +137,7 @@ class Phases:
 
     def _meet(self, doing: str) -> None:
         if self._watch is not None and self._grid.world.size > 1:
-            with waiting_together(self._grid.pipe.rank, doing):
+            with collective_scope(self._grid.pipe.rank, doing):
                 dist.barrier(group=self._grid.host.handle)
 
     def _where(self) -> str:

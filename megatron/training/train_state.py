@@ -15,7 +15,7 @@ import torch
 
 from megatron import device, log
 from megatron.checkpoint import (
-    BackgroundSaver,
+    AsyncSaver,
     Checkpoint,
     TensorRecord,
     check_model,
@@ -134,7 +134,7 @@ Written = TypeVar("Written")
 
 
 @dataclass
-class Progress:
+class TrainState:
     """How far the run is. ``updates`` leaves out steps that fp16 overflow skipped; the learning rate follows it."""
 
     step: int = 0
@@ -147,7 +147,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Taken:
+class RestoreOptions:
     """What a start takes up of a checkpoint beside its weights.
 
     Args:
@@ -163,7 +163,7 @@ class Taken:
     generators: bool = True
 
     @classmethod
-    def of(cls, flags: CheckpointConfig) -> Taken:
+    def of(cls, flags: CheckpointConfig) -> RestoreOptions:
         """Return what the flags of a start say."""
         is_whole = not flags.finetune and not flags.eval_only
         has_state = is_whole and not flags.load_weights_only
@@ -175,12 +175,12 @@ class Taken:
         )
 
 
-EVERYTHING = Taken()
+EVERYTHING = RestoreOptions()
 
 
 def save_state(
     folder: Path,
-    progress: Progress,
+    progress: TrainState,
     *,
     config: Config,
     module: torch.nn.Module,
@@ -222,7 +222,7 @@ def kept_by(flags: CheckpointConfig) -> dict[str, int | None]:
 
 
 def described(
-    progress: Progress,
+    progress: TrainState,
     *,
     config: Config,
     optimizer: MixedPrecisionOptimizer,
@@ -273,8 +273,8 @@ def restore(
     optimizer: MixedPrecisionOptimizer,
     world: World,
     fingerprint: str | None,
-    taken: Taken | None = None,
-) -> Progress:
+    taken: RestoreOptions | None = None,
+) -> TrainState:
     """Put the state of ``checkpoint`` into model and optimizer; return where to go on. Collective.
 
     Args:
@@ -284,7 +284,7 @@ def restore(
     Raises:
         CheckpointError: it is of another model or other data; nothing has been changed then.
     """
-    taken = taken or Taken.of(config.checkpoint)
+    taken = taken or RestoreOptions.of(config.checkpoint)
     with marked(is_of_this_rank=False):
         check_fits(checkpoint, config, fingerprint, taken)
         if taken.optimizer:
@@ -302,10 +302,10 @@ def restore(
         set_optimizer_steps(optimizer, checkpoint.state["optimizer_steps"])
     if taken.generators and checkpoint.state["layout"] == asdict(world.grid.topology):
         restore_rng(checkpoint, world)
-    return Progress(**checkpoint.state["progress"]) if taken.counters else Progress()
+    return TrainState(**checkpoint.state["progress"]) if taken.counters else TrainState()
 
 
-def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, taken: Taken) -> None:
+def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, taken: RestoreOptions) -> None:
     """Check that ``checkpoint`` is of this model, these data and this optimizer, as far as they are ``taken``.
 
     Raises:
@@ -369,7 +369,7 @@ _NAME = "branch"  # in the state of a checkpoint
 
 
 @dataclass
-class Branch:
+class CheckpointLineage:
     """The way of a run, in sequence numbers of its folder's checkpoints. Rank 0 knows it.
 
     Attributes:
@@ -381,7 +381,7 @@ class Branch:
     left: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Branch:
+    def of(cls, state: Mapping[str, Any]) -> CheckpointLineage:
         """Return the way to a checkpoint with this state."""
         return cls(**state.get(_NAME, {}))
 
@@ -414,12 +414,12 @@ class Saves:
         branch: which checkpoints of the folder are this run's; known on rank 0.
     """
 
-    background: BackgroundSaver | None = None
+    background: AsyncSaver | None = None
     last_at: float = field(default_factory=time.monotonic)
     stalled_s: float = 0.0
     failure: CheckpointError | None = None
     failed_step: int = -1
-    branch: Branch = field(default_factory=Branch)
+    branch: CheckpointLineage = field(default_factory=CheckpointLineage)
 
     def share_since_last(self, stall_s: float) -> float:
         """Return ``stall_s`` as a share of the time since the save before, and begin to count anew."""

@@ -12,23 +12,23 @@ import torch
 
 from megatron.errors import DataError, NumericsError
 from megatron.mpu.groups import Grid
-from megatron.mpu.random import DropoutStreams, Position
+from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.optim import MixedPrecisionOptimizer
 from tds import reduce_gradients
 from tds.device import random_numbers_kept
 from tds.engine.micro_batches import DataDisagreement, read_ahead
 from tds.loss import (
-    Agreement,
     LossMeter,
-    Means,
+    LossReduction,
+    MeanLosses,
     Weighted,
-    agree_on_loss,
+    all_reduce_loss,
     has_loss_function,
     is_weighted,
     named_losses,
     read_with_norm,
 )
-from tds.timers import BubbleMeter, Row, clock_for
+from tds.timers import BubbleTimer, Row, clock_for
 
 # What an optimizer step gave, and the error of one whose loss is not finite.
 
@@ -75,7 +75,7 @@ class ModuleError(NumericsError):
         self.found = found
 
 
-class FiniteOnly:
+class FiniteLossCheck:
     """Ends a run whose loss or gradient norm is not finite: the judge of ``optimizer`` until it gets another.
 
     It does so in the update, behind all that ranks do together in a step: one that left earlier would leave the others
@@ -230,12 +230,12 @@ class SingleStageEngine:
         self.grid, self.streams = grid, streams
         self.num_micro_batches, self.micro_batch_tokens = num_micro_batches, micro_batch_tokens
         self.device = torch.device(engine.device)
-        self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
+        self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
         self.on_activity: Callable[[str], None] = lambda text: None
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
         self._clock = clock_for(self.device)
-        self._busy = BubbleMeter(self._clock)
+        self._busy = BubbleTimer(self._clock)
         engine.enable_backward_allreduce = False
 
     def train_step(self, data: DataIterator, step: int, num_micro_batches: int | None = None) -> StepResult:
@@ -250,7 +250,7 @@ class SingleStageEngine:
         self.micro_losses.clear()
         began = self._clock.mark()
         for micro_batch in range(number):
-            self.streams.position = Position(step, micro_batch, number)
+            self.streams.position = DropoutKey(step, micro_batch, number)
             self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
             loss, report = self.forward_step(data, self.engine)
             reported = scalars(report, loss)
@@ -297,10 +297,10 @@ class SingleStageEngine:
         elif self.grid.data.size > 1:
             reduce_gradients([g for _, g in self.optimizer.gradients()], self.grid.data.handle)
 
-    def _agree(self, meter: LossMeter) -> Agreement:
+    def _agree(self, meter: LossMeter) -> LossReduction:
         """Return what the losses of all replicas came to. Collective."""
         data = self.grid.data
-        return agree_on_loss(
+        return all_reduce_loss(
             meter,
             data_group=data.handle,
             data_size=data.size,
@@ -318,7 +318,7 @@ class SingleStageEngine:
         return result_of(loss, scale, self.optimizer, losses)
 
 
-class PipelineEngine:
+class PipelineStepEngine:
     """``tds``: the same step with the model's layers on several stages."""
 
     def __init__(
@@ -333,11 +333,11 @@ class PipelineEngine:
         self._step, self._number, self._micro_batch = 0, num_micro_batches, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
-        self.on_loss: Callable[[float], None] = FiniteOnly(self.optimizer).take_loss
+        self.on_loss: Callable[[float], None] = FiniteLossCheck(self.optimizer).take_loss
         self.on_activity: Callable[[str], None] = lambda text: None
-        engine.agrees_on_data = False  # ReplicaBatches never end
+        engine.agrees_on_data = False  # DataLoader never end
         engine.nominal_weight = nominal_weight(micro_batch_tokens * num_micro_batches)
-        engine.module.loss_fn = self._noting(reading_pairs(engine.module.loss_fn))
+        engine.module.loss_fn = self._recording_losses(reading_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
         engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
         engine.on_loss = lambda _: self.on_loss(_told(engine.means)[0])
@@ -376,9 +376,9 @@ class PipelineEngine:
 
     def _start_micro_batch(self, micro_batch: int) -> None:
         self._micro_batch = micro_batch
-        self.streams.position = Position(self._step, micro_batch, self._number)
+        self.streams.position = DropoutKey(self._step, micro_batch, self._number)
 
-    def _noting(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def _recording_losses(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return ``loss_fn`` that also keeps what each micro-batch of a step gave."""
 
         def noted(output: Any, labels: Any) -> Any:
@@ -402,7 +402,7 @@ def _told_as_data_error() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def _told(means: Means) -> tuple[float, dict[str, float]]:
+def _told(means: MeanLosses) -> tuple[float, dict[str, float]]:
     """Return the mean loss and the others by name, as numbers of the host."""
     (_, loss), *others = means.numbers.items()
     return loss, dict(others)

@@ -16,7 +16,7 @@ from megatron import device, log
 from megatron.arguments import resolve_dtype
 from megatron.arguments.unused_flags import format_problems
 from megatron.arguments.validate import raise_all
-from megatron.checkpoint import BackgroundSaver
+from megatron.checkpoint import AsyncSaver
 from megatron.checkpoint.folders import last_sequence, newest_first
 from megatron.config import Config
 from megatron.config.parallel import TRACE_IN_RUN
@@ -25,33 +25,33 @@ from megatron.optim.lr_scheduler import set_learning_rate
 from megatron.training import data as data_order
 from megatron.training import failure, global_vars, initialize, profiler, report, run_folder, run_lock
 from megatron.training.checkpointing import await_saves, finish_saves, save, save_when_due, wants_by_time
-from megatron.training.console import Screen
+from megatron.training.console import TrainingConsole
 from megatron.training.data import DatasetsProvider, open_data
 from megatron.training.dry_run import bubble_of_run
 from megatron.training.evaluate import evaluate as evaluate
 from megatron.training.exit_signals import StopRequests, how_to_go_on
 from megatron.training.failure import asked_through_launcher
 from megatron.training.global_vars import with_tokenizer
-from megatron.training.initialize import World, by_rank_0
+from megatron.training.initialize import World, run_on_rank_0
 from megatron.training.metrics import EVALUATIONS, METRICS, LayerNorms, MetricsWriter, WandbRun, open_wandb
-from megatron.training.replica_check import Copies, Drift, error_of, find_copies, find_drift
+from megatron.training.replica_check import ReplicaGroup, ReplicaMismatch, check_replicas, error_of, find_copies
 from megatron.training.resume import is_same_run, load
-from megatron.training.rollback import after_bad_step, explained
+from megatron.training.rollback import after_bad_step, explain_nonfinite
 from megatron.training.run import Run
 from megatron.training.run_folder import Place, saved_in
 from megatron.training.setup import build_engine, make_learning_rate, make_streams
-from megatron.training.stability_guard import Journal
-from megatron.training.timeouts import LOADING, OPENING_DATA, STEP, Phases
-from megatron.training.train_state import Branch
+from megatron.training.stability_guard import EventLog
+from megatron.training.timeouts import LOADING, OPENING_DATA, STEP, Sections
+from megatron.training.train_state import CheckpointLineage
 from megatron.training.train_step import ForwardStep, StepResult, StepSamples
-from megatron.training.training_log import end_rows, most_of_each_stage, tell_step
+from megatron.training.training_log import end_rows, most_of_each_stage, training_log
 
 # What all ranks must decide alike after a step: to stop, to save, to end for drifted weights. One small sum a step.
 
 ANOTHER = "another rank was asked to stop"
 
 
-class Vote(NamedTuple):
+class StepDecision(NamedTuple):
     """What the ranks have agreed on; ``reason`` to stop is this rank's own words where it has some."""
 
     reason: str | None
@@ -59,12 +59,12 @@ class Vote(NamedTuple):
     has_drift: bool
 
 
-def vote(run: Run, has_drift: bool = False) -> Vote:
+def vote(run: Run, has_drift: bool = False) -> StepDecision:
     """Return what the run does after this step: what any rank wants. Collective."""
     reason = run.stop.reason(run.progress.step)
     stops, by_time, drifted = run.world.any([reason is not None, wants_by_time(run), has_drift])
     asked = asked_through_launcher() if stops and reason is None else None  # its signal is on the way here, too
-    return Vote((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)
+    return StepDecision((reason or (f"received {asked}" if asked else ANOTHER)) if stops else None, by_time, drifted)
 
 
 # The loop: step, report, judge, evaluate, agree, save, stop.
@@ -99,24 +99,24 @@ def train_step(run: Run) -> bool:
         result = run.guard.note(own, span.step)
     except NumericsError as error:
         await_saves(run)  # a failure of it must not hide this one
-        raise explained(error, run.engine, run.world.grid, span) from error
+        raise explain_nonfinite(error, run.engine, run.world.grid, span) from error
     _advance(run, result, samples)
     if run.is_log_step(span.step):
-        tell_step(run, result, lr, span)
+        training_log(run, result, lr, span)
     return result.is_bad and after_bad_step(run, result, span)
 
 
-def _prepare(run: Run) -> list[Copies]:
+def _prepare(run: Run) -> list[ReplicaGroup]:
     """Let the guard watch the engine; return what is compared for drift."""
     grid, stability = run.world.grid, run.config.stability
-    run.guard.watch(run.engine, *run.world.council, run.progress.step)
+    run.guard.watch(run.engine, *run.world.decision_group, run.progress.step)
     if stability.is_guarded and run.world.rank == 0:
-        run.journal = Journal(run.folder, run.guard.history.events)
+        run.journal = EventLog(run.folder, run.guard.history.events)
     kept = run.engine.optimizer.kept
     return find_copies(run.engine.module, grid, kept) if stability.drift_interval else []
 
 
-def _run_through(run: Run, copies: Sequence[Copies]) -> bool:
+def _run_through(run: Run, copies: Sequence[ReplicaGroup]) -> bool:
     """Step to the end, from where the data are now; return False once the run has gone back to a checkpoint."""
     config, total = run.config, run.config.batch.train_iters
     with run.phases.over(OPENING_DATA):
@@ -131,19 +131,19 @@ def _run_through(run: Run, copies: Sequence[Copies]) -> bool:
     return True
 
 
-def _between_steps(run: Run, copies: Sequence[Copies]) -> Vote:
+def _between_steps(run: Run, copies: Sequence[ReplicaGroup]) -> StepDecision:
     """Evaluate, compare copies, agree and save, each if it is due; return what was agreed on. Collective.
 
     Raises:
         NumericsError: copies differ; nothing is saved of them.
     """
     batch, step, interval = run.config.batch, run.progress.step, run.config.stability.drift_interval
-    drift: list[Drift] = []
+    drift: list[ReplicaMismatch] = []
     with _Pause(run):
         if batch.eval_interval and batch.eval_iters and step % batch.eval_interval == 0:
             evaluate(run, "valid")
         if interval and step % interval == 0:
-            drift = find_drift(run.engine.module, copies, run.engine.optimizer.kept)
+            drift = check_replicas(run.engine.module, copies, run.engine.optimizer.kept)
     decided = vote(run, bool(drift))
     run.phases.step_done()
     if decided.has_drift:
@@ -229,7 +229,7 @@ def run(
     stop: StopRequests,
 ) -> None:
     """Train with a configuration and a world that exist already. Collective."""
-    with closing(Phases(here, config)) as phases:
+    with closing(Sections(here, config)) as phases:
         tokenizer, config = with_tokenizer(config)
         streams = make_streams(config, here)
         global_vars.set_current(config, tokenizer, streams)
@@ -348,11 +348,11 @@ def _open_saves(this: Run, place: Place) -> None:
     """Begin to count the time between saves; make ready to save in the background. Collective."""
     flags, saves = this.config.checkpoint, this.saves
     saves.last_at = time.monotonic()
-    saves.background = BackgroundSaver(this.world.grid.host) if flags.async_save else None
+    saves.background = AsyncSaver(this.world.grid.host) if flags.async_save else None
     if this.world.rank != 0 or flags.eval_only or is_same_run(this, place):
         return
     found = newest_first(saved_in(this.folder))
-    saves.branch = Branch(last_sequence(found))
+    saves.branch = CheckpointLineage(last_sequence(found))
     if found:
         log.warning(
             f"{this.folder} holds {len(found)} checkpoints of an earlier run, which stay as they are; --resume goes on "
@@ -377,7 +377,7 @@ def _open_reports(this: Run, place: Place) -> None:
         report.write(this.folder, facts)
     for note in config.notes:
         log.info(note)
-    this.screen = Screen(config.run.progress, config.batch.train_iters)
+    this.screen = TrainingConsole(config.run.progress, config.batch.train_iters)
     own_events = this.folder / "tensorboard" if is_own else None
     tensorboard = Path(config.run.tensorboard_dir) if config.run.tensorboard_dir else own_events
     goes_on = is_own and (place.begins_again or is_same_run(this, place))
@@ -406,5 +406,5 @@ def _open_wandb(this: Run) -> WandbRun | None:
     if not this.config.seeing.wandb_project:
         return None
     opened: list[WandbRun | None] = []
-    by_rank_0(this.world, lambda: opened.append(open_wandb(this.config, this.folder)))
+    run_on_rank_0(this.world, lambda: opened.append(open_wandb(this.config, this.folder)))
     return opened[0] if opened else None

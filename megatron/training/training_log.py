@@ -29,7 +29,7 @@ from megatron.training.train_step import StepResult, StepSamples
 MIB = 2**20
 
 
-class OfRanks(NamedTuple):
+class RankMetrics(NamedTuple):
     """One number of each rank, in seconds or bytes, and what was compiled there.
 
     ``waited_s`` for data since the last report, ``own_s`` of own work a step, ``waited_each_s`` for data a step.
@@ -42,7 +42,7 @@ class OfRanks(NamedTuple):
     compiled: list[Compiled]
 
 
-def gather(run: Run) -> OfRanks:
+def gather(run: Run) -> RankMetrics:
     """Return what all ranks have measured since the last call. Collective.
 
     Shapes:
@@ -58,7 +58,7 @@ def gather(run: Run) -> OfRanks:
     each_compiled = [
         Compiled(seconds, round(made), round(found)) for seconds, made, found in zip(*compiled, strict=True)
     ]
-    return OfRanks(waited_s, own_s, waited_each_s, [MIB * each for each in memory], each_compiled)
+    return RankMetrics(waited_s, own_s, waited_each_s, [MIB * each for each in memory], each_compiled)
 
 
 def by_stage(values: Sequence[float], topology: Topology, join: Callable[[Sequence[float]], float]) -> dict[str, float]:
@@ -77,7 +77,7 @@ def most_of_each_stage(number: float, world: World) -> dict[str, float]:
 # What is said and written down once per log interval. docs/seeing.md has each name with its unit and formula.
 
 
-def tell_step(run: Run, result: StepResult, lr: float, span: StepSamples) -> None:
+def training_log(run: Run, result: StepResult, lr: float, span: StepSamples) -> None:
     """Say and write down the numbers since the last log step. Collective: all ranks measure bubble, work and waits."""
     step, total = run.progress.step, run.config.batch.train_iters
     bubble, ranks = run.engine.bubble(), gather(run)
@@ -100,7 +100,7 @@ def tell_step(run: Run, result: StepResult, lr: float, span: StepSamples) -> Non
         run.metrics.write("train", step, _values(run, result, lr, rates, ranks) | compiled)
 
 
-def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any], ranks: OfRanks) -> dict[str, Any]:
+def _values(run: Run, result: StepResult, lr: float, rates: dict[str, Any], ranks: RankMetrics) -> dict[str, Any]:
     consumed, topology = run.progress.samples_consumed, run.world.grid.topology
     has_gradients = math.isfinite(result.loss) or not result.is_refused  # else they were thrown away ahead of the norms
     norms = {"layer_norms": run.layer_norms.norms} if run.layer_norms is not None and has_gradients else {}

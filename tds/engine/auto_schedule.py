@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tds.log import announce
-from tds.p2p.communicator import waiting_together
+from tds.log import log_rank_0
+from tds.p2p.communicator import collective_scope
 from tds.schedule import Costs, choose, schedule_named
 from tds.timers import Work, costs_of, durations_of, medians
 
@@ -105,7 +105,7 @@ class Auto:
         costs = costs_of(own, self._num_chunks)
         rows = [*map(list, (costs.forward, costs.backward_input, costs.backward_weight, costs.backward))]
         total = torch.tensor(rows, dtype=torch.float32, device=self._device)
-        with waiting_together(self._stage, "averaging the times of its actions"):
+        with collective_scope(self._stage, "averaging the times of its actions"):
             dist.all_reduce(total, group=self._group)
         forward, *backwards = (total * self._num_stages / dist.get_world_size(self._group)).tolist()
         return Costs(tuple(forward), tuple(backwards[0]), tuple(backwards[1]), backward=tuple(backwards[2]))
@@ -113,7 +113,7 @@ class Auto:
     def _say(self, reason: str) -> None:
         self.told = f'"schedule": "auto" runs {reason}'
         if dist.get_rank() == 0:
-            announce(self.told)
+            log_rank_0(self.told)
 
 
 def best(whole: Costs, split: Costs, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> tuple[str, str]:

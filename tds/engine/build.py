@@ -13,15 +13,15 @@ import torch.distributed as dist
 from tds.deepspeed_api import checkpointing, choose_recomputed, layer_specs, place_of
 from tds.engine import auto_schedule
 from tds.engine.engine_parts import EngineParts
-from tds.engine.micro_batches import DataAgreement
+from tds.engine.micro_batches import DataConsistency
 from tds.engine.optimizers import gradients_of
 from tds.engine.recompute import is_deepspeeds_reentrant
-from tds.engine.stage import Plan, Stage
+from tds.engine.stage import SchedulePlan, Stage
 from tds.gradients import GradientSource, Reduction
-from tds.log import announce
+from tds.log import log_rank_0
 from tds.module import PipelineModule
 from tds.p2p import process_groups
-from tds.p2p.communicator import Exchange, Links, Slice
+from tds.p2p.communicator import P2PCommunicator, Slice, StageLinks
 from tds.shared_layers import sharing_layers
 from tds.torch_api import default_timeout
 from tds.watchdog import watchdog
@@ -178,12 +178,12 @@ def tell_what_acts_on_nothing(engine: EngineParts) -> None:
     found += [key for key in ("pipe_partitioned", "grad_partitioned") if key in given.get("pipeline", {})]
     if found and engine.global_rank == 0:
         listed = ", ".join(f'"{key}"' for key in found)
-        announce(
+        log_rank_0(
             f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
             "says of each tensor whether it is cut over the tensor group"
         )
     if engine.asks_for_flops and engine.global_rank == 0:
-        announce(
+        log_rank_0(
             '"flops_profiler" in the JSON profiles nothing in tds. Use "pipeline": {"trace": "a folder"}, or run '
             "deepspeed.profiling.flops_profiler.get_model_profile on a layer"
         )
@@ -234,17 +234,17 @@ def make_stage(engine: EngineParts) -> Stage:
     groups, must_open = process_groups.message_groups(grid, device, chunks, limit)
     if must_open:
         process_groups.open_channels(groups, ranks, engine.stage_id, device, chunks)
-    links = Links(engine.stage_id, ranks, groups, cut, device, limit)
-    exchange = Exchange(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
+    links = StageLinks(engine.stage_id, ranks, groups, cut, device, limit)
+    exchange = P2PCommunicator(links, engine.module, num_chunks=chunks, is_dynamic=engine.module.dynamic_shape)
     return Stage(engine.module, exchange, device)
 
 
-def make_data_agreement(engine: EngineParts, compares: bool) -> DataAgreement | None:
+def make_data_agreement(engine: EngineParts, compares: bool) -> DataConsistency | None:
     """Return how all ranks agree on their data; None for one rank, which needs no other."""
     if dist.get_world_size() == 1:
         return None
     grid = engine.grid
-    return DataAgreement(
+    return DataConsistency(
         engine.module.world_group,
         stage=engine.stage_id,
         replica=grid.get_data_parallel_rank(),
@@ -254,10 +254,10 @@ def make_data_agreement(engine: EngineParts, compares: bool) -> DataAgreement | 
     )
 
 
-def make_plan(engine: EngineParts) -> Plan:
+def make_plan(engine: EngineParts) -> SchedulePlan:
     """Return the schedule that the JSON asks for; that which "auto" starts with."""
     chosen = chosen_schedule(engine.pipeline_section, engine.module)
-    return Plan(
+    return SchedulePlan(
         auto_schedule.first_name(num_chunks(engine.module)) if is_auto(chosen) else chosen,
         num_stages=engine.num_stages,
         num_chunks=num_chunks(engine.module),

@@ -351,9 +351,11 @@ class LayerCheckpoints:
             raise
         except Exception as error:  # whatever a damaged file makes torch or DeepSpeed raise: the others wait for word
             file = engine_load.last_path or "the checkpoint"
-            told_together(str(error) if isinstance(error, UnsafeFileError) else f"{file} cannot be loaded: {error!r}")
+            all_ranks_problem(
+                str(error) if isinstance(error, UnsafeFileError) else f"{file} cannot be loaded: {error!r}"
+            )
         else:
-            told_together(None)
+            all_ranks_problem(None)
         finally:
             engine_load.is_trusted = False
 
@@ -392,14 +394,14 @@ class LayerCheckpoints:
             super().load_module_state_dict(checkpoint, strict, *args, **kwargs)  # type: ignore[misc]
             return
         if self._loads_optimizer:
-            told_together(_other_layout(self, checkpoint))
-        told_together(_load_layers(self, folder, strict))
+            all_ranks_problem(_other_layout(self, checkpoint))
+        all_ranks_problem(_load_layers(self, folder, strict))
 
     def added_checkpoint_state(self) -> dict[str, Any]:
         return {LAYOUT_KEY: {"layers": layer_numbers(self.module)}}
 
 
-def told_together(problem: str | None) -> None:
+def all_ranks_problem(problem: str | None) -> None:
     """Raise on every rank what any of them found. Collective.
 
     Raises:

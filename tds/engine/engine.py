@@ -16,14 +16,14 @@ from tds.engine.checkpointing import LayerCheckpoints
 from tds.engine.engine_parts import EngineParts
 from tds.engine.evaluate import agree
 from tds.engine.micro_batches import BatchSource, training_loader
-from tds.engine.monitor import REDUCTION, STEP, Seeing, StepReport
+from tds.engine.monitor import REDUCTION, STEP, EngineMonitor, StepReport
 from tds.engine.recompute import recomputes_reentrantly
 from tds.engine.stage import Call
 from tds.gradients import GradientSource, Reduction, clip, global_norm, is_counted, reduce_gradients, sum_tied
-from tds.log import announce
-from tds.loss import LossMeter, Means, read_with_norm
+from tds.log import log_rank_0
+from tds.loss import LossMeter, MeanLosses, read_with_norm
 from tds.p2p import boundary
-from tds.p2p.communicator import Exchange, waiting_together
+from tds.p2p.communicator import P2PCommunicator, collective_scope
 from tds.schedule import Action
 from tds.timers import Row
 from tds.torch_api import default_timeout
@@ -56,14 +56,14 @@ def finish(
     if source is not None:
         source.read_ahead()
     doing = "adding up the gradients of tied weights and replicas"
-    with waiting_together(engine.stage_id, doing), engine.report.part(REDUCTION):
+    with collective_scope(engine.stage_id, doing), engine.report.part(REDUCTION):
         add_up_tied(engine, gradients)
         if gradients.are_multiplied_in_step:
             add_up_replicas(engine, gradients, reduction, 1.0)
             read_with_norm(engine.optimizer, agreement)
         else:
             add_up_replicas(engine, gradients, reduction, agreement.factor)
-    with forgetting(engine, gradients):
+    with discarding_gradients_on_error(engine, gradients):
         if source is not None:
             source.end(meter.num_micro_batches)
         engine.means = means = agreement.means()
@@ -107,7 +107,7 @@ def take_step(engine: EngineParts, gradients: GradientSource) -> None:
 
 
 @contextmanager
-def forgetting(engine: EngineParts, gradients: GradientSource | None) -> Iterator[None]:
+def discarding_gradients_on_error(engine: EngineParts, gradients: GradientSource | None) -> Iterator[None]:
     """Let an error within leave no gradients behind, which the next batch would add to."""
     try:
         yield
@@ -156,7 +156,7 @@ def clip_gradients(engine: EngineParts, gradients: GradientSource | None) -> Non
     parameters = trained(engine)
     tensor_rank = engine.grid.get_slice_parallel_rank()
     counted = [gradients.of(p) for p in parameters if is_counted(p, tensor_rank)]
-    with waiting_together(engine.stage_id, "taking the norm of the gradients"):
+    with collective_scope(engine.stage_id, "taking the norm of the gradients"):
         norm = global_norm(counted, engine.grid.get_model_parallel_group(), engine.device)
     clip([gradients.of(p) for p in parameters], norm, engine.gradient_clipping())
     engine.grad_norm = float(norm)
@@ -165,7 +165,7 @@ def clip_gradients(engine: EngineParts, gradients: GradientSource | None) -> Non
 # Public names of DeepSpeed's pipeline engine that ours has no use for and programs read or call all the same.
 
 
-class StockNames:
+class DeepSpeedAttributes:
     """The part of the engine that is there for programs written for DeepSpeed's."""
 
     module: Any
@@ -214,7 +214,7 @@ class StockNames:
 # The pipeline engine: DeepSpeed's interface on schedules as data.
 
 
-class PipelineEngine(LayerCheckpoints, StockNames, BaseEngine):
+class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
     """Trains a ``PipelineModule``: ``train_batch`` runs a schedule of forwards and backwards and one step.
 
     ``tds.initialize`` makes it. Attributes that a program may set:
@@ -246,7 +246,7 @@ class PipelineEngine(LayerCheckpoints, StockNames, BaseEngine):
         self.on_micro_batch: Callable[[int], None] | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.on_loss: Callable[[torch.Tensor], None] | None = None
-        self.means: Means | None = None
+        self.means: MeanLosses | None = None
         self.agg_train_loss: torch.Tensor | None = None
         self.agg_additional_losses: dict[str, torch.Tensor] | None = None
         self.data_iterator: Iterator[Any] | None = None
@@ -266,7 +266,7 @@ class PipelineEngine(LayerCheckpoints, StockNames, BaseEngine):
         self._has_untaken_gradients = False
         self._stage = build.make_stage(self)
         self._data_agreement = build.make_data_agreement(self, self._compares_data)
-        self._seeing = Seeing(self, self._stage, self._plan)
+        self._seeing = EngineMonitor(self, self._stage, self._plan)
         if self.training_data and self._reads_data():
             has_curriculum = self.curriculum_learning_enabled()
             loader = training_loader(self.training_data, self.grid, self.deepspeed_io, has_curriculum=has_curriculum)
@@ -292,7 +292,7 @@ class PipelineEngine(LayerCheckpoints, StockNames, BaseEngine):
         with self.report.step(), self._seeing.step():
             call = self._training_call()
             self._stage.exchange.window = self._plan.window(self.micro_batches)
-            with forgetting(self, self._gradients):
+            with discarding_gradients_on_error(self, self._gradients):
                 self._stage.run(self._plan.training(self.micro_batches), call)
             self._tell_what_is_split()
             loss = finish(self, call.meter, self._gradients, call.reduction, call.source)
@@ -391,7 +391,7 @@ class PipelineEngine(LayerCheckpoints, StockNames, BaseEngine):
         self._has_told_split = True
         if self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0:
             told = self._stage.splitter.told(dict(self.module.named_parameters()))
-            announce(f"{self._plan.name}, stage {self.stage_id}: {told}")
+            log_rank_0(f"{self._plan.name}, stage {self.stage_id}: {told}")
 
     def _meter(self, num_micro_batches: int) -> LossMeter:
         return LossMeter(num_micro_batches, self.nominal_weight, self.device, self.module.get_additional_losses)
@@ -433,7 +433,7 @@ class PipelineEngine(LayerCheckpoints, StockNames, BaseEngine):
         links.timeout = limit
         self._seeing.watchdog.limit_s = limit_s
 
-    def let_watch(self) -> Exchange:
+    def let_watch(self) -> P2PCommunicator:
         """Stop the engine's own watchdog for a program that watches all of itself; return where it sees what this
         rank is at: ``action``, ``waiting``, ``waits``, ``history``."""
         self._seeing.watchdog.close()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tds.loss import Means
+from tds.loss import MeanLosses
 
 
 class EngineParts(Protocol):
@@ -34,7 +34,7 @@ class EngineParts(Protocol):
     global_steps: int
     global_samples: int
     has_moe_layers: bool
-    means: Means | None
+    means: MeanLosses | None
     on_loss: Callable[[torch.Tensor], None] | None
     agg_train_loss: torch.Tensor | None
     agg_additional_losses: dict[str, torch.Tensor] | None

@@ -14,9 +14,9 @@ from tds.device import random_numbers_kept
 from tds.engine import monitor
 from tds.engine.engine_parts import EngineParts
 from tds.engine.stage import Call
-from tds.loss import Agreement, LossMeter, agree_on_loss
+from tds.loss import LossMeter, LossReduction, all_reduce_loss
 from tds.module import forwards_uncounted
-from tds.p2p.communicator import waiting_together
+from tds.p2p.communicator import collective_scope
 
 # What eval_batch returns, and what it must leave alone.
 
@@ -87,11 +87,11 @@ def mean_output(outputs: Sequence[Any], grid: Any) -> Any:
     return mean
 
 
-def agree(engine: EngineParts, meter: LossMeter) -> Agreement:
+def agree(engine: EngineParts, meter: LossMeter) -> LossReduction:
     """Return what the losses of all replicas came to, the same on every rank. Collective."""
     grid = engine.grid
-    with waiting_together(engine.stage_id, "agreeing on the loss"):
-        return agree_on_loss(
+    with collective_scope(engine.stage_id, "agreeing on the loss"):
+        return all_reduce_loss(
             meter if engine.is_last_stage() else None,
             data_group=grid.get_data_parallel_group(),
             data_size=grid.data_parallel_size,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tds.deepspeed_api import RepeatingLoader
 from tds.device import _tuple_like
 from tds.p2p.boundary import entered
-from tds.p2p.communicator import waiting_together
+from tds.p2p.communicator import collective_scope
 
 # Whether all ranks that read have data, equally much of it, and, on request, whether they see the same.
 #
@@ -40,7 +40,7 @@ class DataDisagreement(ValueError):
     """Ranks of one replica have read different micro-batches."""
 
 
-class DataAgreement:
+class DataConsistency:
     """Makes all ranks of an engine decide alike about their data.
 
     Args:
@@ -119,7 +119,7 @@ class DataAgreement:
     def _gather(self, numbers: Sequence[int], doing: str) -> list[list[int]]:
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        with waiting_together(self._stage, doing):
+        with collective_scope(self._stage, doing):
             dist.all_gather(everyone, own, group=self._group)
         return [row.tolist() for row in everyone]
 
@@ -158,7 +158,7 @@ _DEEPEST = 6
 _LABELS = ("labels", "label", "targets", "target", "y")
 
 
-def nesting(value: Any, depth: int = 0) -> str:
+def describe_structure(value: Any, depth: int = 0) -> str:
     """Return how ``value`` is nested, as text: "(tensor [4, 128], {'mask': tensor [4]})"."""
     if isinstance(value, torch.Tensor):
         return f"tensor {list(value.shape)}"
@@ -166,10 +166,10 @@ def nesting(value: Any, depth: int = 0) -> str:
         return "..."
     if isinstance(value, Mapping):
         named = list(value.items())
-        inner = [f"{key!r}: {nesting(each, depth + 1)}" for key, each in named[:_MOST_SHOWN]]
+        inner = [f"{key!r}: {describe_structure(each, depth + 1)}" for key, each in named[:_MOST_SHOWN]]
         return "{" + ", ".join([*inner, *_rest(len(named))]) + "}"
     if isinstance(value, (tuple, list)):
-        inner = [*(nesting(each, depth + 1) for each in value[:_MOST_SHOWN]), *_rest(len(value))]
+        inner = [*(describe_structure(each, depth + 1) for each in value[:_MOST_SHOWN]), *_rest(len(value))]
         if isinstance(value, list):
             return f"[{', '.join(inner)}]"
         return f"({', '.join(inner)}{',' if len(value) == 1 else ''})"
@@ -189,7 +189,7 @@ def as_pair(batch: Any, origin: str) -> tuple[Any, Any]:
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    raise TypeError(f"a micro-batch must be {FORM}, got {nesting(batch)} from {origin}. {_advice(batch)}")
+    raise TypeError(f"a micro-batch must be {FORM}, got {describe_structure(batch)} from {origin}. {_advice(batch)}")
 
 
 def refuse_input(value: Any, path: str, inputs: Any) -> TypeError:
@@ -206,7 +206,7 @@ def refuse_input(value: Any, path: str, inputs: Any) -> TypeError:
         hint = "Leave it out, or make numbers of the text first"
     return TypeError(
         "the first stage's inputs must be tensors, or tuples, lists or dicts of them, got "
-        f"{type(value).__name__} at {path} of the inputs {nesting(inputs)}. {hint}"
+        f"{type(value).__name__} at {path} of the inputs {describe_structure(inputs)}. {hint}"
     )
 
 
@@ -242,10 +242,12 @@ def _advice_on_parts(parts: tuple[Any, ...]) -> str:
     if len(parts) == 1:
         inner = parts[0]
         if isinstance(inner, (tuple, list)) and len(inner) == 2:
-            return f"It is nested one level too deep: give {nesting(inner)}"
-        return f"The labels are missing: give ({nesting(inner)}, labels); where there are none, None in their place"
+            return f"It is nested one level too deep: give {describe_structure(inner)}"
+        given = f"({describe_structure(inner)}, labels)"
+        return f"The labels are missing: give {given}; where there are none, None in their place"
     nested = parts[:-1], parts[-1]
-    return f"Put what the first layer takes into a tuple of its own: {nesting(nested)}, if the last are the labels"
+    shown = describe_structure(nested)
+    return f"Put what the first layer takes into a tuple of its own: {shown}, if the last are the labels"
 
 
 # Micro-batches for the first and the last stage.
@@ -270,7 +272,7 @@ class BatchSource:
         iterator: Iterator[Any] | None,
         batch_fn: Callable[[Any], Any] | None,
         stage: int,
-        agreement: DataAgreement | None = None,
+        agreement: DataConsistency | None = None,
     ) -> None:
         if iterator is not None and not hasattr(iterator, "__next__"):
             raise TypeError(

@@ -22,12 +22,12 @@ from tds.deepspeed_api import logger as _deepspeed_logger
 from tds.engine.auto_schedule import Auto
 from tds.engine.engine_parts import EngineParts
 from tds.layer_profiler import LayerCost, name_of_layer
-from tds.log import announce
-from tds.loss import Means
-from tds.p2p.communicator import waiting_together
+from tds.log import log_rank_0
+from tds.loss import MeanLosses
+from tds.p2p.communicator import collective_scope
 from tds.plot import _log as _log_plot
 from tds.plot import draw
-from tds.timers import BubbleMeter, Recorder, Row, Work, clock_for, offset_to_wall_ns
+from tds.timers import BubbleTimer, Recorder, Row, Work, clock_for, offset_to_wall_ns
 from tds.timers import Row as Row_timers
 from tds.watchdog import watchdog
 from tds.watchdog.alarm import own_store
@@ -184,7 +184,7 @@ class StepReport:
             )
 
 
-def write_training(engine: EngineParts, means: Means) -> None:
+def write_training(engine: EngineParts, means: MeanLosses) -> None:
     """Tell the monitors the losses of a step, the learning rate and, with fp16, the scale of the loss."""
     loss, *others = means.numbers.items()
     values = {"train_loss": loss[1]} | dict(others)
@@ -194,7 +194,7 @@ def write_training(engine: EngineParts, means: Means) -> None:
     _write_events(engine, values)
 
 
-def write_evaluation(engine: EngineParts, means: Means) -> None:
+def write_evaluation(engine: EngineParts, means: MeanLosses) -> None:
     """Tell the monitors the losses of an evaluation."""
     loss, *others = means.numbers.items()
     _write_events(engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in others}})
@@ -273,7 +273,7 @@ def write(module: Any, stage: int, group: Any, device: torch.device) -> None:
     if dist.get_rank() != 0:
         return
     if cut is not None:
-        announce(f"stages by measured time, per micro-batch:\n{table(pieces)}")
+        log_rank_0(f"stages by measured time, per micro-batch:\n{table(pieces)}")
     else:
         _log.info("stages:\n%s", table(pieces))
 
@@ -290,7 +290,7 @@ def _gathered(
         return [own]
     mine = torch.tensor(own, dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with waiting_together(stage, "counting the parameters of the stages"):
+    with collective_scope(stage, "counting the parameters of the stages"):
         dist.all_gather(every, mine, group=group)
     return [[(int(number), int(size)) for number, size in each.tolist()] for each in every]
 
@@ -312,7 +312,7 @@ def gathered_bubble(rows: Sequence[Row_timers], stage: int, group: Any, device: 
         return bubble_of([rows])
     own = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with waiting_together(stage, "gathering the times of the stages"):
+    with collective_scope(stage, "gathering the times of the stages"):
         dist.all_gather(every, own, group=group)
     return bubble_of([[(int(b), int(e), int(w)) for b, e, w in each.tolist()] for each in every])
 
@@ -320,7 +320,7 @@ def gathered_bubble(rows: Sequence[Row_timers], stage: int, group: Any, device: 
 # What an engine shows of itself: the bubble, traces, the watchdog, what "auto" chose, the table of stages.
 
 
-class Seeing:
+class EngineMonitor:
     """Made by the engine once its stage stands. Collective over all ranks.
 
     Args:
@@ -334,7 +334,7 @@ class Seeing:
         self._device = torch.device(engine.device)
         self._exchange.clock = clock_for(self._device)
         self._recorder = Recorder(self._exchange)
-        self._bubble = BubbleMeter(self._exchange.clock)
+        self._bubble = BubbleTimer(self._exchange.clock)
         offset_ns = offset_to_wall_ns()
         origin_ns = self._agreed_time_ns(offset_ns)
         self.watchdog = self._make_watchdog(origin_ns)

@@ -21,9 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tds.deepspeed_api import checkpointing
 from tds.device import drawing_from, host_copy, random_states
-from tds.log import announce
-from tds.p2p.boundary import Structure, TensorSpec, entered, flatten
-from tds.p2p.communicator import Layout, Slice
+from tds.log import log_rank_0
+from tds.p2p.boundary import Structure, TensorMeta, entered, flatten
+from tds.p2p.communicator import PackedLayout, Slice
 from tds.torch_api import changes_of
 
 
@@ -83,7 +83,7 @@ class Recompute:
         part = f"1/{checkpointing.mp_size} on each tensor rank" if checkpointing.PARTITION_ACTIVATIONS else "whole"
         place = "on the host" if checkpointing.CPU_CHECKPOINT else "on the device"
         buffers = ", in no buffer of its own" if checkpointing.CONTIGUOUS_CHECKPOINTING else ""
-        announce(
+        log_rank_0(
             "recompute with partition_activations or cpu_checkpointing is tds's own: DeepSpeed's empties tensors that "
             f"others hold, which loses gradients. An input waits {part}, {place}{buffers}"
         )
@@ -96,7 +96,7 @@ class _Kept:
         cut = Slice()
         if checkpointing.PARTITION_ACTIVATIONS:
             cut = Slice(checkpointing.mp_rank, checkpointing.mp_size, checkpointing.mp_group)
-        self._layout = Layout([TensorSpec(x.dtype, tuple(x.shape), x.requires_grad, partitioned=True)], cut)
+        self._layout = PackedLayout([TensorMeta(x.dtype, tuple(x.shape), x.requires_grad, partitioned=True)], cut)
         self._device, self._strides = x.device, x.stride()
         part = self._layout.pack([x])
         self.held = host_copy(part) if checkpointing.CPU_CHECKPOINT else part.clone()

@@ -13,13 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tds.deepspeed_api import checkpointing
 from tds.device import to_device
-from tds.engine.micro_batches import BatchSource, nesting, stage_inputs
+from tds.engine.micro_batches import BatchSource, describe_structure, stage_inputs
 from tds.engine.monitor import BACKWARD, FORWARD, untimed
 from tds.engine.recompute import Recompute
-from tds.engine.weight_grad_store import Splitter
+from tds.engine.weight_grad_store import WeightGradStore
 from tds.gradients import GradientSource, Reduction
 from tds.loss import NO_LOSS_FN, LossMeter, has_loss_function
-from tds.p2p.communicator import Exchange
+from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import (
     Action,
     Backward,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 BY_DEFAULT = {False: "1f1b", True: "interleaved"}
 
 
-class Plan:
+class SchedulePlan:
     """The orders of one stage.
 
     Args:
@@ -162,14 +162,14 @@ class Stage:
         span: marks of the clock around the actions of the last run.
     """
 
-    def __init__(self, module: Any, exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, module: Any, exchange: P2PCommunicator, device: torch.device) -> None:
         self.module = module
         self.exchange = exchange
         self.device = device
         self.index = exchange.links.stage
         self.num_stages = exchange.links.num_stages
         self.num_chunks = exchange.num_chunks
-        self.splitter = Splitter()
+        self.splitter = WeightGradStore()
         self.recompute = Recompute()
         self.recorder: Recorder | None = None
         self.span: tuple[Any, Any] | None = None
@@ -253,10 +253,10 @@ class Stage:
         if incoming is None:
             inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)
         else:
-            inputs, leaves = self.exchange.take_activations(incoming)
+            inputs, leaves = self.exchange.recv_forward(incoming)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
-        told = _telling(lambda: f"the first layer was given {nesting(inputs)}", incoming is None)
+        told = _telling(lambda: f"the first layer was given {describe_structure(inputs)}", incoming is None)
         with call.part(FORWARD), told, self._splitting(action), self._recomputing():
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if not call.is_training:
@@ -264,7 +264,7 @@ class Stage:
         if outgoing is None:
             self._finish_forward(action, call, output, to_device(labels, self.device), leaves)
             return
-        with_grad = self.exchange.send_activations(outgoing, output)
+        with_grad = self.exchange.send_forward(outgoing, output)
         if call.is_training:
             self._refuse_lost_gradients(with_grad)
             self._in_flight[_key(action)] = InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
@@ -297,7 +297,7 @@ class Stage:
     def _run_backward(self, action: Action, call: Call) -> None:
         incoming, outgoing = self._messages(action)
         gradients = _gradients(call)
-        arrived = [] if incoming is None else self.exchange.take_gradients(incoming)
+        arrived = [] if incoming is None else self.exchange.recv_backward(incoming)
         state = self._in_flight.pop(_key(action))
         with call.part(BACKWARD):
             gradients.before_backward()
@@ -309,7 +309,7 @@ class Stage:
             gradients.after_backward()
         if outgoing is not None:
             returned = [torch.zeros_like(t) if t.grad is None else t.grad for t in state.leaves]
-            self.exchange.send_gradients(outgoing, returned)
+            self.exchange.send_backward(outgoing, returned)
 
     def _splitting(self, action: Action) -> AbstractContextManager[None]:
         """Let linear layers be ones that can be split if the backward of this micro-batch is; recompute runs them."""
@@ -320,7 +320,7 @@ class Stage:
         return self.recompute.running(self.module) if is_on else nullcontext()
 
     def _putting_off(self, action: Action) -> AbstractContextManager[None]:
-        return self.splitter.putting_off(_key(action)) if isinstance(action, BackwardInput) else nullcontext()
+        return self.splitter.deferring(_key(action)) if isinstance(action, BackwardInput) else nullcontext()
 
     def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Let sums over the replicas start as the chunk's last backward makes gradients final."""
@@ -341,7 +341,7 @@ class Stage:
             call.outputs.append(self.made_output(output))
             return
         given = output, labels
-        told = _telling(lambda: f"the loss function was given {nesting(given)}")
+        told = _telling(lambda: f"the loss function was given {describe_structure(given)}")
         with call.part(FORWARD), told, self._splitting(action):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
         with _telling(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):

@@ -1,14 +1,14 @@
 """Putting off the gradients of weights, so that the previous stage gets its own sooner.
 
-While a ``Splitter`` is active, ``torch.nn.functional.linear`` on a weight that is a leaf (so ``nn.Linear``, and every
-parallel layer that calls it) runs as an autograd function of ours. In a ``BackwardInput`` that returns the gradient of
-its input alone and notes what the weight's needs; ``BackwardWeight`` computes it later, through the same
+While a ``WeightGradStore`` is active, ``torch.nn.functional.linear`` on a weight that is a leaf (so ``nn.Linear``, and
+every parallel layer that calls it) runs as an autograd function of ours. In a ``BackwardInput`` that returns the
+gradient of its input alone and notes what the weight's needs; ``BackwardWeight`` computes it later, through the same
 ``AccumulateGrad`` node, so that hooks and sums are as ever, to the bit. A user's model is not changed. It is the name
 in torch's module that is swapped meanwhile, not a ``TorchFunctionMode`` set: a mode is off inside ``backward``, where
 recompute runs layers again, and on GPUs that happens in another thread.
 
 What is no such call (norms, embeddings, convolutions, linear layers under autocast or ``torch.compile``) has its whole
-backward run with the input's; ``Splitter.told`` says which parameters those are.
+backward run with the input's; ``WeightGradStore.told`` says which parameters those are.
 
 Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.
 """
@@ -53,7 +53,7 @@ class _PutOff:
         return [*made, rows.sum(0)] if self.bias is not None and self.bias.requires_grad else made
 
 
-class Splitter:
+class WeightGradStore:
     """Keeps what is put off, by micro-batch and chunk."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Splitter:
         return self.plain(input, weight, bias)
 
     @contextmanager
-    def putting_off(self, key: Key) -> Iterator[None]:
+    def deferring(self, key: Key) -> Iterator[None]:
         """Let backwards within note the gradients of weights under ``key`` instead of computing them."""
         self._current = self._put_off[key] = []
         try:
@@ -148,7 +148,9 @@ class _SplitLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, leaves: Any, splitter: Splitter) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, leaves: Any, splitter: WeightGradStore
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.leaves = leaves  # themselves: recompute hands back detached copies of what is saved
         ctx.splitter = splitter

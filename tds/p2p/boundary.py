@@ -299,7 +299,7 @@ _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorMeta:
     """What one tensor of a message is; the same on both sides of the wire."""
 
     dtype: torch.dtype
@@ -324,7 +324,7 @@ def describe(
     *,
     is_training: bool,
     marks_all: bool = False,
-) -> tuple[TensorSpec, ...]:
+) -> tuple[TensorMeta, ...]:
     """Return what a stage's output is on the wire, once it matches the declaration.
 
     Args:
@@ -336,7 +336,7 @@ def describe(
     """
     if records is None:
         return tuple(
-            TensorSpec(t.dtype, tuple(t.shape), is_training and t.requires_grad, partitioned=False) for t in tensors
+            TensorMeta(t.dtype, tuple(t.shape), is_training and t.requires_grad, partitioned=False) for t in tensors
         )
     if len(tensors) != len(records):
         raise BoundaryError(
@@ -355,7 +355,7 @@ def describe(
     )
 
 
-def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_training: bool, marks_all: bool) -> TensorSpec:
+def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_training: bool, marks_all: bool) -> TensorMeta:
     got = told(tensor)
     if not record.fits(tensor.dtype):
         text = f"{place}: declared {dtype_name(record.dtype)}, got"
@@ -372,12 +372,12 @@ def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_trainin
             f"{place}: declared without a gradient, got {got} that requires one, which would be lost. "
             "Detach it in the layer, or set _input_grad to True."
         )
-    return TensorSpec(tensor.dtype, tuple(tensor.shape), is_training and bool(record.needs_grad), record.partitioned)
+    return TensorMeta(tensor.dtype, tuple(tensor.shape), is_training and bool(record.needs_grad), record.partitioned)
 
 
 def check_same(
-    now: tuple[TensorSpec, ...],
-    first: tuple[TensorSpec, ...],
+    now: tuple[TensorMeta, ...],
+    first: tuple[TensorMeta, ...],
     structures: tuple[Structure, Structure],
     place: Place,
     *,
@@ -406,7 +406,7 @@ def check_same(
         )
 
 
-def check_received(specs: tuple[TensorSpec, ...], records: Records | None, place: Place, *, is_training: bool) -> None:
+def check_received(specs: tuple[TensorMeta, ...], records: Records | None, place: Place, *, is_training: bool) -> None:
     """Raise unless what a header announces matches this rank's own declaration."""
     if records is None:
         return
@@ -463,7 +463,7 @@ _KEYS = _FRONT + MAX_TENSORS * _FIELDS
 HEADER_SIZE = _KEYS + MAX_KEY_BYTES // 8
 
 
-def encode_header(specs: Sequence[TensorSpec], structure: Structure, place: Place) -> torch.Tensor:
+def encode_header(specs: Sequence[TensorMeta], structure: Structure, place: Place) -> torch.Tensor:
     """Return the header, int64 on the CPU.
 
     Raises:
@@ -493,7 +493,7 @@ def encode_header(specs: Sequence[TensorSpec], structure: Structure, place: Plac
     return header
 
 
-def decode_header(header: torch.Tensor) -> tuple[tuple[TensorSpec, ...], Structure]:
+def decode_header(header: torch.Tensor) -> tuple[tuple[TensorMeta, ...], Structure]:
     """Return (what each tensor is, how they hang together)."""
     magic, number, form, num_key_bytes, *values = header.tolist()  # all at once: a device is waited for
     if magic != MAGIC:
@@ -501,7 +501,7 @@ def decode_header(header: torch.Tensor) -> tuple[tuple[TensorSpec, ...], Structu
     specs = []
     for start in range(0, number * _FIELDS, _FIELDS):
         dtype, flags, dims, *shape = values[start : start + _FIELDS]
-        specs.append(TensorSpec(DTYPES[dtype], tuple(shape[:dims]), bool(flags & 1), bool(flags & 2)))
+        specs.append(TensorMeta(DTYPES[dtype], tuple(shape[:dims]), bool(flags & 1), bool(flags & 2)))
     text = b"".join(word.to_bytes(8, sys.byteorder, signed=True) for word in values[_KEYS - _FRONT :])
     keys = json.loads(text[:num_key_bytes])
     return tuple(specs), Structure(FORMS[form], tuple(keys))

@@ -20,7 +20,7 @@ from tds.p2p.boundary import (
     HEADER_SIZE,
     Place,
     Structure,
-    TensorSpec,
+    TensorMeta,
     check_received,
     check_same,
     declared_boundary,
@@ -56,10 +56,10 @@ class Slice:
     group: object = None
 
 
-class Layout:
+class PackedLayout:
     """Where each tensor of a message lies in its bytes; computed once per boundary and call."""
 
-    def __init__(self, specs: Sequence[TensorSpec], cut: Slice) -> None:
+    def __init__(self, specs: Sequence[TensorMeta], cut: Slice) -> None:
         self.specs = tuple(specs)
         self.cut = cut
         self.offsets: list[int] = []
@@ -76,7 +76,7 @@ class Layout:
         self.num_bytes = max(end, 1)
         self.is_cut = any(map(self._is_cut, self.specs))
 
-    def _is_cut(self, spec: TensorSpec) -> bool:
+    def _is_cut(self, spec: TensorMeta) -> bool:
         return spec.partitioned and self.cut.size > 1
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Layout:
             tensors.append(piece.view(spec.dtype).view(spec.shape).data)
         return tensors
 
-    def _local_bytes(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    def _local_bytes(self, tensor: torch.Tensor, spec: TensorMeta) -> torch.Tensor:
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         if self._is_cut(spec):
             part = -(-flat.numel() // self.cut.size)
@@ -162,7 +162,7 @@ _number = 0
 
 
 @contextmanager
-def waiting_together(stage: int, doing: str) -> Iterator[None]:
+def collective_scope(stage: int, doing: str) -> Iterator[None]:
     """Let an error of a collective say which stage was ``doing`` what, and the watchdog while it lasts.
 
     Raises:
@@ -183,7 +183,7 @@ def waiting_together(stage: int, doing: str) -> Iterator[None]:
     present.history.append(f"ended {doing}")
 
 
-def doing_together() -> str | None:
+def current_collective() -> str | None:
     """Return what this process is doing together with others, or was when that failed; None if nothing."""
     return _present.doing
 
@@ -201,7 +201,7 @@ Route = tuple[Kind, int, int]
 
 
 @dataclass
-class Links:
+class StageLinks:
     """How this stage reaches the others.
 
     ``ranks`` are the global ranks of the pipeline, by stage; ``groups`` the process group of each route from and to
@@ -221,7 +221,7 @@ class Links:
 
 
 @dataclass
-class Transfer:
+class P2PHandle:
     """A message on its way in or out; ``buffer`` must live until it is there."""
 
     kind: Kind
@@ -241,14 +241,14 @@ class Transport:
     what is being waited for, or was when waiting failed.
     """
 
-    links: Links
+    links: StageLinks
     clock: Clock = field(default_factory=HostClock)
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     action: Action | None = None
     window: int | None = None
     history: deque[tuple[str, Kind, Message] | str] = field(default_factory=lambda: deque(maxlen=HISTORY))
     waiting: tuple[str, Kind, Message] | None = None
-    _sending: dict[Kind, deque[Transfer]] = field(default_factory=lambda: {kind: deque() for kind in Kind})
+    _sending: dict[Kind, deque[P2PHandle]] = field(default_factory=lambda: {kind: deque() for kind in Kind})
 
     def send(self, kind: Kind, message: Message, buffer: torch.Tensor) -> None:
         """Start sending; the bytes must not change until they have left."""
@@ -261,11 +261,11 @@ class Transport:
         while self.window is not None and len(sends) > self.window:
             self._wait(sends.popleft(), "sending")
 
-    def receive(self, kind: Kind, message: Message, buffer: torch.Tensor) -> Transfer:
+    def receive(self, kind: Kind, message: Message, buffer: torch.Tensor) -> P2PHandle:
         """Start receiving into ``buffer``."""
         return self._start(dist.irecv, kind, message, buffer)
 
-    def wait_for(self, transfer: Transfer) -> torch.Tensor:
+    def wait_for(self, transfer: P2PHandle) -> torch.Tensor:
         """Return the bytes of a message that was started to be received, once they are there."""
         before = self.clock.mark()
         self._wait(transfer, "receiving")
@@ -295,17 +295,17 @@ class Transport:
             sends.clear()
         self.waits.clear()
 
-    def _start(self, operation: Any, kind: Kind, message: Message, buffer: torch.Tensor) -> Transfer:
+    def _start(self, operation: Any, kind: Kind, message: Message, buffer: torch.Tensor) -> P2PHandle:
         own, peer = self.links.stage, message.peer
         route = (kind, own, peer) if operation is dist.isend else (kind, peer, own)
         try:
             work = operation(buffer, self.links.ranks[peer], group=self.links.groups[route], tag=int(kind))
         except RuntimeError as error:
             doing = "sending" if operation is dist.isend else "receiving"
-            raise self._lost(error, Transfer(kind, message, buffer, None), doing) from error
-        return Transfer(kind, message, buffer, work)
+            raise self._lost(error, P2PHandle(kind, message, buffer, None), doing) from error
+        return P2PHandle(kind, message, buffer, work)
 
-    def _wait(self, transfer: Transfer, doing: str) -> None:
+    def _wait(self, transfer: P2PHandle, doing: str) -> None:
         self.waiting = doing, transfer.kind, transfer.message
         is_over_gloo = transfer.kind is Kind.HEADER or is_host(self.links.device) or isinstance(transfer.work, Copied)
         try:
@@ -317,7 +317,7 @@ class Transport:
             raise self._lost(error, transfer, doing) from error
         self.waiting = None
 
-    def _lost(self, error: RuntimeError, transfer: Transfer, doing: str) -> PeerLost:
+    def _lost(self, error: RuntimeError, transfer: P2PHandle, doing: str) -> PeerLost:
         message, peer = transfer.message, transfer.message.peer
         chunk = f" chunk {message.chunk}" if message.chunk else ""
         during = f" during {self.action}" if self.action is not None and doing == "receiving" else ""
@@ -345,26 +345,26 @@ Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 
 @dataclass
-class Crossing:
+class BoundaryTensors:
     """The agreed form of one boundary during one call, or with ``dynamic_shape`` of one micro-batch."""
 
-    specs: tuple[TensorSpec, ...]
+    specs: tuple[TensorMeta, ...]
     structure: Structure
-    activations: Layout
-    gradients: Layout
+    activations: PackedLayout
+    gradients: PackedLayout
     fingerprint: Fingerprint | None = None
 
     @classmethod
-    def of(cls, specs: tuple[TensorSpec, ...], structure: Structure, cut: Slice) -> Crossing:
+    def of(cls, specs: tuple[TensorMeta, ...], structure: Structure, cut: Slice) -> BoundaryTensors:
         with_grad = [spec for spec in specs if spec.needs_grad]
-        return cls(specs, structure, Layout(specs, cut), Layout(with_grad, cut))
+        return cls(specs, structure, PackedLayout(specs, cut), PackedLayout(with_grad, cut))
 
     def with_grad(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of the message's ``tensors`` that have a gradient."""
         return [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.needs_grad]
 
 
-class Exchange(Transport):
+class P2PCommunicator(Transport):
     """The messages of one stage.
 
     Args:
@@ -372,7 +372,7 @@ class Exchange(Transport):
         is_dynamic: shapes may change within a call.
     """
 
-    def __init__(self, links: Links, module: Any = None, *, num_chunks: int = 1, is_dynamic: bool = False) -> None:
+    def __init__(self, links: StageLinks, module: Any = None, *, num_chunks: int = 1, is_dynamic: bool = False) -> None:
         super().__init__(links)
         self.module = module
         self.num_chunks = num_chunks
@@ -387,10 +387,10 @@ class Exchange(Transport):
         self.action = None
         self.is_training = is_training
         self.declared = declared_boundary(self.module)
-        self.incoming: dict[tuple[int, int], Crossing] = {}
-        self.outgoing: dict[tuple[int, int], Crossing] = {}
+        self.incoming: dict[tuple[int, int], BoundaryTensors] = {}
+        self.outgoing: dict[tuple[int, int], BoundaryTensors] = {}
         self._expected: dict[Kind, deque[Message]] = {kind: deque() for kind in Kind}
-        self._posted: dict[Kind, deque[Transfer]] = {kind: deque() for kind in Kind}
+        self._posted: dict[Kind, deque[P2PHandle]] = {kind: deque() for kind in Kind}
 
     def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool = False) -> None:
         """Note what will come, and post the receives of the first headers. ``marks_all`` as in ``describe``.
@@ -416,7 +416,7 @@ class Exchange(Transport):
         super().finish()
         self._has_run.add(self.is_training)
 
-    def send_activations(self, message: Message, output: Any) -> list[torch.Tensor]:
+    def send_forward(self, message: Message, output: Any) -> list[torch.Tensor]:
         """Send a stage's output; return its tensors whose gradients will come back, in the order in which they come.
 
         Raises:
@@ -437,7 +437,7 @@ class Exchange(Transport):
         self._post(Kind.GRADIENT)
         return crossing.with_grad(tensors)
 
-    def take_activations(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
+    def recv_forward(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
         """Return (what the previous stage sent, the leaves whose gradients go back)."""
         crossing = self.incoming.get(self._key(message)) or self._read_header(message)
         tensors = self._unpack(crossing.activations, message)
@@ -446,13 +446,13 @@ class Exchange(Transport):
         tensors = [next(with_grad) if s.needs_grad else t for t, s in zip(tensors, crossing.specs, strict=True)]
         return crossing.structure.rebuild(tensors), leaves
 
-    def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
-        """Send the gradients of the leaves that ``take_activations`` returned, in their order."""
+    def send_backward(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
+        """Send the gradients of the leaves that ``recv_forward`` returned, in their order."""
         layout = self.incoming[self._key(message)].gradients
         if layout.specs:
             self.send(Kind.GRADIENT, message, layout.pack(gradients))
 
-    def take_gradients(self, message: Message) -> list[torch.Tensor]:
+    def recv_backward(self, message: Message) -> list[torch.Tensor]:
         """Return the gradients of this stage's output."""
         layout = self.outgoing[self._key(message)].gradients
         gradients = self._unpack(layout, message) if layout.specs else []
@@ -463,16 +463,16 @@ class Exchange(Transport):
         """Return under which key the form of a message is kept."""
         return (message.micro_batch if self.is_dynamic else 0), message.chunk
 
-    def _announce(self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure) -> Crossing:
+    def _announce(self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure) -> BoundaryTensors:
         """Check the first output of a boundary against the declaration, and send its header ahead."""
         specs = self._describe(message, tensors, structure)
         header = encode_header(specs, structure, self._output_place(message))
-        crossing = self.outgoing[self._key(message)] = Crossing.of(specs, structure, self.links.cut)
+        crossing = self.outgoing[self._key(message)] = BoundaryTensors.of(specs, structure, self.links.cut)
         self.send(Kind.HEADER, message, header)
         return crossing
 
     def _check_again(
-        self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure, crossing: Crossing
+        self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure, crossing: BoundaryTensors
     ) -> None:
         """Raise unless an output that does not look like the first one crosses in the same form all the same."""
         specs = self._describe(message, tensors, structure)
@@ -481,7 +481,7 @@ class Exchange(Transport):
 
     def _describe(
         self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure
-    ) -> tuple[TensorSpec, ...]:
+    ) -> tuple[TensorMeta, ...]:
         place = self._output_place(message)
         for index, tensor in enumerate(tensors):
             if tensor.device.type != self.links.device.type or tensor.layout is not torch.strided:
@@ -493,24 +493,24 @@ class Exchange(Transport):
         flags = {"is_training": self.is_training, "marks_all": self.marks_all}
         return describe(tensors, structure, records, place, **flags)
 
-    def _read_header(self, message: Message) -> Crossing:
+    def _read_header(self, message: Message) -> BoundaryTensors:
         specs, structure = decode_header(self._take(Kind.HEADER, message))
         stage, num_stages = self.links.stage, self.links.num_stages
         place = input_place(self.module, message.chunk, stage, num_stages)
         records = records_of(self.declared, message.chunk * num_stages + stage - 1)
         check_received(specs, records, place, is_training=self.is_training)
-        crossing = self.incoming[self._key(message)] = Crossing.of(specs, structure, self.links.cut)
+        crossing = self.incoming[self._key(message)] = BoundaryTensors.of(specs, structure, self.links.cut)
         return crossing
 
     def _output_place(self, message: Message) -> Place:
         return output_place(self.module, message.chunk, self.links.stage, self.links.num_stages)
 
-    def _unpack(self, layout: Layout, message: Message) -> list[torch.Tensor]:
+    def _unpack(self, layout: PackedLayout, message: Message) -> list[torch.Tensor]:
         received_bytes = self._take(message.kind, message)
         if not layout.is_cut:
             return layout.unpack(received_bytes)
         doing = f"gathering the {message.kind.name.lower()} of micro-batch {message.micro_batch} over the tensor group"
-        with waiting_together(self.links.stage, doing):
+        with collective_scope(self.links.stage, doing):
             return layout.unpack(received_bytes)
 
     def _take(self, kind: Kind, message: Message) -> torch.Tensor:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from tds.device import is_host
-from tds.log import announce
+from tds.log import log_rank_0
 
 NAME = "host_copies"
 HOST = torch.device("cpu")
@@ -158,7 +158,7 @@ def _announce(device: torch.device) -> None:
     """Say, once in a job, what this backend is for."""
     global _has_announced
     if not _has_announced and dist.get_rank() == 0:
-        announce(f"{device.type} tensors go through the host, by gloo ({NAME}): for numbers only, not for speed")
+        log_rank_0(f"{device.type} tensors go through the host, by gloo ({NAME}): for numbers only, not for speed")
     _has_announced = True
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tds import torch_api
 from tds.device import is_host, sends_over_host
 from tds.p2p import host_copies
-from tds.p2p.communicator import Route, waiting_together
+from tds.p2p.communicator import Route, collective_scope
 from tds.schedule import Kind
 from tds.torch_api import set_timeout
 
@@ -119,7 +119,7 @@ def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.de
             continue
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         group = groups[kind, source, destination]
-        with waiting_together(stage, f"opening the channel of {kind.name.lower()}s {source} -> {destination}"):
+        with collective_scope(stage, f"opening the channel of {kind.name.lower()}s {source} -> {destination}"):
             if stage == source:
                 dist.send(byte, ranks[destination], group=group, tag=int(kind))
             else:

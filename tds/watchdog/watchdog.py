@@ -99,7 +99,7 @@ class Watchdog:
 
     def _together(self) -> str | None:
         """Return the collective that the main thread is in, in words."""
-        return communicator.doing_together()
+        return communicator.current_collective()
 
     def _may_last(self, state: State) -> float:
         """Return for how many seconds this rank may be at ``state``."""

@@ -16,7 +16,7 @@ from benchmarks.data_parts import corpus, peer, preprocessing, reading, spans
 from benchmarks.data_parts.preprocessing import OURS, REFERENCE, Contender, Done
 from benchmarks.data_parts.rounds import Bar, ratio_quartiles, take_turns
 from benchmarks.data_parts.vocabularies import Kind
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 
 TEXT = np.arange(100, 100 + spans.RAW_LENGTH)
 
@@ -79,7 +79,7 @@ def test_the_reference_writes_files_that_open(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": "ab"}\n{"text": "c"}\n')
     encoder = peer.Encoder(make_letters, 7)
     peer.run(tmp_path / "c.jsonl", tmp_path / "c", encoder, num_workers=1, chunk_size=1)
-    file = TokenFile(tmp_path / "c")
+    file = IndexedDataset(tmp_path / "c")
     assert [file.read(number).tolist() for number in range(2)] == [[97, 98, 7], [99, 7]]
 
 

@@ -8,12 +8,12 @@ import pytest
 from benchmarks import data_start
 from benchmarks.start.corpus import make_corpus
 from benchmarks.start.ways import SEQ_LENGTH, _sample_starts
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 
 
 def test_the_corpus_is_one_that_opens_and_the_other_way_cuts_it_right(tmp_path: Path) -> None:
     num_tokens = make_corpus(tmp_path / "a", 500)
-    file = TokenFile(tmp_path / "a")
+    file = IndexedDataset(tmp_path / "a")
     assert file.num_tokens == num_tokens and file.sidecar is not None and file.sizes.min() >= 1
     documents = np.random.default_rng(0).permutation(500).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(file.sizes[documents], dtype=np.int64)])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron.arguments import config_from_values
-from megatron.models import GPT2Model, T5Model, sizes_from, t5_sizes_from
+from megatron.models import GPT2Model, T5Model, model_args_from, t5_model_args_from
 
 Tensors = dict[str, torch.Tensor]
 HEADS, HIDDEN, LAYERS, VOCABULARY = 4, 16, 4, 40
@@ -47,7 +47,7 @@ def model_of(family: str = "gpt2", **more: Any) -> torch.nn.Module:
     torch.manual_seed(3)
     t5 = {"position_embedding_type": "learned"} if family == "t5" else {}
     config = config_from_values({**SIZES, **t5, **more}, family=family)
-    sizes = t5_sizes_from(config.model, config.own) if family == "t5" else sizes_from(config.model)
+    sizes = t5_model_args_from(config.model, config.own) if family == "t5" else model_args_from(config.model)
     model = (T5Model if family == "t5" else GPT2Model)(sizes)  # type: ignore[operator]
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import BackgroundSaver, open_latest, save
+from megatron.checkpoint import AsyncSaver, open_latest, save
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE
 from tests.checkpoint.samples import FailAt, assert_holds, records_for, save_alone, world_of
@@ -26,7 +26,7 @@ def _save_while_training(rank, root, size):
     save(root / "waited", 20, records_for(rank, size, 20), state, world)
     is_changed = threading.Event()
     files.before_operation = lambda operation, path: is_changed.wait()
-    saver = BackgroundSaver(world)
+    saver = AsyncSaver(world)
     records = records_for(rank, size, 20)
     staged = saver.start(root / "behind", 20, records, state)
     assert saver.poll() is None
@@ -65,7 +65,7 @@ def _caught(finish):
 
 
 def _fail_and_go_on(rank, root):
-    saver = BackgroundSaver(world_of(rank, 2))
+    saver = AsyncSaver(world_of(rank, 2))
     told = []
     with FailAt(1 if rank else 10**6, _disk_full, only="write"):
         saver.start(root, 20, records_for(rank, 2, 20), {})
@@ -97,7 +97,7 @@ def test_a_failure_on_one_rank_is_told_once_on_all_and_the_next_save_succeeds(tm
 
 def test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again(tmp_path):
     is_released = threading.Event()
-    saver = BackgroundSaver(SINGLE)
+    saver = AsyncSaver(SINGLE)
     copy = saver._staging.copy
     places, is_writing = [], []
 
@@ -122,4 +122,4 @@ def test_the_next_save_waits_for_the_one_under_way_and_uses_its_memory_again(tmp
 
 def test_an_option_that_cannot_be_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match="--keep-every must be at least 1, got 0"):
-        BackgroundSaver(SINGLE).start(tmp_path, 1, records_for(0, 1), {}, keep_every=0)
+        AsyncSaver(SINGLE).start(tmp_path, 1, records_for(0, 1), {}, keep_every=0)

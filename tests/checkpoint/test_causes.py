@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import TensorRecord, open_checkpoint, open_latest, save
-from megatron.checkpoint.rank_errors import in_words, summary, together
+from megatron.checkpoint.rank_errors import gather_verdict, in_words, summary
 from megatron.errors import CheckpointError
 from megatron.mpu.shard import Shard
 from tests.checkpoint.samples import FailAt, records_for, save_alone, world_of
@@ -109,7 +109,7 @@ def _errors_of_a_rank(rank, root):
         "the newest must verify": lambda: open_latest(root / "shard", world, strict=True),
         "another model": lambda: open_latest(root / "good", world).load(more),
         "a save": save_where_rank_1_fails,
-        "a share": lambda: together(world, fail if rank else str, str),
+        "a share": lambda: gather_verdict(world, fail if rank else str, str),
     }
     found = {}
     for name, attempt in attempts.items():

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megatron.checkpoint import BackgroundSaver, open_latest, save
+from megatron.checkpoint import AsyncSaver, open_latest, save
 from megatron.mpu.groups import SINGLE
 from tests.checkpoint.samples import FailAt, assert_holds, records_for, save_alone, world_of
 from tests.harness import fork_ranks
@@ -51,7 +51,7 @@ def test_a_kill_ahead_of_any_file_operation_leaves_the_old_or_the_new_checkpoint
 
 def _save_behind_and_die(rank, root, size, culprit, k):
     with FailAt(k if rank == culprit else 10**6, _die) as operations:
-        saver = BackgroundSaver(world_of(rank, size))
+        saver = AsyncSaver(world_of(rank, size))
         saver.start(root, 20, records_for(rank, size, 20), {"step": 20, "seed": 20}, keep_last=1)
         saver.finish()
     return operations.names

@@ -76,7 +76,7 @@ def test_files_that_never_come_are_waited_for_together(tmp_path, mounts, monkeyp
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     mounts(tmp_path)
-    patience = shard_file.Patience()
+    patience = shard_file.FileVisibility()
     now[0] = 1000.0
     for name in ("a", "b", "c"):
         patience.wait_for(tmp_path / name)

@@ -41,7 +41,7 @@ from megatron.arguments.deepspeed_json import engine_dict
 from megatron.arguments.flag_values import all_options, all_sections, takes
 from megatron.config import Config, parse
 from megatron.config.option import Option
-from megatron.data.mock_dataset import StandInTokenizer
+from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
 from megatron.models.bert import data as bert_control
@@ -56,8 +56,8 @@ from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
 from megatron.training.initialize import World
 from megatron.training.parity import random_data
-from megatron.training.stability_guard import Guard
-from megatron.training.train_state import Taken, kept_by
+from megatron.training.stability_guard import StabilityGuard
+from megatron.training.train_state import RestoreOptions, kept_by
 from tests.arguments.test_flags_table import NEEDS, NEEDS_IN, some_value
 from tests.harness import run_ranks
 
@@ -249,8 +249,8 @@ def built(config: Config) -> Any:
     return made
 
 
-def stand_in(config: Config) -> StandInTokenizer:
-    return StandInTokenizer(60, control_tokens={"<|endoftext|>": 0})
+def stand_in(config: Config) -> MockTokenizer:
+    return MockTokenizer(60, control_tokens={"<|endoftext|>": 0})
 
 
 def model(config: Config) -> Any:
@@ -318,11 +318,11 @@ def place(config: Config) -> Any:
 
 def saves(config: Config) -> Any:
     flags = config.checkpoint
-    return Taken.of(flags), kept_by(flags), report._saves_row(flags), samples_wanted(config, WORLD)
+    return RestoreOptions.of(flags), kept_by(flags), report._saves_row(flags), samples_wanted(config, WORLD)
 
 
 def guard(config: Config) -> Any:
-    made = Guard(config.stability)
+    made = StabilityGuard(config.stability)
     made.history.streak = 5  # the default patience
     return made.is_out_of_patience, text([made.settings.is_guarded, vars(made.losses), vars(made.norms)])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import tokenizer
-from megatron.data import TokenFile, preprocess
+from megatron.data import IndexedDataset, preprocess
 from megatron.data.preprocess import corpus
 from megatron.tokenizer import Tokenizer, train
 
@@ -79,7 +79,7 @@ class Corpus:
 
     def texts(self) -> list[str]:
         """Return the documents of the output."""
-        file = TokenFile(self.prefix)
+        file = IndexedDataset(self.prefix)
         return [small_tokenizer().decode(file.read(document).tolist()) for document in range(file.num_documents)]
 
     def output(self) -> tuple[bytes, ...]:

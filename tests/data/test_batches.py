@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.config.batch import BatchSizes
-from megatron.data import GPT2Samples, ReplicaBatches
-from megatron.data.data_loader import ReadAhead
+from megatron.data import DataLoader, GPTDataset
+from megatron.data.data_loader import PrefetchWorkers
 from megatron.errors import DataError, SampleError
 from tests.data.token_data import write
 
@@ -28,7 +28,7 @@ class Numbered:
 def read(d: int, m: int, b: int, *, consumed: int = 0, steps: int = 3) -> list[list[int]]:
     """Return the samples of each global batch, all replicas together in their order."""
     replicas = [
-        ReplicaBatches(
+        DataLoader(
             Numbered(),
             micro_batch_size=b,
             num_micro_batches=m,
@@ -59,9 +59,9 @@ def test_resume_goes_on_where_it_stopped_in_any_layout(d: int, m: int, b: int) -
 
 
 def test_reading_ahead_gives_the_same(tmp_path: Path) -> None:
-    samples = GPT2Samples(write(tmp_path / "a", [40, 50]), documents=(0, 2), seq_length=8, seed=1)
+    samples = GPTDataset(write(tmp_path / "a", [40, 50]), documents=(0, 2), seq_length=8, seed=1)
     here, ahead = (
-        ReplicaBatches(samples, micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=1, num_workers=n)
+        DataLoader(samples, micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=1, num_workers=n)
         for n in (0, 2)
     )
     reading = iter(ahead)
@@ -82,7 +82,7 @@ def test_the_batch_grows_with_the_samples_in_every_layout_and_from_any_step() ->
         if d * b > 4:
             continue
         replicas = [
-            ReplicaBatches(
+            DataLoader(
                 Numbered(),
                 micro_batch_size=b,
                 num_micro_batches=16 // (b * d),
@@ -101,7 +101,7 @@ def test_the_batch_grows_with_the_samples_in_every_layout_and_from_any_step() ->
 
 
 def test_a_step_that_replicas_cannot_share_is_refused() -> None:
-    batches = ReplicaBatches(
+    batches = DataLoader(
         Numbered(), micro_batch_size=2, num_micro_batches=2, data_rank=0, data_size=2, sizes=BatchSizes(8, 2, 2, 10)
     )
     with pytest.raises(ValueError, match="must be a multiple of micro-batch x replicas = 4 samples, got 2"):
@@ -124,7 +124,7 @@ class Failing(Numbered):
 
 def first_error(dataset: object, num_workers: int, consumed: int = 0, micro_batch_size: int = 1) -> Exception:
     """Return what reading ``dataset`` ends with."""
-    batches = ReplicaBatches(
+    batches = DataLoader(
         dataset,  # type: ignore[arg-type]
         micro_batch_size=micro_batch_size,
         num_micro_batches=1,
@@ -140,7 +140,7 @@ def first_error(dataset: object, num_workers: int, consumed: int = 0, micro_batc
     except Exception as error:
         return error.with_traceback(None)  # which would keep the reading processes
     finally:
-        if isinstance(reading, ReadAhead):
+        if isinstance(reading, PrefetchWorkers):
             reading.close()
 
 
@@ -202,8 +202,8 @@ class Finite:
         }
 
 
-def batches_of(dataset: object, num_workers: int = 0) -> ReplicaBatches:
-    return ReplicaBatches(
+def batches_of(dataset: object, num_workers: int = 0) -> DataLoader:
+    return DataLoader(
         dataset,  # type: ignore[arg-type]
         micro_batch_size=2,
         num_micro_batches=1,
@@ -243,4 +243,4 @@ def test_samples_that_cannot_be_used_are_told() -> None:
 
 
 def test_gpt2_samples_have_no_end() -> None:
-    assert not hasattr(GPT2Samples, "__len__")
+    assert not hasattr(GPTDataset, "__len__")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron import log
-from megatron.data import DataPaths, build_train_valid_test, dataset_builder
+from megatron.data import BlendPaths, build_train_valid_test, dataset_builder
 from megatron.errors import DataError
 from tests.data.token_data import write, write_megatron
 
@@ -20,8 +20,8 @@ def build(prefix: Path, **changed: Any) -> tuple:
         "tokenizer_identity": "t",
     }
     paths = {"data_path": str(prefix), "split": "8,1,1"}
-    paths |= {name: changed.pop(name) for name in list(changed) if name in DataPaths.__annotations__}
-    return build_train_valid_test(DataPaths(**paths), **{**values, **changed})  # type: ignore[arg-type]
+    paths |= {name: changed.pop(name) for name in list(changed) if name in BlendPaths.__annotations__}
+    return build_train_valid_test(BlendPaths(**paths), **{**values, **changed})  # type: ignore[arg-type]
 
 
 def only(samples: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from megatron import files, log
 from megatron.data import cache as cache_module
-from megatron.data.cache import Cache
+from megatron.data.cache import IndexCache
 
 
 def content(number: int) -> list[np.ndarray]:
@@ -28,18 +28,20 @@ def refuse(number: int) -> Iterable[np.ndarray]:
     raise AssertionError(f"{number} is there")
 
 
-def names(cache: Cache) -> list[str]:
+def names(cache: IndexCache) -> list[str]:
     return sorted(path.name for path in cache.folder.iterdir())
 
 
 def test_what_one_built_others_map_without_building(tmp_path: Path) -> None:
-    built = Cache(tmp_path).arrays("a", 5, content)
-    again = Cache(tmp_path).arrays("a", 5, refuse)
+    built = IndexCache(tmp_path).arrays("a", 5, content)
+    again = IndexCache(tmp_path).arrays("a", 5, refuse)
     assert [array.tolist() for array in built] == [array.tolist() for array in again] == [whole(k) for k in range(5)]
     assert again[3].dtype == np.int32 and not again[3].flags.writeable
-    assert len(names(Cache(tmp_path))) == 5 and not any(name.startswith(".") for name in names(Cache(tmp_path)))
-    assert Cache(tmp_path).array("b", lambda: np.zeros(0, np.int64)).dtype == np.int64
-    assert len(Cache(tmp_path).array("b", lambda: np.ones(3))) == 0
+    assert len(names(IndexCache(tmp_path))) == 5 and not any(
+        name.startswith(".") for name in names(IndexCache(tmp_path))
+    )
+    assert IndexCache(tmp_path).array("b", lambda: np.zeros(0, np.int64)).dtype == np.int64
+    assert len(IndexCache(tmp_path).array("b", lambda: np.ones(3))) == 0
 
 
 def test_four_processes_build_the_same_at_once_and_nobody_waits(tmp_path: Path) -> None:
@@ -52,7 +54,7 @@ def test_four_processes_build_the_same_at_once_and_nobody_waits(tmp_path: Path) 
                 os._exit(_child(tmp_path, turn, child))
             children.append(pid)
         assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 4
-    assert len(names(Cache(tmp_path))) == 5 * 6
+    assert len(names(IndexCache(tmp_path))) == 5 * 6
 
 
 def _child(folder: Path, turn: int, child: int) -> int:
@@ -63,12 +65,12 @@ def _child(folder: Path, turn: int, child: int) -> int:
             time.sleep(draw.random() * 2e-3)
             yield part
 
-    found = Cache(folder).arrays(f"turn{turn}", 6, build)
+    found = IndexCache(folder).arrays(f"turn{turn}", 6, build)
     return 0 if [array.tolist() for array in found] == [whole(k) for k in range(6)] else 1
 
 
 def test_a_claim_puts_a_file_off_and_its_owner_may_be_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, built = Cache(tmp_path), []
+    cache, built = IndexCache(tmp_path), []
     cache.array("x", lambda: np.zeros(1))
     boot = cache_module._boot_id()
     for number in range(3):
@@ -89,11 +91,11 @@ def test_of_two_that_build_at_once_the_later_takes_the_file_of_the_earlier(tmp_p
 
     def build(number: int) -> Iterable[np.ndarray]:
         yield from content(number)
-        Cache(tmp_path).arrays("a", 1, content)
-        inodes.extend(path.stat().st_ino for path in Cache(tmp_path).folder.glob("a-*"))
+        IndexCache(tmp_path).arrays("a", 1, content)
+        inodes.extend(path.stat().st_ino for path in IndexCache(tmp_path).folder.glob("a-*"))
 
-    assert Cache(tmp_path).arrays("a", 1, build)[0].tolist() == whole(0)
-    assert [path.stat().st_ino for path in Cache(tmp_path).folder.iterdir()] == inodes
+    assert IndexCache(tmp_path).arrays("a", 1, build)[0].tolist() == whole(0)
+    assert [path.stat().st_ino for path in IndexCache(tmp_path).folder.iterdir()] == inodes
 
 
 class Killed(BaseException):
@@ -116,10 +118,10 @@ def test_a_kill_before_any_operation_leaves_nothing_that_is_taken_for_whole(
         monkeypatch.setattr(files, "before_operation", before)
         folder = tmp_path / str(kill_at)
         try:
-            Cache(folder).arrays("a", 2, content, outlives_boot=True)
+            IndexCache(folder).arrays("a", 2, content, outlives_boot=True)
         except Killed:
             monkeypatch.setattr(files, "before_operation", files._nothing)
-            found = Cache(folder).arrays("a", 2, content, outlives_boot=True)
+            found = IndexCache(folder).arrays("a", 2, content, outlives_boot=True)
             assert [array.tolist() for array in found] == [whole(0), whole(1)]
         else:
             break
@@ -134,10 +136,10 @@ OLDER = b"mdc1<i4 " + (400).to_bytes(8, "little") + np.arange(100, dtype="<i4").
     "damage", [b"", b"mdc2", bytes(16), bytes(32), b"mdc2<i4 \xff\0\0\0\0\0\0\0" + bytes(40), OLDER]
 )
 def test_a_file_that_is_not_whole_is_built_again(tmp_path: Path, damage: bytes) -> None:
-    Cache(tmp_path).arrays("a", 1, content)
-    next(Cache(tmp_path).folder.iterdir()).write_bytes(damage)
-    assert Cache(tmp_path).arrays("a", 1, content)[0].tolist() == whole(0)
-    assert Cache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
+    IndexCache(tmp_path).arrays("a", 1, content)
+    next(IndexCache(tmp_path).folder.iterdir()).write_bytes(damage)
+    assert IndexCache(tmp_path).arrays("a", 1, content)[0].tolist() == whole(0)
+    assert IndexCache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
 
 
 def is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +147,7 @@ def is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_file(folder: Path) -> Path:
-    return next(path for path in Cache(folder).folder.iterdir() if path.suffix == ".mdc")
+    return next(path for path in IndexCache(folder).folder.iterdir() if path.suffix == ".mdc")
 
 
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
@@ -154,7 +156,7 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
 ) -> None:
     """On the disk between two jobs: no time of modification tells of it."""
     lines = said(monkeypatch)
-    Cache(tmp_path).arrays("a", 1, content)
+    IndexCache(tmp_path).arrays("a", 1, content)
     path, num_rebuilt = the_file(tmp_path), 0
     header, size = cache_module._HEADER_BYTES * 8, path.stat().st_size * 8
     places = sorted({*range(0, header, min(step, 3)), *range(header, size, step), size - 1})
@@ -165,10 +167,10 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         is_another_job(monkeypatch)
         built: list[int] = []
-        found = Cache(tmp_path).arrays("a", 1, lambda k, built=built: built.append(k) or content(k))[0]
+        found = IndexCache(tmp_path).arrays("a", 1, lambda k, built=built: built.append(k) or content(k))[0]
         assert found.tolist() == whole(0) and found.dtype == np.int32, place
         num_rebuilt += len(built)
-        assert Cache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
+        assert IndexCache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
     time_of_comparison = range(cache_module._COMPARED_AT * 8, header)
     assert num_rebuilt == sum(place not in time_of_comparison for place in places), (
         "all but that time, which is no content"
@@ -177,27 +179,27 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
 
 
 def test_what_was_written_to_within_a_job_is_compared_again(tmp_path: Path) -> None:
-    Cache(tmp_path).arrays("a", 1, content)
+    IndexCache(tmp_path).arrays("a", 1, content)
     with open(the_file(tmp_path), "r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(b"\xff")
-    assert Cache(tmp_path).arrays("a", 1, content)[0].tolist() == whole(0)
+    assert IndexCache(tmp_path).arrays("a", 1, content)[0].tolist() == whole(0)
 
 
 def test_each_file_is_compared_once_by_all_processes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     fits = cache_module._fits
     monkeypatch.setattr(cache_module, "_fits", lambda data: compared.append(len(data)) or fits(data))
-    Cache(tmp_path).arrays("a", 4, content)
-    Cache(tmp_path).arrays("a", 4, refuse)
+    IndexCache(tmp_path).arrays("a", 4, content)
+    IndexCache(tmp_path).arrays("a", 4, refuse)
     assert compared == [], "a process of this job built them"
     for _ in range(2):
         is_another_job(monkeypatch)
         for _ in range(3):
-            Cache(tmp_path).arrays("a", 4, refuse)
+            IndexCache(tmp_path).arrays("a", 4, refuse)
         assert len(compared) == 4
         compared.clear()
-    assert not [name for name in names(Cache(tmp_path)) if name.startswith(".")]
+    assert not [name for name in names(IndexCache(tmp_path)) if name.startswith(".")]
 
 
 def test_the_start_of_a_process_is_known_however_late_this_module_is_imported() -> None:
@@ -214,7 +216,7 @@ def test_the_start_of_a_process_is_known_however_late_this_module_is_imported() 
 def test_a_file_that_another_process_compares_is_left_for_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, opened = Cache(tmp_path), []
+    cache, opened = IndexCache(tmp_path), []
     cache.arrays("a", 3, content)
     is_another_job(monkeypatch)
     boot, fits = cache_module._boot_id(), cache_module._fits
@@ -229,7 +231,7 @@ def test_a_file_that_another_process_compares_is_left_for_later(
 def test_a_file_that_cannot_be_noted_is_compared_by_each_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Cache(tmp_path).arrays("a", 1, content)
+    IndexCache(tmp_path).arrays("a", 1, content)
     is_another_job(monkeypatch)
     compared: list[int] = []
     fits = cache_module._fits
@@ -240,7 +242,7 @@ def test_a_file_that_cannot_be_noted_is_compared_by_each_process(
 
     monkeypatch.setattr(cache_module.os, "utime", refused)
     for _ in range(2):
-        assert Cache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
+        assert IndexCache(tmp_path).arrays("a", 1, refuse)[0].tolist() == whole(0)
     assert len(compared) == 2
 
 
@@ -256,14 +258,14 @@ def test_a_folder_that_cannot_be_made_means_own_memory_and_one_line(
 ) -> None:
     """Row D19; root may write anywhere, so a file stands where the folder should be."""
     (tmp_path / "file").touch()
-    lines, cache = said(monkeypatch), Cache(tmp_path / "file")
+    lines, cache = said(monkeypatch), IndexCache(tmp_path / "file")
     for _ in range(2):
         assert [array.tolist() for array in cache.arrays("a", 3, content)] == [whole(k) for k in range(3)]
     assert len(lines) == 1 and "--data-cache-path" in lines[0] and str(tmp_path / "file") in lines[0]
 
 
 def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines, cache, written = said(monkeypatch), Cache(tmp_path), 0
+    lines, cache, written = said(monkeypatch), IndexCache(tmp_path), 0
 
     def before(operation: str, path: Path) -> None:
         nonlocal written
@@ -274,11 +276,11 @@ def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(files, "before_operation", before)
     assert [array.tolist() for array in cache.arrays("a", 4, content)] == [whole(k) for k in range(4)]
     assert len(lines) == 1 and "No space left" in lines[0] and len(names(cache)) == 2
-    assert Cache(tmp_path).arrays("a", 4, content)[1].tolist() == whole(1)
+    assert IndexCache(tmp_path).arrays("a", 4, content)[1].tolist() == whole(1)
 
 
 def test_the_newest_sets_are_kept(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    cache = IndexCache(tmp_path)
     for epoch, age in ((1, 30), (0, 20), (10, 10), (7, 0)):
         cache.arrays(f"order-k-epoch-{epoch}", 2, content)
         for path in cache.folder.glob(f"order-k-epoch-{epoch}-*"):
@@ -290,33 +292,33 @@ def test_the_newest_sets_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_nobody_opened_for_long_goes_and_other_files_stay(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    cache = IndexCache(tmp_path)
     cache.arrays("a", 2, content)
     (cache.folder / "notes.txt").touch()
     (cache.folder / ".b.0.mdc.77.tmp").touch()
     for path in cache.folder.iterdir():
         os.utime(path, (0, 0))
-    Cache(tmp_path).arrays("c", 1, content)
+    IndexCache(tmp_path).arrays("c", 1, content)
     assert len(names(cache)) == 2 and "notes.txt" in names(cache)
 
 
 def test_the_default_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module.tempfile, "gettempdir", lambda: str(tmp_path))
-    lines, cache = said(monkeypatch), Cache()
+    lines, cache = said(monkeypatch), IndexCache()
     cache.arrays("a", 1, content)
     folder = next(tmp_path.iterdir())
     assert folder.name.endswith(str(os.getuid())) and stat.S_IMODE(folder.stat().st_mode) == 0o700 and not lines
     folder.chmod(0o777)
     built: list[int] = []
-    assert Cache().arrays("a", 1, lambda k: built.append(k) or content(k))[0].tolist() == whole(0)
+    assert IndexCache().arrays("a", 1, lambda k: built.append(k) or content(k))[0].tolist() == whole(0)
     assert built == [0] and len(lines) == 1 and "others may write" in lines[0]
 
 
 def test_files_of_an_earlier_boot_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were not flushed, so after a crash of the machine they may be holes."""
-    Cache(tmp_path).arrays("a", 1, content)
-    Cache(tmp_path).arrays("b", 1, content, outlives_boot=True)
+    IndexCache(tmp_path).arrays("a", 1, content)
+    IndexCache(tmp_path).arrays("b", 1, content, outlives_boot=True)
     monkeypatch.setattr(cache_module, "_boot_id", lambda: "another")
-    Cache(tmp_path).arrays("b", 1, refuse, outlives_boot=True)
+    IndexCache(tmp_path).arrays("b", 1, refuse, outlives_boot=True)
     with pytest.raises(AssertionError, match="0 is there"):
-        Cache(tmp_path).arrays("a", 1, refuse)
+        IndexCache(tmp_path).arrays("a", 1, refuse)

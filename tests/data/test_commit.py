@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron import files
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 from megatron.errors import DataError
 from tests.data.token_data import write
 
@@ -34,7 +34,7 @@ def test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair(tmp_path: Pa
             write(prefix, [5])
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        outcomes.append(TokenFile(prefix).num_tokens)
+        outcomes.append(IndexedDataset(prefix).num_tokens)
         write(prefix, [5])
         assert sorted(path.name for path in prefix.parent.iterdir()) == ["a.bin", "a.idx", "a.meta.json"]
         if code == 0:
@@ -56,7 +56,7 @@ def test_a_failing_rename_after_the_commit_is_finished_by_the_next_reader(
     with pytest.raises(OSError, match="disk gone"):
         write(tmp_path / "a", [5])
     monkeypatch.undo()
-    assert TokenFile(tmp_path / "a").num_tokens == 5
+    assert IndexedDataset(tmp_path / "a").num_tokens == 5
 
 
 def test_a_read_only_disk_is_told_as_missing_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,4 +68,4 @@ def test_a_read_only_disk_is_told_as_missing_permission(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(files, "before_operation", refuse)
     with pytest.raises(DataError, match="a cut-off replacement of .* must be finished; no permission"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import TokenFile, TokenFileWriter
+from megatron.data import IndexedDataset, IndexedDatasetBuilder
 from megatron.errors import DataError
 
 U16, I32 = (8, "<u2", 50_000), (4, "<i4", 100_000)
@@ -51,7 +51,7 @@ def test_our_files_are_those_of_the_format_to_the_byte(
     tmp_path_factory: pytest.TempPathFactory, code: int, kind: str, vocab_size: int, documents: list[list[int]]
 ) -> None:
     prefix = tmp_path_factory.mktemp("ours") / "c"
-    with TokenFileWriter(prefix, vocab_size=vocab_size) as writer:
+    with IndexedDatasetBuilder(prefix, vocab_size=vocab_size) as writer:
         writer.add(np.concatenate([np.array(d) for d in documents]), np.array([len(d) for d in documents]))
     tokens, index = written_by_hand(documents, code, kind)
     assert prefix.with_suffix(".bin").read_bytes() == tokens
@@ -64,7 +64,7 @@ def test_files_of_every_type_of_megatron_open(tmp_path: Path, code: int, kind: s
     documents = [[1, 2, 3], [4], [5, 127]]
     for suffix, content in zip((".bin", ".idx"), written_by_hand(documents, code, kind), strict=True):
         (tmp_path / f"c{suffix}").write_bytes(content)
-    file = TokenFile(tmp_path / "c")
+    file = IndexedDataset(tmp_path / "c")
     assert [file.read(number).tolist() for number in range(3)] == documents
 
 
@@ -83,7 +83,7 @@ def test_what_is_no_such_file_is_refused_with_what_was_found(tmp_path: Path, pla
     (tmp_path / "c.bin").write_bytes(tokens)
     (tmp_path / "c.idx").write_bytes(index[:place] + new + index[place + len(new) :])
     with pytest.raises(DataError, match=told):
-        TokenFile(tmp_path / "c")
+        IndexedDataset(tmp_path / "c")
 
 
 def test_lengths_that_do_not_add_up_to_the_bin_are_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_lengths_that_do_not_add_up_to_the_bin_are_refused_with_both_numbers(tmp
     (tmp_path / "c.bin").write_bytes(tokens[:-2])
     (tmp_path / "c.idx").write_bytes(index)
     with pytest.raises(DataError, match="8 bytes.* has 6"):
-        TokenFile(tmp_path / "c")
+        IndexedDataset(tmp_path / "c")

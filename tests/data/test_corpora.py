@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pytest import MonkeyPatch
 
-from megatron.data.dataset_builder import DataPaths, short_names, weighted_prefixes
+from megatron.data.dataset_builder import BlendPaths, short_names, weighted_prefixes
 from megatron.errors import DataError
 
 ALL = (True, True, True)
@@ -16,21 +16,21 @@ ALL = (True, True, True)
 
 def test_one_mixture_is_cut_into_three_splits() -> None:
     corpora = ((0.7, "a"), (0.3, "data/b"))
-    assert DataPaths(data_path="0.7 a.bin 0.3 data/b.idx").corpora((True, False, True)) == [corpora, None, corpora]
-    assert DataPaths(data_path="a").corpora(ALL) == [((1.0, "a"),)] * 3
-    assert DataPaths(data_path="2 a").corpora((True, False, False))[0] == ((2.0, "a"),)
+    assert BlendPaths(data_path="0.7 a.bin 0.3 data/b.idx").corpora((True, False, True)) == [corpora, None, corpora]
+    assert BlendPaths(data_path="a").corpora(ALL) == [((1.0, "a"),)] * 3
+    assert BlendPaths(data_path="2 a").corpora((True, False, False))[0] == ((2.0, "a"),)
 
 
 def test_each_split_may_have_its_own() -> None:
-    paths = DataPaths(train_data_path="1 a 2 b", valid_data_path="c")
+    paths = BlendPaths(train_data_path="1 a 2 b", valid_data_path="c")
     assert paths.corpora((True, True, False)) == [((1.0, "a"), (2.0, "b")), ((1.0, "c"),), None]
-    assert DataPaths(test_data_path="c").corpora((False, False, True)) == [None, None, ((1.0, "c"),)]
+    assert BlendPaths(test_data_path="c").corpora((False, False, True)) == [None, None, ((1.0, "c"),)]
 
 
 def test_a_schedule_starts_with_the_weights_of_the_path_and_counts_whole_samples() -> None:
-    paths = DataPaths(train_data_path="3 a 1 b", mixture_schedule="1000: 1 1; 1001: 0 1")
+    paths = BlendPaths(train_data_path="3 a 1 b", mixture_schedule="1000: 1 1; 1001: 0 1")
     assert paths.schedule(100) == [(0, (3.0, 1.0)), (10, (1.0, 1.0)), (11, (0.0, 1.0))]
-    assert DataPaths(data_path="a").schedule(100) == [(0, (1.0,))]
+    assert BlendPaths(data_path="a").schedule(100) == [(0, (1.0,))]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_schedule_starts_with_the_weights_of_the_path_and_counts_whole_samples
 )
 def test_what_cannot_be_used_is_refused(given: dict[str, Any], needed: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
-        DataPaths(**given).corpora(needed)
+        BlendPaths(**given).corpora(needed)
 
 
 def test_a_link_to_a_corpus_is_that_corpus(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_link_to_a_corpus_is_that_corpus(tmp_path: Path, monkeypatch: MonkeyPa
 
 def test_a_wrong_schedule_is_refused() -> None:
     with pytest.raises(DataError, match="--mixture-schedule must be steps .* has 1 weights for 2 corpora"):
-        DataPaths(data_path="1 a 1 b", mixture_schedule="5: 1").schedule(10)
+        BlendPaths(data_path="1 a 1 b", mixture_schedule="5: 1").schedule(10)
 
 
 @pytest.mark.parametrize(

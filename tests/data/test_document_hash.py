@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data import TokenFile, split
-from megatron.data.cache import Cache
+from megatron.data import IndexedDataset, split
+from megatron.data.cache import IndexCache
 from megatron.data.split import document_hashes, split_by_hash
 from tests.data.megatron_writers import write_now
 
@@ -24,9 +24,9 @@ def reference(tokens: list[int]) -> int:
     return (value ^ (value >> 31)) >> 32
 
 
-def write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> TokenFile:
+def write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> IndexedDataset:
     write_now(prefix, [[document] for document in documents], dtype)
-    return TokenFile(prefix)
+    return IndexedDataset(prefix)
 
 
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -49,7 +49,7 @@ def texts(count: int, seed: int = 0) -> list[list[int]]:
     return [generator.integers(0, 99, size).tolist() for size in generator.integers(0, 9, count)]
 
 
-def by_text(file: TokenFile, weights: str) -> dict[tuple[int, ...], int]:
+def by_text(file: IndexedDataset, weights: str) -> dict[tuple[int, ...], int]:
     """Which split the text of each document is in; asserts that it is one, and that every document is in one."""
     parts = split_by_hash(file, weights, None)
     assert sorted(np.concatenate(parts).tolist()) == list(range(file.num_documents))
@@ -81,7 +81,7 @@ def test_validation_and_test_that_grow_keep_what_they_had(tmp_path: Path) -> Non
 
 
 def test_the_result_is_kept_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, cache = write(tmp_path / "a", texts(300)), Cache(tmp_path / "cache")
+    file, cache = write(tmp_path / "a", texts(300)), IndexCache(tmp_path / "cache")
     wanted = split_by_hash(file, "8,1,1", None)
     monkeypatch.setattr(split, "_IN_MEMORY_BELOW_BYTES", 0)
     monkeypatch.setattr(split, "_DOCUMENTS_AT_ONCE", 64)
@@ -94,7 +94,7 @@ def test_the_result_is_kept_and_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_changed_file_is_hashed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "_IN_MEMORY_BELOW_BYTES", 0)
-    cache, documents = Cache(tmp_path / "cache"), texts(300)
+    cache, documents = IndexCache(tmp_path / "cache"), texts(300)
     split_by_hash(write(tmp_path / "a", documents), "1,1", cache)
     changed = write(tmp_path / "a", [[98 - token for token in document] for document in documents])
     wanted = split_by_hash(changed, "1,1", None)

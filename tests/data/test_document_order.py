@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megatron.data import cache as cache_module
 from megatron.data import sample_index
-from megatron.data.cache import Cache
+from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents, documents_key, num_tokens_of, number_type, sizes_of
 from megatron.data.permutation import Permutation
-from megatron.data.sample_index import DocumentOrder, Windows
+from megatron.data.sample_index import DocumentIndex, SampleIndex
 
 
 class Sizes:
@@ -56,7 +56,7 @@ def test_pieces_of_any_stretch_equal_the_order_written_out(data: st.DataObject) 
         patch.setattr(sample_index, "SEGMENT", 12)
         patch.setattr(sample_index, "_STRIDE", 4)
         patch.setattr(sample_index, "_BLOCK", 8)
-        order = DocumentOrder(source, documents, seed=5, epoch=2)
+        order = DocumentIndex(source, documents, seed=5, epoch=2)
         if not num_tokens_of(source.sizes, documents):
             return
         tokens = laid_out(source, documents, 5, 2)
@@ -69,8 +69,8 @@ def test_pieces_of_any_stretch_equal_the_order_written_out(data: st.DataObject) 
             assert found == tokens[start:end].tolist()
 
 
-def windows(source: Sizes, cache: Cache | None, seed: int = 3, documents: Documents = (2, 990)) -> Windows:
-    return Windows(
+def windows(source: Sizes, cache: IndexCache | None, seed: int = 3, documents: Documents = (2, 990)) -> SampleIndex:
+    return SampleIndex(
         source, documents=documents, length=50, overlap=1, seed=seed, asked_by="--seq-length 50", cache=cache
     )
 
@@ -81,13 +81,13 @@ def test_an_order_kept_in_files_is_that_of_memory_and_old_epochs_go(
     sizes = np.random.default_rng(0).integers(0, 30, 1000).astype(np.int32)
     in_memory = windows(Sizes(sizes), None)
     monkeypatch.setattr(sample_index, "SEGMENT", 256)
-    source, cache = Sizes(sizes), Cache(tmp_path)
+    source, cache = Sizes(sizes), IndexCache(tmp_path)
     shared, per_epoch = windows(source, cache), in_memory.per_epoch
     for epoch in range(4):
         for index in range(epoch * per_epoch, (epoch + 1) * per_epoch, 7):
             assert np.array_equal(shared[index], in_memory[index])
         assert len(list(cache.folder.iterdir())) == 4 * min(epoch + 1, 2)
-    monkeypatch.setattr(DocumentOrder, "_build", None)  # what is there is not built
+    monkeypatch.setattr(DocumentIndex, "_build", None)  # what is there is not built
     assert np.array_equal(windows(source, cache)[3 * per_epoch], in_memory[3 * per_epoch])
 
 
@@ -95,7 +95,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_order(tmp_path: Path, monkeypatch
     sizes = np.random.default_rng(1).integers(0, 30, 1000).astype(np.int32)
     in_memory = windows(Sizes(sizes), None)
     monkeypatch.setattr(sample_index, "SEGMENT", 256)
-    cache = Cache(tmp_path)
+    cache = IndexCache(tmp_path)
     windows(Sizes(sizes), cache)[0]
     draw = random.Random(2)
     for turn in range(20):
@@ -114,7 +114,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_order(tmp_path: Path, monkeypatch
 def test_nothing_stale_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     """Row D16."""
     monkeypatch.setattr(sample_index, "SEGMENT", 100)
-    sizes, cache, numbers = np.full(400, 20, np.int32), Cache(tmp_path), np.arange(0, 400, 2)
+    sizes, cache, numbers = np.full(400, 20, np.int32), IndexCache(tmp_path), np.arange(0, 400, 2)
     windows(Sizes(sizes), cache, documents=(0, 300))[0]
     windows(Sizes(sizes), cache, documents=numbers)[0]
     source, documents, seed, index = Sizes(sizes), (0, 300), 3, 0
@@ -131,8 +131,8 @@ def test_nothing_stale_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pyte
     else:
         index = 10**6
     built: list[int] = []
-    build = DocumentOrder._build
-    monkeypatch.setattr(DocumentOrder, "_build", lambda order, k: built.append(k) or build(order, k))
+    build = DocumentIndex._build
+    monkeypatch.setattr(DocumentIndex, "_build", lambda order, k: built.append(k) or build(order, k))
     found = windows(source, cache, seed, documents)[index]
     assert built and np.array_equal(found, windows(source, None, seed, documents)[index])
 
@@ -141,7 +141,7 @@ def test_more_tokens_than_two_to_the_31_and_to_the_40() -> None:
     """Row D13: sizes alone; places are those of Python's unbounded numbers."""
     for size in (2**30, 2**40):
         source = Sizes(np.full(300, size, np.int64))
-        order, permutation = DocumentOrder(source, (0, 300), seed=1, epoch=0), Permutation(300, "documents", 1, 0)
+        order, permutation = DocumentIndex(source, (0, 300), seed=1, epoch=0), Permutation(300, "documents", 1, 0)
         for place in (0, 1, 63, 64, 200, 299):
             start = place * size + 5
             assert order.pieces(start, start + 3) == [(permutation(place), 5, 3)]
@@ -152,7 +152,7 @@ def test_more_tokens_than_two_to_the_31_and_to_the_40() -> None:
 def test_numbers_are_int32_while_that_holds_them() -> None:
     assert number_type((0, 2**31)) is np.int32 and number_type((5, 2**31 + 1)) is np.int64
     assert number_type(np.array([1, 2**31 - 1])) is np.int32 and number_type(np.array([1, 2**31])) is np.int64
-    assert DocumentOrder(Sizes([3]), (0, 1), seed=1, epoch=0)._segments[0].numbers.dtype == np.int32
+    assert DocumentIndex(Sizes([3]), (0, 1), seed=1, epoch=0)._segments[0].numbers.dtype == np.int32
 
 
 def test_sizes_are_taken_from_unaligned_memory_without_a_copy_of_all() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import GPT2Samples
+from megatron.data import GPTDataset
 from megatron.data.gpt_dataset import Fim
 from megatron.data.permutation import Permutation
 from megatron.errors import DataError
@@ -37,14 +37,14 @@ def test_samples_equal_the_reference(data: st.DataObject, seq_length: int, seed:
 
 
 def _compare(prefix: Path, sizes: list[int], seq_length: int, seed: int) -> None:
-    from megatron.data import TokenFile
+    from megatron.data import IndexedDataset
 
-    file = TokenFile(prefix)
+    file = IndexedDataset(prefix)
     if sum(sizes[1:]) <= seq_length:
         with pytest.raises(DataError, match=f"needs {seq_length + 1}"):
-            GPT2Samples(file, documents=(1, len(sizes)), seq_length=seq_length, seed=seed)
+            GPTDataset(file, documents=(1, len(sizes)), seq_length=seq_length, seed=seed)
         return
-    samples = GPT2Samples(file, documents=(1, len(sizes)), seq_length=seq_length, seed=seed)
+    samples = GPTDataset(file, documents=(1, len(sizes)), seq_length=seq_length, seed=seed)
     documents = [file.read(document).tolist() for document in range(1, len(sizes))]
     for index in [*range(2 * samples.samples_per_epoch + 1), 10**12]:
         assert samples[index].dtype == np.int64
@@ -52,7 +52,7 @@ def _compare(prefix: Path, sizes: list[int], seq_length: int, seed: int) -> None
 
 
 def test_an_epoch_holds_each_token_once_and_epochs_differ(tmp_path: Path) -> None:
-    samples = GPT2Samples(write(tmp_path / "a", [7, 30, 1, 25]), documents=(0, 4), seq_length=4, seed=3)
+    samples = GPTDataset(write(tmp_path / "a", [7, 30, 1, 25]), documents=(0, 4), seq_length=4, seed=3)
     epochs = [[samples[e * 15 + i].tolist() for i in range(15)] for e in range(3)]
     for epoch in epochs:
         inputs = [token for sample in epoch for token in sample[:-1]]
@@ -63,7 +63,7 @@ def test_an_epoch_holds_each_token_once_and_epochs_differ(tmp_path: Path) -> Non
 def test_best_fit_samples_are_the_documents_themselves(tmp_path: Path) -> None:
     sizes = [5, 9, 2, 40, 4, 4, 7, 1, 6, 9]
     file = write(tmp_path / "a", sizes)
-    samples = GPT2Samples(file, documents=(0, 10), seq_length=8, seed=3, packing="best-fit")
+    samples = GPTDataset(file, documents=(0, 10), seq_length=8, seed=3, packing="best-fit")
     found = []
     for index in range(samples.samples_per_epoch):
         sample = samples[index]
@@ -82,9 +82,9 @@ def test_fill_in_the_middle_keeps_lengths_and_rate_0_keeps_all(tmp_path: Path, p
     settings = {"documents": (0, 30), "seq_length": 32, "seed": 3, "packing": packing}
     file = write(tmp_path / "a", [*range(2, 32)], eod_id=0)
     fim = Fim(1.0, 0.5, prefix_id=60_001, middle_id=60_002, suffix_id=60_003, eod_id=0)
-    plain = GPT2Samples(file, **settings)  # type: ignore[arg-type]
-    never = GPT2Samples(file, fim=replace(fim, rate=0.0), **settings)  # type: ignore[arg-type]
-    always = GPT2Samples(file, fim=fim, **settings)  # type: ignore[arg-type]
+    plain = GPTDataset(file, **settings)  # type: ignore[arg-type]
+    never = GPTDataset(file, fim=replace(fim, rate=0.0), **settings)  # type: ignore[arg-type]
+    always = GPTDataset(file, fim=fim, **settings)  # type: ignore[arg-type]
     differing = 0
     for index in range(2 * plain.samples_per_epoch):
         old, same, new = (as_text(samples[index]) for samples in (plain, never, always))
@@ -102,7 +102,7 @@ def as_text(sample: np.ndarray | dict[str, np.ndarray]) -> tuple[np.ndarray, np.
 
 def test_an_unknown_packing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="concat, best-fit, got 'first-fit'"):
-        GPT2Samples(write(tmp_path / "a", [40]), documents=(0, 1), seq_length=4, seed=3, packing="first-fit")
+        GPTDataset(write(tmp_path / "a", [40]), documents=(0, 1), seq_length=4, seed=3, packing="first-fit")
 
 
 def test_starts_beyond_two_to_the_31_tokens_are_right() -> None:
@@ -114,7 +114,7 @@ def test_starts_beyond_two_to_the_31_tokens_are_right() -> None:
         def read(self, document: int, offset: int, length: int) -> np.ndarray:
             return (document * 2**30 + offset + np.arange(length)).astype(np.int64)
 
-    samples = GPT2Samples(FakeFile(), documents=(0, 6), seq_length=1024, seed=1)  # type: ignore[arg-type]
+    samples = GPTDataset(FakeFile(), documents=(0, 6), seq_length=1024, seed=1)  # type: ignore[arg-type]
     assert samples.samples_per_epoch == (6 * 2**30 - 1) // 1024
     starts = [int(samples[index][0]) for index in range(200)]
     assert max(starts) > 2**32 and all(start % 1024 == 0 for start in starts) and len(set(starts)) == 200
@@ -122,8 +122,8 @@ def test_starts_beyond_two_to_the_31_tokens_are_right() -> None:
 
 def test_a_failed_read_names_sample_document_and_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a", [40])
-    samples = GPT2Samples(file, documents=(0, 1), seq_length=4, seed=3)
-    packed = GPT2Samples(file, documents=(0, 1), seq_length=4, seed=3, packing="best-fit")
+    samples = GPTDataset(file, documents=(0, 1), seq_length=4, seed=3)
+    packed = GPTDataset(file, documents=(0, 1), seq_length=4, seed=3, packing="best-fit")
 
     def fail(*args: int) -> np.ndarray:
         raise OSError("Input/output error")
@@ -141,11 +141,11 @@ def test_fingerprint_changes_with_all_that_changes_the_order(tmp_path: Path) -> 
     fims = [{"fim": Fim(0.5, 0.5, 1, 2, 3)}, {"fim": Fim(0.5, 0.5, 1, 3, 2)}]
     numbers = [{"documents": np.array(chosen)} for chosen in ([0], [1], [0, 1])]
     changed = [{"documents": (0, 1)}, {"seq_length": 5}, {"seed": 4}, {"packing": "best-fit"}, *fims, *numbers]
-    prints = {GPT2Samples(file, **{**settings, **change}).fingerprint for change in changed}  # type: ignore[arg-type]
-    prints |= {GPT2Samples(f, **settings).fingerprint for f in (file, other)}  # type: ignore[arg-type]
+    prints = {GPTDataset(file, **{**settings, **change}).fingerprint for change in changed}  # type: ignore[arg-type]
+    prints |= {GPTDataset(f, **settings).fingerprint for f in (file, other)}  # type: ignore[arg-type]
     assert len(prints) == 11
     wide, narrow = (
-        GPT2Samples(file, **{**settings, "documents": np.array([0, 1], kind)}).fingerprint  # type: ignore[arg-type]
+        GPTDataset(file, **{**settings, "documents": np.array([0, 1], kind)}).fingerprint  # type: ignore[arg-type]
         for kind in (np.int64, np.int32)
     )
     assert wide == narrow
@@ -154,11 +154,11 @@ def test_fingerprint_changes_with_all_that_changes_the_order(tmp_path: Path) -> 
 def test_order_and_fingerprint_are_the_same_for_ever(tmp_path: Path) -> None:
     """Written down before T5 shared the windows: a checkpoint of then must go on with the data of then."""
     file = write(tmp_path / "a", [7, 30, 1, 25, 0, 18, 40], vocab_size=300)
-    samples = GPT2Samples(file, documents=(1, 6), seq_length=6, seed=1234)
+    samples = GPTDataset(file, documents=(1, 6), seq_length=6, seed=1234)
     assert samples.samples_per_epoch == 18 and samples.fingerprint == FINGERPRINT
     assert [samples[index].tolist() for index in (0, 1, 17, 18, 40)] == FIXED
     assert Fim(0.5, 1, 1, 2, 3).key == "fim 0.5 1.0 1 2 3 None"
-    filled = GPT2Samples(file, documents=(1, 6), seq_length=6, seed=1234, fim=Fim(0.5, 0.25, 1, 2, 3, 0))
+    filled = GPTDataset(file, documents=(1, 6), seq_length=6, seed=1234, fim=Fim(0.5, 0.25, 1, 2, 3, 0))
     assert filled.fingerprint == FILLED_FINGERPRINT
 
 

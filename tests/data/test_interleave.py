@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.blended_dataset import Interleaving
+from megatron.data.blended_dataset import BlendIndex
 
 WEIGHTS = st.lists(st.integers(0, 30) | st.sampled_from([1, 1000, 2**40]), min_size=1, max_size=8).filter(any)
 
@@ -39,7 +39,7 @@ def by_time(group: Any) -> Iterator[int]:
 @settings(max_examples=60)
 @given(WEIGHTS)
 def test_it_equals_a_loop_over_times(weights: list[int]) -> None:
-    interleaving, read = Interleaving(weights), [0] * len(weights)
+    interleaving, read = BlendIndex(weights), [0] * len(weights)
     for index, corpus in enumerate(itertools.islice(reference(weights), 150)):
         assert interleaving.locate(index) == (corpus, read[corpus]), "samples of a corpus come without gap or repeat"
         assert interleaving.counts(index) == tuple(read)
@@ -50,7 +50,7 @@ def test_it_equals_a_loop_over_times(weights: list[int]) -> None:
 @given(WEIGHTS, st.integers(0, 2**62))
 def test_counts_stay_near_their_shares_for_ever(weights: list[int], index: int) -> None:
     most = 1 if sum(map(bool, weights)) <= 3 else Fraction(17, 10)
-    interleaving, total = Interleaving(weights), sum(weights)
+    interleaving, total = BlendIndex(weights), sum(weights)
     for number in (index, 2**62 - index, index % 1000, index % (3 * total)):
         counts = interleaving.counts(number)
         assert sum(counts) == number
@@ -61,7 +61,7 @@ def test_counts_stay_near_their_shares_for_ever(weights: list[int], index: int) 
 
 def test_a_heavy_corpus_and_many_light_ones_are_within_one() -> None:
     """Merged by their times in one go, the 50 light ones would come in a row and the heavy one be 12 off."""
-    interleaving, read = Interleaving([50] + [1] * 50), [0] * 51
+    interleaving, read = BlendIndex([50] + [1] * 50), [0] * 51
     for index in range(200):
         read[interleaving.locate(index)[0]] += 1
         assert abs(read[0] - (index + 1) / 2) < 1 and max(read[1:]) - min(read[1:]) <= 1
@@ -71,23 +71,23 @@ def test_a_heavy_corpus_and_many_light_ones_are_within_one() -> None:
 @given(WEIGHTS, st.integers(0, 200), st.sampled_from([2**20, 2**40, 2**62]))
 def test_the_order_repeats_with_the_sum_of_the_weights(weights: list[int], index: int, periods: int) -> None:
     """Sums of weights reach 2^43 and samples 2^105 here: nothing is rounded and nothing overflows."""
-    interleaving = Interleaving(weights)
+    interleaving = BlendIndex(weights)
     corpus, place = interleaving.locate(index)
     assert interleaving.locate(index + periods * sum(weights)) == (corpus, place + periods * weights[corpus])
 
 
 def test_ranks_decide_and_not_the_place_in_the_list() -> None:
     weights, ranks = [5, 5, 2, 0, 7], [3, 0, 4, 2, 1]
-    listed = Interleaving(weights, ranks)
-    other = Interleaving([weights[ranks.index(rank)] for rank in range(5)])
+    listed = BlendIndex(weights, ranks)
+    other = BlendIndex([weights[ranks.index(rank)] for rank in range(5)])
     assert [(ranks[c], k) for c, k in map(listed.locate, range(99))] == [other.locate(i) for i in range(99)]
 
 
 def test_two_corpora_as_their_times_say() -> None:
-    assert [Interleaving([7, 3]).locate(index)[0] for index in range(10)] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
-    assert Interleaving([0, 4]).locate(9) == (1, 9)
+    assert [BlendIndex([7, 3]).locate(index)[0] for index in range(10)] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert BlendIndex([0, 4]).locate(9) == (1, 9)
 
 
 @pytest.mark.parametrize("weights", [[1], [0, 3]])
 def test_one_corpus_is_itself(weights: list[int]) -> None:
-    assert Interleaving(weights).locate(2**70) == (len(weights) - 1, 2**70)
+    assert BlendIndex(weights).locate(2**70) == (len(weights) - 1, 2**70)

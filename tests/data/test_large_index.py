@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data import TokenFile, TokenFileWriter, index_format, indexed_dataset
-from megatron.data.cache import Cache
+from megatron.data import IndexedDataset, IndexedDatasetBuilder, index_format, indexed_dataset
+from megatron.data.cache import IndexCache
 from megatron.errors import DataError
 from tests.data.megatron_writers import write_2020, write_now
 from tests.data.token_data import write
@@ -35,7 +35,7 @@ def as_large(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(index_format, "_DOCUMENTS_JOINED", 2)
 
 
-def texts(file: TokenFile) -> list[list[int]]:
+def texts(file: IndexedDataset) -> list[list[int]]:
     return [file.read(document).tolist() for document in range(file.num_documents)]
 
 
@@ -45,7 +45,7 @@ def test_files_of_both_writers_of_megatron_open(tmp_path: Path, kind: str, dtype
     write_now(tmp_path / "b", DOCUMENTS, dtype)
     assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
     for reader in ("mmap", "pread"):
-        file = TokenFile(tmp_path / "b", reader=reader)
+        file = IndexedDataset(tmp_path / "b", reader=reader)
         assert texts(file) == JOINED and file.dtype == dtype and file.num_tokens == 11
         assert file.starts.tolist() == [0, 3, 6, 6, 10, 11] and file.byte_offset(3, 1) == 7 * file.dtype.itemsize
         assert file.first_outside(8) == (3, 1, 8) and file.first_outside(12) is None
@@ -55,20 +55,20 @@ def test_files_of_both_writers_of_megatron_open(tmp_path: Path, kind: str, dtype
 def test_another_token_type_is_refused_with_its_code(tmp_path: Path, kind: str, code: int) -> None:
     write_now(tmp_path / "a", DOCUMENTS, "int32", code=code)
     with pytest.raises(DataError, match=rf"a.idx: token type code must be one of .*, got {code}"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_a_multimodal_set_is_refused_as_such(tmp_path: Path, kind: str) -> None:
     write_now(tmp_path / "a", DOCUMENTS, "uint16", modes=[0, 0, 1, 0, 0, 1])
     with pytest.raises(DataError, match="6 more than 6 sequences .* multimodal"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_the_lazy_kind_is_refused_as_such(tmp_path: Path) -> None:
     write(tmp_path / "a", [3])
     (tmp_path / "a.idx").write_bytes(b"TNTIDX\0\0" + struct.pack("<6Q", 1, 4, 4, 0, 0, 1))
     with pytest.raises(DataError, match="lazy and cached .* --dataset-impl mmap"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -81,12 +81,12 @@ def test_large_and_small_readers_agree(tmp_path: Path, lengths: list[int], data:
         tokens.append(list(range(start, start + length)))
         start += length
     write_now(tmp_path / "a", [tokens[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], "uint16")
-    small = TokenFile(tmp_path / "a")
+    small = IndexedDataset(tmp_path / "a")
     with pytest.MonkeyPatch.context() as patch:
         as_large(patch)
         for reader in ("mmap", "pread"):
-            for cache in (None, Cache(tmp_path / "cache")):
-                large = TokenFile(tmp_path / "a", reader=reader, cache=cache)
+            for cache in (None, IndexCache(tmp_path / "cache")):
+                large = IndexedDataset(tmp_path / "a", reader=reader, cache=cache)
                 assert large.sizes.tolist() == small.sizes.tolist() and texts(large) == texts(small)
                 assert large.starts.tolist() == small.starts.tolist()
                 for place in range(start):
@@ -115,14 +115,14 @@ def test_a_damaged_index_is_refused(tmp_path: Path, kind: str, told: bool, place
     data[place : place + len(new)] = new
     (tmp_path / "a.idx").write_bytes(bytes(data))
     with pytest.raises(DataError, match=text):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_lengths_that_do_not_add_up_to_the_bin_are_refused(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "a", [3, 4])
     (tmp_path / "a.bin").write_bytes(bytes(13))
     with pytest.raises(DataError, match="must have 14 bytes .* it has 13"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_the_sidecar_of_other_files_is_refused(tmp_path: Path, kind: str) -> None:
@@ -130,7 +130,7 @@ def test_the_sidecar_of_other_files_is_refused(tmp_path: Path, kind: str) -> Non
     write(tmp_path / "b", [4, 3, 1])
     (tmp_path / "b.meta.json").rename(tmp_path / "a.meta.json")
     with pytest.raises(DataError, match="describes another .idx"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_a_document_of_too_many_tokens_is_named(tmp_path: Path, kind: str) -> None:
@@ -141,27 +141,27 @@ def test_a_document_of_too_many_tokens_is_named(tmp_path: Path, kind: str) -> No
     with open(tmp_path / "a.bin", "wb") as file:
         file.truncate(3 * 2**30)
     with pytest.raises(DataError, match=rf"document 1 have {2**31}"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_the_fingerprint_of_a_large_file_follows_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_large(monkeypatch)
     write(tmp_path / "a", [3, 4, 2, 1, 6])
-    prints = [TokenFile(tmp_path / "a", reader=reader).fingerprint for reader in ("mmap", "pread")]
+    prints = [IndexedDataset(tmp_path / "a", reader=reader).fingerprint for reader in ("mmap", "pread")]
     (tmp_path / "a.meta.json").unlink()
-    prints.append(TokenFile(tmp_path / "a").fingerprint)
+    prints.append(IndexedDataset(tmp_path / "a").fingerprint)
     assert len(set(prints)) == 1
     write(tmp_path / "a", [3, 4, 1, 2, 6])
-    assert TokenFile(tmp_path / "a").fingerprint not in prints
+    assert IndexedDataset(tmp_path / "a").fingerprint not in prints
 
 
 def test_fingerprints_are_the_same_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints hold them; the first was written down before large files were told apart."""
-    with TokenFileWriter(tmp_path / "a", vocab_size=99) as writer:
+    with IndexedDatasetBuilder(tmp_path / "a", vocab_size=99) as writer:
         writer.add(np.arange(9), np.array([4, 5]))
-    small = TokenFile(tmp_path / "a").fingerprint
+    small = IndexedDataset(tmp_path / "a").fingerprint
     as_large(monkeypatch)
-    assert (small, TokenFile(tmp_path / "a").fingerprint) == FINGERPRINTS
+    assert (small, IndexedDataset(tmp_path / "a").fingerprint) == FINGERPRINTS
 
 
 FINGERPRINTS = ("47b7d05bd0075d0f", "20346886385b03a7")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import Fim, MixedSamples, ReplicaBatches, TokenFile, TokenFileWriter, resumed_order
-from megatron.data.file_io import READERS, PreadReader
+from megatron.data import BlendedDataset, DataLoader, Fim, IndexedDataset, IndexedDatasetBuilder, resumed_order
+from megatron.data.file_io import READERS, FileBinReader
 from megatron.errors import CheckpointError, DataError
 from megatron.models.t5.data import T5Tokens
 from tests.data import test_build
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_from(prefix: Path, first: int, sizes: list[int], **settings: Any) -> None:
-    with TokenFileWriter(prefix, **{"vocab_size": 5000, "tokenizer": "t", "eod_id": None, **settings}) as writer:
+    with IndexedDatasetBuilder(prefix, **{"vocab_size": 5000, "tokenizer": "t", "eod_id": None, **settings}) as writer:
         for size in sizes:
             writer.add(np.arange(first, first + size))
             first += size
@@ -121,7 +121,7 @@ def test_the_stream_is_the_same_in_every_layout_and_after_a_change(
 def read_rows(samples: Any, start: int, d: int, m: int, num_workers: int) -> list[list[int]]:
     size = 8 // (d * m)
     settings = {"micro_batch_size": size, "num_micro_batches": m, "data_size": d, "num_workers": num_workers}
-    replicas = [iter(ReplicaBatches(samples, data_rank=rank, samples_consumed=start, **settings)) for rank in range(d)]
+    replicas = [iter(DataLoader(samples, data_rank=rank, samples_consumed=start, **settings)) for rank in range(d)]
     batches = [next(replica)["text"] for _ in range(2) for replica in replicas for _ in range(m)]
     return [row.tolist() for batch in batches for row in batch]
 
@@ -132,7 +132,9 @@ def test_the_fingerprint_changes_with_all_that_changes_samples(folder: Path, tmp
         return train.order.state(0)["fingerprints"]
 
     same = fingerprints()
-    assert all(TokenFile(folder / name).fingerprint in same[name] for name in same), "so that what differs can be said"
+    assert all(IndexedDataset(folder / name).fingerprint in same[name] for name in same), (
+        "so that what differs can be said"
+    )
     for name in "ab":
         write_from(tmp_path / name, 1000 * "ab".index(name) + 1, [10 + "ab".index(name)] * (10 + 10 * "ab".index(name)))
     assert fingerprints("3 b 2 a") == same == fingerprints(where=tmp_path), "neither weights nor paths nor places count"
@@ -184,10 +186,10 @@ def test_errors_name_the_corpus(folder: Path, tmp_path: Path) -> None:
 def test_a_sample_that_cannot_be_read_is_named_in_run_and_corpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train, _, _ = build(folder, "1 a 1 b", needed=ONE)
 
-    def fail(self: TokenFile, *_: Any) -> None:
+    def fail(self: IndexedDataset, *_: Any) -> None:
         raise OSError("bad sector")
 
-    monkeypatch.setattr(TokenFile, "read", fail)
+    monkeypatch.setattr(IndexedDataset, "read", fail)
     place = train.order.locate(8)
     name = list(train.parts)[place[0]]
     with pytest.raises(
@@ -202,7 +204,7 @@ def test_a_sample_that_cannot_be_read_is_named_in_run_and_corpus(folder: Path, m
 def test_files_are_read_as_asked(folder: Path, monkeypatch: pytest.MonkeyPatch, build_any: Any) -> None:
     opened: list[str] = []
 
-    class Noted(PreadReader):
+    class Noted(FileBinReader):
         def __init__(self, path: Path) -> None:
             opened.append(path.name)
             super().__init__(path)
@@ -253,7 +255,7 @@ def test_corpora_of_t5_do_not_share_their_draws(folder: Path, tmp_path: Path) ->
         name: test_build.only(build_t5(tmp_path, f"1 {name}", split="1", needed=ONE, enc_seq_length=30)[0])
         for name in "xy"
     }
-    assert isinstance(both, MixedSamples) and both.parts["x"].fingerprint == alone["x"].fingerprint
+    assert isinstance(both, BlendedDataset) and both.parts["x"].fingerprint == alone["x"].fingerprint
 
     def cuts(samples: Any) -> list[list[bool]]:
         return [(samples[index]["inputs"] >= 5000).tolist() for index in range(40)]

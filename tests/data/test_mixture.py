@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.blended_dataset import Corpus, SampleOrder, resumed_order, whole_weights
+from megatron.data.blended_dataset import BlendSchedule, Corpus, resumed_order, whole_weights
 from megatron.errors import CheckpointError, DataError
 
 NAMES = "abcde"
@@ -22,15 +22,15 @@ def corpora(names: str = "ab") -> list[Corpus]:
     return [Corpus(name, f"t{9 - NAMES.index(name)}.v.s{name}", 10 * (NAMES.index(name) + 1)) for name in names]
 
 
-def order_of(names: str, *steps: tuple[int, list[float]]) -> SampleOrder:
-    return SampleOrder(corpora(names), list(steps))
+def order_of(names: str, *steps: tuple[int, list[float]]) -> BlendSchedule:
+    return BlendSchedule(corpora(names), list(steps))
 
 
-def stream(order: SampleOrder, start: int, stop: int) -> list[tuple[str, int]]:
+def stream(order: BlendSchedule, start: int, stop: int) -> list[tuple[str, int]]:
     return [(order.corpora[c].name, k) for c, k in map(order.locate, range(start, stop))]
 
 
-def reloaded(order: SampleOrder, at: int) -> dict[str, Any]:
+def reloaded(order: BlendSchedule, at: int) -> dict[str, Any]:
     return json.loads(json.dumps(order.state(at), sort_keys=True))
 
 
@@ -120,7 +120,7 @@ def test_changed_weights_and_a_new_corpus_are_told() -> None:
 def test_company_that_changes_what_is_drawn_is_told() -> None:
     """Spans of a corpus that is alone are keyed otherwise than those of one of several."""
     a, b = (changed(corpus, is_drawn=True) for corpus in corpora("ab"))
-    alone, both = SampleOrder([a], [(0, [1])]), SampleOrder([a, b], [(0, [1, 0])])
+    alone, both = BlendSchedule([a], [(0, [1])]), BlendSchedule([a, b], [(0, [1, 0])])
     told = "data: a is {}, so the spans or middles of its samples are drawn otherwise from here on".format
     assert resumed_order(both, reloaded(alone, 5), 5)[1][1:] == [told("one of several now")]
     assert resumed_order(both, "sa", 5)[1][1:] == [told("one of several now")]
@@ -143,8 +143,8 @@ def changed(corpus: Corpus, **fields: Any) -> Corpus:
 )
 def test_another_fingerprint_is_an_error_that_names_both(fingerprint: str, said: str) -> None:
     a, b = corpora("ab")
-    old = SampleOrder([a, b], [(0, [7, 3])])
-    now = SampleOrder([a, changed(b, fingerprint=fingerprint)], [(0, [7, 3])])
+    old = BlendSchedule([a, b], [(0, [7, 3])])
+    now = BlendSchedule([a, changed(b, fingerprint=fingerprint)], [(0, [7, 3])])
     with pytest.raises(
         CheckpointError,
         match=rf"corpus b, 3 samples of it read, has .* t8.v.sb there and b has {fingerprint} here {said}",
@@ -172,9 +172,9 @@ def test_a_corpus_that_is_gone_is_an_error_and_weight_0_keeps_it() -> None:
 
 def test_corpora_are_known_by_fingerprint_and_not_by_name() -> None:
     a, b = corpora("ab")
-    old = SampleOrder([a, b], [(0, [7, 3])])
+    old = BlendSchedule([a, b], [(0, [7, 3])])
     order, lines = resumed_order(
-        SampleOrder([changed(b, name="a"), changed(a, name="z")], [(0, [3, 7])]), reloaded(old, 4), 4
+        BlendSchedule([changed(b, name="a"), changed(a, name="z")], [(0, [3, 7])]), reloaded(old, 4), 4
     )
     assert order.cursors(4) == {"z": 3, "a": 1} and lines == []
 
@@ -223,10 +223,10 @@ def test_weights_become_the_smallest_whole_numbers() -> None:
 def test_what_is_no_mixture_is_refused() -> None:
     a, b = corpora("ab")
     with pytest.raises(DataError, match="got a and a with the same name a"):
-        SampleOrder([a, changed(b, name="a")], [(0, [1, 1])])
+        BlendSchedule([a, changed(b, name="a")], [(0, [1, 1])])
     with pytest.raises(DataError, match="got a and b with the same fingerprint t9.v.sa"):
-        SampleOrder([a, changed(b, fingerprint=a.fingerprint)], [(0, [1, 1])])
+        BlendSchedule([a, changed(b, fingerprint=a.fingerprint)], [(0, [1, 1])])
     with pytest.raises(DataError, match="must have weights from its first sample on"):
-        SampleOrder([a], [(3, [1])])
+        BlendSchedule([a], [(3, [1])])
     with pytest.raises(IndexError, match="count from 0, got -1"):
-        SampleOrder([a], [(0, [1])]).locate(-1)
+        BlendSchedule([a], [(0, [1])]).locate(-1)

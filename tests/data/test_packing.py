@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import packing
-from megatron.data.cache import Cache
+from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents
-from megatron.data.packing import PackedWindows, Pieces, best_fit
+from megatron.data.packing import PackedSampleIndex, Pieces, best_fit
 from megatron.errors import DataError
 
 
@@ -50,7 +50,7 @@ def by_length(pieces: Pieces) -> list[np.ndarray]:
     return [pieces.by_length[start : start + count] for start, count in rows]
 
 
-def labels_of(windows: PackedWindows, epoch: int) -> Counter[tuple[int, int]]:
+def labels_of(windows: PackedSampleIndex, epoch: int) -> Counter[tuple[int, int]]:
     """Count how often each token, as (document, place), is a label in an epoch."""
     seen: Counter[tuple[int, int]] = Counter()
     for index in range(epoch * windows.per_epoch, (epoch + 1) * windows.per_epoch):
@@ -97,9 +97,9 @@ def test_each_token_but_a_document_s_first_is_a_label_once_an_epoch(
     expected = Counter((document, place) for document in numbers for place in range(1, sizes[document]))
     if not expected:
         with pytest.raises(DataError, match="documents of at least two tokens"):
-            PackedWindows(Sizes(sizes), documents=documents, capacity=capacity, seed=seed)
+            PackedSampleIndex(Sizes(sizes), documents=documents, capacity=capacity, seed=seed)
         return
-    windows = PackedWindows(Sizes(sizes), documents=documents, capacity=capacity, seed=seed)
+    windows = PackedSampleIndex(Sizes(sizes), documents=documents, capacity=capacity, seed=seed)
     assert labels_of(windows, 0) == labels_of(windows, 3) == expected
     assert windows.num_tokens == sum(sizes[document] for document in numbers)
     held = sum(piece.length for i in range(windows.per_epoch) for piece in windows.pieces(i))
@@ -127,8 +127,8 @@ def test_processes_of_a_host_share_the_order_of_many_documents(tmp_path: Path, m
     source = Sizes(np.random.default_rng(5).integers(0, 60, 120).tolist())
 
     def order(capacity: int = 17, documents: Documents = (0, 120), is_kept: bool = True) -> list[Any]:
-        cache = Cache(tmp_path) if is_kept else None
-        windows = PackedWindows(source, documents=documents, capacity=capacity, seed=3, cache=cache)
+        cache = IndexCache(tmp_path) if is_kept else None
+        windows = PackedSampleIndex(source, documents=documents, capacity=capacity, seed=3, cache=cache)
         return [windows.pieces(index) for index in range(windows.per_epoch)]
 
     alone, narrower = order(is_kept=False), order(documents=(0, 119), is_kept=False)
@@ -141,7 +141,7 @@ def test_processes_of_a_host_share_the_order_of_many_documents(tmp_path: Path, m
 
 
 def test_lengths_and_documents_beyond_16_and_31_bits_are_right() -> None:
-    windows = PackedWindows(Sizes([65_540, 4, 70_001, 200_000]), documents=(0, 4), capacity=70_001, seed=1)
+    windows = PackedSampleIndex(Sizes([65_540, 4, 70_001, 200_000]), documents=(0, 4), capacity=70_001, seed=1)
     assert windows.per_epoch == 5
     assert sorted(sorted(windows.pieces(i)) for i in range(5)) == [
         [(0, 0, 65_540), (1, 0, 4)],
@@ -180,8 +180,8 @@ def test_document_numbers_beyond_31_bits_are_right() -> None:
 
 def test_epochs_differ_in_which_documents_meet_and_processes_agree() -> None:
     source = Sizes(np.random.default_rng(7).integers(2, 30, 400).tolist())
-    windows = PackedWindows(source, documents=(0, 400), capacity=33, seed=11)
-    other = pickle.loads(pickle.dumps(PackedWindows(source, documents=(0, 400), capacity=33, seed=11)))
+    windows = PackedSampleIndex(source, documents=(0, 400), capacity=33, seed=11)
+    other = pickle.loads(pickle.dumps(PackedSampleIndex(source, documents=(0, 400), capacity=33, seed=11)))
     epochs = []
     for epoch in range(2):
         indices = range(epoch * windows.per_epoch, (epoch + 1) * windows.per_epoch)
@@ -196,7 +196,7 @@ def test_epochs_differ_in_which_documents_meet_and_processes_agree() -> None:
 
 
 def test_the_order_is_the_same_for_ever() -> None:
-    windows = PackedWindows(Sizes([5, 9, 2, 30, 4, 4, 7, 1, 6, 9]), documents=(0, 10), capacity=9, seed=1234)
+    windows = PackedSampleIndex(Sizes([5, 9, 2, 30, 4, 4, 7, 1, 6, 9]), documents=(0, 10), capacity=9, seed=1234)
     assert windows.per_epoch == 10
     assert [[tuple(piece) for piece in windows.pieces(i)] for i in (0, 4, 8, 9, 100)] == FIXED
 

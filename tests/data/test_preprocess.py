@@ -10,7 +10,7 @@ import sentencepiece
 import tokenizers
 
 from megatron import files, tokenizer
-from megatron.data import TokenFile, preprocess
+from megatron.data import IndexedDataset, preprocess
 from megatron.data.preprocess import encode
 from megatron.errors import DataError
 from megatron.tokenizer import cpm, train
@@ -27,7 +27,7 @@ def test_documents_come_back_each_with_its_end(corpus: Corpus) -> None:
     summary = corpus.run(lines(*GOOD, "", END) + b"\n \n")
     assert corpus.texts() == [text + END for text in [*GOOD, END]]
     assert (summary.num_documents, summary.num_empty, summary.num_bad, summary.bad_path) == (61, 3, 0, None)
-    assert summary.num_tokens == TokenFile(corpus.prefix).num_tokens and corpus.names() == []
+    assert summary.num_tokens == IndexedDataset(corpus.prefix).num_tokens and corpus.names() == []
     corpus.run(append_eod=False)
     assert corpus.texts() == [*GOOD, END]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron import files
-from megatron.data import TokenFile, preprocess
+from megatron.data import IndexedDataset, preprocess
 from megatron.data.preprocess import encode, job, plan
 from megatron.data.preprocess.job_types import Counts
 from megatron.errors import DataError
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_at_any_operation_leaves_the_old_pair_or_the_new_one(
             assert any(text in str(error) for text in ("out cannot be written", "Make room; "))
             is_full = True
         monkeypatch.undo()
-        outcomes.append(TokenFile(corpus.prefix).num_tokens == 7)
+        outcomes.append(IndexedDataset(corpus.prefix).num_tokens == 7)
         assert is_full or not outcomes[-1]
         corpus.run(resume=True, unit_bytes=UNIT_BYTES)
         assert corpus.names() == [name for name in ("full", "seen") if (corpus.folder / name).exists()]

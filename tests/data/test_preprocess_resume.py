@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron import files
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 from megatron.data.preprocess import shards
 from megatron.errors import DataError, StopRequest
 from tests.data.preprocess_job import GOOD, Corpus, lines
@@ -57,7 +57,7 @@ def test_a_kill_before_any_operation_leaves_the_old_or_the_new_pair_and_a_job_th
         corpus.write(CONTENT)
         old = write(corpus.prefix, [3, 4]).num_tokens
         died = run_and_die(corpus, kth)
-        outcomes.append(TokenFile(corpus.prefix).num_tokens == old)
+        outcomes.append(IndexedDataset(corpus.prefix).num_tokens == old)
         summary = corpus.run(resume=True, unit_bytes=UNIT_BYTES)
         kept.append(summary.num_resumed)
         assert corpus.output() == whole.output() and corpus.names() == []
@@ -152,7 +152,7 @@ def test_parts_cut_in_another_way_or_of_another_version_are_refused(corpus: Corp
 
 def test_finished_files_that_are_gone_are_made_again(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(shards.Parts, "remove", lambda _: None)  # as by a kill behind the commit
+        patch.setattr(shards.ShardFolder, "remove", lambda _: None)  # as by a kill behind the commit
         corpus.run(unit_bytes=UNIT_BYTES)
     output = corpus.output()
     corpus.prefix.with_suffix(".bin").unlink()

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import MixedSamples, ReplicaBatches, SampleOrder
+from megatron.data import BlendedDataset, BlendSchedule, DataLoader
 from megatron.data.blended_dataset import Corpus, as_ordered
-from megatron.data.data_loader import ReadAhead
+from megatron.data.data_loader import PrefetchWorkers
 from megatron.errors import SampleError
 from tests.data.test_batches import Numbered
 
 
-def batches_of(dataset: object, num_workers: int) -> ReplicaBatches:
-    return ReplicaBatches(
+def batches_of(dataset: object, num_workers: int) -> DataLoader:
+    return DataLoader(
         dataset,  # type: ignore[arg-type]
         micro_batch_size=1,
         num_micro_batches=1,
@@ -33,9 +33,9 @@ def batches_of(dataset: object, num_workers: int) -> ReplicaBatches:
     )
 
 
-def ahead(dataset: object, num_workers: int = 2) -> ReadAhead:
+def ahead(dataset: object, num_workers: int = 2) -> PrefetchWorkers:
     found = iter(batches_of(dataset, num_workers))
-    assert isinstance(found, ReadAhead)
+    assert isinstance(found, PrefetchWorkers)
     return found
 
 
@@ -94,14 +94,14 @@ class Failing(Numbered):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_of_ones_own_code_comes_back_with_its_sample_corpus_and_line(num_workers: int) -> None:
-    order = SampleOrder([Corpus("a", "x", 9), Corpus("b", "y", 9)], [(0, (1.0, 1.0))])
-    mixed = MixedSamples({"a": Failing(), "b": Numbered()}, order)  # type: ignore[dict-item]
+    order = BlendSchedule([Corpus("a", "x", 9), Corpus("b", "y", 9)], [(0, (1.0, 1.0))])
+    mixed = BlendedDataset({"a": Failing(), "b": Numbered()}, order)  # type: ignore[dict-item]
     place = next(index for index in range(9) if order.locate(index) == (0, 1))
     text = rf"^sample {place} \(sample 1 of corpus a\) cannot be read: ArithmeticError: planted \(in test_read_ahead"
     readers = iter(batches_of(mixed, num_workers))
     with pytest.raises(SampleError, match=text):
         list(readers)
-    if isinstance(readers, ReadAhead):
+    if isinstance(readers, PrefetchWorkers):
         readers.close()
 
 

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron import log
-from megatron.data import TokenFile, file_io
-from megatron.data.file_io import READERS, PreadReader
-from megatron.data.sample_index import Windows
+from megatron.data import IndexedDataset, file_io
+from megatron.data.file_io import READERS, FileBinReader
+from megatron.data.sample_index import SampleIndex
 from megatron.errors import DataError
 from tests.data.token_data import write
 
@@ -38,7 +38,7 @@ def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return whole(descriptor, [buffers[0][:7]], offset)
 
     monkeypatch.setattr(os, "preadv", short)
-    assert PreadReader(tmp_path / "a").read(3, 90).tolist() == list(range(3, 93))
+    assert FileBinReader(tmp_path / "a").read(3, 90).tolist() == list(range(3, 93))
 
 
 @pytest.mark.parametrize("failures", [1, 3, 4])
@@ -46,7 +46,7 @@ def test_errors_are_tried_again_on_the_file_opened_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     (tmp_path / "a").write_bytes(bytes(range(100)))
-    reader, whole, left, pauses = PreadReader(tmp_path / "a"), os.preadv, [failures], []
+    reader, whole, left, pauses = FileBinReader(tmp_path / "a"), os.preadv, [failures], []
 
     def fail(*args: Any) -> int:
         if left[0]:
@@ -67,8 +67,8 @@ def test_errors_are_tried_again_on_the_file_opened_anew(
 
 def test_a_bin_cut_short_under_a_running_job_is_named_with_the_sample(tmp_path: Path) -> None:
     write(tmp_path / "a", [40, 60])
-    file = TokenFile(tmp_path / "a", reader="pread")
-    windows = Windows(file, documents=(1, 2), length=59, overlap=1, seed=1, asked_by="--seq-length 59")
+    file = IndexedDataset(tmp_path / "a", reader="pread")
+    windows = SampleIndex(file, documents=(1, 2), length=59, overlap=1, seed=1, asked_by="--seq-length 59")
     os.truncate(tmp_path / "a.bin", 150)
     with pytest.raises(DataError, match=r"sample 0 cannot be read: document 1, .*a.bin ends at byte 150"):
         windows[0]
@@ -78,7 +78,7 @@ def test_forked_processes_read_what_their_parent_reads(tmp_path: Path) -> None:
     """They share the descriptor; with a position in it they would read each other's tokens."""
     write(tmp_path / "a", [50] * 40)
     for reader in READERS:
-        file = TokenFile(tmp_path / "a", reader=reader)
+        file = IndexedDataset(tmp_path / "a", reader=reader)
         file.read(3)
         children, positions = [], _positions_in(tmp_path / "a.bin")
         for _ in range(3):
@@ -97,7 +97,7 @@ def _positions_in(path: Path) -> list[int]:
     return [os.lseek(n, 0, os.SEEK_CUR) for n in numbers if os.path.realpath(f"/proc/self/fd/{n}") == str(path)]
 
 
-def _reads_well(file: TokenFile) -> bool:
+def _reads_well(file: IndexedDataset) -> bool:
     until = time.monotonic() + 0.05
     while time.monotonic() < until:
         for document in range(40):
@@ -109,7 +109,9 @@ def _reads_well(file: TokenFile) -> bool:
 def test_windows_are_the_same_with_either_reader(tmp_path: Path) -> None:
     write(tmp_path / "a", [7, 30, 1, 25, 0, 18, 40])
     both = [
-        Windows(TokenFile(tmp_path / "a", reader=reader), documents=(0, 6), length=6, overlap=1, seed=1, asked_by="x 6")
+        SampleIndex(
+            IndexedDataset(tmp_path / "a", reader=reader), documents=(0, 6), length=6, overlap=1, seed=1, asked_by="x 6"
+        )
         for reader in READERS
     ]
     for index in range(3 * both[0].per_epoch):
@@ -119,4 +121,4 @@ def test_windows_are_the_same_with_either_reader(tmp_path: Path) -> None:
 def test_an_unknown_reader_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [7])
     with pytest.raises(ValueError, match="reader must be one of mmap, pread, got 'lazy'"):
-        TokenFile(tmp_path / "a", reader="lazy")
+        IndexedDataset(tmp_path / "a", reader="lazy")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import TokenFile, TokenFileWriter
+from megatron.data import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.index_format import decode_index, index_chunks
 from megatron.errors import DataError
 from tests.data.token_data import write, write_megatron
@@ -31,17 +31,17 @@ def test_bytes_are_those_of_the_format(tmp_path: Path) -> None:
 
 def test_megatron_files_open_and_sequences_of_a_document_are_joined(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", [2, 3, 0, 4], [0, 2, 2, 4])
-    file = TokenFile(tmp_path / "a.bin")
+    file = IndexedDataset(tmp_path / "a.bin")
     assert file.sizes.tolist() == [5, 0, 4] and file.max_token_id is None and file.has_eod is None
     assert file.read(0).tolist() == [0, 1, 2, 3, 4] and file.read(2).tolist() == [5, 6, 7, 8]
 
 
 def test_without_documents_each_sequence_is_one(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", [2, 3, 0, 4], [0])
-    assert TokenFile(tmp_path / "a").sizes.tolist() == [2, 3, 0, 4]
+    assert IndexedDataset(tmp_path / "a").sizes.tolist() == [2, 3, 0, 4]
     write_megatron(tmp_path / "b", [2, 3], [1])
     with pytest.raises(DataError, match="must rise from 0 to 2"):
-        TokenFile(tmp_path / "b")
+        IndexedDataset(tmp_path / "b")
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
@@ -49,7 +49,7 @@ def test_a_missing_file_is_named_with_the_command_that_builds_it(tmp_path: Path,
     write(tmp_path / "a", [3])
     (tmp_path / f"a{suffix}").unlink()
     with pytest.raises(DataError, match=rf"a\{suffix} does not exist.*tools/preprocess_data.py"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def _edit(path: Path, place: int, new: bytes) -> None:
@@ -75,7 +75,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path, place: int, new: bytes, text
     write(tmp_path / "a", [3, 4])
     _edit(tmp_path / "a.idx", place, new)
     with pytest.raises(DataError, match=text):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_every_truncation_of_an_index_is_refused(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_bin_of_another_size_is_refused_with_both_numbers(tmp_path: Path, chan
     data = (tmp_path / "a.bin").read_bytes()
     (tmp_path / "a.bin").write_bytes((data + b"00")[: len(data) + change])
     with pytest.raises(DataError, match=rf"must have 14 bytes .* it has {14 + change}"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_a_sidecar_of_other_files_is_refused(tmp_path: Path) -> None:
@@ -100,14 +100,14 @@ def test_a_sidecar_of_other_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "b", [4, 3])
     (tmp_path / "b.meta.json").rename(tmp_path / "a.meta.json")
     with pytest.raises(DataError, match="describes another .idx"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
 
 
 def test_fingerprint_follows_the_tokens_and_not_the_name(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", [3, 4]), write(tmp_path / "b", [3, 4])
     assert first.fingerprint == second.fingerprint
     _edit(tmp_path / "b.bin", 4, b"\x09")
-    assert TokenFile(tmp_path / "b").fingerprint != first.fingerprint
+    assert IndexedDataset(tmp_path / "b").fingerprint != first.fingerprint
 
 
 def test_first_outside_names_document_offset_and_id(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_an_error_while_writing_leaves_the_old_files_and_no_others(tmp_path: Pat
     write(tmp_path / "a", [3])
     with (
         pytest.raises(DataError, match="0 ... 9, got 1 ... 10"),
-        TokenFileWriter(tmp_path / "a", vocab_size=10) as writer,
+        IndexedDatasetBuilder(tmp_path / "a", vocab_size=10) as writer,
     ):
         writer.add(np.array([1, 10]))
-    assert TokenFile(tmp_path / "a").num_tokens == 3
+    assert IndexedDataset(tmp_path / "a").num_tokens == 3
     assert len(list(tmp_path.iterdir())) == 3

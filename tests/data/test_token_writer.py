@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import TokenFile, TokenFileWriter, file_io, index_format
+from megatron.data import IndexedDataset, IndexedDatasetBuilder, file_io, index_format
 from megatron.data.index_format import index_chunks
 from megatron.errors import DataError
 from tests.data.token_data import write
@@ -48,7 +48,7 @@ def test_whole_files_are_laid_end_to_end(tmp_path: Path, monkeypatch: pytest.Mon
     shift = parts[0].num_tokens
     data = np.fromfile(tmp_path / "b.bin", np.uint16) + shift  # as if both had been written in one go
     data.tofile(tmp_path / "b.bin")
-    with TokenFileWriter(tmp_path / "c", vocab_size=50_000, tokenizer="t") as writer:
+    with IndexedDatasetBuilder(tmp_path / "c", vocab_size=50_000, tokenizer="t") as writer:
         for part, crc32 in zip(parts, (None, zlib.crc32(data)), strict=True):
             with_empty = np.insert(part.sizes, [0, 3], 0)
             writer.append(
@@ -70,20 +70,20 @@ def test_a_part_that_is_not_what_it_is_said_to_be_is_refused(tmp_path: Path) -> 
         ({"max_token_id": 99}, "token ids must be in 0 ... 49, got 0 ... 99"),
     ):
         values = {"sizes": [np.array([3, 4])], "num_tokens": 7, "max_token_id": 7} | changed
-        with pytest.raises(DataError, match=text), TokenFileWriter(tmp_path / "b", vocab_size=50) as writer:
+        with pytest.raises(DataError, match=text), IndexedDatasetBuilder(tmp_path / "b", vocab_size=50) as writer:
             writer.append(tmp_path / "a.bin", **values)  # type: ignore[arg-type]
     assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx", "a.meta.json"}
 
 
 def test_files_of_an_unknown_vocabulary_have_no_sidecar_and_an_older_one_goes(tmp_path: Path) -> None:
     write(tmp_path / "a", [3, 4])
-    with TokenFileWriter(tmp_path / "a", vocab_size=None, dtype=np.dtype(np.int32)) as writer:
+    with IndexedDatasetBuilder(tmp_path / "a", vocab_size=None, dtype=np.dtype(np.int32)) as writer:
         writer.add(np.array([70_000, 1]))
-    file = TokenFile(tmp_path / "a")
+    file = IndexedDataset(tmp_path / "a")
     assert file.sidecar is None and file.dtype == np.int32 and file.read(0).tolist() == [70_000, 1]
     assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx"}
     with pytest.raises(ValueError, match="the dtype must be given"):
-        TokenFileWriter(tmp_path / "a", vocab_size=None)
+        IndexedDatasetBuilder(tmp_path / "a", vocab_size=None)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
     import resource
 
     block = np.ones(1 << 20, np.int32)
-    with TokenFileWriter(tmp_path / "a", vocab_size=300) as writer:
+    with IndexedDatasetBuilder(tmp_path / "a", vocab_size=300) as writer:
         writer.add(block, block)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(31):

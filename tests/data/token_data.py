@@ -6,20 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data import TokenFile, TokenFileWriter
+from megatron.data import IndexedDataset, IndexedDatasetBuilder
 
 
-def write(prefix: Path, sizes: list[int], *, vocab_size: int = 50_000, eod_id: int | None = None) -> TokenFile:
+def write(prefix: Path, sizes: list[int], *, vocab_size: int = 50_000, eod_id: int | None = None) -> IndexedDataset:
     """Write documents of these sizes whose tokens count up through the whole file, so that each is recognised."""
     first = 1
-    with TokenFileWriter(prefix, vocab_size=vocab_size, tokenizer="t", eod_id=eod_id) as writer:
+    with IndexedDatasetBuilder(prefix, vocab_size=vocab_size, tokenizer="t", eod_id=eod_id) as writer:
         for size in sizes:
             tokens = np.arange(first, first + size)
             if eod_id is not None and size:
                 tokens[-1] = eod_id
             writer.add(tokens)
             first += size
-    return TokenFile(prefix)
+    return IndexedDataset(prefix)
 
 
 def write_megatron(prefix: Path, sizes: list[int], starts: list[int]) -> None:

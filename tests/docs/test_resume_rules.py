@@ -10,7 +10,7 @@ import pytest
 from megatron.config import CheckpointConfig, Config
 from megatron.training.compatibility import MAY, MUST, RULES, WARNED, Rule
 from megatron.training.run_folder import _chosen
-from megatron.training.train_state import CHECKPOINTS, Taken
+from megatron.training.train_state import CHECKPOINTS, RestoreOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH = ROOT / "docs" / "checkpoints.md"
@@ -57,7 +57,7 @@ def test_the_table_of_what_is_taken_is_that_of_the_code(page: Path, heading: str
     for flags, counters, optimizer, generators in rows:
         fields = [flag[2:].replace("-", "_") for flag in re.findall(FLAG, flags)]
         given = {field: True for field in fields if field not in ("load", "resume")}
-        taken = Taken.of(CheckpointConfig(load="runs/x", **given))
+        taken = RestoreOptions.of(CheckpointConfig(load="runs/x", **given))
         assert taken.counters is TAKEN.get(counters, False)
         assert (taken.optimizer, taken.generators) == (TAKEN[optimizer], TAKEN[generators])
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.models.common.decoder import GPT2Model
-from megatron.models.common.generation import DecoderReader, part_of
+from megatron.models.common.generation import DecoderReader, stage_of
 from megatron.models.llama.model import LlamaModel
 from megatron.models.t5.generate import T5Reader
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from tests.models.common.samples import SMALL, VOCAB, filled, small_sizes
 from tests.models.llama.samples import llama_sizes
@@ -48,7 +48,7 @@ def test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_wit
     model = filled(kind(sizes).double()).eval()
     rows = rows_of([length + STEPS for length in LENGTHS], seed=1)
     alone = [model(row[None], torch.arange(len(row))[None])[:, 0] for row in rows]  # each [s, v]
-    reader = DecoderReader(part_of(model), max(LENGTHS) + STEPS)
+    reader = DecoderReader(stage_of(model), max(LENGTHS) + STEPS)
     tokens = torch.full((3, max(LENGTHS)), 7)
     for row, length, own in zip(rows, LENGTHS, tokens, strict=True):
         own[:length] = row[:length]
@@ -76,10 +76,10 @@ def test_a_decoder_with_a_cache_and_rows_of_any_length_equals_each_row_alone_wit
 def test_t5_with_a_cache_and_sources_of_any_length_equals_each_alone_without_one(
     changes: dict[str, Any], width: int
 ) -> None:
-    model = filled(T5Model(T5Sizes(**{**T5, **changes})).double()).eval()  # type: ignore[arg-type]
+    model = filled(T5Model(T5ModelArgs(**{**T5, **changes})).double()).eval()  # type: ignore[arg-type]
     sources, answers = rows_of([5, 9, 2], seed=2), rows_of([12] * 3, seed=3)
     alone = [model(s[None], a[None])[:, 0] for s, a in zip(sources, answers, strict=True)]  # each [s_d, v]
-    reader = T5Reader(part_of(model), [source.tolist() for source in sources], 12)
+    reader = T5Reader(stage_of(model), [source.tolist() for source in sources], 12)
     held = [0, 1, 2]
     for start in range(0, 12, width):
         if start == 6:

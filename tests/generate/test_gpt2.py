@@ -11,7 +11,7 @@ import torch
 
 import pretrain_gpt2
 from megatron.config import parse
-from megatron.data.mock_dataset import RandomTokens
+from megatron.data.mock_dataset import MockTokens
 from megatron.errors import NumericsError
 from megatron.generate import generate_gpt2
 from megatron.mpu.random import DropoutStreams
@@ -94,7 +94,7 @@ def test_chunks_segments_and_recompute_change_nothing(extra: str) -> None:
 def trained(rank: int, decodes: bool) -> tuple[list[str], bool]:
     """Train three steps with dropout on two stages; decode between them, or not."""
     config, here, engine = started(rank, 1, 2, 1, f"--fp32 {MODEL}")
-    batches = RunData({"train": RandomTokens(VOCAB, SEQ, seed=7)} if here.reads_data else {}, None).batches(
+    batches = RunData({"train": MockTokens(VOCAB, SEQ, seed=7)} if here.reads_data else {}, None).batches(
         "train", config, here
     )
     losses = []

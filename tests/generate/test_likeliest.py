@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.generate.sampling import NONE, likeliest
+from megatron.generate.sampling import NONE, vocab_parallel_argmax
 from megatron.mpu.groups import build_grid
 from megatron.mpu.layers import vocab_range
 from megatron.mpu.topology import Topology
@@ -33,7 +33,7 @@ def chosen(rank: int, size: int, divisible_by: int, padding: float) -> list[int]
     whole = torch.tensor([row for row, _ in ROWS.values()], dtype=torch.float64)
     local = torch.full((len(whole), rows), padding, dtype=torch.float64)
     local[:, :num_real] = whole[:, start : start + num_real]
-    return likeliest(local, vocab_size=VOCAB, divisible_by=divisible_by, group=group).tolist()
+    return vocab_parallel_argmax(local, vocab_size=VOCAB, divisible_by=divisible_by, group=group).tolist()
 
 
 @pytest.mark.parametrize(("size", "divisible_by"), [(1, 1), (1, 8), (2, 1), (2, 8), (4, 1)])

@@ -12,8 +12,8 @@ import torch
 from megatron.checkpoint.huggingface.config import saved_config, vocabulary_of
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.generate import generate_t5, load
-from megatron.generate.text import Prompts, Writer
-from megatron.models.common.generation import DecoderReader, part_of
+from megatron.generate.text import Prompts, TextGenerator
+from megatron.models.common.generation import DecoderReader, stage_of
 from megatron.models.t5.generate import T5Reader
 from megatron.mpu.groups import SINGLE, build_grid
 from megatron.mpu.topology import Topology
@@ -47,7 +47,7 @@ def test_a_stage_of_a_checkpoint_computes_what_the_whole_model_does(family: str,
     config = save_model(tmp_path, family, **near)
     model = build(config, SINGLE).double()
     model.load_state_dict({name: w.double() for name, w in read_weights(open_folder(tmp_path)).items()})
-    wanted = logits_of(part_of(model))
+    wanted = logits_of(stage_of(model))
     first, last = run_ranks(2, of_stage, tmp_path)
     assert wanted is not None and first is None
     assert float((last - wanted).abs().max() / wanted.abs().max()) < 1e-13
@@ -61,7 +61,7 @@ def test_the_decoder_starts_from_its_start_token(tmp_path: Path) -> None:
     assert vocabulary is not None and vocabulary.t5 is not None
     part, tokens = load(checkpoint, config), replace(vocabulary.t5, start_id=7)
     prompts = Prompts(vocabulary.tokenizer, tokens)
-    found = Writer(part, prompts, max_new_tokens=3).answer(["the lamp"])[0].tokens
+    found = TextGenerator(part, prompts, max_new_tokens=3).answer(["the lamp"])[0].tokens
     row = prompts.encode("the lamp")
     assert found == generate_t5(part, [row], start_id=7, max_new_tokens=3, eos_id=tokens.eos_id)[0]
     assert found != generate_t5(part, [row], start_id=tokens.eos_id, max_new_tokens=3, eos_id=tokens.eos_id)[0]

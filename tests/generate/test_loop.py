@@ -11,9 +11,9 @@ from megatron.errors import DataError
 from megatron.generate import generate_gpt2, generate_t5
 from megatron.generate.decode import generate
 from megatron.models.common.decoder import GPT2Model
-from megatron.models.common.generation import Part
-from megatron.models.common.model_args import Place, Sizes
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.common.generation import ModelStage
+from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from tests.models.common.samples import SEQ, SMALL, VOCAB, filled, small_sizes
 
@@ -37,7 +37,7 @@ class Counting:
 
 def counted(count: Counting, starts: Any, limits: list[int], eos_id: int | None = EOS) -> Any:
     told: list[tuple[int, int]] = []
-    part = Part(torch.nn.Linear(1, 1), Sizes(**SMALL), Place(), {}, [0])
+    part = ModelStage(torch.nn.Linear(1, 1), ModelArgs(**SMALL), ParallelContext(), {}, [0])
     how: dict[str, Any] = {"limits": limits, "eos_id": eos_id, "choose": lambda logits, rows, step: logits}
     rows = generate(part, count, starts, **how, on_token=lambda row, token: told.append((row, token)))
     assert [[token for place, token in told if place == row] for row in range(len(rows))] == rows
@@ -93,7 +93,7 @@ def test_something_that_is_no_model_is_refused() -> None:
 
 
 def small_t5(**changes: Any) -> T5Model:
-    return filled(T5Model(T5Sizes(**{**SMALL, "enc_layers": 1, "dec_layers": 1, **changes})))  # type: ignore[arg-type]
+    return filled(T5Model(T5ModelArgs(**{**SMALL, "enc_layers": 1, "dec_layers": 1, **changes})))  # type: ignore[arg-type]
 
 
 def test_each_family_has_its_own_function() -> None:

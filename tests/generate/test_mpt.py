@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.huggingface.config import saved_config
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.generate import generate_gpt2, load
-from megatron.models.common.generation import DecoderReader, part_of
+from megatron.models.common.generation import DecoderReader, stage_of
 from megatron.models.mpt import model as alibi
 from megatron.models.mpt.model import MptModel
 from megatron.mpu.groups import SINGLE, build_grid
@@ -33,7 +33,7 @@ def test_a_cache_and_rows_of_any_length_equal_each_row_alone_without_one(changes
     model = filled(MptModel(mpt_sizes(max_position_embeddings=4, **changes)).double()).eval()
     rows = rows_of([length + STEPS for length in LENGTHS], seed=1)
     alone = [model(row[None])[:, 0] for row in rows]  # each [s, v]
-    reader = DecoderReader(part_of(model), max(LENGTHS) + STEPS)
+    reader = DecoderReader(stage_of(model), max(LENGTHS) + STEPS)
     tokens = torch.full((3, max(LENGTHS)), 7)
     for row, length, own in zip(rows, LENGTHS, tokens, strict=True):
         own[:length] = row[:length]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from megatron import device
-from megatron.models.bert.model import BertModel, BertSizes
+from megatron.models.bert.model import BertModel, BertModelArgs
 from megatron.models.common.decoder import GPT2Model
-from megatron.models.common.model_args import Place, Sizes
-from megatron.models.llama.model import LlamaModel, LlamaSizes
-from megatron.models.mpt.model import MptModel, MptSizes
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.models.llama.model import LlamaModel, LlamaModelArgs
+from megatron.models.mpt.model import MptModel, MptModelArgs
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from megatron.ops.positions import positions_in_segments
 from tests.gpu.near import moved
@@ -100,10 +100,10 @@ def bert_batch(has_documents: bool) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "gpt2": Family(GPT2Model, Sizes(**COMMON), decoder_batch),
+    "gpt2": Family(GPT2Model, ModelArgs(**COMMON), decoder_batch),
     "gpt2 untied": Family(
         GPT2Model,
-        Sizes(
+        ModelArgs(
             **COMMON,
             untie_embeddings=True,
             activation="gelu-tanh",
@@ -112,15 +112,15 @@ FAMILIES = {
         ),
         decoder_batch,
     ),
-    "t5": Family(T5Model, T5Sizes(**T5), t5_batch, ROUGH),
+    "t5": Family(T5Model, T5ModelArgs(**T5), t5_batch, ROUGH),
     "t5 v1.1": Family(
-        T5Model, T5Sizes(**{**T5, "activation": "gated-gelu", "untie_embeddings": True}), t5_batch, ROUGH
+        T5Model, T5ModelArgs(**{**T5, "activation": "gated-gelu", "untie_embeddings": True}), t5_batch, ROUGH
     ),
-    "t5 as CPM": Family(T5Model, T5Sizes(**{**T5, **AS_CPM}), t5_batch),
-    "llama": Family(LlamaModel, LlamaSizes(**COMMON, num_query_groups=2), decoder_batch),
-    "mpt": Family(MptModel, MptSizes(**COMMON), mpt_batch),
-    "mpt clipped": Family(MptModel, MptSizes(**COMMON, clip_qkv=1.0), mpt_batch, ROUGH),
-    "bert": Family(BertModel, BertSizes(**{**COMMON, "layernorm_epsilon": 1e-12}), bert_batch),
+    "t5 as CPM": Family(T5Model, T5ModelArgs(**{**T5, **AS_CPM}), t5_batch),
+    "llama": Family(LlamaModel, LlamaModelArgs(**COMMON, num_query_groups=2), decoder_batch),
+    "mpt": Family(MptModel, MptModelArgs(**COMMON), mpt_batch),
+    "mpt clipped": Family(MptModel, MptModelArgs(**COMMON, clip_qkv=1.0), mpt_batch, ROUGH),
+    "bert": Family(BertModel, BertModelArgs(**{**COMMON, "layernorm_epsilon": 1e-12}), bert_batch),
 }
 
 
@@ -132,7 +132,7 @@ def known_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def built(
-    family: Family, dtype: torch.dtype, place: torch.device, where: Place | None = None, **changes: Any
+    family: Family, dtype: torch.dtype, place: torch.device, where: ParallelContext | None = None, **changes: Any
 ) -> torch.nn.Module:
     """Return the family's model of ``dtype`` on ``place``, with known weights that ``dtype`` can hold.
 
@@ -149,7 +149,9 @@ def built(
     return model.to(place)
 
 
-def reference_of(family: Family, dtype: torch.dtype, where: Place | None = None, **changes: Any) -> torch.nn.Module:
+def reference_of(
+    family: Family, dtype: torch.dtype, where: ParallelContext | None = None, **changes: Any
+) -> torch.nn.Module:
     """Return the same model in fp64 on the CPU, its weights rounded as ``dtype`` rounds them."""
     cpu = torch.device("cpu")
     rounded = built(family, dtype, cpu, where, **changes)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.mpu.random import DropoutStreams
 from tests.gpu.families import FAMILIES, built, given, gradients, loss_of
 from tests.gpu.near import assert_near, name_of
@@ -30,7 +30,7 @@ def test_compiled_layers_have_the_gradients_of_layers_as_they_are(
     found = []
     for is_compiled in (False, True):
         streams = DropoutStreams(11)
-        model = built(FAMILIES[name], dtype, place, Place(streams=streams), hidden_dropout=0.2, num_layers=1)
+        model = built(FAMILIES[name], dtype, place, ParallelContext(streams=streams), hidden_dropout=0.2, num_layers=1)
         if is_compiled:
             compile_layers(model, streams, place)
         loss = loss_of(model(**given(FAMILIES[name], place)))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.mpu.groups import Group
-from megatron.mpu.random import CountedDropout, DropoutStreams, Position
+from megatron.mpu.random import DropoutKey, DropoutStreams, PhiloxDropout
 from megatron.ops.attention import attention
 from tests.gpu.families import FAMILIES, built, given, gradients, loss_of, reference_of
 from tests.gpu.near import assert_near, noise
@@ -36,7 +36,7 @@ def test_a_mask_is_the_same_for_a_key_and_another_for_any_other(place: torch.dev
         mask_of(streams, place, site="there"),
         mask_of(DropoutStreams(8), place),
     ]
-    for position in (Position(1, 0), Position(0, 1)):
+    for position in (DropoutKey(1, 0), DropoutKey(0, 1)):
         with streams.at(position):
             others.append(mask_of(streams, place))
     assert not any(torch.equal(first, other) for other in others)
@@ -79,8 +79,8 @@ def test_keyed_masks_leave_the_default_generator_alone_and_its_state_comes_back(
 
 def test_masks_of_any_layout_are_the_cpus_to_the_bit(place: torch.device) -> None:
     for tensor, is_cut in ((Group((0,), 0), False), (Group((0, 1), 1), True)):
-        streams = CountedDropout(3, 7, tensor=tensor)
-        for position in (Position(), Position(5, 1, 4)):
+        streams = PhiloxDropout(3, 7, tensor=tensor)
+        for position in (DropoutKey(), DropoutKey(5, 1, 4)):
             with streams.at(position):
                 for site in ("mlp output", "embedding"):
                     found = [mask_of(streams, where, 2, site, is_cut) for where in (place, CPU)]
@@ -91,7 +91,7 @@ def test_masks_of_probabilities_in_any_layout_are_the_cpus_to_the_bit(place: tor
     """Large enough to be made in several blocks on a CPU."""
     seen = []
     for where in (place, CPU):
-        streams = CountedDropout(2, 7)
+        streams = PhiloxDropout(2, 7)
         drawn: list[torch.Tensor] = []
 
         def spy(x: torch.Tensor, *, drop, drawn: list[torch.Tensor] = drawn) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_a_model_with_layout_independent_dropout_has_the_cpus_loss_and_gradients
     family, found = FAMILIES[name], []
     dtype = torch.float32
     for make, where in ((partial(built, place=place), place), (reference_of, CPU)):
-        model = make(family, dtype, where=Place(streams=CountedDropout(3, 11)), **rates)
+        model = make(family, dtype, where=ParallelContext(streams=PhiloxDropout(3, 11)), **rates)
         loss = loss_of(model(**given(family, where)))
         loss.backward()
         found.append(({"loss": loss.detach()}, gradients(model)))
@@ -128,7 +128,7 @@ def test_what_is_recomputed_drops_what_the_forward_dropped(
     """With another mask in the second forward gradients would be off by tens of per cent."""
     family, found = FAMILIES[name], []
     for more in ({}, changes):
-        where = Place(streams=DropoutStreams(11))
+        where = ParallelContext(streams=DropoutStreams(11))
         model = built(family, torch.float32, place, where, hidden_dropout=P, attention_dropout=P, **more)
         loss = loss_of(model(**given(family, place)))
         device.seed(len(found))  # what the default generator would draw in backward

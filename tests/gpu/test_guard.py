@@ -18,12 +18,12 @@ pytestmark = pytest.mark.gpu
 
 def guarded(place: torch.device) -> tuple[Any, Any, Any, torch.nn.Parameter]:
     """Return a guard that skips bad steps, its engine, optimizer and the one weight."""
-    from megatron.training.stability_guard import Guard  # DeepSpeed comes with it
+    from megatron.training.stability_guard import StabilityGuard  # DeepSpeed comes with it
 
     weight = torch.nn.Parameter(torch.ones(4, 4, device=place))
     optimizer = build_optimizer([weight], lr=0.1)
     engine = SimpleNamespace(optimizer=optimizer, on_loss=None)
-    guard = Guard(StabilityConfig(stability_guard="skip"))
+    guard = StabilityGuard(StabilityConfig(stability_guard="skip"))
     guard.watch(engine, SINGLE, place, 0)  # type: ignore[arg-type]
     return guard, engine, optimizer, weight
 

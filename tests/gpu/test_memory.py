@@ -9,8 +9,8 @@ import torch
 
 from megatron import device
 from megatron.checkpoint import TensorRecord
-from megatron.checkpoint.saving import Staging
-from megatron.mpu.activation_storage import Keeper, Keeping
+from megatron.checkpoint.saving import StagingBuffer
+from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.data import Upload, broadcast_data
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.random import DropoutStreams, checkpoint
@@ -55,7 +55,9 @@ def test_a_batch_that_the_program_changes_is_copied_anew(place: torch.device) ->
     assert found["text"].tolist() == [5, 6] and found["more"].tolist() == [9, 1, 2]
 
 
-def gradients_of_layers(place: torch.device, keeper: Keeper | None, dropout: float) -> tuple[float, list[torch.Tensor]]:
+def gradients_of_layers(
+    place: torch.device, keeper: ActivationStorage | None, dropout: float
+) -> tuple[float, list[torch.Tensor]]:
     """Return the loss of a stack of recomputed layers, and the gradients of its weights; ``keeper`` None: kept."""
     generator = torch.Generator().manual_seed(1)
     weights = [(torch.randn(H, H, generator=generator) / H**0.5).to(place).requires_grad_() for _ in range(LAYERS)]
@@ -77,10 +79,10 @@ def gradients_of_layers(place: torch.device, keeper: Keeper | None, dropout: flo
 
 
 HOW = {
-    "as they come": Keeping(),
-    "on the host": Keeping(is_on_host=True),
-    "in a buffer": Keeping(is_contiguous=True),
-    "in a buffer on the host": Keeping(is_on_host=True, is_contiguous=True),
+    "as they come": ActivationOffload(),
+    "on the host": ActivationOffload(is_on_host=True),
+    "in a buffer": ActivationOffload(is_contiguous=True),
+    "in a buffer on the host": ActivationOffload(is_on_host=True, is_contiguous=True),
 }
 
 
@@ -89,7 +91,7 @@ def test_recomputed_layers_drop_alike_and_have_the_gradients_of_kept_ones(how: s
     """Losses to the bit, for forward is the same; gradients but for the order in which a GPU may add."""
     loss, wanted = gradients_of_layers(place, None, 0.2)
     for _ in range(2):  # the second time in memory that has been used
-        again, found = gradients_of_layers(place, Keeper(HOW[how], lambda: (LAYERS, 1)), 0.2)
+        again, found = gradients_of_layers(place, ActivationStorage(HOW[how], lambda: (LAYERS, 1)), 0.2)
         assert again == loss
         assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(found, wanted, strict=True))
     other, _ = gradients_of_layers(place, None, 0.0)
@@ -99,7 +101,7 @@ def test_recomputed_layers_drop_alike_and_have_the_gradients_of_kept_ones(how: s
 def test_inputs_of_recomputed_layers_wait_where_they_are_asked_to(place: torch.device) -> None:
     x = torch.randn(ROWS, H, device=place, requires_grad=True)
     for how in HOW.values():
-        keeper = Keeper(how, lambda: (2, 1))
+        keeper = ActivationStorage(how, lambda: (2, 1))
         inputs = keeper.put_away((x, 3))
         assert inputs.take()[0] is x, "at first as it is"
         restored, other = inputs.take()
@@ -127,7 +129,7 @@ def test_what_goes_to_the_host_beside_a_computation_is_what_it_was(place: torch.
 
 
 def test_a_copy_for_a_save_has_the_values_of_then_though_training_goes_on(place: torch.device) -> None:
-    staging = Staging()
+    staging = StagingBuffer()
     tensors = [torch.full((1 << 16,), 1.0, device=place), torch.arange(7, device=place)]
     for round_ in range(3):
         tensors[0].add_(0 * busy(place))  # is still under way when the copy is asked for

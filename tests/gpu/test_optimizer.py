@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError
-from megatron.optim import LossScaler, MixedPrecisionOptimizer, Offload, build_optimizer
+from megatron.optim import GradScaler, MixedPrecisionOptimizer, OffloadConfig, build_optimizer
 from megatron.training.train_state import make_moments, optimizer_steps, set_optimizer_steps
 from tests.gpu.near import name_of, noise
 
@@ -88,7 +88,7 @@ def test_moments_that_a_resume_makes_move_no_weight(place: torch.device) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 def test_with_offload_masters_are_on_the_host_and_weights_follow(dtype: torch.dtype, place: torch.device) -> None:
-    optimizer, parameters = stepped(place, dtype=dtype, offload=Offload(optimizer=True))
+    optimizer, parameters = stepped(place, dtype=dtype, offload=OffloadConfig(optimizer=True))
     _, others = stepped(CPU, dtype=dtype)
     for parameter, master, other in zip(parameters, masters(optimizer, parameters), others, strict=True):
         assert master.device.type == "cpu" and parameter.device.type == place.type
@@ -99,7 +99,7 @@ def test_with_offload_masters_are_on_the_host_and_weights_follow(dtype: torch.dt
 
 def test_an_overflow_of_fp16_skips_the_step_and_halves_the_scale(place: torch.device) -> None:
     parameters = weights(place)
-    scaler = LossScaler(scale=2.0**8, is_dynamic=True, window=2, hysteresis=1)
+    scaler = GradScaler(scale=2.0**8, is_dynamic=True, window=2, hysteresis=1)
     optimizer = build_optimizer(parameters, dtype=torch.float16, scaler=scaler, **SETTINGS)
     backward(optimizer, parameters, 0, 0)
     optimizer.step()
@@ -119,7 +119,7 @@ def test_an_overflow_of_fp16_skips_the_step_and_halves_the_scale(place: torch.de
 
 def test_the_loss_scale_leaves_no_trace_and_a_norm_that_is_no_number_ends_the_run(place: torch.device) -> None:
     _, plain = stepped(place)
-    _, scaled = stepped(place, scaler=LossScaler(scale=1024.0))
+    _, scaled = stepped(place, scaler=GradScaler(scale=1024.0))
     assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True)), "powers of two are exact"
     optimizer, parameters = stepped(place)
     before = [parameter.detach().clone() for parameter in parameters]

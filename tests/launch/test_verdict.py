@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.launch.outcome import Exit, culprit
+from megatron.launch.outcome import Exit, root_cause
 from megatron.training.failure import LATE, RUNNING
 
 
@@ -31,13 +31,13 @@ def gone(rank: int, status: int, at: float, was_told: bool = False, state: str =
     ],
 )
 def test_culprit_and_code(exits, rank, code):
-    found = culprit(exits)
+    found = root_cause(exits)
     assert found is not None
     assert (found.rank, found.job_code) == (rank, code)
 
 
 def test_nobody_is_the_culprit_when_all_were_told_to_leave():
-    assert culprit([gone(0, 4, 0.0, was_told=True)]) is None
+    assert root_cause([gone(0, 4, 0.0, was_told=True)]) is None
 
 
 def test_a_signal_is_named():

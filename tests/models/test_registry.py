@@ -74,10 +74,10 @@ def test_what_writes_text_says_how(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_parts_agree_on_a_model(name: str) -> None:
-    from megatron.models import Place
+    from megatron.models import ParallelContext
 
     config = config_from_values(SMALL, family=name)
-    model = build_model(config, Place())
+    model = build_model(config, ParallelContext())
     assert model.sizes.family == name
     assert costs_of(config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
     rule = load(name, "model").weight_init(config)
@@ -86,11 +86,11 @@ def test_the_parts_agree_on_a_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_of_a_run_recomputes_what_the_run_says_and_one_that_is_looked_at_does_not(name: str) -> None:
-    from megatron.models import Place
+    from megatron.models import ParallelContext
 
     config = parse("--checkpoint-activations --vocab-size 96".split(), world_size=1, env={}, family=name)
-    assert build_model(config, Place(), Topology(1, 1, 1)).sizes.checkpoint_activations
-    assert not build_model(config, Place()).sizes.checkpoint_activations
+    assert build_model(config, ParallelContext(), Topology(1, 1, 1)).sizes.checkpoint_activations
+    assert not build_model(config, ParallelContext()).sizes.checkpoint_activations
 
 
 class _Stages:

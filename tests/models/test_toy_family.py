@@ -17,7 +17,7 @@ from megatron.checkpoint.huggingface.convert import export, import_folder, save_
 from megatron.checkpoint.huggingface.folder import read_json, read_tensors
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.config import Config
-from megatron.data.mock_dataset import RandomTokens
+from megatron.data.mock_dataset import MockTokens
 from megatron.generate import generate_gpt2
 from megatron.generate.load_model import load
 from megatron.models import registry
@@ -41,21 +41,21 @@ def toy(tmp_path: Path) -> Iterator[None]:
 
 def provider() -> torch.nn.Module:
     config, grid = get_config(), mpu.get_grid()
-    place = models.Place(grid.tensor, get_streams(), config.parallel.sequence_parallel)
+    place = models.ParallelContext(grid.tensor, get_streams(), config.parallel.sequence_parallel)
     module: torch.nn.Module = registry.build_model(config, place, grid.topology, pretrain_gpt2.get_batch_pipe)
     return module
 
 
 def trace_rank(rank: int, layout: str, world_size: int) -> Trace:
     config = parse(f"{SIZES} {RUN} {layout}".split(), world_size=world_size, family="toy").with_vocab(VOCAB)
-    here, data = initialize.start(config), RandomTokens(VOCAB, SEQ, seed=7)
+    here, data = initialize.start(config), MockTokens(VOCAB, SEQ, seed=7)
     return trace_steps(config, here, data, provider, pretrain_gpt2.forward_step, steps=STEPS)
 
 
 def whole_model() -> tuple[Any, Config]:
     """Return a model of random weights in one piece, and its configuration."""
     config = config_from_values(SMALL, family="toy")
-    model = registry.build_model(config, models.Place())
+    model = registry.build_model(config, models.ParallelContext())
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

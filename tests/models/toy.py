@@ -43,7 +43,7 @@ FAMILY = ModelFamily(name="toy", title="Toy", program="pretrain_toy.py", config=
 ''',
     "huggingface.py": '''"""Names and fields of a toy in Hugging Face's files."""
 
-from megatron.models.common.huggingface import Form, Recipe, by_recipes
+from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
 
 NORMS = {"input_norm": "first", "post_attention_norm": "second"}
 FIELDS = {
@@ -57,19 +57,19 @@ FIELDS = {
 
 
 def recipes(config):
-    found = {"embedding.word.weight": Recipe(("words.weight",)), "embedding.position.weight": Recipe(("spots.weight",))}
+    found = {"embedding.word.weight": WeightMapping(("words.weight",)), "embedding.position.weight": WeightMapping(("spots.weight",))}
     for kind in ("weight", "bias"):
-        found[f"final_norm.{kind}"] = Recipe((f"last.{kind}",))
+        found[f"final_norm.{kind}"] = WeightMapping((f"last.{kind}",))
     for i in range(config.model.num_layers):
         ours, theirs = f"layers.{i}", f"blocks.{i}"
         packed = tuple(f"{theirs}.{part}.weight" for part in ("query", "key", "value"))
-        found[f"{ours}.attention.query_key_value.weight"] = Recipe(packed, blocks=config.model.num_attention_heads)
-        found[f"{ours}.attention.dense.weight"] = Recipe((f"{theirs}.out.weight",))
-        found[f"{ours}.mlp.up.weight"] = Recipe((f"{theirs}.up.weight",), is_transposed=True)
-        found[f"{ours}.mlp.down.weight"] = Recipe((f"{theirs}.down.weight",), is_transposed=True)
+        found[f"{ours}.attention.query_key_value.weight"] = WeightMapping(packed, blocks=config.model.num_attention_heads)
+        found[f"{ours}.attention.dense.weight"] = WeightMapping((f"{theirs}.out.weight",))
+        found[f"{ours}.mlp.up.weight"] = WeightMapping((f"{theirs}.up.weight",), is_transposed=True)
+        found[f"{ours}.mlp.down.weight"] = WeightMapping((f"{theirs}.down.weight",), is_transposed=True)
         for name, other in NORMS.items():
             for kind in ("weight", "bias"):
-                found[f"{ours}.{name}.{kind}"] = Recipe((f"{theirs}.{other}.{kind}",))
+                found[f"{ours}.{name}.{kind}"] = WeightMapping((f"{theirs}.{other}.{kind}",))
     return found
 
 
@@ -87,7 +87,7 @@ def values(theirs):
     return {"toy_size": theirs["toy_size"], **{ours: theirs[name] for ours, name in FIELDS.items()}}
 
 
-FORM = Form(
+FORM = HFFormat(
     model_types=("toy",), problems=problems, fields=fields, values=values, word="words.weight", **by_recipes(recipes)
 )
 ''',

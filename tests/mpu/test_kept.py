@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.mpu.activation_storage import Keeper, Keeping
+from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.random import DropoutStreams, checkpoint
 from tests.harness import run_ranks
 from tests.mpu.whole import random, whole_world
@@ -20,7 +20,7 @@ def leaf(seed: int, *shape: int) -> torch.Tensor:
 
 def test_inputs_come_as_they_are_and_then_from_where_they_wait():
     x, mask = leaf(0, 3, 5), torch.ones(3, dtype=torch.bool)
-    inputs = Keeper(Keeping(is_on_host=True)).put_away((x, mask, None, 7))
+    inputs = ActivationStorage(ActivationOffload(is_on_host=True)).put_away((x, mask, None, 7))
     assert inputs.take()[0] is x
     again, other, *rest = inputs.take()
     assert torch.equal(again, x) and again.requires_grad and again.data_ptr() != x.data_ptr()
@@ -29,7 +29,7 @@ def test_inputs_come_as_they_are_and_then_from_where_they_wait():
 
 def parts(rank: int, size: int, numel: int) -> tuple[int, bool]:
     x = leaf(1, numel)
-    keeper = Keeper(Keeping(is_partitioned=True, group=whole_world(rank, size)))
+    keeper = ActivationStorage(ActivationOffload(is_partitioned=True, group=whole_world(rank, size)))
     inputs = keeper.put_away((x,))
     inputs.take()
     return keeper.waiting_bytes() // 8, torch.equal(inputs.take()[0], x)
@@ -41,7 +41,7 @@ def test_a_rank_keeps_its_part_also_where_parts_are_not_even():
 
 
 def test_all_slots_lie_in_one_buffer_and_are_used_again():
-    keeper = Keeper(Keeping(is_contiguous=True), lambda: (3, 1))
+    keeper = ActivationStorage(ActivationOffload(is_contiguous=True), lambda: (3, 1))
     for _ in range(2):
         waiting = [keeper.put_away((leaf(i, 4),)) for i in range(3)]
         storages = {each._places[0].held.untyped_storage().data_ptr() for each in waiting}
@@ -55,7 +55,7 @@ def test_all_slots_lie_in_one_buffer_and_are_used_again():
 
 
 def test_a_buffer_that_is_too_small_grows_and_says_so(capsys):
-    keeper = Keeper(Keeping(is_contiguous=True), lambda: (2, 1))
+    keeper = ActivationStorage(ActivationOffload(is_contiguous=True), lambda: (2, 1))
     waiting = [keeper.put_away((leaf(i, 4),)) for i in range(3)]
     assert "--contigious-checkpointing holds 2 inputs, one more waits" in capsys.readouterr().err
     assert keeper.buffer_bytes() == 2 * keeper.waiting_bytes() * 2 // 3
@@ -65,7 +65,7 @@ def test_a_buffer_that_is_too_small_grows_and_says_so(capsys):
 
 
 def test_inputs_of_another_size_give_back_the_buffers_in_which_nothing_waits():
-    keeper = Keeper(Keeping(is_contiguous=True), lambda: (2, 1))
+    keeper = ActivationStorage(ActivationOffload(is_contiguous=True), lambda: (2, 1))
     waiting = [keeper.put_away((leaf(0, 4), leaf(1, 7)))]
     for numel in range(10, 20):
         other = keeper.put_away((leaf(numel, numel),))
@@ -78,9 +78,9 @@ def test_inputs_of_another_size_give_back_the_buffers_in_which_nothing_waits():
     assert keeper.buffer_bytes() == 2 * 5 * 8
 
 
-@pytest.mark.parametrize("how", [Keeping(is_on_host=True), Keeping(is_contiguous=True)])
+@pytest.mark.parametrize("how", [ActivationOffload(is_on_host=True), ActivationOffload(is_contiguous=True)])
 def test_what_several_runs_read_is_put_away_once(how):
-    keeper, shared = Keeper(how, lambda: (2, 1)), leaf(9, 8)
+    keeper, shared = ActivationStorage(how, lambda: (2, 1)), leaf(9, 8)
     waiting = [keeper.put_away((leaf(i, 4), shared)) for i in range(2)]
     assert keeper.waiting_bytes() == (2 * 4 + 8) * 8
     assert torch.equal([each.take() and each.take() for each in waiting][1][1], shared)
@@ -90,15 +90,17 @@ def test_the_memory_of_the_host_is_what_the_device_gives(monkeypatch):
     made = []
     memory = device.host_memory
     monkeypatch.setattr(device, "host_memory", lambda *how: made.append(memory(*how)) or made[-1])
-    keeper = Keeper(Keeping(is_on_host=True, is_contiguous=True), lambda: (5, 1))
+    keeper = ActivationStorage(ActivationOffload(is_on_host=True, is_contiguous=True), lambda: (5, 1))
     keeper.put_away((leaf(0, 4),))
     assert [tuple(each.shape) for each in made] == [(5, 4)]
 
 
-@pytest.mark.parametrize("how", [Keeping(is_on_host=True), Keeping(is_contiguous=True)])
+@pytest.mark.parametrize("how", [ActivationOffload(is_on_host=True), ActivationOffload(is_contiguous=True)])
 def test_a_graph_that_is_kept_is_run_again_as_often_as_it_is_asked(how):
     weight, x = leaf(3, 4, 4), leaf(4, 4)
-    y = checkpoint(DropoutStreams(), lambda x: torch.tanh(weight @ torch.tanh(x)), x, keeper=Keeper(how)).sum()
+    y = checkpoint(
+        DropoutStreams(), lambda x: torch.tanh(weight @ torch.tanh(x)), x, keeper=ActivationStorage(how)
+    ).sum()
     found = [torch.autograd.grad(y, (weight, x), retain_graph=True) for _ in range(3)]
     wanted = torch.autograd.grad(torch.tanh(weight @ torch.tanh(x)).sum(), (weight, x))
     assert all(torch.equal(a, b) for each in found for a, b in zip(each, wanted, strict=True))

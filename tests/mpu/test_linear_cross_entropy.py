@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.models.common.language_model import LazyLogits, language_model_loss, whole_logits
+from megatron.models.common.language_model import LazyLogits, language_model_loss, materialize_logits
 from megatron.mpu import Group, copy_to_tensor_region, vocab_range
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
@@ -193,10 +193,10 @@ def outside(rank: int, size: int) -> None:
         lazy = LazyLogits(x, table, None, at_once)
         labels, mask = torch.tensor([[1, 2, label]]), torch.tensor([[1.0, 1.0, 0.5]])
         with pytest.raises(ValueError, match=f"must be 0 to 6, got {label} at the first of 1 tokens.* loss_mask to 0"):
-            language_model_loss(lazy if at_once else whole_logits(lazy), labels, mask, vocab_size=7, group=group)
+            language_model_loss(lazy if at_once else materialize_logits(lazy), labels, mask, vocab_size=7, group=group)
         if at_once or size > 1:
             mask[0, 2] = 0.0
-            logits = lazy if at_once else whole_logits(lazy)
+            logits = lazy if at_once else materialize_logits(lazy)
             total, count = language_model_loss(logits, labels, mask, vocab_size=7, group=group)
             assert count == 2.0 and abs(total - 2 * math.log(7)) <= 1e-6
 

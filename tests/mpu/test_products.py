@@ -15,7 +15,7 @@ from megatron.mpu.groups import Group
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.shard import is_partial
 from megatron.torch_compat import name_of
-from tds.engine.weight_grad_store import Splitter
+from tds.engine.weight_grad_store import WeightGradStore
 from tests.harness import run_ranks
 from tests.mpu.whole import fill, random, whole_world
 
@@ -141,10 +141,10 @@ def test_the_gradient_of_a_weight_is_the_product_that_autograd_makes(weight: tor
 def test_a_schedule_that_puts_weights_off_sees_every_product(monkeypatch):
     group = Group((0, 1), 0, "stand-in")
     monkeypatch.setattr(mappings.dist, "all_reduce", lambda x, group, **how: Handle([], ""))
-    layer, splitter, key = ColumnParallelLinear(H, 2 * COLUMNS, group=group), Splitter(), (0, 0)
+    layer, splitter, key = ColumnParallelLinear(H, 2 * COLUMNS, group=group), WeightGradStore(), (0, 0)
     with splitter.active():
         y = layer(torch.zeros(S, B, H, requires_grad=True))
-    with splitter.putting_off(key):
+    with splitter.deferring(key):
         y.sum().backward()
     assert splitter.split == {layer.weight, layer.bias}
     assert layer.weight.grad is None

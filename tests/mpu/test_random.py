@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.mpu.groups import Group
-from megatron.mpu.random import DropoutStreams, Position, checkpoint
+from megatron.mpu.random import DropoutKey, DropoutStreams, checkpoint
 
 N = 4096
 BASE = {"seed": 1, "data": 0, "tensor": 0, "step": 3, "micro_batch": 2, "layer": 5, "site": "mlp output"}
@@ -19,7 +19,7 @@ def mask(*, is_cut=False, probability=0.5, n=N, **changes):
     at = {**BASE, **changes}
     two = (0, 1)
     streams = DropoutStreams(at["seed"], Group(two, at["data"]), Group(two, at["tensor"]))
-    streams.position = Position(at["step"], at["micro_batch"])
+    streams.position = DropoutKey(at["step"], at["micro_batch"])
     kept = streams.dropout(torch.ones(n), probability, training=True, layer=at["layer"], site=at["site"], is_cut=is_cut)
     return kept != 0
 
@@ -58,7 +58,7 @@ def test_many_places_have_as_many_keys():
     keys = set()
     for step in range(10):
         for micro_batch in range(10):
-            streams.position = Position(step, micro_batch)
+            streams.position = DropoutKey(step, micro_batch)
             keys |= {streams.key(layer, site, cut) for layer in range(10) for site in "ab" for cut in (False, True)}
     assert len(keys) == 10 * 10 * 10 * 2 * 2
 
@@ -98,11 +98,11 @@ def test_outside_training_and_at_rate_zero_nothing_happens():
 
 def test_at_goes_to_a_position_and_comes_back_even_from_an_error():
     streams = DropoutStreams()
-    streams.position = Position(1, 1)
-    with pytest.raises(ZeroDivisionError), streams.at(Position(0, 3)):
-        assert streams.position == Position(0, 3)
+    streams.position = DropoutKey(1, 1)
+    with pytest.raises(ZeroDivisionError), streams.at(DropoutKey(0, 3)):
+        assert streams.position == DropoutKey(0, 3)
         raise ZeroDivisionError
-    assert streams.position == Position(1, 1)
+    assert streams.position == DropoutKey(1, 1)
 
 
 def small_stack(streams, weights, x, *, recompute, moves_on):
@@ -114,12 +114,12 @@ def small_stack(streams, weights, x, *, recompute, moves_on):
 
     weights = [weight.clone().requires_grad_() for weight in weights]
     x = x.clone().requires_grad_()
-    streams.position = Position(4, 0)
+    streams.position = DropoutKey(4, 0)
     y = x
     for index, weight in enumerate(weights):
         y = checkpoint(streams, layer, index, y, weight) if recompute else layer(index, y, weight)
     if moves_on:
-        streams.position = Position(4, 3)  # 1F1B: a later forward runs before this backward
+        streams.position = DropoutKey(4, 3)  # 1F1B: a later forward runs before this backward
     after = streams.position
     before = torch.get_rng_state()
     y.square().sum().backward()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.mpu import random
 from megatron.mpu.groups import Group
-from megatron.mpu.random import CountedDropout, Position, philox
+from megatron.mpu.random import DropoutKey, PhiloxDropout, philox
 from tests.mpu.test_random import N, are_unrelated, small_stack
 
 KNOWN = [  # counter, key, output: Random123's kat_vectors for philox4x32-10
@@ -43,8 +43,8 @@ def test_a_counter_of_coordinates_gives_what_one_that_is_written_out_gives():
 def streams_of(*, data=(0, 1), tensor=(0, 1), micro=(0, 1), seed=1, step=3):
     """Return the streams of a rank at a micro-batch; each of the three is (number, how many)."""
     groups = [Group(tuple(range(size)), rank) for rank, size in (data, tensor)]
-    streams = CountedDropout(SAMPLES // (data[1] * micro[1]), seed, *groups)
-    streams.position = Position(step, micro[0], micro[1])
+    streams = PhiloxDropout(SAMPLES // (data[1] * micro[1]), seed, *groups)
+    streams.position = DropoutKey(step, micro[0], micro[1])
     return streams
 
 
@@ -138,7 +138,7 @@ def test_kept_elements_are_scaled_up_and_dropped_ones_pass_no_gradient():
     assert torch.equal(x.grad, y.detach())
 
 
-@pytest.mark.parametrize("moved", [Position(3, 1, 2), Position(4, 0, 2)], ids=["micro-batch", "step"])
+@pytest.mark.parametrize("moved", [DropoutKey(3, 1, 2), DropoutKey(4, 0, 2)], ids=["micro-batch", "step"])
 def test_attention_keeps_the_place_where_it_began(moved):
     """A function that drops when backward computes again comes to it later."""
     streams, ones = streams_of(micro=(0, 2)), torch.ones(SAMPLES // 2, HEADS, LENGTH, 6)
@@ -155,24 +155,24 @@ def test_recomputing_draws_the_same_masks_even_when_the_position_has_moved_on():
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(16, 16, generator=generator) for _ in range(2)]
     x = torch.randn(3, 4, 16, generator=generator)
-    expected = small_stack(CountedDropout(4, 3), weights, x, recompute=False, moves_on=False)
+    expected = small_stack(PhiloxDropout(4, 3), weights, x, recompute=False, moves_on=False)
     for moves_on in (False, True):
-        found = small_stack(CountedDropout(4, 3), weights, x, recompute=True, moves_on=moves_on)
+        found = small_stack(PhiloxDropout(4, 3), weights, x, recompute=True, moves_on=moves_on)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_outside_training_and_at_rate_zero_nothing_happens():
     x = torch.ones(9)
-    assert CountedDropout(1).dropout(x, 0.5, training=False, **PLACE) is x
-    assert CountedDropout(1).dropout(x, 0.0, training=True, **PLACE) is x
+    assert PhiloxDropout(1).dropout(x, 0.5, training=False, **PLACE) is x
+    assert PhiloxDropout(1).dropout(x, 0.0, training=True, **PLACE) is x
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 2, 6), (4, 3, 6, 1)])
 def test_a_tensor_whose_samples_are_not_known_is_refused(shape):
     with pytest.raises(ValueError, match=r"must be \[sequence, micro-batch, hidden\].*--batch-size 3"):
-        CountedDropout(3).dropout(torch.ones(shape), 0.5, training=True, **PLACE)
+        PhiloxDropout(3).dropout(torch.ones(shape), 0.5, training=True, **PLACE)
 
 
 def test_a_generator_is_refused():
     with pytest.raises(RuntimeError, match="Use streams.dropout"):
-        CountedDropout(3).generator(torch.device("cpu"), 0, "embedding", False)
+        PhiloxDropout(3).generator(torch.device("cpu"), 0, "embedding", False)

@@ -77,8 +77,8 @@ COUNTED_MASKS = (
     Mutant(
         "a step of a growing batch counts its micro-batches as a whole one has them",
         "megatron/training/train_step.py",
-        "Position(step, micro_batch, number)",
-        "Position(step, micro_batch, self.num_micro_batches)",
+        "DropoutKey(step, micro_batch, number)",
+        "DropoutKey(step, micro_batch, self.num_micro_batches)",
         (f"{PARITY}::test_a_growing_batch_drops_what_one_process_drops",),
     ),
     Mutant(

@@ -167,8 +167,8 @@ LLAMA = (
     Mutant(
         "all queries come first in our matrix",
         _HF,
-        "Recipe(heads, blocks=config.own.num_query_groups)",
-        "Recipe(heads, blocks=1)",
+        "WeightMapping(heads, blocks=config.own.num_query_groups)",
+        "WeightMapping(heads, blocks=1)",
         (f"{_THEIRS}::test_a_rank_holds_whole_groups",),
     ),
     Mutant(

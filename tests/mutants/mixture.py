@@ -35,8 +35,8 @@ MIXTURE = (
     Mutant(
         "the place in the list decides between corpora of one weight",
         "megatron/data/blended_dataset.py",
-        "return Interleaving(self.weights, self.ranks)",
-        "return Interleaving(self.weights)",
+        "return BlendIndex(self.weights, self.ranks)",
+        "return BlendIndex(self.weights)",
         (UNDISTURBED,),
     ),
     Mutant(

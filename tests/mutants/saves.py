@@ -98,7 +98,7 @@ SAVES = (
         "a staged checkpoint is told as durable",
         "megatron/training/checkpointing.py",
         '        tell(run, step, f"staged in {stall_s:.2f} s, being written", {**told, **stall})\n',
-        '        note_durable(run, step, run.folder, "staged", {**told, **stall})\n',
+        '        on_save_committed(run, step, run.folder, "staged", {**told, **stall})\n',
         (f"{SAVER}::test_staged_and_durable_are_told_apart",),
     ),
     Mutant(
@@ -139,7 +139,7 @@ SAVES = (
     Mutant(
         "what is recorded after the checkpoint stays when a run goes back",
         "megatron/training/checkpointing.py",
-        "        run.metrics.go_back(run.progress.step)\n",
+        "        run.metrics.truncate_to_step(run.progress.step)\n",
         "        pass\n",
         (BACK,),
     ),

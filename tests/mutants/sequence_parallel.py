@@ -137,7 +137,7 @@ SEQUENCE_PARALLEL = (
         "parts are joined behind the product of the input",
         "megatron/mpu/layers.py",
         "        whole = x if joining is None else joining.wait()\n",
-        "        whole = x if joining is None else start_joining(x, ctx.group).wait()\n",
+        "        whole = x if joining is None else start_all_gather(x, ctx.group).wait()\n",
         (ORDER_OF_PARTS,),
     ),
     Mutant(

@@ -8,8 +8,8 @@ STAGES = (
     Mutant(
         "the gradient that a stage sends back is divided by the accumulation steps",
         "tds/engine/stage.py",
-        "            self.exchange.send_gradients(outgoing, returned)\n",
-        "            self.exchange.send_gradients(outgoing, [g / call.meter.num_micro_batches for g in returned])\n",
+        "            self.exchange.send_backward(outgoing, returned)\n",
+        "            self.exchange.send_backward(outgoing, [g / call.meter.num_micro_batches for g in returned])\n",
         (PIPELINE,),
     ),
     Mutant(

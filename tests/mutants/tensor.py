@@ -8,8 +8,8 @@ TENSOR = (
     Mutant(
         "column-parallel backward has no all-reduce",
         "megatron/mpu/mappings.py",
-        "    return Underway(x, dist.all_reduce(x, group=group.handle, async_op=True), x)\n",
-        "    return Underway(x, dist.all_reduce(x.clone(), group=group.handle, async_op=True), x)\n",
+        "    return AsyncHandle(x, dist.all_reduce(x, group=group.handle, async_op=True), x)\n",
+        "    return AsyncHandle(x, dist.all_reduce(x.clone(), group=group.handle, async_op=True), x)\n",
         (LINEAR,),
     ),
     Mutant(

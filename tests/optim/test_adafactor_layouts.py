@@ -18,9 +18,9 @@ from megatron.mpu.shard import Shard
 from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import random_data, stand_in_tokenizer
+from megatron.training.parity import mock_tokenizer, random_data
 from megatron.training.setup import build_engine
-from megatron.training.train_state import CHECKPOINTS, Progress, make_moments, open_for, restore, save_state
+from megatron.training.train_state import CHECKPOINTS, TrainState, make_moments, open_for, restore, save_state
 from tests.harness import run_ranks
 from tests.parity.layouts import GLOBAL_BATCH, VOCAB, batches, check_fp64, difference, flags
 
@@ -52,7 +52,7 @@ def started(rank: int, family: str, pipe: int, data: int, extra: str) -> tuple[A
     config = parse(argv, world_size=pipe * data, family=family, defaults=defaults).with_vocab(VOCAB)
     here = initialize.start(config)
     streams = DropoutStreams(config.run.seed, here.grid.data, here.grid.tensor)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     return config, here, engine, RunData({"train": random_data(config)} if here.reads_data else {}, None)
 
@@ -72,7 +72,7 @@ def save_and_go_on(rank: int, family: str, pipe: int, data: int, extra: str, fol
     """Train three steps, save, train two more."""
     config, here, engine, source = started(rank, family, pipe, data, extra)
     trained(engine, config, here, source, 0, 3)
-    progress = Progress(3, 3, 3 * GLOBAL_BATCH)
+    progress = TrainState(3, 3, 3 * GLOBAL_BATCH)
     kept = {"module": engine.module, "optimizer": engine.optimizer, "world": here, "fingerprint": None}
     save_state(folder, progress, config=config, **kept)
     return trained(engine, config, here, source, 3, 5), weights_of(engine)

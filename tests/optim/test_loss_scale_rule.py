@@ -15,7 +15,7 @@ import torch
 
 from megatron.errors import NumericsError
 from megatron.models.common.decoder import GPT2Model
-from megatron.optim import LossScaler, MixedPrecisionOptimizer
+from megatron.optim import GradScaler, MixedPrecisionOptimizer
 from tests.models.common.samples import batch_of, filled, place_of, small_sizes
 from tests.mpu.whole import whole_world
 
@@ -37,7 +37,7 @@ def test_the_scale_follows_its_rule_and_a_skipped_step_changes_nothing(row):
     """Overflows are real: a gradient of 2 to the 16 is no number of fp16 at any scale."""
     _, power, window, hysteresis, floor, steps, wanted, ends = row
     weight = torch.nn.Parameter(torch.zeros(3))
-    scaler = LossScaler(2.0**power, True, window, hysteresis, floor)
+    scaler = GradScaler(2.0**power, True, window, hysteresis, floor)
     build = partial(torch.optim.SGD, lr=1.0)
     optimizer = MixedPrecisionOptimizer([{"params": [weight]}], build, dtype=torch.float16, scaler=scaler)
     seen, updates = [], 0
@@ -60,7 +60,7 @@ def test_an_overflow_at_a_fixed_scale_says_which_flag_to_change():
     weight = torch.nn.Parameter(torch.zeros(3))
     build = partial(torch.optim.SGD, lr=1.0)
     optimizer = MixedPrecisionOptimizer(
-        [{"params": [weight]}], build, dtype=torch.float16, scaler=LossScaler(scale=2.0**16)
+        [{"params": [weight]}], build, dtype=torch.float16, scaler=GradScaler(scale=2.0**16)
     )
     (weight.float() * 1.5).sum().mul(optimizer.loss_scale).backward()
     with pytest.raises(

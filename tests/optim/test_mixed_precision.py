@@ -13,7 +13,7 @@ from megatron.errors import NumericsError
 from megatron.mpu.groups import build_grid
 from megatron.mpu.shard import Shard, set_shard
 from megatron.mpu.topology import Topology
-from megatron.optim import LossScaler, MixedPrecisionOptimizer, build_optimizer
+from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.optim.param_groups import decay_groups
 from tds.engine.optimizers import Gradients, gradients_of
 from tds.gradients import GradientSource
@@ -74,7 +74,7 @@ def test_clipping_equals_torchs(factor):
 def test_the_loss_scale_leaves_no_trace(scale):
     """Powers of two are exact, so even the bits agree."""
     scaled, plain = weights(), weights()
-    optimizer = build_optimizer(scaled, scaler=LossScaler(scale=scale), clip_grad=0.5, **SETTINGS)
+    optimizer = build_optimizer(scaled, scaler=GradScaler(scale=scale), clip_grad=0.5, **SETTINGS)
     other = build_optimizer(plain, clip_grad=0.5, **SETTINGS)
     for step in range(3):
         (loss_of(scaled, step) * optimizer.loss_scale).backward()
@@ -107,7 +107,7 @@ def test_a_pipelines_engine_is_told_of_gradients_what_it_would_find_out_by_itsel
     """tds.engine.optimizers has a view of each optimizer that DeepSpeed knows; ours brings its own, which says the
     same.
     """
-    parameter, optimizer = one_weight(dtype, scaler=LossScaler(4.0))
+    parameter, optimizer = one_weight(dtype, scaler=GradScaler(4.0))
     source, found = gradients_of(optimizer, 0), Gradients(optimizer)
     assert type(source).__module__ == "megatron.optim.main_params"
     for name in (*get_type_hints(GradientSource), "clips_itself"):
@@ -141,7 +141,7 @@ def test_masters_keep_the_bits_of_the_weights_before_rounding():
 
 
 def dynamic(**changes):
-    return LossScaler(**{"scale": 2.0**16, "is_dynamic": True, "hysteresis": 1, **changes})
+    return GradScaler(**{"scale": 2.0**16, "is_dynamic": True, "hysteresis": 1, **changes})
 
 
 def backward(parameter, optimizer, factor=2.0):
@@ -186,7 +186,7 @@ def test_a_norm_that_is_not_finite_raises_with_the_weights_as_they_were(dtype, b
 
 
 def test_a_fixed_scale_that_overflows_raises():
-    parameter, optimizer = one_weight(torch.float16, scaler=LossScaler(scale=2.0**16))
+    parameter, optimizer = one_weight(torch.float16, scaler=GradScaler(scale=2.0**16))
     backward(parameter, optimizer)
     with pytest.raises(NumericsError, match="must not overflow at the fixed --loss-scale 65536"):
         optimizer.step()

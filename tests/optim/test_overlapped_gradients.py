@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import LossScaler, MixedPrecisionOptimizer, build_optimizer, main_params
+from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer, main_params
 from tds import gradients
 from tests.harness import RankFailure, run_ranks
 from tests.optim.zero.parts import H, Model, loss_of, make, take_step, tokens_of
@@ -34,7 +34,7 @@ def pair(grid: Grid, stage: int = 0, gas: int = 1, **settings: Any) -> list[tupl
     for overlaps in (False, True):
         scaler = None
         if settings.get("dtype") is torch.float16:
-            scaler = LossScaler(scale=2.0**14, is_dynamic=True, hysteresis=1, window=50)
+            scaler = GradScaler(scale=2.0**14, is_dynamic=True, hysteresis=1, window=50)
         made.append(make(grid, stage, overlaps_sums=overlaps, scaler=scaler, **settings))
     return made
 

@@ -6,11 +6,11 @@ import random
 
 from deepspeed.runtime.fp16 import loss_scaler
 
-from megatron.optim import LossScaler
+from megatron.optim import GradScaler
 
 
 def dynamic(**changes):
-    return LossScaler(**{"scale": 16.0, "is_dynamic": True, "window": 3, "hysteresis": 1, "floor": 1.0, **changes})
+    return GradScaler(**{"scale": 16.0, "is_dynamic": True, "window": 3, "hysteresis": 1, "floor": 1.0, **changes})
 
 
 def after(scaler, overflows):
@@ -60,12 +60,12 @@ def test_it_does_not_fall_below_the_floor():
 def test_it_is_to_blame_only_while_it_could_be_smaller():
     assert dynamic(scale=4.0, floor=2.0).is_to_blame
     assert not dynamic(scale=2.0, floor=2.0).is_to_blame
-    assert not LossScaler(scale=128.0).is_to_blame
+    assert not GradScaler(scale=128.0).is_to_blame
 
 
 def test_a_fixed_scale_stays():
-    assert after(LossScaler(scale=128.0, window=1), [0, 1, 0, 1]) == [128] * 4
-    assert LossScaler().scale == 1.0
+    assert after(GradScaler(scale=128.0, window=1), [0, 1, 0, 1]) == [128] * 4
+    assert GradScaler().scale == 1.0
 
 
 def test_going_on_from_its_state_equals_no_stop():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.config import parse
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.option import options_of
-from megatron.optim import LearningRate
+from megatron.optim import LRScheduler
 from megatron.optim.lr_scheduler import INVERSE_SQUARE_ROOT, STYLES
 
 ENDING = [style for style in STYLES if style != INVERSE_SQUARE_ROOT]
@@ -26,13 +26,13 @@ HALF_WAY = {
     "wsd": LR,
     "inverse-square-root": LR * math.sqrt(10 / 55),
 }
-ROWS = dict(re.findall(r"^ *\| (\S+) \| (.+) \|$", LearningRate.__doc__ or "", re.MULTILINE))
+ROWS = dict(re.findall(r"^ *\| (\S+) \| (.+) \|$", LRScheduler.__doc__ or "", re.MULTILINE))
 """Style -> its formula, as the table of the class has it."""
 every = pytest.mark.parametrize("style", STYLES)
 
 
 def rate(style, **changes):
-    return LearningRate(
+    return LRScheduler(
         **{"lr": LR, "min_lr": MIN, "style": style, "decay_updates": UPDATES, "warmup": WARMUP, **changes}
     )
 
@@ -66,7 +66,7 @@ def test_every_style_is_a_choice_of_the_flag_has_a_formula_and_is_tried_half_way
 @every
 def test_a_style_depends_on_what_its_formula_names_and_on_nothing_else(style):
     """Beside the warm-up and the number of updates, which all have; a new parameter must stand in a formula."""
-    parameters = {field.name: getattr(rate(style), field.name) for field in dataclasses.fields(LearningRate)}
+    parameters = {field.name: getattr(rate(style), field.name) for field in dataclasses.fields(LRScheduler)}
     del parameters["style"]
     of_all = {"decay_updates", "warmup"}
     at = [*range(3 * UPDATES), 10**6]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pretrain_gpt2
 from megatron.config import parse
-from megatron.data.mock_dataset import RandomTokens
+from megatron.data.mock_dataset import MockTokens
 from megatron.training import initialize
 from megatron.training.parity import Difference, Trace, compare, trace_steps
 from tests.harness import run_ranks
@@ -36,7 +36,7 @@ def trace_rank(rank: int, argv: list[str], world_size: int, steps: int, eval_eve
     config = parse(argv, world_size=world_size).with_vocab(VOCAB)
     here = initialize.start(config)
     provider, forward = pretrain_gpt2.model_provider, pretrain_gpt2.forward_step
-    data = RandomTokens(VOCAB, SEQ, seed=7)
+    data = MockTokens(VOCAB, SEQ, seed=7)
     return trace_steps(config, here, data, provider, forward, steps=steps, eval_every=eval_every)
 
 

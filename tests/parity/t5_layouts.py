@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
 from megatron.models import T5ModelPipe
-from megatron.models.common.model_args import Place
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.common.model_args import ParallelContext
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import Grid, build_grid
-from megatron.mpu.random import DropoutStreams, Position
+from megatron.mpu.random import DropoutKey, DropoutStreams
 from megatron.mpu.shard import Shard, shard_of
 from megatron.mpu.topology import Topology
-from tds.loss import LossMeter, Weighted, agree_on_loss
+from tds.loss import LossMeter, Weighted, all_reduce_loss
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, train
 
@@ -67,7 +67,7 @@ class Case:
         """The same without what acts on a pipeline only, and without recompute, which changes nothing."""
         return replace(self, bounds="uniform", chunks=1, schedule="1f1b", recompute_every=0)
 
-    def make_sizes(self) -> T5Sizes:
+    def make_sizes(self) -> T5ModelArgs:
         named = {
             "num_layers": self.dec_layers,
             "enc_layers": self.enc_layers,
@@ -77,7 +77,7 @@ class Case:
             "checkpoint_activations": self.recompute_every > 0,
             "checkpoint_num_layers": max(self.recompute_every, 1),
         }
-        return T5Sizes(**{**SMALL, **named, **dict(self.sizes)})
+        return T5ModelArgs(**{**SMALL, **named, **dict(self.sizes)})
 
     def batch(self, index: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:
         """Return (inputs, labels) of a micro-batch; with segments two documents each, and padding at the end."""
@@ -115,14 +115,14 @@ def fill(model: torch.nn.Module) -> None:
 def one_process(case: Case) -> Result:
     """Return what one process gives, by the single-stage model."""
     streams = DropoutStreams(5)
-    model = T5Model(case.make_sizes(), Place(streams=streams)).to(case.dtype)
+    model = T5Model(case.make_sizes(), ParallelContext(streams=streams)).to(case.dtype)
     fill(model)
     meter = LossMeter(case.micro_batches, 1.0, torch.device("cpu"))
     for index in range(case.micro_batches):
-        streams.position = Position(0, index)
+        streams.position = DropoutKey(0, index)
         inputs, (labels, mask) = case.batch(index)
         meter.add(Weighted(*model(*inputs, labels=labels, loss_mask=mask)), index).backward()
-    agreement = agree_on_loss(
+    agreement = all_reduce_loss(
         meter, data_group=None, data_size=1, pipe_group=None, pipe_size=1, last_rank=0, device=torch.device("cpu")
     )
     gradients = {name: (shard_of(p), p.grad * agreement.factor) for name, p in named_parameters(model)}
@@ -134,7 +134,7 @@ def one_process(case: Case) -> Result:
 def make_pipe(case: Case, grid: Grid, streams: DropoutStreams) -> T5ModelPipe:
     bounds = case.bounds if isinstance(case.bounds, str) else list(case.bounds)
     module = T5ModelPipe(
-        case.make_sizes(), Place(grid.tensor, streams), grid.topology, partition=bounds, chunks=case.chunks,
+        case.make_sizes(), ParallelContext(grid.tensor, streams), grid.topology, partition=bounds, chunks=case.chunks,
         has_segments=case.has_segments, probe=(ROWS, *case.lengths) if bounds == "profile" else None,
     )  # fmt: skip
     fill(module.to(case.dtype))
@@ -158,7 +158,7 @@ def build(module: T5ModelPipe, grid: Grid, batches: list[Any], schedule: str = "
 def train_on(engine: Any, toy: Toy, batches: list[Any]) -> Result:
     """Train on one global batch. Collective."""
     module = engine.module
-    engine.on_micro_batch = lambda index: setattr(module.place.streams, "position", Position(0, index))
+    engine.on_micro_batch = lambda index: setattr(module.place.streams, "position", DropoutKey(0, index))
     loss, seen, norm = train(engine, toy, batches)
     names = {id(p): name for name, p in named_parameters(module)}
     local = {names[id(p)]: (shard_of(p), seen[name]) for name, p in module.named_parameters()}

@@ -23,9 +23,9 @@ BYTES = 16000
 def watch_weights() -> Callable[[], bool]:
     """Return what tells whether the half of a split backward that is for weights runs, with weights still to come."""
     waiting: list[Any] = []
-    run, made = weight_grad_store.Splitter.run, weight_grad_store._PutOff.gradients
+    run, made = weight_grad_store.WeightGradStore.run, weight_grad_store._PutOff.gradients
 
-    def running(splitter: weight_grad_store.Splitter, key: Any, *on_done: Any) -> None:
+    def running(splitter: weight_grad_store.WeightGradStore, key: Any, *on_done: Any) -> None:
         waiting[:] = splitter._put_off[key]
         run(splitter, key, *on_done)
 
@@ -33,7 +33,7 @@ def watch_weights() -> Callable[[], bool]:
         waiting.pop()
         return made(put_off)
 
-    weight_grad_store.Splitter.run, weight_grad_store._PutOff.gradients = running, making  # type: ignore[assignment, method-assign]
+    weight_grad_store.WeightGradStore.run, weight_grad_store._PutOff.gradients = running, making  # type: ignore[assignment, method-assign]
     return lambda: bool(waiting)
 
 

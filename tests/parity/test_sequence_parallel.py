@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.training.parity import Trace, compare
-from tds.p2p.communicator import Layout
+from tds.p2p.communicator import PackedLayout
 from tests.harness import run_ranks
 from tests.parity import bert_runs, llama_runs, mpt_runs, t5_runs
 from tests.parity.layouts import SEQ, batches, check_fp64, difference, flags, serial, trace_rank, traces
@@ -31,13 +31,13 @@ FAMILIES = {
 def traced_with_messages(rank: int, argv: list[str], size: int, steps: int) -> tuple[Trace, set[int]]:
     """Return what a rank saw, and the bytes of the messages that it sent to other stages."""
     sizes: set[int] = set()
-    pack = Layout.pack
+    pack = PackedLayout.pack
 
-    def noting(layout: Layout, tensors: Any) -> Any:
+    def noting(layout: PackedLayout, tensors: Any) -> Any:
         sizes.add(layout.num_bytes)
         return pack(layout, tensors)
 
-    Layout.pack = noting  # type: ignore[method-assign]
+    PackedLayout.pack = noting  # type: ignore[method-assign]
     return trace_rank(rank, argv, size, steps, 0), sizes
 
 

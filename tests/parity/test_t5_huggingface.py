@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megatron.checkpoint import named_parameters
 from megatron.models import T5ModelPipe
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.t5.huggingface import from_ours, model_fields, to_ours
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard
@@ -70,8 +70,8 @@ def _ours(rank: int, tensor: int, pipe: int) -> list[tuple[list[torch.Tensor | N
 def _filled(kind: tuple[str, str], grid: Grid) -> T5ModelPipe:
     """Return this rank's part of our model with Hugging Face's weights."""
     config, before, *_ = reference(*kind)
-    sizes = T5Sizes(**model_fields(config))
-    place = Place(grid.tensor, DropoutStreams(5, grid.data, grid.tensor))
+    sizes = T5ModelArgs(**model_fields(config))
+    place = ParallelContext(grid.tensor, DropoutStreams(5, grid.data, grid.tensor))
     module = T5ModelPipe(sizes, place, grid.topology, partition="uniform", has_segments=True).to(DTYPES[kind[0]])
     weights = to_ours(before, HEADS, is_untied=sizes.untie_embeddings)
     for name, parameter in named_parameters(module):

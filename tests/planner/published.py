@@ -14,7 +14,7 @@ from typing import Any
 from megatron.arguments import config_from_values
 from megatron.config import Config
 from megatron.models import registry
-from megatron.models.common.decoder_cost import GPT2Costs
+from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout
 from megatron.planner.machine import device
@@ -71,7 +71,7 @@ class Run:
     def estimate(self) -> Estimate:
         """Return what the planner says."""
         costs = registry.costs_of(self.config)
-        assert isinstance(costs, GPT2Costs)
+        assert isinstance(costs, DecoderCosts)
         return Planner(self.config, device(self.gpu), replace(costs, is_fused=self.is_fused)).estimate(self.layout)
 
     @property

@@ -16,13 +16,13 @@ import torch
 
 from megatron.planner import calibrate as calibrating
 from megatron.planner import layer_benchmarks, microbenchmarks
-from megatron.planner.calibrate import Found, calibrate, joined
+from megatron.planner.calibrate import MeasuredMachine, calibrate, joined
 from megatron.planner.layer_benchmarks import Shape
 from megatron.planner.machine import CUT, Link, Machine, numbers
-from megatron.planner.microbenchmarks import KINDS, Pace, Rates, fitted
+from megatron.planner.microbenchmarks import KINDS, Rates, TimingBudget, fitted
 from megatron.planner.spawn_ranks import Rank, run_ranks
 
-SHORT = Pace(window_s=1e-3, windows=1, largest_side=128, numbers=2**12, turns=1)
+SHORT = TimingBudget(window_s=1e-3, windows=1, largest_side=128, numbers=2**12, turns=1)
 TINY = (Shape(16, 8, 8, 2), Shape(32, 16, 8, 2))
 LINK = Link.of(bandwidth=1e9, latency_s=1e-5)
 
@@ -33,9 +33,9 @@ def rates(factor: float = 1.0, **others: float) -> Rates:
     return Rates(products=table, **given)
 
 
-def found(rates: Rates, **others: object) -> Found:
+def found(rates: Rates, **others: object) -> MeasuredMachine:
     given = {"link": LINK, "memory": 100, "reserved": 10, "host_update": 9.0, "name": "CPU"} | others
-    return Found(rates, **given)  # type: ignore[arg-type]
+    return MeasuredMachine(rates, **given)  # type: ignore[arg-type]
 
 
 def test_a_machine_is_as_fast_as_its_slowest_rank() -> None:
@@ -94,14 +94,14 @@ def test_the_median_window_counts_and_the_turns_ahead_of_it_do_not(monkeypatch: 
         now[0] += next(turns)
 
     alone = Rank(0, 1, "cpu", "", 1)
-    assert microbenchmarks._turns_per_s(alone, turn, Pace(window_s=0.5, windows=3)) == 0.5
+    assert microbenchmarks._turns_per_s(alone, turn, TimingBudget(window_s=0.5, windows=3)) == 0.5
     assert next(turns, None) is None
 
 
 def test_work_is_counted_by_the_turns_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmarks, "_turns_per_s", lambda *_: 10.0)
     monkeypatch.setattr(microbenchmarks, "_slowest", lambda rank, seconds: 1.0)
-    pace = Pace(numbers=2**12)
+    pace = TimingBudget(numbers=2**12)
     measured = microbenchmarks.rates_of(Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), pace)
     assert measured.products["fp32"][1] == (128.0, 6 * 128**3 * 10.0)  # three products of 2 side^3
     assert measured.products["bf16"][-1][0] == microbenchmarks.LEAST_SIDE  # the turn above was too long to go on
@@ -204,8 +204,8 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_take_turns_count_their_processor_time_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 5.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
-    assert Pace().now() == 7.0 and Pace(by_cpu_time=True).now() == 5.0
-    assert Pace(ranks_per_core=2.0).now() == 10.0
+    assert TimingBudget().now() == 7.0 and TimingBudget(by_cpu_time=True).now() == 5.0
+    assert TimingBudget(ranks_per_core=2.0).now() == 10.0
 
 
 @pytest.mark.parametrize(

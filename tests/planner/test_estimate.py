@@ -11,7 +11,7 @@ from megatron.models.common import memory as cost
 from megatron.planner.estimate import Estimate, Planner, estimate
 from megatron.planner.layout import Layout, layout_of
 from megatron.planner.machine import device
-from tds.partition import pieces_on
+from tds.partition import chunks_on
 from tds.schedule.simulate import bubble
 
 H100 = device("h100-80g")
@@ -35,7 +35,7 @@ def test_split_backwards_have_their_price_on_a_cpu(chunks: int, shares: tuple[fl
         units, bounds = planner.units(layout), planner.bounds(layout)
         seconds = sum(unit.whole for unit in units)
         for stage, share in enumerate(shares):
-            own = [unit for start, stop in pieces_on(bounds, 4, stage) for unit in units[start:stop]]
+            own = [unit for start, stop in chunks_on(bounds, 4, stage) for unit in units[start:stop]]
             seconds += price * share * sum(unit.backward - unit.again for unit in own)
         parts = planner.estimate(layout).parts
         assert parts["bubble"] > 0 and parts["compute"] + parts["recompute"] == pytest.approx(8 * seconds / 4)
@@ -101,7 +101,7 @@ def test_a_t5_has_uneven_stages() -> None:
     planner = Planner(T5, H100)
     one = planner.estimate(Layout(pipe=3, num_micro_batches=6))
     units = planner.units(one.layout)
-    stages = [sum(unit.whole for a, b in pieces_on(one.bounds, 3, n) for unit in units[a:b]) for n in range(3)]
+    stages = [sum(unit.whole for a, b in chunks_on(one.bounds, 3, n) for unit in units[a:b]) for n in range(3)]
     assert max(stages) > 1.05 * min(stages) and len(one.memory) == 3
     assert one.bubble > 2 / (6 + 2) * 0.9
     assert one.tokens == 6 * (512 + 114)

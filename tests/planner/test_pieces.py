@@ -11,18 +11,29 @@ from megatron.models import registry
 from megatron.models.common.memory import State
 from megatron.models.registry import FAMILIES
 from megatron.planner import layer_benchmarks
-from megatron.planner.calibrate import Found, joined
+from megatron.planner.calibrate import MeasuredMachine, joined
 from megatron.planner.estimate import Planner
-from megatron.planner.layer_benchmarks import Marks, Shape, Timed, slowest, with_pieces
+from megatron.planner.layer_benchmarks import EventMarks, LayerTimings, Shape, slowest, with_pieces
 from megatron.planner.layout import Layout, layout_of
-from megatron.planner.machine import CUT, LAYER, Link, Machine, Sample, Tempo, Tempos, device, fitted, slowdown
+from megatron.planner.machine import (
+    CUT,
+    LAYER,
+    EfficiencyFactor,
+    Link,
+    Machine,
+    Sample,
+    Tempos,
+    device,
+    fitted,
+    slowdown,
+)
 from megatron.planner.microbenchmarks import Rates
 from megatron.planner.time_model import Messages
 
 PLAIN = replace(device("h100-80g"), is_cpu=True)
 SHAPES = (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(512, 64, 128, 8))
-SLOW = Tempos(Tempo(1.5, 6.0, 2.0), Tempo(1.25, 7.0, 3.0))
-SLOW_HEAD = Tempos(Tempo(3.0, 4.0), Tempo(0.5, 0.25))
+SLOW = Tempos(EfficiencyFactor(1.5, 6.0, 2.0), EfficiencyFactor(1.25, 7.0, 3.0))
+SLOW_HEAD = Tempos(EfficiencyFactor(3.0, 4.0), EfficiencyFactor(0.5, 0.25))
 
 
 def kinds_of(family: str) -> dict[str, Tempos]:
@@ -30,7 +41,7 @@ def kinds_of(family: str) -> dict[str, Tempos]:
     return dict.fromkeys(layers, SLOW) | {f"{family} head": SLOW_HEAD}
 
 
-def as_timed(family: str, shape: Shape, machine: Machine = PLAIN, tensor: int = 1, longer: float = 1.0) -> Timed:
+def as_timed(family: str, shape: Shape, machine: Machine = PLAIN, tensor: int = 1, longer: float = 1.0) -> LayerTimings:
     """Return what a machine whose layers are slow would time: of ranks that talk to each other their messages too.
 
     Args:
@@ -51,7 +62,7 @@ def as_timed(family: str, shape: Shape, machine: Machine = PLAIN, tensor: int = 
     }
     seconds = {kind: taken.pop(f"{kind} 0") for kind in layer_benchmarks.rows_of(family)}
     seconds["head"] = sum(one for one, _ in taken.values()), sum(one for _, one in taken.values())
-    return Timed(family, "bf16", shape, seconds, planner.costs.num_parameters / 1e9, tensor)
+    return LayerTimings(family, "bf16", shape, seconds, planner.costs.num_parameters / 1e9, tensor)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "bert"])
@@ -134,7 +145,7 @@ def test_factors_come_back_and_none_is_below_zero() -> None:
     assert vars(fitted(samples(1.1, 5.0, 3.0))) == pytest.approx({"products": 1.1, "passes": 5.0, "scores": 3.0})
     below = fitted(samples(2.0, 1.0, -0.5))
     assert below.scores == 0 and min(below.products, below.passes) > 0
-    assert fitted([Sample((0.0, 0.0, 0.0), 1.0, 1.0)]) == Tempo(0.0, 0.0)
+    assert fitted([Sample((0.0, 0.0, 0.0), 1.0, 1.0)]) == EfficiencyFactor(0.0, 0.0)
 
 
 def test_relative_errors_count_so_that_large_layers_do_not_hide_small_ones() -> None:
@@ -144,12 +155,12 @@ def test_relative_errors_count_so_that_large_layers_do_not_hide_small_ones() -> 
 
 
 def test_the_slowest_rank_stands_for_a_model() -> None:
-    fast = Timed("gpt2", "fp32", SHAPES[0], {"layer": (1.0, 2.0), "head": (3.0, 1.0)}, 0.1)
+    fast = LayerTimings("gpt2", "fp32", SHAPES[0], {"layer": (1.0, 2.0), "head": (3.0, 1.0)}, 0.1)
     slow = replace(fast, seconds={"layer": (2.0, 2.0), "head": (1.0, 1.0)}, update_s=0.2)
     (one,) = slowest([[fast], [slow]])
     assert one.seconds == {"layer": (2.0, 2.0), "head": (3.0, 1.0)} and one.update_s == 0.2
     rates = Rates({"fp32": ((64.0, 1e9),)}, 1e9, 1e9, 0.0, 1e9)
-    ranks = [Found(rates, None, 100, 10, 1e9, "CPU", (one,)) for one in (fast, slow)]
+    ranks = [MeasuredMachine(rates, None, 100, 10, 1e9, "CPU", (one,)) for one in (fast, slow)]
     machine = joined(ranks, Link.of(1e9, 1e-5), "cpu")
     assert set(machine.tempos["fp32"]) == {"gpt2 layer", "gpt2 head"}
     moved = registry.costs_of(layer_benchmarks.config_of("gpt2", "fp32", SHAPES[0])).num_parameters * 32
@@ -159,7 +170,7 @@ def test_the_slowest_rank_stands_for_a_model() -> None:
 def test_marks_lie_around_the_layers_there_and_back() -> None:
     moments: list[str] = []
     now = iter(range(100))
-    marks = Marks("cpu", lambda: float(next(now)))
+    marks = EventMarks("cpu", lambda: float(next(now)))
     layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     marks.watch(layers, "layer")
     first, last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
@@ -210,7 +221,9 @@ def test_models_in_the_first_format_have_all_turns_and_those_in_others_one(monke
     monkeypatch.setattr(
         layer_benchmarks, "_timed", lambda rank, family, dtype, shape, pace: asked.add((dtype, pace.turns))
     )
-    layer_benchmarks.timed(layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), layer_benchmarks.Pace(turns=3))
+    layer_benchmarks.timed(
+        layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32", "bf16"), layer_benchmarks.TimingBudget(turns=3)
+    )
     assert asked == {("fp32", 3), ("bf16", 1)}
 
 
@@ -220,6 +233,8 @@ def test_wide_models_are_left_out_of_a_short_look(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         layer_benchmarks, "_timed", lambda rank, family, dtype, shape, pace: asked.append((family, shape.hidden))
     )
-    layer_benchmarks.timed(layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32",), layer_benchmarks.Pace(widest=320))
+    layer_benchmarks.timed(
+        layer_benchmarks.Rank(0, 1, "cpu", "", 1), ("fp32",), layer_benchmarks.TimingBudget(widest=320)
+    )
     assert {family for family, _ in asked} == set(FAMILIES)
     assert {width for _, width in asked} == {128, 320}

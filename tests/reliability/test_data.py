@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import TokenFile, TokenFileWriter
+from megatron.data import IndexedDataset, IndexedDatasetBuilder
 from megatron.errors import DataError
 from tests.data.preprocess_job import END, Corpus, lines
 from tests.data.test_build import build, only
@@ -52,7 +52,7 @@ def test_a_giant_document_passes_in_bounded_memory_and_gives_all_its_samples(meg
     corpus = Corpus(tmp_path)
     corpus.write(lines("first", text, "last"))
     assert _preprocess_in_little_memory(corpus, (300 + 16 * megabytes) << 20) == 0
-    file = TokenFile(corpus.prefix)
+    file = IndexedDataset(corpus.prefix)
     assert file.num_documents == 3
     if megabytes < 10:
         assert corpus.texts()[1] == text + END
@@ -63,7 +63,7 @@ def test_a_giant_document_passes_in_bounded_memory_and_gives_all_its_samples(meg
 
 def test_an_id_below_0_is_named_with_its_place(tmp_path: Path) -> None:
     """Row D12: in files that others wrote, which have no sidecar."""
-    with TokenFileWriter(tmp_path / "a", vocab_size=100_000, tokenizer="t", eod_id=None) as writer:
+    with IndexedDatasetBuilder(tmp_path / "a", vocab_size=100_000, tokenizer="t", eod_id=None) as writer:
         for start in range(0, 100, 10):
             writer.add(np.arange(start, start + 10))
     (tmp_path / "a.meta.json").unlink()
@@ -80,8 +80,8 @@ def test_a_pair_that_was_swapped_with_another_is_refused(tmp_path: Path) -> None
     write(tmp_path / "b", [10] * 11)
     (tmp_path / "b.bin").rename(tmp_path / "a.bin")
     with pytest.raises(DataError, match="must have 200 bytes .* it has 220"):
-        TokenFile(tmp_path / "a")
+        IndexedDataset(tmp_path / "a")
     write_megatron(tmp_path / "c", [10] * 10, list(range(11)))
     (tmp_path / "c.idx").rename(tmp_path / "b.idx")
     with pytest.raises(DataError):
-        TokenFile(tmp_path / "b")
+        IndexedDataset(tmp_path / "b")

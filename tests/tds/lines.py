@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tds.p2p import process_groups
-from tds.p2p.communicator import Exchange, Links, Slice
+from tds.p2p.communicator import P2PCommunicator, Slice, StageLinks
 from tds.schedule import Action, Backward, Forward, received, sent
 
 CPU = torch.device("cpu")
 
 
-def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) -> Exchange:
+def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) -> P2PCommunicator:
     """Return this rank's exchange; the ranks of the world are the stages."""
     stage, num_stages = dist.get_rank(), dist.get_world_size()
     grid = SimpleNamespace(
@@ -35,8 +35,8 @@ def make_exchange(num_chunks: int = 1, timeout_s: float = 10.0, **options: Any) 
     groups, must_open = process_groups.message_groups(grid, CPU, num_chunks)
     if must_open:
         process_groups.open_channels(groups, ranks, stage, CPU, num_chunks)
-    links = Links(stage, ranks, groups, Slice(), CPU, timedelta(seconds=timeout_s))
-    return Exchange(links, num_chunks=num_chunks, **options)
+    links = StageLinks(stage, ranks, groups, Slice(), CPU, timedelta(seconds=timeout_s))
+    return P2PCommunicator(links, num_chunks=num_chunks, **options)
 
 
 def run_piece(piece: int, value: Any, weight: torch.Tensor) -> Any:
@@ -73,7 +73,7 @@ def weights(num_pieces: int) -> list[torch.Tensor]:
 
 
 def drive(
-    exchange: Exchange, actions: Sequence[Action], inputs: Sequence[torch.Tensor], is_training: bool = True
+    exchange: P2PCommunicator, actions: Sequence[Action], inputs: Sequence[torch.Tensor], is_training: bool = True
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Do ``actions``; return (the losses on the last stage, the gradients of this stage's weights by chunk)."""
     stage, num_stages, num_chunks = exchange.links.stage, exchange.links.num_stages, exchange.num_chunks
@@ -88,19 +88,19 @@ def drive(
             came, goes = received(action, *place), sent(action, *place)
             key = action.micro_batch, action.chunk
             if isinstance(action, Forward):
-                value, leaves = exchange.take_activations(came) if came else (inputs[action.micro_batch], [])
+                value, leaves = exchange.recv_forward(came) if came else (inputs[action.micro_batch], [])
                 output = run_piece(action.chunk * num_stages + stage, value, own[action.chunk])
                 if goes is None:
                     ends = [loss_of(output)]
                     losses.append(ends[0].item())
                 else:
-                    ends = exchange.send_activations(goes, output)
+                    ends = exchange.send_forward(goes, output)
                 in_flight[key] = leaves, ends
             else:
                 leaves, ends = in_flight.pop(key)
-                torch.autograd.backward(ends, exchange.take_gradients(came) if came else None)
+                torch.autograd.backward(ends, exchange.recv_backward(came) if came else None)
                 if goes is not None:
-                    exchange.send_gradients(goes, [leaf.grad for leaf in leaves])
+                    exchange.send_backward(goes, [leaf.grad for leaf in leaves])
     exchange.finish()
     return losses, [weight.grad for weight in own]
 

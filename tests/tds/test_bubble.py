@@ -14,7 +14,7 @@ from tds import plot
 from tds.engine.monitor import bubble_of
 from tds.pipe import PipelineModule
 from tds.schedule import Costs, schedule_named, simulate
-from tds.timers import BubbleMeter, HostClock
+from tds.timers import BubbleTimer, HostClock
 from tds.trace import read_traces
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
@@ -31,7 +31,7 @@ def test_the_share_counts_waits_and_the_ends_of_stages_that_are_done_early() -> 
 
 
 def test_a_meter_gives_each_step_once() -> None:
-    meter = BubbleMeter(HostClock())
+    meter = BubbleTimer(HostClock())
     meter.note(100, 200, [(120, 130), (150, 155)])
     meter.note(300, 400, [])
     (began, ended, waited), second = meter.drain()
@@ -40,7 +40,7 @@ def test_a_meter_gives_each_step_once() -> None:
 
 
 def test_readers_take_no_steps_from_each_other() -> None:
-    meter = BubbleMeter(HostClock())
+    meter = BubbleTimer(HostClock())
     meter.note(100, 200, [])
     assert [row[1] - row[0] for row in meter.drain("report")] == [100]
     meter.note(300, 500, [])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.mpu.groups import build_grid
-from megatron.mpu.shard import Shard, counts_here, global_norm, set_shard
+from megatron.mpu.shard import Shard, global_norm, is_counted_in_norm, set_shard
 from megatron.mpu.topology import Topology
 from tds.gradients import clip_coefficient, square, square_of_norm
 from tests.harness import run_ranks
@@ -36,7 +36,7 @@ def held(grid):
 def norms(rank, size, dtype):
     grid = build_grid(Topology.of_world(size, tensor=2, pipe=2), rank)
     mine = [(parameter, gradient.to(dtype)) for parameter, gradient in held(grid)]
-    counted = [gradient for parameter, gradient in mine if counts_here(parameter, grid.tensor.rank)]
+    counted = [gradient for parameter, gradient in mine if is_counted_in_norm(parameter, grid.tensor.rank)]
     return global_norm(counted, model=grid.model).item(), global_norm([], model=grid.model).item()
 
 

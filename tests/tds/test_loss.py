@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tds.loss import MAX_BYTES, MAX_LOSSES, LossMeter, Means, Weighted, agree_on_loss, named_losses
+from tds.loss import MAX_BYTES, MAX_LOSSES, LossMeter, MeanLosses, Weighted, all_reduce_loss, named_losses
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, worst
 
@@ -37,11 +37,11 @@ def test_the_loss_called_loss_or_else_the_first_is_trained_on(loss: Any, names: 
     assert (first.total if isinstance(first, Weighted) else first) is ONE
 
 
-def _agreed(*losses: Any, more: Any = None, nominal: float = 1.0) -> Means:
+def _agreed(*losses: Any, more: Any = None, nominal: float = 1.0) -> MeanLosses:
     meter = LossMeter(len(losses), nominal, CPU, more)
     for micro_batch, loss in enumerate(losses):
         meter.add(loss, micro_batch)
-    return agree_on_loss(
+    return all_reduce_loss(
         meter, data_group=None, data_size=1, pipe_group=None, pipe_size=1, last_rank=0, device=CPU
     ).means()
 

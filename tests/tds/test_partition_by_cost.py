@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tds.partition import bounds_in_chunks
+from tds.partition import partition_balanced_chunks
 
 
 def pieces_of(costs: list[float], bounds: list[int]) -> list[float]:
@@ -22,7 +22,7 @@ def pieces_of(costs: list[float], bounds: list[int]) -> list[float]:
 @settings(max_examples=40, deadline=None)
 def test_no_piece_costs_more_than_one_must_and_none_is_empty(costs, grid):
     stages, chunks = grid
-    bounds = bounds_in_chunks(costs, stages, chunks)
+    bounds = partition_balanced_chunks(costs, stages, chunks)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, len(costs), stages * chunks + 1)
     assert all(start < stop for start, stop in zip(bounds, bounds[1:], strict=False))
     cuts = combinations(range(1, len(costs)), stages * chunks - 1)
@@ -33,11 +33,11 @@ def test_no_piece_costs_more_than_one_must_and_none_is_empty(costs, grid):
 def test_stages_are_evened_out_where_no_piece_grows():
     """The most even pieces, 3 + 4 + 5 + 6 from left to right, leave the stages 8 and 10."""
     costs = [3.0, 1, 1, 1, 1, 3, 1, 1, 6]
-    pieces = pieces_of(costs, bounds_in_chunks(costs, 2, 2))
+    pieces = pieces_of(costs, partition_balanced_chunks(costs, 2, 2))
     assert max(pieces) == 6
     assert sorted((pieces[0] + pieces[2], pieces[1] + pieces[3])) == [9, 9]
 
 
 def test_fewer_layers_than_pieces_are_told():
     with pytest.raises(ValueError, match="3 layers can be cut into 1 to 3 parts, got 4"):
-        bounds_in_chunks([1.0, 1, 1], 2, 2)
+        partition_balanced_chunks([1.0, 1, 1], 2, 2)

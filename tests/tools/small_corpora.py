@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron import tokenizer
-from megatron.data import TokenFileWriter
+from megatron.data import IndexedDatasetBuilder
 from megatron.tokenizer import Tokenizer, train
 
 TEXTS = ["the lamp stood in the window\n", "of the house\n", "灯在窗前\n", "x = [1]\n"]
@@ -25,6 +25,6 @@ def write(prefix: Path, texts: list[str], vocabulary: Tokenizer, *, append_eod: 
     end = [vocabulary.eod_id] if append_eod else []
     eod_id = vocabulary.eod_id if append_eod else None
     identity = vocabulary.identity
-    with TokenFileWriter(prefix, vocab_size=vocabulary.vocab_size, tokenizer=identity, eod_id=eod_id) as writer:
+    with IndexedDatasetBuilder(prefix, vocab_size=vocabulary.vocab_size, tokenizer=identity, eod_id=eod_id) as writer:
         for text in texts:
             writer.add(np.array([*vocabulary.encode(text), *end]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 from megatron.data.split import split_by_hash
 from tests.data.token_data import write
 from tools import count_tokens
@@ -42,7 +42,7 @@ def test_a_run_draws_by_weight_and_epochs_count_what_training_reads(folder: Path
 
 
 def test_splits_by_hash_are_those_of_the_training(folder: Path, capsys) -> None:
-    expected = split_by_hash(TokenFile(folder / "a"), "5,3,2", None)
+    expected = split_by_hash(IndexedDataset(folder / "a"), "5,3,2", None)
     splits = counted(folder, capsys, "DIR/a --split 5,3,2 --split-by hash")["corpora"]["a"]["splits"]
     assert [split["documents"] for split in splits.values()] == [len(documents) for documents in expected]
     assert sum(split["tokens"] for split in splits.values()) == 100 and splits["train"]["documents"] != 5
@@ -86,6 +86,6 @@ def test_ctrl_c_ends_with_one_line(folder: Path, capsys, monkeypatch: pytest.Mon
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(count_tokens, "TokenFile", interrupt)
+    monkeypatch.setattr(count_tokens, "IndexedDataset", interrupt)
     assert count_tokens.main([f"{folder}/a"]) == 130
     assert capsys.readouterr().err.count("\n") == 1

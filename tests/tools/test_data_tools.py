@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -42,4 +42,4 @@ def test_sample_data_is_made_once_and_again_when_a_text_changes(tmp_path: Path) 
     assert "up to date" in start("make_sample_data.py", tmp_path, *arguments).stderr
     (tmp_path / "library/d.py").write_text("y = 2\n")
     assert "3 documents" in start("make_sample_data.py", tmp_path, *arguments).stderr
-    assert TokenFile(tmp_path / "out/gpt2_text_document").num_documents == 3
+    assert IndexedDataset(tmp_path / "out/gpt2_text_document").num_documents == 3

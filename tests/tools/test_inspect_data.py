@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.data import DataPaths, ReplicaBatches, build_train_valid_test, gpt2_fields
+from megatron.data import BlendPaths, DataLoader, build_train_valid_test, gpt2_fields
 from megatron.data.inspect import statistics
 from tests.harness import run_ranks
 from tests.tools import small_corpora
@@ -55,12 +55,10 @@ def test_what_is_shown_is_what_the_training_reads(folder: Path) -> None:
     flags = "--seq-length 7 --seed 5 --split 1,0,0 --eod-mask-loss --reset-attention-mask --reset-position-ids"
     text = told(folder, f"DIR/a --samples 3 --first 4 --rows 99 {flags}")
     samples = build_train_valid_test(
-        DataPaths(data_path=str(folder / "a"), split="1,0,0"),
+        BlendPaths(data_path=str(folder / "a"), split="1,0,0"),
         seq_length=7, seed=5, vocab_size=10_000, needed=(True, False, False),
     )[0]  # fmt: skip
-    batches = ReplicaBatches(
-        samples, micro_batch_size=3, num_micro_batches=1, data_rank=0, data_size=1, samples_consumed=4
-    )
+    batches = DataLoader(samples, micro_batch_size=3, num_micro_batches=1, data_rank=0, data_size=1, samples_consumed=4)
     eod = {"eod_id": 0, "eod_mask_loss": True, "reset_attention_mask": True, "reset_position_ids": True}
     fields = gpt2_fields(next(iter(batches))["text"], **eod)
     columns = [fields[name] for name in ("tokens", "labels", "loss_mask", "position_ids", "segment_ids")]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 from megatron.data.inspect import Lengths, facts_of, statistics
 from megatron.data.inspect.view import Words
 from megatron.errors import DataError
@@ -63,7 +63,7 @@ def test_with_a_sidecar_nothing_is_scanned_and_ends_are_counted(tmp_path: Path, 
 def test_megatrons_files_are_looked_through(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(statistics, "_BLOCK", 3)
     write_megatron(tmp_path / "c", [2, 0, 3, 1], [0, 2, 3, 4])  # documents of 2 + 0, 3 and 1 tokens: 0 1, 2 3 4, 5
-    file = TokenFile(tmp_path / "c")
+    file = IndexedDataset(tmp_path / "c")
     assert facts_of(file).eod_share is None
     found = facts_of(file, eod_id=4)
     assert found.eod_share == pytest.approx(1 / 3) and found.max_token_id == 5 and found.sidecar is None
@@ -74,14 +74,14 @@ def test_megatrons_files_are_looked_through(tmp_path: Path, monkeypatch) -> None
 
 def test_empty_documents_are_counted_and_have_no_end(tmp_path: Path) -> None:
     write_megatron(tmp_path / "c", [2, 0, 1], [0, 1, 2, 3])
-    found = facts_of(TokenFile(tmp_path / "c"), eod_id=1)
+    found = facts_of(IndexedDataset(tmp_path / "c"), eod_id=1)
     assert found.lengths.num_empty == 1 and found.ends_looked_at == 2 and found.eod_share == 0.5
 
 
 def test_ends_are_looked_at_over_the_whole_file(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(statistics, "ENDS_LOOKED_AT", 3)
     write_megatron(tmp_path / "c", [1] * 5, [0, 1, 2, 3, 4, 5])  # document i is the token i
-    file = TokenFile(tmp_path / "c")
+    file = IndexedDataset(tmp_path / "c")
     for eod_id, share in ((0, 1 / 3), (2, 1 / 3), (4, 1 / 3), (1, 0.0)):
         assert facts_of(file, eod_id).eod_share == pytest.approx(share)
 
@@ -92,7 +92,7 @@ def test_ids_that_no_vocabulary_has_are_refused_with_both_ends(tmp_path: Path) -
     index.write_bytes(index.read_bytes()[:17] + bytes([3]) + index.read_bytes()[18:])  # int16
     (tmp_path / "c.bin").write_bytes(np.array([1, -2, 3, 4], "<i2").tobytes())
     with pytest.raises(DataError, match="-2 ... 4"):
-        statistics.counts(TokenFile(tmp_path / "c"))
+        statistics.counts(IndexedDataset(tmp_path / "c"))
 
 
 def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None
     small_corpora.write(tmp_path / "own", small_corpora.TEXTS, vocabulary)
     write(tmp_path / "other", [3])
     write_megatron(tmp_path / "unknown", [400], [0, 1])
-    told = {name: dict(statistics.rows(facts_of(TokenFile(tmp_path / name)), vocabulary))["vocabulary"]
+    told = {name: dict(statistics.rows(facts_of(IndexedDataset(tmp_path / name)), vocabulary))["vocabulary"]
             for name in ("own", "other", "unknown")}  # fmt: skip
     assert "the tokenizer given is that one" in told["own"]
     assert "ANOTHER" in told["other"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron import tokenizer
-from megatron.data import TokenFile, preprocess
+from megatron.data import IndexedDataset, preprocess
 from tests.data.token_data import write, write_megatron
 from tests.tools import small_corpora
 from tools import merge_data
@@ -47,7 +47,7 @@ def test_megatrons_files_are_joined_without_a_sidecar(tmp_path: Path, capfd: pyt
     write(tmp_path / "b", [2])
     write(tmp_path / "c", [1])  # an older output with a sidecar
     assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 0
-    file = TokenFile(tmp_path / "c")
+    file = IndexedDataset(tmp_path / "c")
     assert [file.read(number).tolist() for number in range(file.num_documents)] == [[0, 1], [2, 3, 4], [1, 2]]
     assert file.sidecar is None and not (tmp_path / "c.meta.json").exists()
     assert "a has no .meta.json" in capfd.readouterr().err
@@ -57,7 +57,7 @@ def test_an_end_that_some_documents_lack_is_not_claimed(tmp_path: Path, capfd: p
     write(tmp_path / "a", [3], eod_id=7)
     write(tmp_path / "b", [2])
     assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "c") == 0
-    found = TokenFile(tmp_path / "c").sidecar
+    found = IndexedDataset(tmp_path / "c").sidecar
     assert found is not None and not found.has_eod and found.eod_id is None and found.max_token_id == 7
     assert "neither does the whole" in capfd.readouterr().err
 
@@ -96,6 +96,6 @@ def test_an_output_that_is_an_input_by_another_name_or_has_none_is_refused(tmp_p
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(merge_data, "TokenFileWriter", interrupt)
+    monkeypatch.setattr(merge_data, "IndexedDatasetBuilder", interrupt)
     assert merged(tmp_path / "a", tmp_path / "b", out=tmp_path / "d") == 130
     assert capfd.readouterr().err.count("\n") == 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 from megatron.tokenizer import train
 from tests.data.preprocess_job import GOOD, lines
 from tools import preprocess_data
@@ -133,12 +133,12 @@ def test_standard_input_and_bad_lines(folder: Path) -> None:
     given = ["--input", "-", "--tokenizer-path", "t.json", "--output-prefix", "in/c", "--workers", "2"]
     done = start(folder, *given, "--max-bad-lines", "1", input=lines("one", "two").decode() + "x\n")
     assert done.returncode == 0 and "2 documents" in done.stderr and "in/c.bad.jsonl tells them" in done.stderr
-    assert TokenFile(folder / "in/c").num_documents == 2
+    assert IndexedDataset(folder / "in/c").num_documents == 2
     told = json.loads((folder / "in/c.bad.jsonl").read_text())
     assert (told["file"], told["line"], told["byte_offset"]) == ("-", 3, 32)
     failed = start(folder, *given, input="x\n")
     assert failed.returncode == 2 and "-:1 (byte 0): not JSON" in failed.stderr and "Traceback" not in failed.stderr
-    assert TokenFile(folder / "in/c").num_documents == 2 and not (folder / "in/c.parts").exists()
+    assert IndexedDataset(folder / "in/c").num_documents == 2 and not (folder / "in/c.parts").exists()
     refused = start(folder, *given, "--resume")
     assert refused.returncode == 2 and "--resume needs input that can be read again" in refused.stderr
 

@@ -23,10 +23,10 @@ from megatron.config import Config, parse
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import checkpointing, global_vars, initialize, resume
-from megatron.training.parity import stand_in_tokenizer
+from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
 from megatron.training.train_state import (
-    Progress,
+    TrainState,
     make_moments,
     open_for,
     optimizer_records,
@@ -49,7 +49,7 @@ SIZES = {
     pretrain_mpt: f"--num-layers 4 --seq-length 16 {COMMON}",
     pretrain_t5: f"--enc-layers 2 --dec-layers 3 --enc-seq-length 24 --vocab-extra-ids 8 {COMMON}",
 }
-PROGRESS = Progress(step=7, updates=6, samples_consumed=168)
+PROGRESS = TrainState(step=7, updates=6, samples_consumed=168)
 
 Parts = dict[str, tuple[Shard, torch.Tensor]]
 """What a rank holds of each tensor, without padding."""
@@ -98,7 +98,7 @@ class Rank:
         # only now: parse refuses fp16 on a CPU, since its arithmetic is slow there; there is none here
         config = replace(config, precision=replace(config.precision, dtype=layout.dtype))
         streams = make_streams(config, here)
-        global_vars.set_current(config, stand_in_tokenizer(config), streams)
+        global_vars.set_current(config, mock_tokenizer(config), streams)
         module, optimizer = build_weights(config, here, streams, script.model_provider)
         optimizer.cut_weights(module)
         make_moments(optimizer)

@@ -13,7 +13,7 @@ import numpy as np
 
 import pretrain_gpt2
 from megatron.config import Config, parse, resolve_dtype
-from megatron.data import TokenFileWriter
+from megatron.data import IndexedDatasetBuilder
 from megatron.errors import StopRequest
 from megatron.tokenizer import build
 from megatron.training import initialize
@@ -43,7 +43,7 @@ def write_corpus(folder: Path) -> Path:
     tokenizer = build(tokenizer_path=TOKENIZER)
     prefix = folder / "texts"
     texts = sorted((ROOT / "examples" / "corpus").glob("*/*.txt"))
-    with TokenFileWriter(
+    with IndexedDatasetBuilder(
         prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, eod_id=tokenizer.eod_id
     ) as writer:
         for text in texts:

@@ -24,9 +24,9 @@ import pretrain_t5
 from megatron.config import parse
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import random_data, stand_in_tokenizer
+from megatron.training.parity import mock_tokenizer, random_data
 from megatron.training.setup import build_engine, make_streams
-from tds.loss import Agreement
+from tds.loss import LossReduction
 from tests.parity import layouts, t5_runs
 from tests.training.host_reads import place, synchronize_is
 
@@ -44,7 +44,7 @@ def engine_of(family: str, tensor: int = 1, pipe: int = 1, data: int = 1, extra:
     config = parse(argv, world_size=tensor * pipe * data, family=family, defaults=defaults).with_vocab(vocab)
     here = initialize.start(config)
     streams = make_streams(config, here)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     found = RunData({"train": random_data(config)} if here.reads_data else {}, None)
     return engine, found.batches("train", config, here)
@@ -73,9 +73,9 @@ def watched_by_cuda(engine: Any, batches: Any) -> list[int]:
     Raises:
         RuntimeError: of CUDA: the host has waited elsewhere.
     """
-    plain, seen = Agreement.read, []
+    plain, seen = LossReduction.read, []
 
-    def read(agreement: Agreement, *more: torch.Tensor) -> list[float]:
+    def read(agreement: LossReduction, *more: torch.Tensor) -> list[float]:
         seen.append(torch.cuda.get_sync_debug_mode())
         with sync_debug("default"):
             return plain(agreement, *more)
@@ -86,7 +86,7 @@ def watched_by_cuda(engine: Any, batches: Any) -> list[int]:
         raise RuntimeError("the host has waited for all work of the device")
 
     with pytest.MonkeyPatch.context() as patch, sync_debug("error"), synchronize_is(refuse):
-        patch.setattr(Agreement, "read", read)
+        patch.setattr(LossReduction, "read", read)
         take(engine, batches, range(WARM, WARM + STEPS))
     return seen
 

@@ -14,11 +14,11 @@ from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.models.common import parameters
 from megatron.mpu.layers import ColumnParallelLinear
-from megatron.mpu.shard import give_memory, is_unset, without_memory
+from megatron.mpu.shard import init_empty_weights, is_uninitialized, materialize
 from megatron.training import global_vars, initialize, setup
-from megatron.training.parity import stand_in_tokenizer
+from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_engine, build_weights, make_streams
-from megatron.training.train_state import Progress, Taken, open_for, restore, save_state
+from megatron.training.train_state import RestoreOptions, TrainState, open_for, restore, save_state
 from tests.alive import Alive
 from tests.harness import run_ranks
 
@@ -39,7 +39,7 @@ def started(case: str) -> tuple[Any, Any, Any]:
     config = parse([*LINE.split(), *case.split()], world_size=2).with_vocab(VOCAB)
     here = initialize.start(config)
     streams = make_streams(config, here)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     return config, here, streams
 
 
@@ -55,10 +55,10 @@ def build_and_load(rank: int, folder: str) -> list[dict[str, int]]:
         module, optimizer = engine.module, engine.optimizer
         state = {"config": config, "module": module, "optimizer": optimizer, "world": here, "fingerprint": None}
         if not found:
-            save_state(folder, Progress(), **state)
+            save_state(folder, TrainState(), **state)
         checkpoint = open_for(folder, here)
         with Alive("cpu") as alive:
-            restore(checkpoint, **state, taken=Taken(False, False, False, False))
+            restore(checkpoint, **state, taken=RestoreOptions(False, False, False, False))
             counted["loaded"] = alive.peak
         weights = [parameter for _, parameter in named_parameters(module)]
         held = {
@@ -129,13 +129,13 @@ def test_every_weight_is_that_of_the_other_stages(size: int, monkeypatch: pytest
 
 
 def test_an_unset_weight_has_no_memory_until_it_is_filled() -> None:
-    with without_memory():
+    with init_empty_weights():
         layer = ColumnParallelLinear(24, 16)
-    assert is_unset(layer.weight) and layer.weight.untyped_storage().nbytes() == 4
+    assert is_uninitialized(layer.weight) and layer.weight.untyped_storage().nbytes() == 4
     assert layer.weight.shape == (16, 24) and not layer.weight.any() and layer.bias.untyped_storage().nbytes() == 64
-    give_memory(layer.weight)
+    materialize(layer.weight)
     filled = layer.weight.data_ptr()
-    give_memory(layer.weight)
+    materialize(layer.weight)
     assert layer.weight.data_ptr() == filled and layer.weight.untyped_storage().nbytes() == 4 * 16 * 24
     assert ColumnParallelLinear(24, 16).weight.untyped_storage().nbytes() == 4 * 16 * 24, "outside of it all is as ever"
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 
-from megatron.training.train_state import Branch
+from megatron.training.train_state import CheckpointLineage
 
 
 def test_a_run_that_went_on_from_an_older_one_leaves_those_after_it() -> None:
-    first = Branch()
+    first = CheckpointLineage()
     first.go_on_from(3, 3)
     assert first.state() == {} and first.has(1)
     first.go_on_from(2, 5)
-    again = Branch.of(json.loads(json.dumps(first.state())))
+    again = CheckpointLineage.of(json.loads(json.dumps(first.state())))
     again.go_on_from(7, 8)
     assert [number for number in range(1, 11) if again.has(number)] == [1, 2, 6, 7, 9, 10]
 
 
 def test_an_earlier_run_in_the_folder_is_not_on_the_way_of_a_restart_either() -> None:
-    again = Branch.of(Branch(earlier=4).state())
+    again = CheckpointLineage.of(CheckpointLineage(earlier=4).state())
     again.go_on_from(6, 6)
     assert [number for number in range(1, 8) if again.has(number)] == [5, 6, 7]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.config import Config, parse
-from megatron.data import DataPaths, build_train_valid_test
+from megatron.data import BlendPaths, build_train_valid_test
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import Group, single_grid
 from megatron.training import data as data_order
@@ -45,7 +45,7 @@ def config_of(paths: dict[str, str], replicas: int, micro: int, *, mixed: str = 
 
 
 def data_of(config: Config, schedule: str | None = None) -> RunData:
-    paths = DataPaths(data_path=config.data.data_path, split="1", mixture_schedule=schedule)
+    paths = BlendPaths(data_path=config.data.data_path, split="1", mixture_schedule=schedule)
     needed = (True, False, False)
     train, _, _ = build_train_valid_test(paths, seq_length=SEQ, seed=config.run.seed, vocab_size=50_000, needed=needed)
     assert train is not None

@@ -15,12 +15,12 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megatron import files
 from megatron.checkpoint import metadata
-from megatron.checkpoint.folders import ALL, Keep
+from megatron.checkpoint.folders import ALL, RetentionPolicy
 from megatron.config import Config, parse
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.groups import SINGLE, Group, single_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import LossScaler, MixedPrecisionOptimizer, build_optimizer
+from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from megatron.training import deepspeed_checkpoint as format
 from megatron.training import run_folder
 from megatron.training.deepspeed_checkpoint import open_newest, tags_in
@@ -57,7 +57,7 @@ class Engine:
         return tag, found
 
 
-def write(root: Path, step: int, keep: Keep = ALL) -> Path:
+def write(root: Path, step: int, keep: RetentionPolicy = ALL) -> Path:
     return format.save(root, step, STATE, Engine(float(step)), WORLD, keep=keep)
 
 
@@ -96,7 +96,7 @@ def test_a_kill_ahead_of_any_file_operation_leaves_a_whole_checkpoint_for_both_l
         with monkeypatch.context() as patch:
             seen = after(patch, number, Killed())
             try:
-                write(root, 3, Keep(last=1))
+                write(root, 3, RetentionPolicy(last=1))
                 is_done = True
             except Killed:
                 is_done = False
@@ -106,7 +106,7 @@ def test_a_kill_ahead_of_any_file_operation_leaves_a_whole_checkpoint_for_both_l
         assert value_of(root) == float(left[0][-1])
         named = (root / "latest").read_text()  # what DeepSpeed loads
         assert named in left and value_of(root / named) == float(named[-1])
-        again = write(root, 3, Keep(last=1))
+        again = write(root, 3, RetentionPolicy(last=1))
         assert value_of(root) == 3.0 and (root / "latest").read_text() == again.name
         assert not [path for path in root.iterdir() if path.name.startswith(".")]
         if is_done:
@@ -249,7 +249,7 @@ def _stock_reads(rank: int, root: Path) -> tuple[bool, bool, Any, float]:
 
 
 def _optimizer(module: torch.nn.Module, **options: Any) -> MixedPrecisionOptimizer:
-    scaler = LossScaler(scale=64.0, is_dynamic=True)
+    scaler = GradScaler(scale=64.0, is_dynamic=True)
     given = {"dtype": torch.bfloat16, "scaler": scaler, **options}
     return build_optimizer(module.parameters(), lr=0.1, weight_decay=0.0, **given)
 

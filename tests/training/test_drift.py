@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.checkpoint import named_parameters
 from megatron.mpu.topology import Topology
 from megatron.training import train_step, trainer
-from megatron.training.metrics import Straggler, Suspect, slowest
+from megatron.training.metrics import Straggler, StragglerDetector, slowest
 from megatron.training.replica_check import checksum
 from tests.training.guarded import GRID, train
 
@@ -156,7 +156,7 @@ def test_the_slowest_is_named_where_it_is_clearly_slower(
 
 def test_only_who_is_the_slowest_again_and_again_is_named() -> None:
     """Small log intervals are noisy: ranks alternate there, and the ranks of a tensor group do anyway."""
-    suspect, a, b = Suspect(), Straggler((0, 0), "a"), Straggler((1, 0), "b")
+    suspect, a, b = StragglerDetector(), Straggler((0, 0), "a"), Straggler((1, 0), "b")
     assert not any(suspect.judge(one) for one in (a, b, a, b, None, None, None, a, a, None, a, a, b))
     assert [suspect.judge(one) for one in (b, Straggler((1, 0), "c"), b, b, b)] == [None, "c", None, None, "b"]
 
@@ -171,13 +171,13 @@ def test_a_straggler_is_named_once_in_three_log_intervals(
 
     def plant(rank: int) -> None:
         if rank == 1:
-            plain = train_step.Position
+            plain = train_step.DropoutKey
 
             def slow(*facts: int) -> Any:
                 time.sleep(0.1)
                 return plain(*facts)
 
-            train_step.Position = slow  # type: ignore[assignment, misc]
+            train_step.DropoutKey = slow  # type: ignore[assignment, misc]
 
     seen = train(2, corpus, tmp_path / "run", f"{layout} --train-iters 4", plant)
     assert not any(one.error for one in seen)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import TokenFile
+from megatron.data import IndexedDataset
 from megatron.training import failure, trainer
 from tests.training.runs import flags, start_script
 
@@ -205,14 +205,14 @@ def test_a_sample_that_one_rank_cannot_read_is_told_by_it_with_its_place(
     log = tmp_path / "log"
 
     def plant(rank: int) -> None:
-        read = TokenFile.read
+        read = IndexedDataset.read
 
-        def read_or_fail(self: TokenFile, document: int, *place: int) -> object:
+        def read_or_fail(self: IndexedDataset, document: int, *place: int) -> object:
             if rank == 1 and document % 5 == 3:
                 raise OSError(5, "Input/output error")
             return read(self, document, *place)
 
-        TokenFile.read = read_or_fail  # type: ignore[method-assign, assignment]
+        IndexedDataset.read = read_or_fail  # type: ignore[method-assign, assignment]
 
     codes = start_script(2, flags(corpus, tmp_path / "run", f"--num-workers {num_workers}"), log, plant)
     assert codes == [4, 2]

@@ -12,13 +12,13 @@ import pytest
 
 import pretrain_gpt2
 from megatron.config import parse
-from megatron.data.mock_dataset import RandomTokens
+from megatron.data.mock_dataset import MockTokens
 from megatron.optim.lr_scheduler import set_learning_rate
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import stand_in_tokenizer
+from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_engine, make_learning_rate, make_streams
-from megatron.training.train_state import Progress, open_for, restore, save_state
+from megatron.training.train_state import TrainState, open_for, restore, save_state
 from tests.harness import run_ranks
 
 FORMAT_1 = Path(__file__).parent / "format_1"
@@ -35,20 +35,20 @@ def go_on(rank: int, source: Path | None, target: Path | None, layout: str = "",
     config = parse([*SIZES.split(), *layout.split()], world_size=num_ranks).with_vocab(VOCAB)
     here = initialize.start(config)
     streams = make_streams(config, here)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, pretrain_gpt2.model_provider, pretrain_gpt2.forward_step)
     parts = {"config": config, "module": engine.module, "optimizer": engine.optimizer, "world": here}
-    progress = Progress()
+    progress = TrainState()
     if source is not None:
         progress = restore(open_for(source, here), fingerprint=None, **parts)
-    data = RunData({"train": RandomTokens(VOCAB, SEQ, seed=progress.step)} if here.reads_data else {}, None)
+    data = RunData({"train": MockTokens(VOCAB, SEQ, seed=progress.step)} if here.reads_data else {}, None)
     batches, losses = data.batches("train", config, here), []
     for step in range(progress.step, progress.step + STEPS):
         set_learning_rate(engine.optimizer, make_learning_rate(config).at(step))
         losses.append(engine.train_step(batches, step, config.batch.num_micro_batches).loss)
     if target is not None:
         done = progress.step + STEPS
-        save_state(target, Progress(done, done, done * ROWS), fingerprint=None, **parts)
+        save_state(target, TrainState(done, done, done * ROWS), fingerprint=None, **parts)
     return losses
 
 

@@ -16,12 +16,19 @@ from hypothesis import strategies as st
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid
-from megatron.mpu.shard import counts_here, set_partial
+from megatron.mpu.shard import is_counted_in_norm, set_partial
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
-from megatron.optim.grad_scaler import LossScaler
+from megatron.optim.grad_scaler import GradScaler
 from megatron.training.metrics import read_metrics
-from megatron.training.stability_guard import NAME, SMALLEST_SPREAD, Guard, Journal, Recent, read_journal
+from megatron.training.stability_guard import (
+    NAME,
+    SMALLEST_SPREAD,
+    EventLog,
+    RunningStatistics,
+    StabilityGuard,
+    read_journal,
+)
 from megatron.training.train_step import StepSamples
 from tests.harness import run_ranks
 from tests.training.guarded import GRID, spoil, train
@@ -43,7 +50,7 @@ def records(folder: Path) -> list[tuple[Any, ...]]:
 def test_the_limit_is_the_mean_and_so_many_deviations_of_the_last_values(
     values: list[float], sigma: float, size: int
 ) -> None:
-    recent = Recent(size, sigma)
+    recent = RunningStatistics(size, sigma)
     for value in values:
         recent.add(value)
     last = values[-size:]
@@ -55,7 +62,7 @@ def test_the_limit_is_the_mean_and_so_many_deviations_of_the_last_values(
 
 
 def test_a_value_that_is_not_finite_is_bad_from_the_start_and_never_counts() -> None:
-    recent = Recent(4, 3.0)
+    recent = RunningStatistics(4, 3.0)
     for value in (1.0, math.nan, math.inf):
         recent.add(value)
     assert list(recent.values) == [1.0]
@@ -101,7 +108,7 @@ def infinite_gradient(rank: int) -> None:
         taken.append(None)
         self.raw_norm = None  # of what was there before
         if rank == 1 and len(taken) == 2:
-            next(g for p, g in self.gradients() if counts_here(p, 0)).view(-1)[0] = torch.inf
+            next(g for p, g in self.gradients() if is_counted_in_norm(p, 0)).view(-1)[0] = torch.inf
         step(self)
 
     MixedPrecisionOptimizer.step = hit_step  # type: ignore[method-assign]
@@ -160,8 +167,8 @@ def test_a_bad_step_is_left_out_on_all_ranks(
 
 
 def judge_alone(rank: int) -> list[Any]:
-    guard = Guard(parse(GUARDED.split(), world_size=1).stability)
-    guard.losses, guard.norms = Recent(4, 3.0, [1.0] * 4), Recent(4, 3.0, [1.0] * 4)
+    guard = StabilityGuard(parse(GUARDED.split(), world_size=1).stability)
+    guard.losses, guard.norms = RunningStatistics(4, 3.0, [1.0] * 4), RunningStatistics(4, 3.0, [1.0] * 4)
     thrown_away: list[None] = []
     engine: Any = SimpleNamespace(optimizer=SimpleNamespace(zero_grad=lambda: thrown_away.append(None)))
     guard.watch(engine, build_grid(Topology.of_world(2, tensor=1, pipe=1), rank).world, torch.device("cpu"), 0)
@@ -182,10 +189,10 @@ def step_alone(rank: int, is_fp16: bool) -> tuple[bool, bool, list[float], float
     weights = [torch.nn.Parameter(torch.ones(2)), set_partial(torch.nn.Parameter(torch.ones(2)))]
     optimizer = MixedPrecisionOptimizer(
         [{"params": weights}], lambda groups: torch.optim.SGD(groups, lr=1.0), model=grid.model, tensor=grid.tensor,
-        scaler=LossScaler(64.0, is_dynamic=True, hysteresis=1) if is_fp16 else None,
+        scaler=GradScaler(64.0, is_dynamic=True, hysteresis=1) if is_fp16 else None,
     )  # fmt: skip
     engine: Any = SimpleNamespace(optimizer=optimizer)
-    guard = Guard(parse(GUARDED.split(), world_size=1).stability)
+    guard = StabilityGuard(parse(GUARDED.split(), world_size=1).stability)
     guard.watch(engine, grid.world, torch.device("cpu"), 0)
     for weight in weights:
         weight.grad = torch.full((2,), math.nan if rank else 1.0)
@@ -292,7 +299,7 @@ def test_overflows_without_an_end_end_with_advice(corpus: Path, tmp_path: Path) 
 
         def overflowing(self: MixedPrecisionOptimizer, closure: None = None) -> None:
             self.raw_norm = None  # of what was there before
-            next(g for p, g in self.gradients() if counts_here(p, 0)).view(-1)[0] = torch.inf
+            next(g for p, g in self.gradients() if is_counted_in_norm(p, 0)).view(-1)[0] = torch.inf
             step(self)
 
         MixedPrecisionOptimizer.step = overflowing  # type: ignore[method-assign]
@@ -317,12 +324,12 @@ def test_gradients_of_zero_stay_numbers(clip: float) -> None:
 
 
 def test_the_journal_keeps_what_belongs_to_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path)
+    journal = EventLog(tmp_path)
     assert not journal.path.exists()
     for number in (1, 2, 3):
         journal.add({"number": number, "event": "skipped"})
     assert [r["number"] for r in read_journal(journal.path)] == [1, 2, 3]
-    again = Journal(tmp_path, known=1)
+    again = EventLog(tmp_path, known=1)
     assert read_journal(journal.path) == [{"number": 1, "event": "skipped"}]
     monkeypatch.setattr("megatron.files.replace_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     again.add({"number": 2, "event": "skipped"})

@@ -20,9 +20,9 @@ from megatron.training.data import TimedBatches
 from megatron.training.exit_signals import StopRequests
 from megatron.training.initialize import World
 from megatron.training.setup import make_learning_rate
-from megatron.training.train_state import Progress
+from megatron.training.train_state import TrainState
 from megatron.training.train_step import StepResult
-from megatron.training.trainer import Vote, vote
+from megatron.training.trainer import StepDecision, vote
 from megatron.training.training_log import end_rows
 from tests.harness import run_ranks
 from tests.parity.layouts import traces
@@ -128,7 +128,7 @@ def test_a_skipped_step_counts_its_samples_but_holds_the_learning_rate(make: Any
 
 def test_a_run_goes_on_at_the_sample_and_the_rate_where_it_stopped(make: Any) -> None:
     this, calls = make("--train-iters 6 --lr-decay-iters 4")
-    this.progress = Progress(step=4, updates=2, samples_consumed=24)
+    this.progress = TrainState(step=4, updates=2, samples_consumed=24)
     trainer.train(this)
     assert this.engine.read == [("train", 24)] * 2
     assert this.engine.rates == pytest.approx([0.025, 0.0])
@@ -158,7 +158,7 @@ def test_the_first_step_and_the_last_are_told_whatever_the_interval(make: Any) -
     assert [call for call in calls if "/7" in call] == [f"line step {step}/7" for step in (1, 3, 6, 7)]
     assert [call for call in calls if "train record" in call] == [f"train record {step}" for step in (1, 3, 6, 7)]
     other, calls = make("--train-iters 6 --log-interval 3 --eval-iters 0")
-    other.progress = Progress(step=4, updates=4, samples_consumed=24)
+    other.progress = TrainState(step=4, updates=4, samples_consumed=24)
     calls.clear()
     trainer.train(other)
     assert [call for call in calls if "/6" in call] == ["line step 6/6"]
@@ -226,7 +226,7 @@ def test_a_ramp_asks_each_step_for_its_micro_batches_and_counts_its_samples(make
     assert this.engine.micro_batches == [1, 1, 2, 3, 3, 3]
     assert [values["samples"] for values in written] == [2, 4, 8, 14, 20, 26]
     resumed, _ = make("--train-iters 6 --rampup-batch-size 2 2 8")
-    resumed.progress = Progress(step=2, updates=2, samples_consumed=4)
+    resumed.progress = TrainState(step=2, updates=2, samples_consumed=4)
     trainer.train(resumed)
     assert resumed.engine.micro_batches == [2, 3, 3, 3] and resumed.progress.samples_consumed == 26
 
@@ -252,9 +252,9 @@ def test_an_ordinary_step_neither_logs_nor_asks_what_follows_a_bad_one(
 ) -> None:
     this, _ = make("--train-iters 7 --log-interval 3 --eval-iters 0")
     logged: list[int] = []
-    tell_step = trainer.tell_step
+    training_log = trainer.training_log
     monkeypatch.setattr(
-        trainer, "tell_step", lambda run, *rest: logged.append(run.progress.step) or tell_step(run, *rest)
+        trainer, "training_log", lambda run, *rest: logged.append(run.progress.step) or training_log(run, *rest)
     )
     monkeypatch.setattr(trainer, "after_bad_step", lambda *_: pytest.fail("no step was bad"))
     trainer.train(this)
@@ -273,13 +273,13 @@ def test_the_longest_wait_for_data_is_told_as_a_share(make: Any) -> None:
     assert shares == ["12.5 %", "25.0 %"], "each since the one before"
 
 
-def ask(rank: int, asked: list[int], late: list[int]) -> Vote:
+def ask(rank: int, asked: list[int], late: list[int]) -> StepDecision:
     grid = build_grid(Topology.of_world(4, tensor=2, pipe=2), rank)
     stop = StopRequests()
     if rank in asked:
         stop.signal_name = "SIGTERM"
     vote_module.wants_by_time = lambda run: rank in late  # type: ignore[assignment]
-    this: Any = SimpleNamespace(stop=stop, progress=Progress(step=1), world=World("cpu", CPU, grid, rank))
+    this: Any = SimpleNamespace(stop=stop, progress=TrainState(step=1), world=World("cpu", CPU, grid, rank))
     return vote(this, has_drift=rank == 1)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint import open_latest
 from megatron.mpu.groups import SINGLE
-from megatron.mpu.shard import counts_here
+from megatron.mpu.shard import is_counted_in_norm
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import initialize
 from megatron.training.metrics import read_metrics
@@ -46,7 +46,7 @@ def scaled_rank(
         self.raw_norm = None  # of what was there before
         if (rank, len(seen)) == hit:
             here = self.tensor_group.rank
-            next(g for p, g in self.gradients() if counts_here(p, here)).view(-1)[0] = torch.inf
+            next(g for p, g in self.gradients() if is_counted_in_norm(p, here)).view(-1)[0] = torch.inf
         scale = self.loss_scale
         step(self)
         seen.append((scale, self.overflow))

@@ -59,7 +59,7 @@ def refuse(*scalar: object) -> None:
 
 def test_going_back_drops_what_comes_again(tmp_path: Path) -> None:
     writer = write(tmp_path, range(1, 6))
-    writer.go_back(2)
+    writer.truncate_to_step(2)
     assert steps_in(tmp_path) == [1, 2]
     writer.write("save", 2, {"durable_s": 0.1})
     writer.write("train", 3, {"loss": 0.0})

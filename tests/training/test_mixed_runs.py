@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint import open_latest
-from megatron.data import TokenFile, TokenFileWriter
+from megatron.data import IndexedDataset, IndexedDatasetBuilder
 from megatron.mpu.groups import SINGLE
 from megatron.tokenizer import build
 from megatron.training.metrics import read_metrics
@@ -21,11 +21,11 @@ SHORT = "--train-iters 4 --gas 4 --rampup-batch-size 4 4 8 --eval-interval 4 --e
 @pytest.fixture(scope="module")
 def halves(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return two corpora: every other document each."""
-    tokenizer, texts = build(tokenizer_path=TOKENIZER), TokenFile(corpus)
+    tokenizer, texts = build(tokenizer_path=TOKENIZER), IndexedDataset(corpus)
     prefixes = [tmp_path_factory.mktemp("halves") / name for name in ("even", "odd")]
     for number, prefix in enumerate(prefixes):
         facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
-        with TokenFileWriter(prefix, **facts) as writer:
+        with IndexedDatasetBuilder(prefix, **facts) as writer:
             for document in range(number, texts.num_documents, 2):
                 writer.add(np.array(texts.read(document)))
     return prefixes

@@ -25,7 +25,7 @@ from megatron.mpu.mappings import all_reduce
 from megatron.mpu.topology import Topology
 from megatron.training import failure, timeouts
 from megatron.training.initialize import World
-from megatron.training.timeouts import EVALUATING, FIRST_STEP, LOADING, NET_S, OPENING_DATA, SAVING, STEP, Phases
+from megatron.training.timeouts import EVALUATING, FIRST_STEP, LOADING, NET_S, OPENING_DATA, SAVING, STEP, Sections
 from tds.watchdog import watchdog
 from tests.harness import fork_ranks, run_ranks
 from tests.tds.toys import Toy, make_engine
@@ -72,7 +72,7 @@ def _be_stuck(how: str) -> None:
 def _train(rank: int, place: Path, how: str) -> None:
     """Three steps of two micro-batches over tensor and data groups; one rank gets stuck in the second."""
     here = make_world(rank, RANKS, tensor=2)
-    this = Phases(here, _config())
+    this = Sections(here, _config())
     value = torch.ones(2, 3)
 
     def main() -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_is_stuck_in_a_step_without_a_pipeline_is_named_by_all(how: 
 
 def _pipeline(rank: int, place: Path, how: str) -> None:
     here = World("cpu", CPU, build_grid(Topology.of_world(RANKS, 1, 2), rank, timedelta(seconds=60)), rank)
-    this = Phases(here, _config())
+    this = Sections(here, _config())
     toy = Toy("chain")
     engine = make_engine(toy, 2)
     this.follow(SimpleNamespace(engine=engine))
@@ -176,7 +176,7 @@ def test_a_rank_that_is_stuck_in_a_pipeline_is_named_with_micro_batch_and_action
 def _slow(rank: int) -> list[float]:
     """Be slower than a step may be, on one rank alone, in all that may take long; return the waits of the others."""
     here = make_world(rank, 2)
-    this = Phases(here, _config())
+    this = Sections(here, _config())
     waited = []
 
     def slow_on(which: int) -> None:
@@ -211,7 +211,7 @@ def test_a_rank_that_is_slow_where_it_may_be_is_waited_for() -> None:
 def _behind(rank: int, place: Path, how: str) -> None:
     """One rank is stuck in a step while the others are about to save, which may take long."""
     here = make_world(rank, RANKS)
-    this = Phases(here, _config(long_s=120.0))
+    this = Sections(here, _config(long_s=120.0))
 
     def main() -> None:
         with this.over(STEP):
@@ -243,7 +243,7 @@ def _lose_store(rank: int, place: Path) -> None:
         store = dist.TCPStore("localhost", int((place / "port").read_text()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     here = make_world(rank, 2)
-    this = Phases(here, _config())
+    this = Sections(here, _config())
 
     def main() -> None:
         with this.over(STEP):
@@ -276,7 +276,7 @@ def _limits(rank: int) -> list[Any]:
     """Return the limits of groups, of messages and of the watch, phase by phase; one group is no step's."""
     here = World("cpu", CPU, build_grid(Topology.of_world(2, 1, 2), rank, timedelta(seconds=60)), rank)
     apart = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))
-    this = Phases(here, _config())
+    this = Sections(here, _config())
     engine = make_engine(Toy("chain"), 2)
     this.follow(SimpleNamespace(engine=engine))
 
@@ -312,7 +312,7 @@ def test_limits_of_all_waits_follow_the_phase_and_leave_other_groups_alone() -> 
 
 def _alone(rank: int, place: Path) -> None:
     os.environ["MEGATRON_FAILURE_FILE"] = str(place / "failure")
-    this = Phases(World("cpu", CPU, single_grid(), 0), _config())
+    this = Sections(World("cpu", CPU, single_grid(), 0), _config())
 
     def main() -> None:
         with this.over(STEP):
@@ -345,7 +345,7 @@ def test_a_run_of_one_rank_that_a_person_may_be_at_is_not_watched(
         monkeypatch.setenv("MEGATRON_FAILURE_FILE", "nowhere")
         monkeypatch.setattr(timeouts.os, "isatty", lambda file: True)
     number = threading.active_count()
-    for this in (Phases(), Phases(World("cpu", CPU, single_grid(), 0), _config())):
+    for this in (Sections(), Sections(World("cpu", CPU, single_grid(), 0), _config())):
         with this.over(STEP):
             this.step_done()
         this.follow(SimpleNamespace(engine=None))
@@ -355,7 +355,7 @@ def test_a_run_of_one_rank_that_a_person_may_be_at_is_not_watched(
 
 
 def _count(rank: int) -> list[int]:
-    this = Phases(make_world(rank, 2), _config())
+    this = Sections(make_world(rank, 2), _config())
     found = []
     with this.over(STEP):
         for _ in range(3):

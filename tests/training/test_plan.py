@@ -8,7 +8,7 @@ import pytest
 
 from megatron import device
 from megatron.config import Config, parse
-from megatron.data.mock_dataset import StandInTokenizer
+from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.log import human_bytes
 from megatron.models import registry
@@ -221,7 +221,7 @@ def test_the_vocabulary_of_t5_holds_the_appended_sentinels_and_modes() -> None:
     assert (with_sentinels, with_modes) == (text + 30, text + 33)
 
 
-class WithSentinels(StandInTokenizer):
+class WithSentinels(MockTokenizer):
     """A tokenizer of 50 tokens, three of which are sentinels."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.run import SeeingConfig
+from megatron.config.run import LoggingConfig
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
 from megatron.training import profiler as profiling
@@ -99,7 +99,7 @@ def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profile
     profiling.profile = Recording  # type: ignore[assignment, misc]
     told: list[str] = []
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(seeing=SeeingConfig(profile="3-4")),
+        config=SimpleNamespace(seeing=LoggingConfig(profile="3-4")),
         engine=SimpleNamespace(train_step=lambda data, step, number: step),
         progress=SimpleNamespace(step=0),
         world=SimpleNamespace(rank=rank, kind="cpu", grid=build_grid(Topology.of_world(ranks, tensor=1, pipe=1), rank)),

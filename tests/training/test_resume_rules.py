@@ -24,7 +24,7 @@ from megatron.training import compatibility, run_folder
 from megatron.training.compatibility import RULES, check_tokenizer, layout_text, machine, settings_changed
 from megatron.training.initialize import World
 from megatron.training.run_folder import Place, _chosen
-from megatron.training.train_state import CHECKPOINTS, EVERYTHING, Taken
+from megatron.training.train_state import CHECKPOINTS, EVERYTHING, RestoreOptions
 from tests.harness import run_ranks
 
 
@@ -91,13 +91,13 @@ def test_another_tokenizer_is_refused_unless_asked_for() -> None:
         ({}, EVERYTHING),
         ({"no_load_optim": True}, replace(EVERYTHING, optimizer=False)),
         ({"no_load_rng": True}, replace(EVERYTHING, generators=False)),
-        ({"load_weights_only": True}, Taken(counters=True, data=True, optimizer=False, generators=False)),
-        ({"finetune": True}, Taken(counters=False, data=False, optimizer=False, generators=False)),
-        ({"eval_only": True}, Taken(counters=True, data=False, optimizer=False, generators=False)),
+        ({"load_weights_only": True}, RestoreOptions(counters=True, data=True, optimizer=False, generators=False)),
+        ({"finetune": True}, RestoreOptions(counters=False, data=False, optimizer=False, generators=False)),
+        ({"eval_only": True}, RestoreOptions(counters=True, data=False, optimizer=False, generators=False)),
     ],
 )
-def test_what_each_flag_takes_up(flags: dict[str, bool], taken: Taken) -> None:
-    assert Taken.of(CheckpointConfig(**flags)) == taken
+def test_what_each_flag_takes_up(flags: dict[str, bool], taken: RestoreOptions) -> None:
+    assert RestoreOptions.of(CheckpointConfig(**flags)) == taken
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import Durable, Staged
+from megatron.checkpoint import Committed, Staged
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import single_grid
@@ -18,8 +18,8 @@ from megatron.optim import build_optimizer
 from megatron.training import checkpointing
 from megatron.training.checkpointing import await_saves, finish_saves, save, save_when_due, wants_by_time
 from megatron.training.initialize import World
-from megatron.training.timeouts import SAVING, Phases
-from megatron.training.train_state import Progress, Saves, kept_by, save_state
+from megatron.training.timeouts import SAVING, Sections
+from megatron.training.train_state import Saves, TrainState, kept_by, save_state
 
 
 class Stand:
@@ -28,7 +28,7 @@ class Stand:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
         self.config = SimpleNamespace(checkpoint=CheckpointConfig(**flags))
         self.world = World("cpu", torch.device("cpu"), single_grid(), 0)
-        self.progress, self.saves, self.phases = Progress(), Saves(), Phases()
+        self.progress, self.saves, self.phases = TrainState(), Saves(), Sections()
         self.saved: Path | None = None
         self.saved_step = -1
         self.folder = folder
@@ -75,9 +75,9 @@ class Disk:
     """A background in which a save ends when the test says so."""
 
     def __init__(self) -> None:
-        self.outcomes: deque[Durable | CheckpointError] = deque()
+        self.outcomes: deque[Committed | CheckpointError] = deque()
 
-    def poll(self) -> Durable | None:
+    def poll(self) -> Committed | None:
         if not self.outcomes:
             return None
         if isinstance(self.outcomes[0], CheckpointError):
@@ -191,7 +191,7 @@ def test_staged_and_durable_are_told_apart(tmp_path: Path, monkeypatch) -> None:
     assert "staged" in run.lines[0] and set(run.records[0][1]) == {
         *("staged_s", "staged_bytes", "save_stall_s", "save_stall_share"),
     }
-    disk.outcomes.append(Durable(2, tmp_path / "two", 3.5, 1000))
+    disk.outcomes.append(Committed(2, tmp_path / "two", 3.5, 1000))
     run.step()
     assert run.saved == tmp_path / "two" and run.told == [2]
     assert run.lines[1] == f"step 2 | durable 3.50 s after it was staged: saved {tmp_path / 'two'}"
@@ -260,6 +260,6 @@ def test_no_save_in_the_midst_of_a_step(tmp_path: Path) -> None:
     given: dict[str, Any] = {"config": Config(), "module": module, "optimizer": optimizer, "world": world}
     module(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="between steps only"):
-        save_state(tmp_path, Progress(), **given, fingerprint=None)
+        save_state(tmp_path, TrainState(), **given, fingerprint=None)
     optimizer.step()
-    assert save_state(tmp_path, Progress(), **given, fingerprint=None).name == "step-00000000"
+    assert save_state(tmp_path, TrainState(), **given, fingerprint=None).name == "step-00000000"

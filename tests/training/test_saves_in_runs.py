@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_told_once_and_what_one_rank_alone_finds_by_that
 
 
 def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, tmp_path: Path) -> None:
-    """``load_back``: steps that come again are those of an undisturbed run."""
+    """``roll_back``: steps that come again are those of an undisturbed run."""
     folder = tmp_path / "run"
     shutil.copytree(whole / CHECKPOINTS, folder / CHECKPOINTS)  # of an earlier run in this folder
 
@@ -200,12 +200,12 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
                 with pytest.raises(
                     CheckpointError, match="no checkpoint of this run up to step 99.*no checkpoint found"
                 ):
-                    checkpointing.load_back(run, 99)
+                    checkpointing.roll_back(run, 99)
             if run.progress.step != 7 or seen.back:
                 return step(run)
             seen.back = True
             assert run.progress.samples_consumed == 28
-            path = checkpointing.load_back(run, 5)
+            path = checkpointing.roll_back(run, 5)
             assert (path.name, run.progress.step, run.progress.samples_consumed) == ("step-00000003", 3, 12)
             return True
 
@@ -227,7 +227,7 @@ def test_a_run_does_not_go_back_to_a_branch_that_it_has_left(corpus: Path, whole
         save = trainer.save
 
         def go_back_and_save(run: Any) -> None:
-            assert run.progress.step == 9 and checkpointing.load_back(run, 9).name == "step-00000004"
+            assert run.progress.step == 9 and checkpointing.roll_back(run, 9).name == "step-00000004"
             save(run)
 
         trainer.save = go_back_and_save

@@ -20,7 +20,7 @@ import torch
 import pretrain_gpt2
 from megatron.checkpoint import open_latest
 from megatron.config import resolve_dtype
-from megatron.data.gpt_dataset import GPT2Samples
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.models.common.transformer import MLP
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
@@ -89,17 +89,17 @@ def beside(layout: str) -> dict[str, str]:
 
 def draw_in_model_and_data() -> None:
     """Let each MLP scale what it gives, and each sample be preceded, by a number of torch's own generator."""
-    forward, item = MLP.forward, GPT2Samples.__getitem__
+    forward, item = MLP.forward, GPTDataset.__getitem__
 
     def drawing(self: MLP, x: torch.Tensor) -> torch.Tensor:
         return forward(self, x) * (1.0 + 0.1 * torch.rand(()))
 
-    def preceded(self: GPT2Samples, index: int) -> Any:
+    def preceded(self: GPTDataset, index: int) -> Any:
         torch.rand(1)
         return item(self, index)
 
     MLP.forward = drawing  # type: ignore[method-assign]
-    GPT2Samples.__getitem__ = preceded  # type: ignore[method-assign]
+    GPTDataset.__getitem__ = preceded  # type: ignore[method-assign]
 
 
 def digest(values: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.entrypoint import STARTERS, adopt, pretrain
+from megatron.training.entrypoint import STARTERS, pretrain, set_rank_environment
 from tests.harness import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,35 +26,35 @@ def said(starter: int, *numbers: str) -> dict[str, str]:
 @pytest.mark.parametrize("starter", range(len(STARTERS)), ids=[each.name for each in STARTERS])
 def test_the_ranks_of_every_program_meet_on_their_host_or_where_the_user_says(starter: int) -> None:
     env = said(starter, "1", "2", "1", "2")
-    assert adopt(env) == [] and env == said(starter, "1", "2", "1", "2") | TORCH | HOME
+    assert set_rank_environment(env) == [] and env == said(starter, "1", "2", "1", "2") | TORCH | HOME
     spread = said(starter, "3", "4", "1", "2") | {"MASTER_ADDR": "node0", "MASTER_PORT": "7"}
-    assert adopt(spread) == []
+    assert set_rank_environment(spread) == []
     assert {name: spread[name] for name in TORCH} == dict(zip(TORCH, "3412", strict=True))
     assert (spread["MASTER_ADDR"], spread["MASTER_PORT"]) == ("node0", "7")
     lost = said(starter, "3", "4", "1", "2")
     told = f"got no MASTER_ADDR, WORLD_SIZE=4 and 2 ranks on this host. Say it: {STARTERS[starter].hand_over}"
-    assert [told in problem for problem in adopt(lost)] == [True]
+    assert [told in problem for problem in set_rank_environment(lost)] == [True]
 
 
 def test_slurms_tasks_of_each_node_are_counted_and_what_is_no_step_is_alone() -> None:
     env = said(2, "5", "8", "1", "4(x2)") | {"MASTER_ADDR": "n0"}
-    assert adopt(env) == [] and (env.get("LOCAL_WORLD_SIZE"), env.get("RANK")) == ("4", "5")
+    assert set_rank_environment(env) == [] and (env.get("LOCAL_WORLD_SIZE"), env.get("RANK")) == ("4", "5")
     batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
-    assert adopt(batch) == [] and "RANK" not in batch
+    assert set_rank_environment(batch) == [] and "RANK" not in batch
 
 
 @pytest.mark.parametrize("alone", [{}, {"WORLD_SIZE": "1"}, said(0, "0", "1"), said(3, "0", "1")], ids=range(4))
 def test_a_process_alone_stays_alone(alone: dict[str, str]) -> None:
     env = dict(alone)
-    assert adopt(env) == [] and env == alone
+    assert set_rank_environment(env) == [] and env == alone
 
 
 def test_what_torchrun_says_counts_ahead_of_what_started_torchrun() -> None:
     env = TORCH | {"MASTER_ADDR": "n0", "MASTER_PORT": "7"} | said(0, "0", "4", "0", "1") | said(2, "0", "2", "0", "1")
     before = dict(env)
-    assert adopt(env) == [] and env == before
+    assert set_rank_environment(env) == [] and env == before
     of_kubernetes = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "gpt2-0", "MASTER_PORT": "23456"}
-    assert adopt(dict(of_kubernetes)) == []
+    assert set_rank_environment(dict(of_kubernetes)) == []
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_what_torchrun_says_counts_ahead_of_what_started_torchrun() -> None:
     ids=range(15),
 )
 def test_what_is_said_by_half_is_told_with_what_to_do(env: dict[str, str], told: str) -> None:
-    assert any(told in problem for problem in adopt(dict(env))), adopt(dict(env))
+    assert any(told in problem for problem in set_rank_environment(dict(env))), set_rank_environment(dict(env))
 
 
 def test_a_process_alone_may_take_any_port() -> None:
-    assert adopt({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}) == []
+    assert set_rank_environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}) == []
 
 
 def _of_several(rank: str, size: str, **more: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.training import exit_signals as stopping
 from megatron.training import failure, trainer
 from megatron.training.exit_signals import LOSING, StopRequests, how_to_go_on
-from megatron.training.train_state import EVERYTHING, Taken
+from megatron.training.train_state import EVERYTHING, RestoreOptions
 from tests.harness import fork_ranks
 from tests.training.runs import flags, start_script
 
@@ -55,7 +55,9 @@ def test_defaults_of_a_run_script_count_and_odd_names_are_quoted():
 
 def test_the_flags_that_are_advised_against_are_all_that_leave_something_out():
     off = {field.name: False for field in fields(CheckpointConfig) if field.type in (bool, "bool")}
-    losing = {name for name in off if Taken.of(replace(CheckpointConfig(), **(off | {name: True}))) != EVERYTHING}
+    losing = {
+        name for name in off if RestoreOptions.of(replace(CheckpointConfig(), **(off | {name: True}))) != EVERYTHING
+    }
     assert losing - {"eval_only"} == {flag[2:].replace("-", "_") for flag in LOSING}  # --eval-only makes no checkpoint
 
 

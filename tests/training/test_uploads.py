@@ -10,7 +10,7 @@ import torch
 
 from megatron import device
 from megatron.config import parse
-from megatron.data.mock_dataset import RandomTokens
+from megatron.data.mock_dataset import MockTokens
 from megatron.errors import SampleError
 from megatron.mpu.groups import single_grid
 from megatron.training import failure
@@ -88,7 +88,7 @@ def test_who_hangs_in_it_is_found_and_then_the_position_is_as_before() -> None:
 @pytest.mark.parametrize(("kind", "expected"), [("cpu", TimedBatches), ("other", UploadedBatches)])
 def test_only_a_device_beside_the_cpu_has_its_data_copied(kind: str, expected: type) -> None:
     config = parse(flags(1, 1, micro=2, gas=2), world_size=1).with_vocab(VOCAB)
-    data = RunData({"train": RandomTokens(VOCAB, 4)}, None)
+    data = RunData({"train": MockTokens(VOCAB, 4)}, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "can_pin", lambda kind: False)
         assert type(data.batches("train", config, World(kind, CPU, single_grid(), 0))) is expected

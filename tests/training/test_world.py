@@ -59,7 +59,7 @@ def test_hosts_agree_over_the_host_where_a_device_would_have_to_be_waited_for() 
         groups = {id(grid.world): "world", id(grid.host): "host"}
         found = []
         for kind in ("cpu", "meta"):
-            group, place = initialize.World(kind, torch.device(kind), grid, rank).council
+            group, place = initialize.World(kind, torch.device(kind), grid, rank).decision_group
             found.append(f"{groups[id(group)]} {place}")
         return found
 
@@ -136,7 +136,7 @@ def test_over_gloo_ranks_share_the_devices_of_their_host_and_send_through_it(
     monkeypatch.setattr(initialize.log, "info", said.append)
     monkeypatch.setattr(initialize, "_init_process_group", lambda *given: asked.append(given[0]))
     monkeypatch.setattr(initialize, "initialize_model_parallel", lambda *_: build_grid(Topology(1, 1, 1), 0))
-    monkeypatch.setattr(initialize, "compare_ranks", lambda *_: None)
+    monkeypatch.setattr(initialize, "check_ranks_identical", lambda *_: None)
     config = Config(parallel=ParallelConfig(device="cuda", distributed_backend=backend))
     here = initialize.start(config)
     assert (asked[0], bound[0], os.environ["LOCAL_RANK"], said) == found

@@ -14,7 +14,7 @@ from megatron.models import registry
 from megatron.models.common import memory as cost
 from megatron.training import global_vars, initialize
 from megatron.training.dry_run import zero_of
-from megatron.training.parity import stand_in_tokenizer
+from megatron.training.parity import mock_tokenizer
 from megatron.training.setup import build_weights, make_streams
 from tests.harness import run_ranks
 
@@ -50,7 +50,7 @@ def count_one(case: str) -> tuple[dict[str, int], dict[str, int]]:
     config = parse([*LINE.split(), *case.split()], world_size=2).with_vocab(VOCAB)
     here = initialize.start(config)
     streams = make_streams(config, here)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     module, optimizer = build_weights(config, here, streams, pretrain_gpt2.model_provider)
     optimizer.cut_weights(module)
     most = watch_gathered(optimizer)

@@ -61,7 +61,7 @@ from megatron.planner.calibrate import calibrate
 from megatron.planner.estimate import Planner
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Machine as Planned
-from megatron.planner.microbenchmarks import Pace
+from megatron.planner.microbenchmarks import TimingBudget
 
 PLANNER = "planner"
 PLANNED_AFTER = 5
@@ -243,7 +243,10 @@ def _contender_line(name: str, row: Mapping[str, Any]) -> str:
 
 def plan(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     """Calibrate one device, and compare what the planner then says with what was measured before."""
-    toy = {"pace": Pace(window_s=0.01, windows=1, turns=1, largest_side=256, numbers=2**14, widest=64), "round_s": 0.01}
+    toy = {
+        "pace": TimingBudget(window_s=0.01, windows=1, turns=1, largest_side=256, numbers=2**14, widest=64),
+        "round_s": 0.01,
+    }
     begin = time.monotonic()
     found = calibrate(1, machine.kind, tell=lambda text: None, **(toy if machine.is_dry else {}))
     seconds = time.monotonic() - begin

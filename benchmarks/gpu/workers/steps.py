@@ -25,7 +25,7 @@ import torch
 from megatron.arguments import parse
 from megatron.training import global_vars, initialize
 from megatron.training.data import RunData
-from megatron.training.parity import random_data, stand_in_tokenizer
+from megatron.training.parity import mock_tokenizer, random_data
 from megatron.training.setup import build_engine, make_streams
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +50,7 @@ def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
     config = parse(argv, world_size=1, family=family, defaults=getattr(script, "DEFAULTS", None)).with_vocab(VOCAB)
     here = initialize.start(config)
     streams = make_streams(config, here)
-    global_vars.set_current(config, stand_in_tokenizer(config), streams)
+    global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
     return engine, RunData({"train": random_data(config)}, None).batches("train", config, here)
 

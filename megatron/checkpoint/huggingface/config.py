@@ -18,7 +18,7 @@ from megatron.checkpoint.huggingface.folder import write_json
 from megatron.config import Config
 from megatron.config.option import Option, is_derived
 from megatron.errors import CheckpointError, ConfigError, DataError
-from megatron.models.common.huggingface import Form
+from megatron.models.common.huggingface import HFFormat
 from megatron.models.registry import FAMILIES, has_part, load
 from megatron.models.t5.data import T5Tokens
 from megatron.tokenizer import Tokenizer, build
@@ -223,7 +223,7 @@ def _tokenizer_in(source: Path) -> Tokenizer:
 # The Hugging Face forms of the families.
 
 
-def form_of(family: str) -> Form:
+def form_of(family: str) -> HFFormat:
     """Return the form of ``family`` there.
 
     Raises:
@@ -234,7 +234,7 @@ def form_of(family: str) -> Form:
         title = FAMILIES[family].title if family in FAMILIES else family
         have = ", ".join(FAMILIES[name].title for name in known)
         raise CheckpointError(f"{title} has no Hugging Face form here; {have} have one")
-    form: Form = load(family, "huggingface").FORM
+    form: HFFormat = load(family, "huggingface").FORM
     return form
 
 

@@ -96,7 +96,7 @@ def _vocabulary(config: settings.Config, tokenizer_path: Path | None) -> tuple[t
 #
 # Both compute in fp64 without dropout. GPT-2 and BERT then agree to 1e-13 or so of the largest logit; where their model
 # computes a part in fp32 (T5's and LLaMA's norms, LLaMA's angles, MPT's softmax), 1e-7 is what there can be.
-# ``allowed`` of each family's ``Form`` says what is let pass.
+# ``allowed`` of each family's ``HFFormat`` says what is let pass.
 
 _ROWS, _LENGTH = 2, 24
 

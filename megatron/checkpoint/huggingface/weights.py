@@ -20,8 +20,8 @@ from megatron.checkpoint.metadata import TensorRecord, part_shape
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models import registry
-from megatron.models.common.huggingface import NOTHING, Recipe, Tensors, read_into
-from megatron.models.common.model_args import Place
+from megatron.models.common.huggingface import NOTHING, Tensors, WeightMapping, read_into
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.parameters import named_parameters
 from megatron.mpu.shard import Shard
 
@@ -46,7 +46,7 @@ def build_model(config: Config) -> torch.nn.Module:
     """Return the model of ``config`` without dropout, in one piece; its weights are not initialised."""
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
     try:
-        return registry.build_model(replace(config, model=model), Place())  # type: ignore[no-any-return]
+        return registry.build_model(replace(config, model=model), ParallelContext())  # type: ignore[no-any-return]
     except ValueError as error:
         raise CheckpointError(f"no model has these sizes: {error}") from error
 
@@ -187,7 +187,7 @@ class Pretrained:
     path: Path
     config: Config
     shapes: Mapping[str, tuple[int, ...]]
-    recipes: Mapping[str, Recipe]
+    recipes: Mapping[str, WeightMapping]
     slices: Mapping[str, hf_folder.Slice]
 
     def check_fits(self, config: Config) -> None:

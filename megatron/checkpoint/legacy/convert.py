@@ -66,7 +66,7 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
     return output / CHECKPOINTS / saved.name, config, notes
 
 
-def _config(found: legacy.Found, wishes: Wishes) -> Config:
+def _config(found: legacy.LegacyWeights, wishes: Wishes) -> Config:
     """Return the configuration of the model whose weights were found: sizes are read off the tensors."""
     strange = [told for key, told in _UNKNOWN_HERE.items() if found.settings.get(key)]
     norm = found.settings.get("normalization") or "LayerNorm"
@@ -122,12 +122,12 @@ def _activation(settings: Mapping[str, Any]) -> str:
     return "gelu" if is_exact else "gelu-tanh"
 
 
-def _height(found: legacy.Found, side: str) -> int:
+def _height(found: legacy.LegacyWeights, side: str) -> int:
     prefix = f"{side}layers."
     return 1 + max(int(name.removeprefix(prefix).split(".")[0]) for name in found.weights if name.startswith(prefix))
 
 
-def _cut_vocabulary(found: legacy.Found, vocab_size: int) -> None:
+def _cut_vocabulary(found: legacy.LegacyWeights, vocab_size: int) -> None:
     """Drop rows of padding behind the vocabulary.
 
     Raises:

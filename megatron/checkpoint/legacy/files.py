@@ -144,7 +144,7 @@ def _require_all(numbers: list[int], folder: Path, what: str) -> None:
 # anything of it runs.
 
 
-class Shell:
+class UnpickledStub:
     """Stands in for an object whose class is not here and whose content nobody reads."""
 
     def __setstate__(self, state: object) -> None:
@@ -169,7 +169,7 @@ ALLOWED: list[Any] = [
     type(np.dtype(np.int64)),
     type(np.dtype(np.float64)),
     *((_reconstruct, name) for name in _ARRAYS),
-    *((Shell, f"{module}.{name}") for module in _SCALER_MODULES for name in _SCALERS),
+    *((UnpickledStub, f"{module}.{name}") for module in _SCALER_MODULES for name in _SCALERS),
 ]
 """Classes that a file may name beside tensors: settings, the state of NumPy's generator, loss scalers."""
 

@@ -186,7 +186,7 @@ _BIAS_OF_HEAD = "lm_head.bias"
 
 
 @dataclass
-class Found:
+class LegacyWeights:
     """What the files hold.
 
     Attributes:
@@ -202,7 +202,7 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
 
-def read(files: Files, *, num_heads: int | None, order: str | None) -> Found:
+def read(files: Files, *, num_heads: int | None, order: str | None) -> LegacyWeights:
     """Return the weights in ``files``.
 
     Args:
@@ -212,7 +212,7 @@ def read(files: Files, *, num_heads: int | None, order: str | None) -> Found:
         CheckpointError: neither says it; a file cannot be read; tensors are unknown, or missing on some rank.
     """
     settings, said = _facts(files)
-    found = Found({}, settings, order or said)
+    found = LegacyWeights({}, settings, order or said)
     heads = num_heads or settings.get("num_attention_heads")
     if not heads:
         raise CheckpointError("the files do not say how many heads there are; give --num-attention-heads")
@@ -291,7 +291,7 @@ def _renamed(ranks: list[Tensors], prefix: str) -> list[Tensors]:
     return [{prefix + name: tensor for name, tensor in held.items()} for held in ranks]
 
 
-def _add(found: Found, ranks: list[Tensors], num_heads: int) -> None:
+def _add(found: LegacyWeights, ranks: list[Tensors], num_heads: int) -> None:
     """Put the tensors of one stage into ``found``, whose layers come before this stage's."""
     first_layers = {side: layers_of(side, found.weights) for side in ("encoder", "decoder")}
     unknown = []
@@ -310,7 +310,7 @@ def _add(found: Found, ranks: list[Tensors], num_heads: int) -> None:
         raise CheckpointError(f"these tensors are of no GPT-2 or T5 of ours: {', '.join(unknown)}")
 
 
-def _whole(found: Found, name: str, theirs: str, ranks: list[Tensors], num_heads: int) -> torch.Tensor:
+def _whole(found: LegacyWeights, name: str, theirs: str, ranks: list[Tensors], num_heads: int) -> torch.Tensor:
     lacking = [str(rank) for rank, held in enumerate(ranks) if theirs not in held]
     if lacking:
         raise CheckpointError(f"{theirs} is on tensor rank 0 and not on {', '.join(lacking)}")

@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron import files
-from megatron.data.index_format import Sidecar
-from megatron.data.indexed_dataset import TokenFile
+from megatron.data.index_format import DatasetMetadata
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect.view import Words
 from megatron.errors import DataError
 
 if TYPE_CHECKING:
-    from megatron.data.indexed_dataset import TokenFile
+    from megatron.data.indexed_dataset import IndexedDataset
     from megatron.tokenizer import Tokenizer
 
 # How long the documents of a corpus are: each length that occurs with its number of documents.
@@ -134,12 +134,12 @@ def _legend(name: str, lengths: Lengths) -> str:
 _MOST_IDS = 1 << 24
 
 
-def largest(token_file: TokenFile) -> int:
+def largest(token_file: IndexedDataset) -> int:
     """Return the largest token id of the file, -1 where it holds none."""
     return max((int(block.max()) for block in _blocks(token_file)), default=-1)
 
 
-def counts(token_file: TokenFile) -> np.ndarray:
+def counts(token_file: IndexedDataset) -> np.ndarray:
     """Return how often each id occurs, int64[largest id + 1].
 
     Raises:
@@ -159,7 +159,7 @@ def counts(token_file: TokenFile) -> np.ndarray:
     return totals
 
 
-def _blocks(token_file: TokenFile) -> Iterator[np.ndarray]:
+def _blocks(token_file: IndexedDataset) -> Iterator[np.ndarray]:
     with open(token_file.token_path, "rb") as file:
         while len(block := np.fromfile(file, token_file.dtype, _BLOCK)):
             yield block
@@ -192,10 +192,10 @@ class Facts:
     eod_share: float | None
     ends_looked_at: int
     max_token_id: int
-    sidecar: Sidecar | None
+    sidecar: DatasetMetadata | None
 
 
-def facts_of(token_file: TokenFile, eod_id: int | None = None) -> Facts:
+def facts_of(token_file: IndexedDataset, eod_id: int | None = None) -> Facts:
     """Return the facts of a pair; without a sidecar all of its tokens are read once, for the largest id.
 
     Args:
@@ -221,7 +221,7 @@ def facts_of(token_file: TokenFile, eod_id: int | None = None) -> Facts:
     )
 
 
-def _share_of_ends(token_file: TokenFile, eod_id: int) -> tuple[float | None, int]:
+def _share_of_ends(token_file: IndexedDataset, eod_id: int) -> tuple[float | None, int]:
     """Return (share, documents looked at), evenly spread over the file; empty ones are passed over."""
     count = min(token_file.num_documents, ENDS_LOOKED_AT)
     chosen = np.linspace(0, token_file.num_documents - 1, count).astype(np.int64)
@@ -290,7 +290,7 @@ def _vocabulary(facts: Facts, tokenizer: Tokenizer | None) -> str:
     return f"{told}; {same}"
 
 
-def commonest(token_file: TokenFile, count: int, tokenizer: Tokenizer | None) -> Table:
+def commonest(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:
     """Return the ``count`` ids that occur most often with their share of all tokens; reads all of them."""
     totals = counts(token_file)
     words = None if tokenizer is None else Words(tokenizer)

@@ -11,14 +11,14 @@ from pathlib import Path
 from megatron import files, log
 from megatron import tokenizer as tokenizers
 from megatron.data.file_io import read_sizes
-from megatron.data.indexed_dataset_builder import TokenFileWriter, check_prefix
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, check_prefix
 from megatron.data.preprocess import plan, shards
 from megatron.data.preprocess.corpus import find_inputs, read_unit
 from megatron.data.preprocess.encode import Encoder, parse
 from megatron.data.preprocess.job_types import STDIN, BadRecord, Counts, Job, Summary, Unit, total
-from megatron.data.preprocess.plan import Plan
-from megatron.data.preprocess.progress import Limits, Tally, TooManyBad, progress
-from megatron.data.preprocess.shards import LOCK, Part, Parts, folder_of
+from megatron.data.preprocess.plan import JobPlan
+from megatron.data.preprocess.progress import ErrorLimits, JobProgress, TooManyBad, progress
+from megatron.data.preprocess.shards import LOCK, Part, ShardFolder, folder_of
 from megatron.data.preprocess.workers import UnitError, Work, Workers
 from megatron.errors import DataError, StopRequest
 from megatron.file_lock import FileLock
@@ -118,7 +118,9 @@ def _remove_if_empty(folder: Path) -> None:
 # The parts laid end to end, in the order of their units: the same bytes whoever made them.
 
 
-def merge(writer: TokenFileWriter, parts: Parts, finished: Sequence[Part], on_bytes: Callable[[int], None]) -> None:
+def merge(
+    writer: IndexedDatasetBuilder, parts: ShardFolder, finished: Sequence[Part], on_bytes: Callable[[int], None]
+) -> None:
     """Write all of ``finished`` to ``writer``; ``on_bytes`` is told the bytes of tokens written so far."""
     done = 0
     with writer:
@@ -163,7 +165,7 @@ def run(job: Job) -> Summary:
         except OSError as error:
             raise DataError(f"--output-prefix {job.output_prefix} cannot be written: {error}") from error
         if found.committed is None:
-            tally = Tally(units)
+            tally = JobProgress(units)
             with _explained(parts, tally):
                 _encode(job, tokenizer, parts, tally)
                 found = _finish(job, tokenizer, parts, tally, found)
@@ -173,7 +175,7 @@ def run(job: Job) -> Summary:
         return Summary(**(found.committed or {}))
 
 
-def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
+def _encode(job: Job, tokenizer: Tokenizer, parts: ShardFolder, tally: JobProgress) -> None:
     """Have each unit encoded that is not finished."""
     units = tally.units
     left = [unit for unit in units if not parts.path(unit.number, "json").exists()]
@@ -181,7 +183,7 @@ def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
     if job.use_gigatoken:
         tokenizer = with_gigatoken(tokenizer, units, job.json_keys)
     encoder = Encoder(tokenizer, tuple(job.json_keys), job.append_eod, job.max_document_chars)
-    limits = Limits(job.max_bad_lines, job.max_bad_fraction)
+    limits = ErrorLimits(job.max_bad_lines, job.max_bad_fraction)
     already = tally.total_bytes - sum(unit.size for unit in left)
     try:
         with (
@@ -205,7 +207,7 @@ def _encode(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally) -> None:
         ) from None
 
 
-def _finish(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally, begun: Plan) -> Plan:
+def _finish(job: Job, tokenizer: Tokenizer, parts: ShardFolder, tally: JobProgress, begun: JobPlan) -> JobPlan:
     """Put the output in place; return the plan with what it came to."""
     if changed := plan.changes(begun, tally.units):
         parts.remove()  # they are those of an input that is no more
@@ -216,7 +218,7 @@ def _finish(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally, begun: P
         parts.remove()
         raise DataError(f"no documents in {names} ({tally.counts.num_empty} empty, {tally.counts.num_bad} bad)")
     plan.check_for_output(parts.folder, tally.counts, parts.dtype.itemsize)
-    writer = TokenFileWriter(
+    writer = IndexedDatasetBuilder(
         job.output_prefix,
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.identity,
@@ -231,7 +233,7 @@ def _finish(job: Job, tokenizer: Tokenizer, parts: Parts, tally: Tally, begun: P
 
 
 @contextmanager
-def _explained(parts: Parts, tally: Tally) -> Iterator[None]:
+def _explained(parts: ShardFolder, tally: JobProgress) -> Iterator[None]:
     """Add to an error what is kept of the job; what nobody can go on with is removed."""
     try:
         yield
@@ -249,7 +251,7 @@ def _explained(parts: Parts, tally: Tally) -> Iterator[None]:
         raise
 
 
-def _kept(parts: Parts, tally: Tally) -> str:
+def _kept(parts: ShardFolder, tally: JobProgress) -> str:
     num_kept = sum(parts.path(unit.number, "json").exists() for unit in tally.units)
     if num_kept and all(unit.path != STDIN for unit in tally.units):
         return f"{num_kept} of {len(tally.units)} units are finished and kept: --resume goes on with them."

@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron import files, log
 from megatron.data import index_format
-from megatron.data.indexed_dataset import TokenFile
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess.corpus import UNIT_BYTES, plan_units
 from megatron.data.preprocess.job_types import STDIN, Counts, Job, Unit
-from megatron.data.preprocess.shards import PLAN, Parts
+from megatron.data.preprocess.shards import PLAN, ShardFolder
 from megatron.errors import DataError
 from megatron.log import human_bytes
 from megatron.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ _NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """All that the tokens depend on.
 
     Args:
@@ -53,7 +53,7 @@ class Plan:
         """Put the plan into the folder of the parts."""
         files.replace_bytes(folder / PLAN, json.dumps(dataclasses.asdict(self), indent=1).encode())
 
-    def differences(self, earlier: Plan) -> list[str]:
+    def differences(self, earlier: JobPlan) -> list[str]:
         """Return what is not as it was in ``earlier``, each in words."""
         if self.format != earlier.format:
             return ["the parts are those of another version of this tool"]
@@ -64,7 +64,7 @@ class Plan:
 
 
 def inputs_of(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
-    """Return ``Plan.inputs`` of ``units``: a file once for all of its units, a stream not at all.
+    """Return ``JobPlan.inputs`` of ``units``: a file once for all of its units, a stream not at all.
 
     Raises:
         DataError: a file is no longer there.
@@ -73,7 +73,7 @@ def inputs_of(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
 
 
 def digest_of(units: Sequence[Unit]) -> str:
-    """Return ``Plan.units``: another text for other units, wherever the job is started."""
+    """Return ``JobPlan.units``: another text for other units, wherever the job is started."""
     digest = hashlib.sha256()
     for unit in units:
         paths = [path if path == STDIN else os.path.abspath(path) for path in unit.paths]
@@ -81,24 +81,24 @@ def digest_of(units: Sequence[Unit]) -> str:
     return digest.hexdigest()
 
 
-def changes(plan: Plan, units: Sequence[Unit]) -> str:
+def changes(plan: JobPlan, units: Sequence[Unit]) -> str:
     """Return in what the files are no longer what they were when the job began, "" where they are."""
     return _named(_changed_inputs(plan.inputs, inputs_of(units)))
 
 
-def read(folder: Path) -> Plan | None:
+def read(folder: Path) -> JobPlan | None:
     """Return the plan of the parts in ``folder``, None where there is none that can be read."""
     try:
         fields = json.loads((folder / PLAN).read_bytes())
         if fields["format"] != FORMAT:
-            return Plan(inputs=(), units="", options={}, tokenizer={}, format=fields["format"])
+            return JobPlan(inputs=(), units="", options={}, tokenizer={}, format=fields["format"])
         fields["inputs"] = [(str(path), int(size), int(time)) for path, size, time in fields["inputs"]]
-        return Plan(**fields)
+        return JobPlan(**fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def check_same(plan: Plan, earlier: Plan, folder: Path) -> None:
+def check_same(plan: JobPlan, earlier: JobPlan, folder: Path) -> None:
     """Check that the parts in ``folder``, made by ``earlier``, are parts of ``plan``.
 
     Raises:
@@ -177,18 +177,18 @@ def check_resumable(job: Job, paths: Sequence[Path]) -> None:
         raise DataError("--resume needs input that can be read again, got - (standard input); write it to a file first")
 
 
-def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Plan, list[Unit], Parts]:
+def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[JobPlan, list[Unit], ShardFolder]:
     """Return the plan of ``job``, or that found if it goes on, its units and its parts. The caller locks them.
 
     Raises:
         DataError: the parts to go on with belong to another job, or an input cannot be used.
     """
-    parts = Parts(job.output_prefix, index_format.token_type(tokenizer.vocab_size))
+    parts = ShardFolder(job.output_prefix, index_format.token_type(tokenizer.vocab_size))
     earlier = read(parts.folder)
     goes_on = job.resume and earlier is not None
     unit_bytes = job.unit_bytes or _unit_bytes(job, paths, earlier if goes_on else None)
     units = plan_units(paths, job.format, unit_bytes)
-    asked = Plan(
+    asked = JobPlan(
         inputs=inputs_of(units),
         units=digest_of(units),
         options=_options(job, unit_bytes),
@@ -205,7 +205,7 @@ def open_parts(job: Job, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[P
     return asked, units, parts
 
 
-def _unit_bytes(job: Job, paths: Sequence[Path], earlier: Plan | None) -> int:
+def _unit_bytes(job: Job, paths: Sequence[Path], earlier: JobPlan | None) -> int:
     if earlier is not None and isinstance(found := earlier.options.get("--unit-bytes"), int):
         return found
     total = sum(path.stat().st_size for path in paths if str(path) != STDIN)
@@ -226,7 +226,7 @@ def _options(job: Job, unit_bytes: int) -> dict[str, object]:
 def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
     """Return whether the files of a finished job are still there, and say where they are not."""
     try:
-        file = TokenFile(prefix)
+        file = IndexedDataset(prefix)
         told = file.sidecar is not None and file.num_tokens == committed["num_tokens"]
         reason = "" if told else "they are those of another job, or without .meta.json"
     except (DataError, KeyError) as error:
@@ -240,7 +240,7 @@ def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, object]:
     return {"kind": type(tokenizer).__name__, "identity": tokenizer.identity, "size": tokenizer.vocab_size}
 
 
-def _remove_earlier(job: Job, parts: Parts, earlier: Plan | None) -> None:
+def _remove_earlier(job: Job, parts: ShardFolder, earlier: JobPlan | None) -> None:
     if job.resume:
         log.info(f"{parts.folder} holds no finished units: --resume starts from the beginning")
     elif parts.has_any() and not (earlier and earlier.committed):

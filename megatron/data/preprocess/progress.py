@@ -87,7 +87,7 @@ def in_words(seconds: float) -> str:
 # What a job has done so far: finished units and those that are being encoded, as numbers and in words.
 
 
-class Tally:
+class JobProgress:
     """Counts the units of a job; ``counts`` are those of the finished ones."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -164,7 +164,7 @@ class TooManyBad(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ErrorLimits:
     """Whichever is reached first ends the job; with none given no record may be bad.
 
     Args:

@@ -57,7 +57,7 @@ class Part:
         return cls(fields["unit"], Counts(**fields["counts"]), facts)
 
 
-class Parts:
+class ShardFolder:
     """The folder of the parts of one job; ``dtype`` is the type of its tokens."""
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
@@ -99,7 +99,7 @@ class Parts:
 class PartWriter:
     """Writes the part of one unit; it counts for nothing until ``finish``."""
 
-    def __init__(self, parts: Parts, unit: int) -> None:
+    def __init__(self, parts: ShardFolder, unit: int) -> None:
         self._parts, self._unit = parts, unit
         self.counts = Counts()
         self._open = ExitStack()
@@ -189,7 +189,7 @@ def path_of(prefix: str) -> Path:
     return Path(prefix + ".bad.jsonl")
 
 
-def gather(prefix: str, parts: Parts, units: Sequence[Unit]) -> list[str]:
+def gather(prefix: str, parts: ShardFolder, units: Sequence[Unit]) -> list[str]:
     """Write what all parts say, in the order of the units, finished or not, and return the first ones in words.
 
     An older file goes where nothing is bad.
@@ -216,7 +216,7 @@ def gather(prefix: str, parts: Parts, units: Sequence[Unit]) -> list[str]:
     return [_in_words(record) for record in shown]
 
 
-def _records(parts: Parts, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
+def _records(parts: ShardFolder, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
     lines = _Lines()
     for unit in units:
         for line in parts.bad_lines(unit.number):

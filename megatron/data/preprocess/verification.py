@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron import files
-from megatron.data.index_format import Sidecar, index_chunks
-from megatron.data.indexed_dataset import TokenFile
+from megatron.data.index_format import DatasetMetadata, index_chunks
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
@@ -68,13 +68,13 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
     return Verified(file.num_documents, file.num_tokens, file.sidecar is not None, samples)
 
 
-def _opened(prefix: str) -> TokenFile:
+def _opened(prefix: str) -> IndexedDataset:
     if not any(Path(prefix + suffix).is_file() for suffix in (".bin", ".idx", ".commit", "")):
         raise DataError(f"--output-prefix {prefix} must name files to verify; there is no {prefix}.bin and no .idx")
-    return TokenFile(prefix)
+    return IndexedDataset(prefix)
 
 
-def _read_through(file: TokenFile) -> tuple[int, int, int]:
+def _read_through(file: IndexedDataset) -> tuple[int, int, int]:
     """Return crc32, smallest and largest id of all tokens."""
     crc32, lowest, highest = 0, 0, -1
     with open(file.token_path, "rb") as opened:
@@ -85,7 +85,7 @@ def _read_through(file: TokenFile) -> tuple[int, int, int]:
     return crc32, lowest, highest
 
 
-def _check_sidecar(file: TokenFile, sidecar: Sidecar, crc32: int, highest: int) -> None:
+def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, highest: int) -> None:
     counts = {
         "documents": (sidecar.num_documents, file.num_documents),
         "tokens": (sidecar.num_tokens, file.num_tokens),
@@ -104,7 +104,7 @@ def _check_sidecar(file: TokenFile, sidecar: Sidecar, crc32: int, highest: int) 
         _check_ends(file, sidecar.eod_id)
 
 
-def _crc32_by_lengths(file: TokenFile) -> int:
+def _crc32_by_lengths(file: IndexedDataset) -> int:
     """Return the crc32 of the ``.idx`` that would be written for these lengths: offsets and starts follow from them."""
     crc32 = 0
     for chunk in index_chunks(lambda: _sizes(file), file.num_documents, file.dtype):
@@ -112,7 +112,7 @@ def _crc32_by_lengths(file: TokenFile) -> int:
     return crc32
 
 
-def _check_ends(file: TokenFile, eod_id: int | None) -> None:
+def _check_ends(file: IndexedDataset, eod_id: int | None) -> None:
     tokens = np.memmap(file.token_path, file.dtype, "r") if file.num_tokens else np.zeros(0, file.dtype)
     start = first = 0
     for sizes in _sizes(file):
@@ -127,11 +127,11 @@ def _check_ends(file: TokenFile, eod_id: int | None) -> None:
         start, first = int(ends[-1]), first + len(sizes)
 
 
-def _sizes(file: TokenFile) -> Iterator[np.ndarray]:
+def _sizes(file: IndexedDataset) -> Iterator[np.ndarray]:
     for start in range(0, file.num_documents, _SIZES_AT_ONCE):
         yield np.array(file.sizes[start : start + _SIZES_AT_ONCE])
 
 
-def _opening(file: TokenFile, document: int, tokenizer: Tokenizer | None) -> str:
+def _opening(file: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> str:
     ids = file.read(document, 0, min(int(file.sizes[document]), _SHOWN_TOKENS)).tolist()
     return repr(tokenizer.decode(ids)) if tokenizer else " ".join(map(str, ids))

@@ -21,7 +21,7 @@ from megatron.data.preprocess.corpus import read_unit
 from megatron.data.preprocess.encode import Encoder, in_chunks
 from megatron.data.preprocess.job_types import Counts, Unit, compression_of, total
 from megatron.data.preprocess.readers import check_is_whole
-from megatron.data.preprocess.shards import Part, Parts, PartWriter
+from megatron.data.preprocess.shards import Part, PartWriter, ShardFolder
 from megatron.errors import DataError
 
 # One process that encodes: it asks for units one after another, and tells how far it is.
@@ -63,7 +63,7 @@ class Work:
 
     units: Sequence[Unit]
     encoder: Encoder
-    parts: Parts
+    parts: ShardFolder
 
 
 def run(connection: Connection, work: Work, parent: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from megatron.models.common import decoder_cost
 from megatron.models.common.cost import Kept, Product, Work
-from megatron.models.common.decoder_cost import GPT2Costs, dropout_costs
+from megatron.models.common.decoder_cost import DecoderCosts, dropout_costs
 
 _TOKEN_TYPES = 2
 
@@ -28,7 +28,7 @@ class Heads(Protocol):
 
 
 @dataclass(frozen=True)
-class BertCosts(GPT2Costs):
+class BertCosts(DecoderCosts):
     """The costs of a BERT of ``sizes`` on samples of ``seq_length`` tokens."""
 
     is_causal: ClassVar[bool] = False

@@ -13,11 +13,11 @@ import numpy as np
 from megatron import log
 from megatron.config import Config
 from megatron.data import dataset_builder
-from megatron.data.cache import Cache
-from megatron.data.dataset_builder import DataPaths, Opened, Three, build_splits
-from megatron.data.indexed_dataset import Documents, Piece, TokenFile, count_of, documents_key, longest_of
+from megatron.data.cache import IndexCache
+from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_datasets
+from megatron.data.indexed_dataset import Documents, IndexedDataset, Piece, count_of, documents_key, longest_of
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import TokenSource, Windows
+from megatron.data.sample_index import SampleIndex, TokenSource
 from megatron.errors import DataError
 
 # The control tokens that BERT's samples are framed and masked with: the tokenizer's own, or appended ones.
@@ -218,7 +218,7 @@ _TRIES = 8
 _IS_SHORT, _LENGTH, _IS_RANDOM, _SEAM, _PLACES, _HEAD = 0, 1, 2, 3, 4, 4 + _TRIES  # which random word is for what
 
 
-class BertSamples:
+class BertDataset:
     """Sample i, for any i >= 0, is the dictionary of ``bert_layout``; i // samples_per_epoch is its epoch.
 
     Args:
@@ -230,7 +230,7 @@ class BertSamples:
         word_starts: bool[vocabulary], whether a token begins a word; given, words are masked whole.
         seed: the same on all ranks.
         cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
-        draws: as ``T5Samples``.
+        draws: as ``T5Dataset``.
 
     Raises:
         DataError: fewer tokens than one text, or for pairs fewer than two documents.
@@ -248,7 +248,7 @@ class BertSamples:
         mask_prob: float = 0.15,
         short_seq_prob: float = 0.1,
         word_starts: np.ndarray | None = None,
-        cache: Cache | None = None,
+        cache: IndexCache | None = None,
         draws: str = "",
     ) -> None:
         self.token_file, self.documents, self.seq_length = token_file, documents, seq_length
@@ -256,7 +256,7 @@ class BertSamples:
         self.mask_prob, self.short_seq_prob, self.word_starts = mask_prob, short_seq_prob, word_starts
         self.text_length = text_length(seq_length, has_pairs)
         self._key = (draws, seed) if draws else (seed,)
-        self._windows = Windows(
+        self._windows = SampleIndex(
             token_file,
             documents=documents,
             length=self.text_length,
@@ -387,10 +387,10 @@ def special_tokens(tokenizer: Any, config: Config) -> BertTokens:
     return bert_tokens(tokenizer)
 
 
-def random_dataset(config: Config, texts: Any, tokens: BertTokens, seed: int) -> BertSamples:
+def random_dataset(config: Config, texts: Any, tokens: BertTokens, seed: int) -> BertDataset:
     """Return samples of ``texts``, as a token file has them; ``texts.vocab_size``: ids of text are below it."""
     own, every_third = config.own, np.arange(texts.vocab_size) % 3 != 0
-    return BertSamples(
+    return BertDataset(
         texts,
         documents=(0, texts.num_documents),
         seq_length=config.batch.seq_length,
@@ -410,7 +410,7 @@ FEW = 0.25
 
 
 def build_bert_train_valid_test(
-    paths: DataPaths,
+    paths: BlendPaths,
     *,
     seq_length: int,
     tokens: BertTokens,
@@ -425,7 +425,7 @@ def build_bert_train_valid_test(
     """Return the samples of train, valid and test; None for a split that is not needed.
 
     Args:
-        seq_length, seed, has_pairs, mask_prob, short_seq_prob, word_starts: as ``BertSamples``.
+        seq_length, seed, has_pairs, mask_prob, short_seq_prob, word_starts: as ``BertDataset``.
         tokens: every token id of a text must be below its ``text_vocab_size``.
         tokenizer_identity: compared with the one in the sidecar where there is one.
 
@@ -434,13 +434,13 @@ def build_bert_train_valid_test(
             document, for pairs.
     """
 
-    def open_corpus(prefix: str, cache: Cache) -> Opened:
-        token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
+    def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
+        token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
         dataset_builder.check_tokenizer(token_file, tokenizer_identity)
         dataset_builder.check_token_ids(token_file, tokens.text_vocab_size, cache)
 
-        def make(documents: Documents, draws: str) -> BertSamples:
-            samples = BertSamples(
+        def make(documents: Documents, draws: str) -> BertDataset:
+            samples = BertDataset(
                 token_file,
                 documents=documents,
                 seq_length=seq_length,
@@ -462,6 +462,6 @@ def build_bert_train_valid_test(
             return samples
 
         sample_tokens, asked_by = text_length(seq_length, has_pairs), f"--seq-length {seq_length}"
-        return Opened(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=True)
+        return OpenCorpus(token_file, token_file.fingerprint, make, sample_tokens, asked_by, is_drawn=True)
 
-    return build_splits(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)
+    return build_datasets(paths, needed, open_corpus, tokenizer_identity, lambda parts: seq_length)

@@ -21,7 +21,7 @@ import torch
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import Form, Recipe, by_recipes
+from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
 
 _WORD, _THEIR_WORD = "embedding.word.weight", "bert.embeddings.word_embeddings.weight"
 _THEIR_HEAD, _THEIR_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
@@ -56,26 +56,26 @@ _FIXED = {
 }
 
 
-def recipes(config: Config) -> dict[str, Recipe]:
+def recipes(config: Config) -> dict[str, WeightMapping]:
     """Return how each of our weights is made of theirs, by our logical name."""
     model = config.model
     return dict(_recipes(model.num_layers, model.num_attention_heads, has_both=config.own.binary_head))
 
 
-def _recipes(num_layers: int, heads: int, *, has_both: bool) -> Iterator[tuple[str, Recipe]]:
-    yield _WORD, Recipe((_THEIR_WORD,))
+def _recipes(num_layers: int, heads: int, *, has_both: bool) -> Iterator[tuple[str, WeightMapping]]:
+    yield _WORD, WeightMapping((_THEIR_WORD,))
     for ours, theirs in _TABLES.items():
-        yield f"embedding.{ours}.weight", Recipe((f"bert.embeddings.{theirs}.weight",))
-    yield "head.bias", Recipe((_THEIR_BIAS,))
+        yield f"embedding.{ours}.weight", WeightMapping((f"bert.embeddings.{theirs}.weight",))
+    yield "head.bias", WeightMapping((_THEIR_BIAS,))
     for kind in ("weight", "bias"):
         for ours, theirs in (_TOP | (_SECOND_HEAD if has_both else {})).items():
-            yield f"{ours}.{kind}", Recipe((f"{theirs}.{kind}",))
+            yield f"{ours}.{kind}", WeightMapping((f"{theirs}.{kind}",))
         for layer in range(num_layers):
             at, there = f"layers.{layer}", f"bert.encoder.layer.{layer}"
             three = tuple(f"{there}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-            yield f"{at}.attention.query_key_value.{kind}", Recipe(three, blocks=heads)
+            yield f"{at}.attention.query_key_value.{kind}", WeightMapping(three, blocks=heads)
             for ours, theirs in _LAYER.items():
-                yield f"{at}.{ours}.{kind}", Recipe((f"{there}.{theirs}.{kind}",))
+                yield f"{at}.{ours}.{kind}", WeightMapping((f"{there}.{theirs}.{kind}",))
 
 
 def named(name: str, config: Config) -> str | None:
@@ -172,7 +172,7 @@ def their_logits(out: Any) -> torch.Tensor:
     return torch.cat([out.prediction_logits.flatten(1), out.seq_relationship_logits], dim=1)
 
 
-FORM = Form(
+FORM = HFFormat(
     model_types=("bert",),
     problems=problems,
     fields=fields,

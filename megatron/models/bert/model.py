@@ -18,11 +18,11 @@ from megatron.models.common.language_model import (
     Logits,
     PositionEmbedding,
     head_output,
+    materialize_logits,
     model_loss,
-    whole_logits,
 )
-from megatron.models.common.model_args import Place, Sizes, _held
-from megatron.models.common.model_args import Sizes as Sizes_model_args
+from megatron.models.common.model_args import ModelArgs, ParallelContext, _held
+from megatron.models.common.model_args import ModelArgs as Sizes_model_args
 from megatron.models.common.parameters import Rule
 from megatron.models.common.parameters import Rule as Rule_parameters
 from megatron.models.common.transformer import MLP, LayerNorm, Recompute, run_layers
@@ -53,9 +53,9 @@ Outputs = Logits | tuple[Logits, torch.Tensor]
 def whole_outputs(outputs: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return ``outputs`` with the logits themselves."""
     if isinstance(outputs, (torch.Tensor, LazyLogits)):
-        return whole_logits(outputs)
+        return materialize_logits(outputs)
     words, scores = outputs
-    return whole_logits(words), scores
+    return materialize_logits(words), scores
 
 
 def bert_loss(
@@ -65,8 +65,8 @@ def bert_loss(
     is_random: torch.Tensor | None = None,
     step_predictions: torch.Tensor | None = None,
     *,
-    sizes: Sizes,
-    place: Place,
+    sizes: ModelArgs,
+    place: ParallelContext,
 ) -> Pair | dict[str, Pair]:
     """Return (sum, count) over the masked tokens; with two heads both losses and, as "loss", what is trained on.
 
@@ -98,7 +98,7 @@ def bert_loss(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertSizes(Sizes_model_args):
+class BertModelArgs(Sizes_model_args):
     """Sizes of an encoder that finds masked words; ``binary_head``: and tells whether two segments belong together."""
 
     family: str = "bert"
@@ -106,9 +106,9 @@ class BertSizes(Sizes_model_args):
     num_token_types: int = 2
 
 
-def bert_sizes_from(model: Any, bert: Any, **overrides: Any) -> BertSizes:
+def bert_model_args_from(model: Any, bert: Any, **overrides: Any) -> BertModelArgs:
     """Return the sizes held by the configuration sections ``model`` and ``bert``."""
-    return BertSizes(**{**_held(BertSizes, model), **_held(BertSizes, bert), **overrides})
+    return BertModelArgs(**{**_held(BertModelArgs, model), **_held(BertModelArgs, bert), **overrides})
 
 
 # The layers of BERT's encoder, and what comes before them.
@@ -123,7 +123,7 @@ class AroundWords(nn.Module):
         output as words
     """
 
-    def __init__(self, sizes: BertSizes, place: Place) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.position = place.on_part(PositionEmbedding(sizes.max_position_embeddings, sizes.hidden_size))
         self.token_type = place.on_part(PositionEmbedding(sizes.num_token_types, sizes.hidden_size))
@@ -147,7 +147,7 @@ class BertEmbedding(AroundWords):
         output [s, b, h]
     """
 
-    def __init__(self, sizes: BertSizes, place: Place) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__(sizes, place)
         self.word = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
@@ -190,7 +190,7 @@ class BertLayer(nn.Module):
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.1; Devlin et al. 2019, "BERT".
     """
 
-    def __init__(self, sizes: BertSizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
@@ -236,7 +236,7 @@ class Transform(nn.Module):
         input, output [s, b, h], or this rank's part of it, by ``place``
     """
 
-    def __init__(self, sizes: BertSizes, place: Place) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.dense = place.on_part(WholeLinear(sizes.hidden_size, sizes.hidden_size))
         self.activation = activation(sizes.activation)
@@ -258,7 +258,7 @@ class NextSentence(nn.Module):
 
     gives_whole = True  # for the debugger: what it returns is the same on every rank
 
-    def __init__(self, sizes: BertSizes, place: Place) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.place = place
         self.pooler = WholeLinear(sizes.hidden_size, sizes.hidden_size)
@@ -283,7 +283,7 @@ class WordHead(nn.Module):
         output [s, b, v/t], or what they are made of
     """
 
-    def __init__(self, sizes: BertSizes, place: Place) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.sizes, self.place = sizes, place
         rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
@@ -318,10 +318,10 @@ class BertModel(nn.Module):
 
     loss_weighting = "tokens"  # for the start table
 
-    def __init__(self, sizes: BertSizes, place: Place | None = None) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext | None = None) -> None:
         super().__init__()
         self.sizes = sizes
-        self.place = place or Place()
+        self.place = place or ParallelContext()
         self.recompute = Recompute(sizes, self.place)
         self.embedding = BertEmbedding(sizes, self.place)
         self.layers = nn.ModuleList(BertLayer(sizes, self.place, i) for i in range(sizes.num_layers))
@@ -349,9 +349,9 @@ class BertModel(nn.Module):
         return bert_loss(logits, labels, loss_mask, is_random, step_predictions, sizes=self.sizes, place=self.place)
 
 
-def model_args(config: Config, **switches: Any) -> BertSizes:
+def model_args(config: Config, **switches: Any) -> BertModelArgs:
     """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
-    return bert_sizes_from(config.model, config.own, **switches)
+    return bert_model_args_from(config.model, config.own, **switches)
 
 
 def weight_init(config: Config) -> Rule:

@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.models.bert.model import (
     AroundWords,
     BertLayer,
-    BertSizes,
+    BertModelArgs,
     NextSentence,
     Outputs,
     Transform,
@@ -25,7 +25,7 @@ from megatron.models.bert.model import (
     whole_outputs,
 )
 from megatron.models.common.attention import SharedMask
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import ModelPipe
 from megatron.mpu.layers import VocabParallelEmbedding
 from tds.loss import Weighted
@@ -49,7 +49,7 @@ class EmbeddingPipe(AroundWords):
 class BertLayerPipe(BertLayer):
     """A layer that passes segments on, with the mask that all layers of its stage share."""
 
-    def __init__(self, sizes: BertSizes, place: Place, layer: int, mask: SharedMask) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext, layer: int, mask: SharedMask) -> None:
         super().__init__(sizes, place, layer)
         self.mask = mask
 
@@ -63,7 +63,7 @@ class BertLayerPipe(BertLayer):
 class TransformPipe(nn.Module):
     """Hidden states[, segments] to what the head takes[, scores of the second segment]; segments end here."""
 
-    def __init__(self, sizes: BertSizes, place: Place) -> None:
+    def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.transform = Transform(sizes, place)
         self.next_sentence = NextSentence(sizes, place) if sizes.binary_head else None
@@ -85,7 +85,7 @@ class WordHeadPipe(WordHead):
         return super().forward(inputs[0], self.word.weight), inputs[1]
 
 
-def layer_specs(sizes: BertSizes, place: Place) -> list[LayerSpec]:
+def layer_specs(sizes: BertModelArgs, place: ParallelContext) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` layers, transform and head."""
     word = Shared(
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
@@ -100,14 +100,14 @@ def layer_specs(sizes: BertSizes, place: Place) -> list[LayerSpec]:
     ]
 
 
-def boundary_before(layer: int, sizes: BertSizes, has_segments: bool) -> list[Boundary]:
+def boundary_before(layer: int, sizes: BertModelArgs, has_segments: bool) -> list[Boundary]:
     """Return what crosses into a stage that begins with ``layer`` of the list."""
     if layer == sizes.num_layers + 2:
         return [Boundary("transformed states"), *([Boundary("next-sentence scores")] if sizes.binary_head else [])]
     return [Boundary("hidden states"), *([Boundary("segments", "int")] if has_segments else [])]
 
 
-def random_batch(sizes: BertSizes, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
+def random_batch(sizes: BertModelArgs, shape: tuple[int, ...], has_segments: bool) -> tuple[Any, Any]:
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.ops.attention import attention
 from megatron.ops.causal_attention import causal_self_attention, heads_of
@@ -20,7 +20,7 @@ from megatron.ops.causal_attention import causal_self_attention, heads_of
 
 
 @dataclass
-class Slots:
+class KVCacheSlots:
     """Where the tokens of the present pass lie in the caches of all layers: a token's slot is its position.
 
     Rows may stand at different positions. A row's slots beyond its newest token may hold anything: its queries do not
@@ -48,14 +48,14 @@ class Slots:
         self.mask = None if is_first else (slots <= positions.unsqueeze(2)).unsqueeze(1)
 
 
-class LayerCache:
+class LayerKVCache:
     """Keys and values of one layer: of its self-attention, and of its attention to the encoder where it has one.
 
     Shapes:
         each [b, a/t, capacity, d]; to the encoder [b, a/t, s_e, d]
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: KVCacheSlots) -> None:
         self.slots = slots
         self.own: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         site: tells this attention's dropout masks from others of the layer.
     """
 
-    def __init__(self, sizes: Sizes, place: Place, layer: int, site: str = "attention") -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int, site: str = "attention") -> None:
         super().__init__()
         self.num_heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
         self.head_size = sizes.kv_hidden_size
@@ -163,7 +163,7 @@ class SelfAttention(Attention):
     With a ``cache`` the keys and values of earlier passes count too, and the mask is [b or 1, 1, s, s_k].
     """
 
-    def __init__(self, sizes: Sizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer)
         self.query_key_value = ColumnParallelLinear(
             sizes.hidden_size, 3 * sizes.attention_width, bias=sizes.hidden_bias, **place.cut
@@ -171,7 +171,7 @@ class SelfAttention(Attention):
         self.dense = RowParallelLinear(sizes.attention_width, sizes.hidden_size, bias=sizes.hidden_bias, **place.cut)
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None
     ) -> torch.Tensor:
         packed = self.query_key_value(x)  # [s, b, 3 a d / t]
         if mask is None and cache is None:
@@ -185,7 +185,7 @@ class SelfAttention(Attention):
 # What all layers of a stage share of a micro-batch, made once of a tensor that each of them is given.
 
 
-class LastMade:
+class LastValueCache:
     """What was made of a tensor last, as long as it is the same tensor and nobody has written to it."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class SharedMask:
     """
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._make, self._last = make, LastMade()
+        self._make, self._last = make, LastValueCache()
 
     @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
     def of(self, segment_ids: torch.Tensor) -> torch.Tensor:

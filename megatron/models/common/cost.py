@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron.models.common.memory import BUCKET_BYTES, PLAIN, Flying, Memory, State, Waiting, Zero
+from megatron.models.common.memory import (
+    BUCKET_BYTES,
+    PLAIN,
+    CommunicationBuffers,
+    Memory,
+    SavedActivations,
+    State,
+    Zero,
+)
 from megatron.models.common.memory import Kept as Kept
-from tds.partition import pieces_on
+from tds.partition import chunks_on
 from tds.schedule.simulate import candidates, in_flight
 
 # What a rank does in a unit for one micro-batch: products, operations, and sums over the tensor ranks.
@@ -194,7 +202,7 @@ class Costs(ABC):
         """Return the parameters that one rank of each stage holds; None for ``stages``: one for each piece."""
         number = stages or len(bounds) - 1
         units, shared = self.unit_parameters(tensor), self.shared_parameters(tensor)
-        return [_held(units, shared, pieces_on(bounds, number, stage)) for stage in range(number)]
+        return [_held(units, shared, chunks_on(bounds, number, stage)) for stage in range(number)]
 
     def gathered_parameters(self, pieces: Sequence[tuple[int, int]], tensor: int = 1) -> int:
         """Return what ZeRO 3 has gathered of the units of ``pieces`` at most: the largest layer and all but layers.
@@ -219,7 +227,7 @@ class Costs(ABC):
         checkpoint_activations: bool = False,
         is_selective: bool = False,
         sequence: int = 1,
-        waiting: Waiting = Waiting(),  # noqa: B008 - frozen
+        waiting: SavedActivations = SavedActivations(),  # noqa: B008 - frozen
         schedule: str = "1f1b",
         chunks: int = 1,
         is_compiled: bool = False,
@@ -248,7 +256,7 @@ class Costs(ABC):
         small = self.small_parameters(tensor, state.gradient)
         estimates = []
         for stage, held in enumerate(self.stage_parameters(bounds, tensor, stages)):
-            pieces = pieces_on(bounds, stages, stage)
+            pieces = chunks_on(bounds, stages, stage)
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage)
             in_all = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             has_layers = any(units[n].input for start, stop in pieces for n in range(start, stop))
@@ -263,7 +271,7 @@ class Costs(ABC):
                 read = sum(_held([0] * len(units), shared, [piece]) for piece in pieces)
                 parts = [units[start:stop] for start, stop in pieces]
                 memory = waiting.placed(memory, parts, forwards / chunks, read, work)
-            flying = Flying(
+            flying = CommunicationBuffers(
                 small=sum(small[n] for start, stop in pieces for n in range(start, stop)),
                 message=hidden if stages > 1 else 0,
                 gathered=hidden * sequence if sequence > 1 else 0,

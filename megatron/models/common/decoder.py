@@ -10,7 +10,7 @@ from megatron.config import Config
 from megatron.models.common.generation import Decoder, layer_norm
 from megatron.models.common.language_model import DecoderModel, Embedding
 from megatron.models.common.language_model import example_inputs as example_inputs
-from megatron.models.common.model_args import Place, Sizes, sizes_from
+from megatron.models.common.model_args import ModelArgs, ParallelContext, model_args_from
 from megatron.models.common.parameters import Rule, gpt2_rule
 from megatron.models.common.transformer import TransformerLayer, run_layers
 from megatron.ops.attention import document_mask
@@ -27,7 +27,7 @@ class PlainDecoderModel(DecoderModel):
     Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
     """
 
-    def __init__(self, sizes: Sizes, place: Place | None = None) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext | None = None) -> None:
         super().__init__(sizes, place, embedding=Embedding, layer=TransformerLayer, norm=layer_norm)
 
     def forward(
@@ -48,9 +48,9 @@ GPT2Model = PlainDecoderModel
 """The name by which scripts build it."""
 
 
-def model_args(config: Config, **switches: Any) -> Sizes:
+def model_args(config: Config, **switches: Any) -> ModelArgs:
     """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
-    return sizes_from(config.model, **{"family": config.family, **switches})
+    return model_args_from(config.model, **{"family": config.family, **switches})
 
 
 def weight_init(config: Config) -> Rule:

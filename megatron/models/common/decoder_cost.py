@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and kept activations of a decoder's parts (was GPT2Costs), head and loss. No torch."""
+"""Parameters, FLOPs and kept activations of a decoder's parts (was DecoderCosts), head and loss. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.config.model import WHOLE, tokens_at_once
 from megatron.models.common import memory
 from megatron.models.common.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
 from megatron.models.common.memory import BYTES
-from tds.partition import balanced_bounds, layers_in_chunks
+from tds.partition import partition_balanced, partition_uniform_chunks
 
 # The parts of which layers of every model are made: their parameters, products and kept activations.
 #
@@ -28,8 +28,8 @@ KEPT = 2**24
 """Probabilities that T5's blocked attention keeps for backward at most: ``megatron.ops.biased_attention.KEPT``."""
 
 
-class Sizes(Protocol):
-    """What is read of a model; ``ModelConfig`` and ``megatron.models.Sizes`` have it."""
+class ModelDimensions(Protocol):
+    """What is read of a model; ``ModelConfig`` and ``megatron.models.ModelArgs`` have it."""
 
     @property
     def num_layers(self) -> int: ...
@@ -66,12 +66,12 @@ def between_bytes(hidden: int, masks: int, sequence: int, *, is_joined: bool = F
     return hidden + (hidden + masks) // sequence if is_joined else (2 * hidden + masks) // sequence
 
 
-def attention_width(sizes: Sizes) -> int:
+def attention_width(sizes: ModelDimensions) -> int:
     """Return a d: the size of all heads together."""
     return sizes.num_attention_heads * sizes.kv_hidden_size
 
 
-def known_vocab_size(sizes: Sizes) -> int:
+def known_vocab_size(sizes: ModelDimensions) -> int:
     """Return v.
 
     Raises:
@@ -82,7 +82,7 @@ def known_vocab_size(sizes: Sizes) -> int:
     return sizes.vocab_size
 
 
-def attention_parameters(sizes: Sizes, tensor: int = 1, keys: int | None = None) -> int:
+def attention_parameters(sizes: ModelDimensions, tensor: int = 1, keys: int | None = None) -> int:
     """Return the parameters of one attention on one of ``tensor`` ranks; the output's bias is whole.
 
     Args:
@@ -94,54 +94,56 @@ def attention_parameters(sizes: Sizes, tensor: int = 1, keys: int | None = None)
     return cut // tensor + (h if sizes.hidden_bias else 0)
 
 
-def feed_forward_parameters(sizes: Sizes, tensor: int = 1) -> int:
+def feed_forward_parameters(sizes: ModelDimensions, tensor: int = 1) -> int:
     """Return the parameters of one feed-forward layer on one of ``tensor`` ranks; the output's bias is whole."""
     h, f, matrices = sizes.hidden_size, sizes.ff_hidden_size, _matrices(sizes)
     cut = matrices * h * f + ((matrices - 1) * f if sizes.hidden_bias else 0)
     return cut // tensor + (h if sizes.hidden_bias else 0)
 
 
-def table_parameters(sizes: Sizes, tensor: int = 1) -> int:
+def table_parameters(sizes: ModelDimensions, tensor: int = 1) -> int:
     """Return the rows of the word table on one rank times h: the input embedding, and an untied head alike."""
     return -(-known_vocab_size(sizes) // tensor) * sizes.hidden_size
 
 
-def projections_flops(sizes: Sizes, keys: int | None = None) -> int:
+def projections_flops(sizes: ModelDimensions, keys: int | None = None) -> int:
     """Return the FLOPs of one token in the four products of an attention: 8 h a d; ``keys`` as above."""
     width = attention_width(sizes)
     return 4 * sizes.hidden_size * (width + (width if keys is None else keys))
 
 
-def feed_forward_flops(sizes: Sizes) -> int:
+def feed_forward_flops(sizes: ModelDimensions) -> int:
     """Return the FLOPs of one token in a feed-forward layer: 4 h f, gated 6 h f."""
     return 2 * _matrices(sizes) * sizes.hidden_size * sizes.ff_hidden_size
 
 
-def layer_products(sizes: Sizes, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
+def layer_products(sizes: ModelDimensions, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
     """Return the products with weights of a layer on one of ``tensor`` ranks: attention and feed-forward."""
     return (*attention_products(sizes, tokens, tensor, keys), *feed_forward_products(sizes, tokens, tensor))
 
 
-def attention_products(sizes: Sizes, tokens: int, tensor: int, keys: int | None = None) -> tuple[Product, ...]:
+def attention_products(
+    sizes: ModelDimensions, tokens: int, tensor: int, keys: int | None = None
+) -> tuple[Product, ...]:
     """Return the products of queries, keys and values, and of the output."""
     h, width = sizes.hidden_size, attention_width(sizes)
     keys = width if keys is None else keys
     return Product(tokens, h, (width + 2 * keys) // tensor, is_column=True), Product(tokens, width // tensor, h)
 
 
-def feed_forward_products(sizes: Sizes, tokens: int, tensor: int) -> tuple[Product, ...]:
+def feed_forward_products(sizes: ModelDimensions, tokens: int, tensor: int) -> tuple[Product, ...]:
     """Return the two products of a feed-forward layer; a gated one makes gate and value in one."""
     h, f = sizes.hidden_size, sizes.ff_hidden_size
     entering = Product(tokens, h, (_matrices(sizes) - 1) * f // tensor, is_column=True)
     return entering, Product(tokens, f // tensor, h)
 
 
-def head_cost(sizes: Sizes) -> int:
+def head_cost(sizes: ModelDimensions) -> int:
     """Return the cost of one token in the head and its softmax, in FLOPs of a matrix product."""
     return (2 * sizes.hidden_size + ELEMENTWISE) * known_vocab_size(sizes)
 
 
-def feed_forward_kept(sizes: Sizes) -> int:
+def feed_forward_kept(sizes: ModelDimensions) -> int:
     """Return how many numbers between its two products a feed-forward layer keeps for a token.
 
     2 f: before and after the activation. ReLU keeps its result alone; a gated layer gate, value, activation, product.
@@ -149,11 +151,11 @@ def feed_forward_kept(sizes: Sizes) -> int:
     return sizes.ff_hidden_size * (4 if _is_gated(sizes) else 1 if sizes.activation == "relu" else 2)
 
 
-def _matrices(sizes: Sizes) -> int:
+def _matrices(sizes: ModelDimensions) -> int:
     return 3 if _is_gated(sizes) else 2
 
 
-def _is_gated(sizes: Sizes) -> bool:
+def _is_gated(sizes: ModelDimensions) -> bool:
     return sizes.activation.startswith("gated-")
 
 
@@ -169,7 +171,7 @@ def _is_gated(sizes: Sizes) -> bool:
 
 
 def loss_bytes(
-    sizes: Sizes, tokens: int, tensor: int, width: int, *, forwards: int = 1, is_on_cpu: bool = False
+    sizes: ModelDimensions, tokens: int, tensor: int, width: int, *, forwards: int = 1, is_on_cpu: bool = False
 ) -> int:
     """Return the bytes that the logits of ``tokens`` tokens and their loss need on one of ``tensor`` ranks.
 
@@ -199,7 +201,7 @@ def loss_bytes(
 
 
 @dataclass(frozen=True)
-class GPT2Costs(Costs):
+class DecoderCosts(Costs):
     """The costs of a GPT-2 of ``sizes`` on samples of ``seq_length`` tokens.
 
     Args:
@@ -214,7 +216,7 @@ class GPT2Costs(Costs):
     norm_vectors: ClassVar[int] = 2
     has_positions: ClassVar[bool] = True
     is_causal: ClassVar[bool] = True
-    sizes: Sizes
+    sizes: ModelDimensions
     seq_length: int
     is_fused: bool = field(default=True, kw_only=True)
     is_on_cpu: bool = field(default=False, kw_only=True, compare=False)
@@ -356,18 +358,18 @@ class GPT2Costs(Costs):
         return loss_bytes(self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
 
     def stage_bounds(self, stages: int, chunks: int = 1) -> list[int]:
-        """As ``Costs`` says; with several chunks by the rule of ``tds.partition.layers_in_chunks``."""
+        """As ``Costs`` says; with several chunks by the rule of ``tds.partition.partition_uniform_chunks``."""
         costs, number = self.unit_costs, self.sizes.num_layers
         if stages == 1:
             return [0, len(costs)]
         first, last = costs[0], costs[-2] + costs[-1]
         if chunks > 1:
-            counts = layers_in_chunks(number, stages, chunks, first, last)
+            counts = partition_uniform_chunks(number, stages, chunks, first, last)
             return [0, *[1 + bound for bound in accumulate(counts[:-1])], len(costs)]
         layers = costs[1:-2]
         layers[:1] = [cost + first for cost in layers[:1]]
         layers[-1:] = [cost + last for cost in layers[-1:]]
-        inner = balanced_bounds(layers, stages)[1:-1]
+        inner = partition_balanced(layers, stages)[1:-1]
         return [0, *[bound + 1 for bound in inner], len(costs)]
 
 
@@ -386,7 +388,7 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
 
 def costs(config: Any, is_on_cpu: bool = False) -> Costs:
     """Return the costs of the plain decoder of ``config``, a ``Config``; what it keeps depends on where it trains."""
-    return GPT2Costs(
+    return DecoderCosts(
         config.model,
         config.batch.seq_length,
         is_on_cpu=is_on_cpu,

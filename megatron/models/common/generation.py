@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.models.common.attention import LayerCache, Slots
-from megatron.models.common.language_model import Head, Logits, WordEmbedding, logits_of, whole_logits
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.attention import KVCacheSlots, LayerKVCache
+from megatron.models.common.language_model import Head, Logits, WordEmbedding, logits_of, materialize_logits
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.transformer import LayerNorm
 from megatron.models.registry import load
 from megatron.mpu.groups import SINGLE, Group
-from tds.partition import pieces_on
+from tds.partition import chunks_on
 
 # What one rank holds of a model that generates, whoever built it.
 #
@@ -28,7 +28,7 @@ from tds.partition import pieces_on
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelStage:
     """This rank's units and its neighbours.
 
     Args:
@@ -40,8 +40,8 @@ class Part:
     """
 
     module: nn.Module
-    sizes: Sizes
-    place: Place
+    sizes: ModelArgs
+    place: ParallelContext
     units: dict[int, Any]
     stages: list[int]
     pipe: Group = SINGLE
@@ -68,17 +68,17 @@ class Part:
             self.module.train(was_training)
 
 
-def part_of(model: Any) -> Part:
+def stage_of(model: Any) -> ModelStage:
     """Return what this rank holds of ``model``.
 
     Args:
-        model: a ``Part``; a single-stage module (GPT2Model, T5Model); or the engine that trains a model, with a
+        model: a ``ModelStage``; a single-stage module (GPT2Model, T5Model); or the engine that trains a model, with a
             pipeline or without (``megatron.training``'s, or DeepSpeed's or ``tds``'s within it).
 
     Raises:
         TypeError: something else.
     """
-    if isinstance(model, Part):
+    if isinstance(model, ModelStage):
         return model
     engine = getattr(model, "engine", model)
     module = getattr(engine, "module", engine)
@@ -91,23 +91,23 @@ def part_of(model: Any) -> Part:
     return _of_pipeline(engine, module) if hasattr(module, "forward_funcs") else _of_whole(module)
 
 
-def _of_whole(module: Any) -> Part:
+def _of_whole(module: Any) -> ModelStage:
     units = dict(enumerate(module.units()))
     biases = module.biases_by_unit() if hasattr(module, "biases_by_unit") else {}
-    return Part(module, module.sizes, module.place, units, [0] * len(units), biases=biases)
+    return ModelStage(module, module.sizes, module.place, units, [0] * len(units), biases=biases)
 
 
-def _of_pipeline(engine: Any, module: Any) -> Part:
+def _of_pipeline(engine: Any, module: Any) -> ModelStage:
     grid, bounds, num_stages = engine.grid, module.parts, module.num_stages
     ranks = tuple(grid.stage_to_global(stage) for stage in range(num_stages))
     pipe = Group(ranks, module.stage_id, grid.get_pipe_parallel_group()) if num_stages > 1 else SINGLE
-    numbers = [n for first, stop in pieces_on(bounds, num_stages, module.stage_id) for n in range(first, stop)]
+    numbers = [n for first, stop in chunks_on(bounds, num_stages, module.stage_id) for n in range(first, stop)]
     held = [unit if isinstance(unit, nn.Module) else module.tied_modules["embedding"] for unit in module.forward_funcs]
     units = dict(zip(numbers, held, strict=True))
     sizes = range(len(bounds) - 1)
     stages = [piece % num_stages for piece in sizes for _ in range(bounds[piece], bounds[piece + 1])]
     biases = {number: getattr(unit, "table", None) for number, unit in units.items()}
-    return Part(module, module.sizes, module.place, units, stages, pipe, biases)
+    return ModelStage(module, module.sizes, module.place, units, stages, pipe, biases)
 
 
 # Through the stages of a pipeline: hidden states from one to the next, and what the last one chose to all.
@@ -115,8 +115,8 @@ def _of_pipeline(engine: Any, module: Any) -> Part:
 Apply = Callable[[int, torch.Tensor | None], torch.Tensor]
 
 
-def relay(
-    part: Part,
+def forward_through_stages(
+    part: ModelStage,
     units: range,
     apply: Apply,
     shape: tuple[int, ...],
@@ -143,14 +143,14 @@ def relay(
     return x if part.pipe.rank == before else None
 
 
-def _runs(part: Part, units: range) -> Iterator[tuple[int, list[int]]]:
+def _runs(part: ModelStage, units: range) -> Iterator[tuple[int, list[int]]]:
     """Yield (stage, numbers) of neighbouring units that lie on one stage."""
     for stage, numbers in groupby(units, lambda number: part.stages[number]):
         yield stage, list(numbers)
 
 
 def _hand_over(
-    part: Part, x: torch.Tensor | None, shape: tuple[int, ...], source: int, target: int
+    part: ModelStage, x: torch.Tensor | None, shape: tuple[int, ...], source: int, target: int
 ) -> torch.Tensor | None:
     pipe = part.pipe
     if pipe.rank == source:
@@ -163,7 +163,7 @@ def _hand_over(
     return None
 
 
-def to_all_stages(part: Part, x: torch.Tensor | None, shape: tuple[int, ...], stage: int) -> torch.Tensor:
+def to_all_stages(part: ModelStage, x: torch.Tensor | None, shape: tuple[int, ...], stage: int) -> torch.Tensor:
     """Return the ``x`` of ``stage`` on every stage. Collective over the pipe."""
     if x is None or part.pipe.rank != stage:
         x = torch.empty(shape, dtype=part.dtype, device=part.device)
@@ -172,7 +172,7 @@ def to_all_stages(part: Part, x: torch.Tensor | None, shape: tuple[int, ...], st
     return x
 
 
-def tokens_to_all_stages(part: Part, tokens: torch.Tensor | None, size: int) -> torch.Tensor:
+def tokens_to_all_stages(part: ModelStage, tokens: torch.Tensor | None, size: int) -> torch.Tensor:
     """Return the last stage's ``tokens`` [size] on every stage. Collective over the pipe."""
     if tokens is None:
         tokens = torch.empty(size, dtype=torch.long, device=part.device)
@@ -184,7 +184,7 @@ def tokens_to_all_stages(part: Part, tokens: torch.Tensor | None, size: int) -> 
 # A model that reads tokens and remembers them: what the two families share.
 
 
-class Reader(ABC):
+class CachedModel(ABC):
     """Reads rows of tokens, a pass at a time, and keeps keys and values of what it has read.
 
     Args:
@@ -192,10 +192,10 @@ class Reader(ABC):
         body: numbers of the units from embedding to last layer; norm and head follow.
     """
 
-    def __init__(self, part: Part, capacity: int, body: range) -> None:
+    def __init__(self, part: ModelStage, capacity: int, body: range) -> None:
         self.part, self.body = part, body
-        self.slots = Slots(capacity)
-        self.caches = {number: LayerCache(self.slots) for number in body[1:] if number in part.units}
+        self.slots = KVCacheSlots(capacity)
+        self.caches = {number: LayerKVCache(self.slots) for number in body[1:] if number in part.units}
 
     def read(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor | None:
         """Return the logits behind token ``last`` of each row on the last stage, None elsewhere. Collective.
@@ -209,11 +209,11 @@ class Reader(ABC):
         b, s = tokens.shape
         self.tokens, self.positions = tokens.to(device), positions.to(device)
         self.slots.advance(self.positions)
-        x = relay(self.part, self.body, self._apply, (s, b, h))  # [s, b, h]
+        x = forward_through_stages(self.part, self.body, self._apply, (s, b, h))  # [s, b, h]
         if x is not None:
             x = x[last.to(device), torch.arange(b, device=device)].unsqueeze(0)  # [1, b, h]
         tail, stage = range(self.body.stop, self.body.stop + 2), self.part.stages[self.body[-1]]
-        logits = relay(self.part, tail, self._apply, (1, b, h), x, held_by=stage)  # [1, b, v/t]
+        logits = forward_through_stages(self.part, tail, self._apply, (1, b, h), x, held_by=stage)  # [1, b, v/t]
         return None if logits is None else logits[0]
 
     def keep(self, rows: list[int]) -> None:
@@ -231,7 +231,7 @@ class Reader(ABC):
             return self.layer(number, unit, x)
         if number == self.body.stop:
             return getattr(unit, "norm", unit)(x)
-        return whole_logits(unit(x) if isinstance(unit, Head) else self.tied_logits(x, unit.word.weight))
+        return materialize_logits(unit(x) if isinstance(unit, Head) else self.tied_logits(x, unit.word.weight))
 
     @abstractmethod
     def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
@@ -248,16 +248,16 @@ class Reader(ABC):
 
 # The parts of a decoder that goes on from a prompt.
 
-Mask = Callable[[Slots, torch.dtype], torch.Tensor | None]
+Mask = Callable[[KVCacheSlots, torch.dtype], torch.Tensor | None]
 """What attention adds or may look at in a pass, as the layers of the family take it."""
 
 
-def slots_mask(sizes: Any, place: Place) -> Mask:
+def slots_mask(sizes: Any, place: ParallelContext) -> Mask:
     """Return the mask of a decoder whose attention adds nothing to the scores."""
     return lambda slots, dtype: slots.mask
 
 
-def layer_norm(sizes: Sizes) -> nn.Module:
+def layer_norm(sizes: ModelArgs) -> nn.Module:
     """Return the last norm of a decoder with layer norms."""
     return LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon)
 
@@ -282,11 +282,11 @@ class Decoder:
         has_end: no token stands beyond ``max_position_embeddings``.
     """
 
-    embedding: Callable[[Any, Place], nn.Module]
+    embedding: Callable[[Any, ParallelContext], nn.Module]
     embed: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
     layer: type[nn.Module]
     norm: Callable[[Any], nn.Module] = layer_norm
-    mask: Callable[[Any, Place], Mask] = slots_mask
+    mask: Callable[[Any, ParallelContext], Mask] = slots_mask
     has_end: bool = True
 
 
@@ -304,10 +304,10 @@ def filled_up(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.tensor([len(row) - 1 for row in rows])
 
 
-class DecoderReader(Reader):
+class DecoderReader(CachedModel):
     """Attention looks back only, so what fills a row up at its end acts on nothing before it."""
 
-    def __init__(self, part: Part, capacity: int) -> None:
+    def __init__(self, part: ModelStage, capacity: int) -> None:
         super().__init__(part, capacity, range(part.sizes.num_layers + 1))
         self.kind: Decoder = load(part.sizes.family, "model").GENERATION
         self.mask_of = self.kind.mask(part.sizes, part.place)

@@ -19,11 +19,11 @@ from megatron.mpu.shard import Shard
 #
 # | ours | theirs | recipe |
 # |---|---|---|
-# | a norm, a table | one tensor | ``Recipe(("name",))`` |
-# | a product, of ``Conv1D`` | one tensor [in, out] | ``Recipe(("name",), is_transposed=True)`` |
-# | query, key and value by head | three tensors | ``Recipe(("q", "k", "v"), blocks=heads)`` |
-# | the same | one tensor, all queries first | ``Recipe(("qkv",), blocks=heads, parts_in_one=3)`` |
-# | gate and value in turns | two tensors of f rows | ``Recipe(("gate", "up"), blocks=f)`` |
+# | a norm, a table | one tensor | ``WeightMapping(("name",))`` |
+# | a product, of ``Conv1D`` | one tensor [in, out] | ``WeightMapping(("name",), is_transposed=True)`` |
+# | query, key and value by head | three tensors | ``WeightMapping(("q", "k", "v"), blocks=heads)`` |
+# | the same | one tensor, all queries first | ``WeightMapping(("qkv",), blocks=heads, parts_in_one=3)`` |
+# | gate and value in turns | two tensors of f rows | ``WeightMapping(("gate", "up"), blocks=f)`` |
 #
 # Our rows are the first block of each part, then the second of each, and so on; parts may have blocks of different
 # heights (of grouped queries: several heads, one key, one value).
@@ -36,7 +36,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WeightMapping:
     """Which of their tensors make up one of ours.
 
     Args:
@@ -52,7 +52,7 @@ class Recipe:
     is_transposed: bool = False
 
 
-def to_our_weight(recipe: Recipe, theirs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def to_our_weight(recipe: WeightMapping, theirs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return our weight, made of ``theirs``; it shares no memory with them.
 
     Raises:
@@ -66,7 +66,7 @@ def to_our_weight(recipe: Recipe, theirs: Mapping[str, torch.Tensor]) -> torch.T
 
 
 def from_our_weight(
-    recipe: Recipe, ours: torch.Tensor, heights: Mapping[str, int] | None = None
+    recipe: WeightMapping, ours: torch.Tensor, heights: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return their tensors by name, of our weight.
 
@@ -94,7 +94,7 @@ def from_our_weight(
 
 def read_into(
     target: torch.Tensor,
-    recipe: Recipe,
+    recipe: WeightMapping,
     theirs: Mapping[str, Readable],
     shapes: Mapping[str, list[int]],
     shard: Shard,
@@ -119,7 +119,7 @@ def read_into(
         _fill(target, recipe, theirs, each, 0, None if shard.partition_dim is None else slice(begin, end))
 
 
-def _heights(recipe: Recipe, shapes: Mapping[str, list[int]]) -> list[int]:
+def _heights(recipe: WeightMapping, shapes: Mapping[str, list[int]]) -> list[int]:
     """Return the rows of a block of each part."""
     rows = [shapes[name][-1 if recipe.is_transposed else 0] for name in recipe.names]
     if any(height % (recipe.blocks * recipe.parts_in_one) for height in rows):
@@ -135,7 +135,7 @@ def _spans(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
 
 def _fill(
     target: torch.Tensor,
-    recipe: Recipe,
+    recipe: WeightMapping,
     theirs: Mapping[str, Readable],
     each: list[int],
     start: int,
@@ -157,14 +157,14 @@ def _fill(
         begin += height
 
 
-def _cut(recipe: Recipe, tensor: Readable, rows: slice, columns: slice | None) -> torch.Tensor:
+def _cut(recipe: WeightMapping, tensor: Readable, rows: slice, columns: slice | None) -> torch.Tensor:
     """Return rows and columns of ours, which are columns and rows of a transposed weight of theirs."""
     if recipe.is_transposed:
         return (tensor[..., rows] if columns is None else tensor[columns, rows]).t()
     return tensor[rows] if columns is None else tensor[rows, columns]
 
 
-def _parts(recipe: Recipe, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _parts(recipe: WeightMapping, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if recipe.is_transposed:
         tensors = [tensor.t() if tensor.dim() == 2 else tensor for tensor in tensors]
     if recipe.parts_in_one == 1:
@@ -174,13 +174,13 @@ def _parts(recipe: Recipe, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(tensors[0].chunk(recipe.parts_in_one))
 
 
-def _blocks(recipe: Recipe, part: torch.Tensor) -> torch.Tensor:
+def _blocks(recipe: WeightMapping, part: torch.Tensor) -> torch.Tensor:
     if part.shape[0] % recipe.blocks:
         raise _uneven(recipe, part.shape[0])
     return part.unflatten(0, (recipe.blocks, -1))
 
 
-def _uneven(recipe: Recipe, rows: int) -> CheckpointError:
+def _uneven(recipe: WeightMapping, rows: int) -> CheckpointError:
     return CheckpointError(
         f"{', '.join(recipe.names)}: the rows of each part must be {recipe.blocks} blocks of one height (for each head "
         f"or group one), got {rows} rows, which is not a multiple of {recipe.blocks}"
@@ -213,7 +213,7 @@ def as_it_is(name: str, config: Config) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class HFFormat:
     """One family there.
 
     Args:
@@ -245,7 +245,7 @@ class Form:
     values: Callable[[dict[str, Any]], dict[str, Any]]
     to_ours: Callable[[Tensors, Config], Tensors]
     from_ours: Callable[[Tensors, Config], Tensors]
-    recipes: Callable[[Config], Mapping[str, Recipe]]
+    recipes: Callable[[Config], Mapping[str, WeightMapping]]
     word: str
     copies: tuple[str, ...] = ()
     head: str = "lm_head.weight"
@@ -262,7 +262,7 @@ class Form:
 
 
 def by_recipes(
-    recipes_of: Callable[[Config], Mapping[str, Recipe]],
+    recipes_of: Callable[[Config], Mapping[str, WeightMapping]],
     heights_of: Callable[[Config], Mapping[str, int]] = lambda config: {},
 ) -> dict[str, Any]:
     """Return ``recipes``, ``to_ours`` and ``from_ours`` of a family that has a recipe for each of its weights.

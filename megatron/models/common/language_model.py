@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.model import WHOLE, tokens_at_once
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.transformer import Recompute
 from megatron.mpu.cross_entropy import known_or_nan, vocab_parallel_cross_entropy
 from megatron.mpu.groups import SINGLE, Group
@@ -49,7 +49,7 @@ Logits = torch.Tensor | LazyLogits
 
 
 def head_output(
-    x: torch.Tensor, weight: torch.Tensor, sizes: Sizes, place: Place, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext, bias: torch.Tensor | None = None
 ) -> Logits:
     """Return ``x weight^T + bias``, where that is much as ``LazyLogits``: see ``megatron.config.model``.
 
@@ -63,10 +63,10 @@ def head_output(
     shape = num_tokens, sizes.vocab_size, sizes.hidden_size
     at_once = tokens_at_once(sizes.loss_chunk_tokens, *shape, is_on_cpu=is_on_cpu)
     lazy = LazyLogits(x, weight, bias, at_once)
-    return whole_logits(lazy) if at_once == WHOLE else lazy
+    return materialize_logits(lazy) if at_once == WHOLE else lazy
 
 
-def logits_of(x: torch.Tensor, weight: torch.Tensor, place: Place) -> torch.Tensor:
+def logits_of(x: torch.Tensor, weight: torch.Tensor, place: ParallelContext) -> torch.Tensor:
     """Return ``x weight^T``, this rank's columns of the vocabulary.
 
     Shapes:
@@ -77,7 +77,7 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, place: Place) -> torch.Tens
     return F.linear(enter_tensor_region(x, **place.cut), weight)
 
 
-def whole_logits(logits: Logits) -> torch.Tensor:
+def materialize_logits(logits: Logits) -> torch.Tensor:
     """Return the logits [s, b, v/t] themselves."""
     if isinstance(logits, torch.Tensor):
         return logits
@@ -87,7 +87,7 @@ def whole_logits(logits: Logits) -> torch.Tensor:
 class Head(nn.Module):
     """An output table of its own, for models whose head is not tied to the embedding."""
 
-    def __init__(self, sizes: Sizes, place: Place) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.sizes, self.place = sizes, place
         rows, start, num_real = vocab_range(sizes.vocab_size, place.group, sizes.make_vocab_size_divisible_by)
@@ -126,7 +126,7 @@ class Embedding(nn.Module):
         output [s, b, h], or this rank's part of it, by ``place``
     """
 
-    def __init__(self, sizes: Sizes, place: Place) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
@@ -152,7 +152,7 @@ class WordEmbedding(nn.Module):
         output [s, b, h], or this rank's part of it, by ``place``
     """
 
-    def __init__(self, sizes: Sizes, place: Place) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, **place.cut
@@ -208,7 +208,7 @@ def language_model_loss(
 
 
 def model_loss(
-    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: Sizes, place: Place
+    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: ModelArgs, place: ParallelContext
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the (loss sum, token count) of a model of these sizes; shapes as in ``language_model_loss``."""
     return language_model_loss(
@@ -237,16 +237,16 @@ class DecoderModel(nn.Module):
 
     def __init__(
         self,
-        sizes: Sizes,
-        place: Place | None,
+        sizes: ModelArgs,
+        place: ParallelContext | None,
         *,
-        embedding: Callable[[Any, Place], nn.Module],
-        layer: Callable[[Any, Place, int], nn.Module],
+        embedding: Callable[[Any, ParallelContext], nn.Module],
+        layer: Callable[[Any, ParallelContext, int], nn.Module],
         norm: Callable[[Any], nn.Module],
     ) -> None:
         super().__init__()
         self.sizes = sizes
-        self.place = place or Place()
+        self.place = place or ParallelContext()
         self.recompute = Recompute(sizes, self.place)
         self.embedding: Any = embedding(sizes, self.place)
         self.layers = nn.ModuleList(layer(sizes, self.place, i) for i in range(sizes.num_layers))
@@ -269,7 +269,7 @@ class DecoderModel(nn.Module):
         """
         logits = self._logits(self.final_norm(x))  # [s, b, v/t]
         if labels is None or loss_mask is None:
-            return whole_logits(logits)
+            return materialize_logits(logits)
         return model_loss(logits, labels, loss_mask, self.sizes, self.place)
 
     def _logits(self, x: torch.Tensor) -> Logits:

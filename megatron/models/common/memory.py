@@ -133,7 +133,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class SavedActivations:
     """One input for ``every`` layers, of which each of ``parts`` tensor ranks keeps a part; or on the host."""
 
     every: int = 1
@@ -161,11 +161,11 @@ class Waiting:
         return replace(memory, activations=kept + again, host=memory.host + on_host)
 
 
-def waiting_of(config: Any) -> Waiting:
+def waiting_of(config: Any) -> SavedActivations:
     """Return how a run of ``config``, a ``megatron.config.Config``, keeps the inputs of what it recomputes."""
     parallel = config.parallel
     parts = parallel.model_parallel_size if parallel.partition_activations else 1
-    return Waiting(parallel.checkpoint_num_layers, parts, parallel.checkpoint_in_cpu)
+    return SavedActivations(parallel.checkpoint_num_layers, parts, parallel.checkpoint_in_cpu)
 
 
 # Bytes in which causal attention works on a CPU, one layer at a time: in fp32 a head at a time for each thread.
@@ -242,7 +242,7 @@ AHEAD = 3
 
 
 @dataclass(frozen=True)
-class Flying:
+class CommunicationBuffers:
     """What of a rank is on its way.
 
     Args:

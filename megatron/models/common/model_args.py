@@ -16,7 +16,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ModelArgs:
     """Sizes and switches; names as in the flags. Lengths are in tokens, probabilities in 0 ... 1."""
 
     family: str = "gpt2"  # whose they are: the name in ``megatron.models.registry``
@@ -51,7 +51,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParallelContext:
     """Where a module runs: its tensor-parallel group and its source of dropout masks.
 
     With ``sequence_parallel`` hidden states between tensor-parallel regions are this rank's part, [s/t, b, h].
@@ -100,9 +100,9 @@ class Place:
         return module
 
 
-def sizes_from(values: Any, **overrides: Any) -> Sizes:
+def model_args_from(values: Any, **overrides: Any) -> ModelArgs:
     """Return the sizes held by ``values`` (a configuration section or an object with the same names)."""
-    return Sizes(**{**_held(Sizes, values), **overrides})
+    return ModelArgs(**{**_held(ModelArgs, values), **overrides})
 
 
 def _held(kind: Any, values: Any) -> dict[str, Any]:

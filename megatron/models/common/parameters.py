@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from megatron.mpu.shard import Shard, give_memory, is_unset, shard_of
+from megatron.mpu.shard import Shard, is_uninitialized, materialize, shard_of
 
 # Initial weights from a counter keyed by (seed, parameter name): the same numbers in every layout.
 #
@@ -30,12 +30,12 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: in
     Padded vocabulary rows are zero. What a module has set itself (biases, norms, a user's own layers) stays.
     """
     for name, parameter in named_parameters:
-        if not is_unset(parameter):
+        if not is_uninitialized(parameter):
             continue
-        give_memory(parameter)
+        materialize(parameter)
         shard = shard_of(parameter)
         _fill_normal(parameter, shard, name, seed, rule(name, shard.global_shape))
-        parameter.is_unset = False  # type: ignore[attr-defined]
+        parameter.is_uninitialized = False  # type: ignore[attr-defined]
 
 
 def gpt2_rule(std: float, num_layers: int) -> Rule:

@@ -12,8 +12,8 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.models.common.attention import SharedMask
-from megatron.models.common.language_model import Embedding, Head, Logits, head_output, model_loss, whole_logits
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.language_model import Embedding, Head, Logits, head_output, materialize_logits, model_loss
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.transformer import LayerNorm, Recompute, TransformerLayer
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.topology import Topology
@@ -24,12 +24,12 @@ from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 # Recompute on one stage of a pipeline.
 
 
-def stage_recompute(module: PipelineModule, sizes: Sizes, place: Place) -> Recompute:
+def recompute_of_stage(module: PipelineModule, sizes: ModelArgs, place: ParallelContext) -> Recompute:
     """Return the ``activation_checkpoint_func`` of ``module``, which may still be without its layers."""
     return Recompute(sizes, place, partial(_slots, module, sizes))
 
 
-def _slots(module: PipelineModule, sizes: Sizes) -> tuple[int, int]:
+def _slots(module: PipelineModule, sizes: ModelArgs) -> tuple[int, int]:
     """Return how many inputs wait on this stage at most, by the chunk with the most runs; a seam of T5 counts once."""
     chunks = [list(run.is_checkpointable_results) for run in module._runs or [module]]
     if module.stage_id == 0:
@@ -72,7 +72,7 @@ class ModelPipe(PipelineModule):
     def __init__(
         self,
         sizes: Any,
-        place: Place,
+        place: ParallelContext,
         topology: Topology,
         *,
         partition: str | list[int] = "parameters",
@@ -82,7 +82,7 @@ class ModelPipe(PipelineModule):
     ) -> None:
         self.sizes, self.place, self.has_segments = sizes, place, has_segments
         profile = {} if probe is None else {"profile_batch": self.random_batch(probe)}
-        recompute = stage_recompute(self, sizes, place)
+        recompute = recompute_of_stage(self, sizes, place)
         super().__init__(
             self.specs(),
             topology=pipe_topology(topology),
@@ -146,7 +146,7 @@ def embedding_pipe(embedding: type[nn.Module], num_inputs: int) -> type[nn.Modul
 class TiedTable(nn.Module):
     """The word table as the last stage holds it, for the head; positions stay on the first stage."""
 
-    def __init__(self, sizes: Sizes, place: Place) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group
@@ -158,7 +158,7 @@ def norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
     """Return ``norm`` as the layer ahead of the head; what travels beside the hidden states ends here."""
 
     class FinalNormPipe(norm):  # type: ignore[valid-type, misc]
-        def __init__(self, place: Place, *sizes: Any, **how: Any) -> None:
+        def __init__(self, place: ParallelContext, *sizes: Any, **how: Any) -> None:
             super().__init__(*sizes, **how)
             place.on_part(self)
 
@@ -170,7 +170,7 @@ def norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
 
 
 def decoder_specs(
-    embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, sizes: Sizes, place: Place
+    embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, sizes: ModelArgs, place: ParallelContext
 ) -> list[LayerSpec]:
     """Return ``embedding`` of (sizes, place), ``layers``, ``norm`` and head, whose table is the embedding's if tied."""
     if sizes.untie_embeddings:
@@ -181,7 +181,7 @@ def decoder_specs(
     return [first, *layers, norm, last]
 
 
-def _tied_head(sizes: Sizes, place: Place, module: nn.Module, x: torch.Tensor) -> Logits:
+def _tied_head(sizes: ModelArgs, place: ParallelContext, module: nn.Module, x: torch.Tensor) -> Logits:
     return head_output(x, module.word.weight, sizes, place)  # type: ignore[union-attr, arg-type]
 
 
@@ -229,7 +229,7 @@ class DecoderPipe(ModelPipe):
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits to who asks an evaluation for outputs."""
-        return whole_logits(output)
+        return materialize_logits(output)
 
     def logical_name(self, local_name: str) -> str:
         """Return the name that this parameter has in the single-stage model."""
@@ -250,7 +250,7 @@ class DecoderPipe(ModelPipe):
 class TransformerLayerPipe(TransformerLayer):
     """A layer that passes segment ids on, with the mask that all layers of its stage share."""
 
-    def __init__(self, sizes: Sizes, place: Place, layer: int, mask: SharedMask) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int, mask: SharedMask) -> None:
         super().__init__(sizes, place, layer)
         self.mask = mask
 
@@ -261,7 +261,7 @@ class TransformerLayerPipe(TransformerLayer):
         return super().forward(x, self.mask.of(segment_ids)), segment_ids
 
 
-def layer_specs(sizes: Sizes, place: Place) -> list[LayerSpec]:
+def layer_specs(sizes: ModelArgs, place: ParallelContext) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     mask = SharedMask(document_mask)
     layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]

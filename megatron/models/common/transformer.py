@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.models.common.attention import LayerCache, SelfAttention
-from megatron.models.common.model_args import Place, Sizes
-from megatron.mpu.activation_storage import Keeper, Keeping
+from megatron.models.common.attention import LayerKVCache, SelfAttention
+from megatron.models.common.model_args import ModelArgs, ParallelContext
+from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.random import checkpoint
 from megatron.ops.activations import activation, is_gated
@@ -20,7 +20,7 @@ from tds.schedule.simulate import in_flight
 
 # What a model recomputes in backward, and how it keeps what it recomputes from.
 #
-# | ``Sizes`` | flag | what is run again |
+# | ``ModelArgs`` | flag | what is run again |
 # |---|---|---|
 # | ``checkpoint_activations`` | --checkpoint-activations | every ``checkpoint_num_layers`` layers, from their input |
 # | ``recompute_attention`` | --recompute-granularity selective | the core of each attention, from query, key and value |  # noqa: E501
@@ -32,7 +32,7 @@ class Recompute:
     """Runs layers so that backward runs them again; of one stage of a pipeline, or of one side of a model.
 
     Args:
-        slots: as of ``Keeper``; None: those of ``num_layers`` layers and one forward at a time.
+        slots: as of ``ActivationStorage``; None: those of ``num_layers`` layers and one forward at a time.
         num_layers: None: those of ``sizes``.
 
     Attributes:
@@ -41,21 +41,21 @@ class Recompute:
 
     def __init__(
         self,
-        sizes: Sizes,
-        place: Place,
+        sizes: ModelArgs,
+        place: ParallelContext,
         slots: Callable[[], tuple[int, int]] | None = None,
         num_layers: int | None = None,
     ) -> None:
         self.every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
         self._streams = place.streams
-        how = Keeping(
+        how = ActivationOffload(
             is_partitioned=sizes.partition_activations,
             is_on_host=sizes.checkpoint_in_cpu,
             is_contiguous=sizes.contiguous_checkpointing,
             group=place.group,
         )
         own = -(-(num_layers or sizes.num_layers) // max(self.every, 1))
-        self.keeper = None if how.is_plain else Keeper(how, slots or (lambda: (own, 1)))
+        self.keeper = None if how.is_plain else ActivationStorage(how, slots or (lambda: (own, 1)))
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Return ``function(*inputs)``, which keeps ``inputs`` only."""
@@ -63,7 +63,7 @@ class Recompute:
 
 
 def recompute_switches(config: Any) -> dict[str, Any]:
-    """Return the fields of ``Sizes`` by which a run of ``config``, a ``megatron.config.Config``, recomputes."""
+    """Return the fields of ``ModelArgs`` by which a run of ``config``, a ``megatron.config.Config``, recomputes."""
     parallel, number = config.parallel, config.batch.num_micro_batches
     stages = parallel.num_stages
     of_stage = [in_flight(stages, number, parallel.schedule, parallel.chunks, stage) for stage in range(stages)]
@@ -115,7 +115,7 @@ class MLP(nn.Module):
         dropout: of what the activation returns.
     """
 
-    def __init__(self, sizes: Sizes, place: Place, layer: int = 0, dropout: float = 0.0) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         h, f = sizes.hidden_size, sizes.ff_hidden_size
         self.is_gated = is_gated(sizes.activation)
@@ -262,7 +262,7 @@ class TransformerLayer(nn.Module):
         layer: number of this layer in the whole model, from 0; part of the keys of its dropout masks.
     """
 
-    def __init__(self, sizes: Sizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
@@ -274,7 +274,7 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(sizes, place)
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerCache | None = None
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None
     ) -> torch.Tensor:
         normed = self.input_norm(x)
         x = self._residual(x, normed) + self._dropout(self.attention(normed, mask, cache), "attention output")

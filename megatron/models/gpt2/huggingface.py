@@ -27,7 +27,7 @@ import torch
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface as made
-from megatron.models.common.huggingface import Form, Recipe, Tensors
+from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping
 
 _TOP = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
 _LAYER = {
@@ -48,15 +48,15 @@ _THEIR_ACTIVATIONS = {"gelu-tanh": "gelu_new", "gelu": "gelu"}
 _WORD, _HEAD, _THEIR_HEAD = "embedding.word.weight", "head.weight", "lm_head.weight"
 
 
-def recipe(name: str, num_heads: int) -> Recipe | None:
+def recipe(name: str, num_heads: int) -> WeightMapping | None:
     """Return how our weight ``name`` is made of theirs, None when no GPT-2 has it."""
     theirs = _their_name(name)
     if theirs is None:
         return None
     layer_part = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
     if layer_part == "attention.query_key_value":
-        return Recipe((theirs,), blocks=num_heads, parts_in_one=3, is_transposed=True)
-    return Recipe((theirs,), is_transposed=layer_part in _CONV1D)
+        return WeightMapping((theirs,), blocks=num_heads, parts_in_one=3, is_transposed=True)
+    return WeightMapping((theirs,), is_transposed=layer_part in _CONV1D)
 
 
 def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
@@ -200,7 +200,7 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _recipes(config: Config) -> dict[str, Recipe]:
+def _recipes(config: Config) -> dict[str, WeightMapping]:
     """Return how each weight of the model is made; where it has no biases, theirs are zero and nobody reads them."""
     model = config.model
     names = [_WORD, "embedding.position.weight", "final_norm.weight", "final_norm.bias"]
@@ -232,7 +232,7 @@ def _zero_biases(ours: Tensors, config: Config) -> Tensors:
     return {bias: ours[name].new_zeros(ours[name].shape[0]) for name, bias in names.items() if bias not in ours}
 
 
-FORM = Form(
+FORM = HFFormat(
     model_types=("gpt2",),
     problems=_problems,
     fields=_fields,

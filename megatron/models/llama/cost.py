@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.models.common import decoder_cost
-from megatron.models.common.decoder_cost import GPT2Costs, dropout_costs
+from megatron.models.common.decoder_cost import DecoderCosts, dropout_costs
 
 
 @dataclass(frozen=True)
-class LlamaCosts(GPT2Costs):
+class LlamaCosts(DecoderCosts):
     """The costs of a LLaMA of ``sizes``; ``num_groups``: heads of keys and values."""
 
     norm_vectors: ClassVar[int] = 1

@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import Form, Recipe, by_recipes
+from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
 
 _ACTIVATIONS = {
     "silu": "gated-silu",
@@ -44,21 +44,26 @@ _OF_SCALING = {"default": (), "linear": tuple(_SCALING)[:1], "llama3": tuple(_SC
 _WORD, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def recipes(config: Config) -> dict[str, Recipe]:
+def recipes(config: Config) -> dict[str, WeightMapping]:
     """Return how each of our weights is made of theirs."""
-    found = {"embedding.word.weight": Recipe((_WORD,)), "final_norm.weight": Recipe(("model.norm.weight",))}
+    found = {
+        "embedding.word.weight": WeightMapping((_WORD,)),
+        "final_norm.weight": WeightMapping(("model.norm.weight",)),
+    }
     for i in range(config.model.num_layers):
         at, there = f"layers.{i}", f"model.layers.{i}"
-        found.update({f"{at}.{ours}.weight": Recipe((f"{there}.{theirs}.weight",)) for ours, theirs in _NORMS.items()})
+        found.update(
+            {f"{at}.{ours}.weight": WeightMapping((f"{there}.{theirs}.weight",)) for ours, theirs in _NORMS.items()}
+        )
         for kind in ("weight", "bias") if config.model.hidden_bias else ("weight",):
             heads = tuple(f"{there}.self_attn.{name}_proj.{kind}" for name in "qkv")
-            found[f"{at}.attention.query_key_value.{kind}"] = Recipe(heads, blocks=config.own.num_query_groups)
-            found[f"{at}.attention.dense.{kind}"] = Recipe((f"{there}.self_attn.o_proj.{kind}",))
+            found[f"{at}.attention.query_key_value.{kind}"] = WeightMapping(heads, blocks=config.own.num_query_groups)
+            found[f"{at}.attention.dense.{kind}"] = WeightMapping((f"{there}.self_attn.o_proj.{kind}",))
             gated = tuple(f"{there}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
-            found[f"{at}.mlp.up.{kind}"] = Recipe(gated, blocks=config.model.ff_hidden_size)
-            found[f"{at}.mlp.down.{kind}"] = Recipe((f"{there}.mlp.down_proj.{kind}",))
+            found[f"{at}.mlp.up.{kind}"] = WeightMapping(gated, blocks=config.model.ff_hidden_size)
+            found[f"{at}.mlp.down.{kind}"] = WeightMapping((f"{there}.mlp.down_proj.{kind}",))
     if config.model.untie_embeddings:
-        found["head.weight"] = Recipe((_HEAD,))
+        found["head.weight"] = WeightMapping((_HEAD,))
     return found
 
 
@@ -170,7 +175,7 @@ def _rotary(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return {"rotary_base": float(base), "rotary_scaling": {"default": "none"}.get(kind, kind), **scaled}, []
 
 
-FORM = Form(
+FORM = HFFormat(
     model_types=("llama",),
     problems=problems,
     fields=fields,

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from megatron.config import Config
-from megatron.models.common.attention import Attention, LayerCache
+from megatron.models.common.attention import Attention, LayerKVCache
 from megatron.models.common.generation import Decoder, embed_words
 from megatron.models.common.language_model import DecoderModel, WordEmbedding
 from megatron.models.common.language_model import example_inputs as example_inputs
-from megatron.models.common.model_args import Place, Sizes, _held
+from megatron.models.common.model_args import ModelArgs, ParallelContext, _held
 from megatron.models.common.parameters import Rule, gpt2_rule
 from megatron.models.common.transformer import MLP, RMSNorm, run_layers
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
@@ -23,7 +23,7 @@ from megatron.ops.positions import Rotary, rotated, turns
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaSizes(Sizes):
+class LlamaModelArgs(ModelArgs):
     """Sizes of a LLaMA: grouped-query attention and rotary positions."""
 
     family: str = "llama"
@@ -57,9 +57,9 @@ class LlamaSizes(Sizes):
         )
 
 
-def llama_sizes_from(model: Any, llama: Any, **overrides: Any) -> LlamaSizes:
+def llama_model_args_from(model: Any, llama: Any, **overrides: Any) -> LlamaModelArgs:
     """Return the sizes held by the configuration sections ``model`` and ``llama``."""
-    return LlamaSizes(**{**_held(LlamaSizes, model), **_held(LlamaSizes, llama), **overrides})
+    return LlamaModelArgs(**{**_held(LlamaModelArgs, model), **_held(LlamaModelArgs, llama), **overrides})
 
 
 # LLaMA on one pipeline rank.
@@ -85,7 +85,7 @@ class GroupedQueryAttention(Attention):
     Source: Su et al. 2021, "RoFormer"; Ainslie et al. 2023, "GQA".
     """
 
-    def __init__(self, sizes: LlamaSizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: LlamaModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer)
         if sizes.num_attention_heads % sizes.num_groups:
             raise ValueError(
@@ -102,7 +102,7 @@ class GroupedQueryAttention(Attention):
         self,
         x: torch.Tensor,
         mask: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query, key, value = self.split_groups(self.query_key_value(x))  # [b, a/t, s, d], 2 x [b, g/t, s, d]
@@ -140,7 +140,7 @@ class LlamaLayer(nn.Module):
         layer: number of this layer in the whole model, from 0; part of the keys of its dropout masks.
     """
 
-    def __init__(self, sizes: LlamaSizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: LlamaModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
@@ -154,7 +154,7 @@ class LlamaLayer(nn.Module):
         self,
         x: torch.Tensor,
         mask: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = x + self._dropout(self.attention(self.input_norm(x), mask, cache, positions), "attention output")
@@ -164,7 +164,7 @@ class LlamaLayer(nn.Module):
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
-def make_norm(sizes: LlamaSizes) -> RMSNorm:
+def make_norm(sizes: LlamaModelArgs) -> RMSNorm:
     """Return a norm of LLaMA's."""
     return RMSNorm(sizes.hidden_size, sizes.layernorm_epsilon)
 
@@ -184,7 +184,7 @@ class LlamaModel(DecoderModel):
     Source: Touvron et al. 2023, "LLaMA: open and efficient foundation language models".
     """
 
-    def __init__(self, sizes: LlamaSizes, place: Place | None = None) -> None:
+    def __init__(self, sizes: LlamaModelArgs, place: ParallelContext | None = None) -> None:
         super().__init__(sizes, place, embedding=WordEmbedding, layer=LlamaLayer, norm=make_norm)
 
     def forward(
@@ -212,9 +212,9 @@ class LlamaModel(DecoderModel):
             )
 
 
-def model_args(config: Config, **switches: Any) -> LlamaSizes:
+def model_args(config: Config, **switches: Any) -> LlamaModelArgs:
     """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
-    return llama_sizes_from(config.model, config.own, **switches)
+    return llama_model_args_from(config.model, config.own, **switches)
 
 
 def weight_init(config: Config) -> Rule:

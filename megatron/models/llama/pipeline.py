@@ -13,10 +13,10 @@ import torch
 from megatron.config import Config
 from megatron.models.common.attention import SharedMask
 from megatron.models.common.language_model import WordEmbedding
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import DecoderPipe, Stream, decoder_specs, embedding_pipe, norm_pipe
 from megatron.models.common.transformer import RMSNorm
-from megatron.models.llama.model import LlamaLayer, LlamaSizes
+from megatron.models.llama.model import LlamaLayer, LlamaModelArgs
 from megatron.mpu.topology import Topology
 from megatron.ops.attention import document_mask
 from tds.pipe import LayerSpec
@@ -30,7 +30,9 @@ class LlamaLayerPipe(LlamaLayer):
             follow, if there are any.
     """
 
-    def __init__(self, sizes: LlamaSizes, place: Place, layer: int, mask: SharedMask | None = None) -> None:
+    def __init__(
+        self, sizes: LlamaModelArgs, place: ParallelContext, layer: int, mask: SharedMask | None = None
+    ) -> None:
         super().__init__(sizes, place, layer)
         self.mask = mask
 
@@ -43,7 +45,7 @@ class LlamaLayerPipe(LlamaLayer):
         return super().forward(x, mask, None, positions), *beside
 
 
-def layer_specs(sizes: LlamaSizes, place: Place, has_segments: bool = False) -> list[LayerSpec]:
+def layer_specs(sizes: LlamaModelArgs, place: ParallelContext, has_segments: bool = False) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     mask = SharedMask(document_mask) if has_segments else None
     layers = [LayerSpec(LlamaLayerPipe, sizes, place, i, mask) for i in range(sizes.num_layers)]
@@ -61,7 +63,13 @@ class LlamaModelPipe(DecoderPipe):
     layer_classes = (LlamaLayerPipe,)
 
     def __init__(
-        self, sizes: LlamaSizes, place: Place, topology: Topology, *, has_positions: bool = False, **others: Any
+        self,
+        sizes: LlamaModelArgs,
+        place: ParallelContext,
+        topology: Topology,
+        *,
+        has_positions: bool = False,
+        **others: Any,
     ) -> None:
         self.has_positions = has_positions
         super().__init__(sizes, place, topology, **others)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron.models.common.cost import Shared
-from megatron.models.common.decoder_cost import GPT2Costs, dropout_costs
+from megatron.models.common.decoder_cost import DecoderCosts, dropout_costs
 from megatron.models.common.memory import BYTES, Memory
 
 
 @dataclass(frozen=True)
-class MptCosts(GPT2Costs):
+class MptCosts(DecoderCosts):
     """The costs of an MPT of ``sizes``; ``has_segments``: documents are kept apart."""
 
     norm_vectors: ClassVar[int] = 1

@@ -33,7 +33,7 @@ import torch
 
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import Form, Recipe, by_recipes
+from megatron.models.common.huggingface import HFFormat, WeightMapping, by_recipes
 
 _LAYER = {
     "input_norm": "norm_1",
@@ -56,16 +56,19 @@ _FIXED_IN_ATTENTION = {
 _NOT_IN_ATTENTION = {"rope": False, "sliding_window_size": -1}  # which files of MosaicML's program may have
 
 
-def recipes(config: Config) -> dict[str, Recipe]:
+def recipes(config: Config) -> dict[str, WeightMapping]:
     """Return how each of our weights is made of theirs."""
-    found = {"embedding.word.weight": Recipe((_WORD,)), "final_norm.weight": Recipe(("transformer.norm_f.weight",))}
+    found = {
+        "embedding.word.weight": WeightMapping((_WORD,)),
+        "final_norm.weight": WeightMapping(("transformer.norm_f.weight",)),
+    }
     for i in range(config.model.num_layers):
         for ours, theirs in _LAYER.items():
-            found[f"layers.{i}.{ours}.weight"] = Recipe((f"transformer.blocks.{i}.{theirs}.weight",))
+            found[f"layers.{i}.{ours}.weight"] = WeightMapping((f"transformer.blocks.{i}.{theirs}.weight",))
         packed = f"layers.{i}.attention.query_key_value.weight"
-        found[packed] = Recipe(found[packed].names, blocks=config.model.num_attention_heads, parts_in_one=3)
+        found[packed] = WeightMapping(found[packed].names, blocks=config.model.num_attention_heads, parts_in_one=3)
     if config.model.untie_embeddings:
-        found["head.weight"] = Recipe(("lm_head.weight",))
+        found["head.weight"] = WeightMapping(("lm_head.weight",))
     return found
 
 
@@ -169,7 +172,7 @@ def _differences(given: dict[str, Any], fixed: dict[str, Any]) -> Iterator[str]:
             yield f"{key} {given[key]!r} (known: {only!r})"
 
 
-FORM = Form(
+FORM = HFFormat(
     model_types=("mpt",),
     problems=problems,
     fields=fields,

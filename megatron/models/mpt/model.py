@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megatron.config import Config
-from megatron.models.common.attention import LastMade, Slots
+from megatron.models.common.attention import KVCacheSlots, LastValueCache
 from megatron.models.common.generation import Decoder, embed_words
 from megatron.models.common.language_model import DecoderModel, WordEmbedding
-from megatron.models.common.model_args import Place, Sizes, _held
+from megatron.models.common.model_args import ModelArgs, ParallelContext, _held
 from megatron.models.common.parameters import Rule, gpt2_rule
 from megatron.models.common.transformer import LayerNorm, TransformerLayer, run_layers
 from megatron.mpu.layers import ColumnParallelLinear, divide
@@ -21,7 +21,7 @@ from megatron.ops.positions import alibi_bias, alibi_slopes, within_documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class MptSizes(Sizes):
+class MptModelArgs(ModelArgs):
     """Sizes of an MPT: no biases, no table of positions."""
 
     family: str = "mpt"
@@ -30,9 +30,9 @@ class MptSizes(Sizes):
     clip_qkv: float = 0.0  # queries, keys and values are brought into -clip_qkv ... clip_qkv; 0: they are not
 
 
-def mpt_sizes_from(model: Any, mpt: Any, **overrides: Any) -> MptSizes:
+def mpt_model_args_from(model: Any, mpt: Any, **overrides: Any) -> MptModelArgs:
     """Return the sizes held by the configuration sections ``model`` and ``mpt``."""
-    return MptSizes(**{**_held(MptSizes, model), **_held(MptSizes, mpt), **overrides})
+    return MptModelArgs(**{**_held(MptModelArgs, model), **_held(MptModelArgs, mpt), **overrides})
 
 
 # The ALiBi biases of one rank, made once for all layers that share them.
@@ -48,13 +48,13 @@ class AlibiBias:
         biases [1 or b, a/t, s, s_k]
     """
 
-    def __init__(self, sizes: MptSizes, place: Place) -> None:
+    def __init__(self, sizes: MptModelArgs, place: ParallelContext) -> None:
         self._place = place
         heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)
         first = place.group.rank * heads
         self.slopes = alibi_slopes(sizes.num_attention_heads, sizes.alibi_bias_max)[first : first + heads]
         self._causal: torch.Tensor | None = None
-        self._within, self._pass = LastMade(), LastMade()
+        self._within, self._pass = LastValueCache(), LastValueCache()
 
     @torch.compiler.disable  # what is kept from one call to the next is no part of a graph
     def for_hidden(self, x: torch.Tensor, segment_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,7 +68,7 @@ class AlibiBias:
             return causal
         return self._within.of(segment_ids, partial(within_documents, causal, segment_ids))
 
-    def for_slots(self, slots: Slots, dtype: torch.dtype) -> torch.Tensor:
+    def for_slots(self, slots: KVCacheSlots, dtype: torch.dtype) -> torch.Tensor:
         """Return the bias of a pass that reads from the caches, whose queries stand at ``slots.positions``."""
         assert slots.positions is not None
         positions = slots.positions if slots.mask is not None else slots.positions[:1]  # in a first pass rows are alike
@@ -83,7 +83,7 @@ class AlibiBias:
 # MPT on one pipeline rank.
 
 
-def make_norm(sizes: MptSizes) -> LayerNorm:
+def make_norm(sizes: MptModelArgs) -> LayerNorm:
     """Return a layer norm as MPT has it: it scales and does not shift."""
     return LayerNorm(sizes.hidden_size, sizes.layernorm_epsilon, bias=False)
 
@@ -109,7 +109,7 @@ class MptLayer(TransformerLayer):
         output [s, b, h]
     """
 
-    def __init__(self, sizes: MptSizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: MptModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer)
         self.input_norm = place.on_part(make_norm(sizes))
         self.post_attention_norm = place.on_part(make_norm(sizes))
@@ -132,7 +132,7 @@ class MptModel(DecoderModel):
     Source: MosaicML 2023, "Introducing MPT-7B"; Press et al. 2022, "Train short, test long".
     """
 
-    def __init__(self, sizes: MptSizes, place: Place | None = None) -> None:
+    def __init__(self, sizes: MptModelArgs, place: ParallelContext | None = None) -> None:
         super().__init__(sizes, place, embedding=WordEmbedding, layer=MptLayer, norm=make_norm)
         self.alibi = AlibiBias(sizes, self.place)
 
@@ -149,9 +149,9 @@ class MptModel(DecoderModel):
         return self.finish(x, labels, loss_mask)
 
 
-def model_args(config: Config, **switches: Any) -> MptSizes:
+def model_args(config: Config, **switches: Any) -> MptModelArgs:
     """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
-    return mpt_sizes_from(config.model, config.own, **switches)
+    return mpt_model_args_from(config.model, config.own, **switches)
 
 
 def weight_init(config: Config) -> Rule:

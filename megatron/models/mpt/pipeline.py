@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 
 from megatron.models.common.language_model import WordEmbedding
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import DecoderPipe, Stream, decoder_specs, embedding_pipe, norm_pipe
 from megatron.models.common.transformer import LayerNorm
-from megatron.models.mpt.model import AlibiBias, MptLayer, MptSizes
+from megatron.models.mpt.model import AlibiBias, MptLayer, MptModelArgs
 from tds.pipe import LayerSpec
 
 
 class MptLayerPipe(MptLayer):
     """A layer that passes segment ids on, with the biases that all layers of its stage share."""
 
-    def __init__(self, sizes: MptSizes, place: Place, layer: int, alibi: AlibiBias) -> None:
+    def __init__(self, sizes: MptModelArgs, place: ParallelContext, layer: int, alibi: AlibiBias) -> None:
         super().__init__(sizes, place, layer)
         self.alibi = alibi
 
@@ -30,7 +30,7 @@ class MptLayerPipe(MptLayer):
         return super().forward(x, self.alibi.for_hidden(x, segment_ids)), segment_ids
 
 
-def layer_specs(sizes: MptSizes, place: Place) -> list[LayerSpec]:
+def layer_specs(sizes: MptModelArgs, place: ParallelContext) -> list[LayerSpec]:
     """Return embedding, ``num_layers`` transformer layers, final norm and head."""
     alibi = AlibiBias(sizes, place)
     layers = [LayerSpec(MptLayerPipe, sizes, place, i, alibi) for i in range(sizes.num_layers)]

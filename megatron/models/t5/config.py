@@ -327,7 +327,7 @@ FAMILY = ModelFamily(
 )
 
 
-class T5Units(NamedTuple):
+class T5LayerOrder(NamedTuple):
     """The number of each unit of a T5 in the list that is cut into stages: a side's embedding, layers and norm; head.
 
     What lies between ``enc_norm`` and ``dec_embedding`` is the seam.
@@ -342,8 +342,8 @@ class T5Units(NamedTuple):
     head: int
 
 
-def t5_units(enc_layers: int, dec_layers: int) -> T5Units:
+def t5_units(enc_layers: int, dec_layers: int) -> T5LayerOrder:
     """Return where the units of a T5 with so many layers on each side are."""
     encoder, seam = range(1, 1 + enc_layers), enc_layers + 2
     decoder = range(seam + 1, seam + 1 + dec_layers)
-    return T5Units(0, encoder, encoder.stop, seam, decoder, decoder.stop, decoder.stop + 1)
+    return T5LayerOrder(0, encoder, encoder.stop, seam, decoder, decoder.stop, decoder.stop + 1)

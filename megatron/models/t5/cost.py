@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from megatron.models.common import decoder_cost
 from megatron.models.common.cost import OPERATIONS, Costs, Kept, Product, Shared, Work, scores
-from megatron.models.common.decoder_cost import ELEMENTWISE, KEPT, Sizes, dropout_costs, loss_bytes
-from megatron.models.t5.config import T5Units, t5_units
-from tds.partition import balanced_bounds, bounds_in_chunks
+from megatron.models.common.decoder_cost import ELEMENTWISE, KEPT, ModelDimensions, dropout_costs, loss_bytes
+from megatron.models.t5.config import T5LayerOrder, t5_units
+from tds.partition import partition_balanced, partition_balanced_chunks
 
 
 class Sides(Protocol):
@@ -55,7 +55,7 @@ class T5Costs(Costs):
         is_blocked: attention in 32 bits and more goes block by block, as on a CPU without dropout of attention.
     """
 
-    sizes: Sizes
+    sizes: ModelDimensions
     sides: Sides
     has_segments: bool = False
     is_blocked: bool = False
@@ -190,16 +190,16 @@ class T5Costs(Costs):
             return [0, self.num_units]
         layers = self._costs_by_layer()
         if chunks > 1:
-            cut = bounds_in_chunks(layers, stages, chunks)
+            cut = partition_balanced_chunks(layers, stages, chunks)
         elif rank:
-            decoder = balanced_bounds(layers[enc_layers:], stages - rank)
-            cut = [*balanced_bounds(layers[:enc_layers], rank)[:-1], *[enc_layers + bound for bound in decoder]]
+            decoder = partition_balanced(layers[enc_layers:], stages - rank)
+            cut = [*partition_balanced(layers[:enc_layers], rank)[:-1], *[enc_layers + bound for bound in decoder]]
         else:
-            cut = balanced_bounds(layers, stages)
+            cut = partition_balanced(layers, stages)
         return [0, *[self._unit_before(layer) for layer in cut[1:-1]], self.num_units]
 
     @property
-    def _units(self) -> T5Units:
+    def _units(self) -> T5LayerOrder:
         return t5_units(self.sides.enc_layers, self.sides.dec_layers)
 
     def _unit_before(self, layer: int) -> int:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megatron.config import Config
-from megatron.data.cache import Cache
+from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import Documents, documents_key
 from megatron.data.permutation import random_words
-from megatron.data.sample_index import TokenSource, Windows, runs
+from megatron.data.sample_index import SampleIndex, TokenSource, runs
 from megatron.errors import DataError
 from megatron.models.t5.spans import KINDS, Denoiser, has_modes, longest_target, most_spans, noise_and_spans, raw_length
 
@@ -135,7 +135,7 @@ def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[D
 # Source: Madow 1949, "On the theory of systematic sampling, II", section 2.
 
 
-def apportion(
+def split_noise(
     sizes: Sequence[int], noise: int, spans: int, words: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (tokens, tokens to cut out, spans) of each document that stays apart, int64[number of documents] each.
@@ -226,7 +226,7 @@ def draw_spans(sizes: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> S
     """
     length = sum(sizes)
     noise, spans = noise_and_spans(length, denoiser)
-    tokens, noises, counts = apportion(sizes, noise, spans, words)
+    tokens, noises, counts = split_noise(sizes, noise, spans, words)
     words = words[_WORDS_OF_DOCUMENTS:]
     pieces = np.maximum(counts, 1)
     has_span = np.repeat(counts > 0, pieces)
@@ -331,7 +331,7 @@ def _framed(head: list[int], values: np.ndarray, end: int, length: int, padding:
 # (seed, index of the sample), so they are new in each epoch and the same in every layout, worker and resumed run.
 
 
-class T5Samples:
+class T5Dataset:
     """Sample i, for any i >= 0, is the dictionary of ``t5_layout``; i // samples_per_epoch is its epoch.
 
     Args:
@@ -360,7 +360,7 @@ class T5Samples:
         tokens: T5Tokens,
         seed: int,
         reset_attention_mask: bool = False,
-        cache: Cache | None = None,
+        cache: IndexCache | None = None,
         draws: str = "",
     ) -> None:
         self.token_file, self.documents, self.seed, self.tokens = token_file, documents, seed, tokens
@@ -369,7 +369,7 @@ class T5Samples:
         self.enc_seq_length = enc_seq_length
         self.dec_seq_length = dec_seq_length or longest_target(self.raw_length, denoisers)
         self._check()
-        self._windows = Windows(
+        self._windows = SampleIndex(
             token_file,
             documents=documents,
             length=self.raw_length,
@@ -438,10 +438,10 @@ def special_tokens(tokenizer: Any, config: Config) -> T5Tokens:
     return t5_tokens(tokenizer, config.own.vocab_extra_ids, config.own.kinds)
 
 
-def random_dataset(config: Config, texts: Any, tokens: T5Tokens, seed: int) -> T5Samples:
+def random_dataset(config: Config, texts: Any, tokens: T5Tokens, seed: int) -> T5Dataset:
     """Return samples of ``texts``, as a token file has them."""
     own = config.own
-    return T5Samples(
+    return T5Dataset(
         texts,
         documents=(0, texts.num_documents),
         enc_seq_length=own.enc_seq_length,

@@ -6,25 +6,32 @@ from typing import Any
 
 import torch
 
-from megatron.models.common.generation import Part, Reader, Rows, filled_up, relay, to_all_stages
+from megatron.models.common.generation import (
+    CachedModel,
+    ModelStage,
+    Rows,
+    filled_up,
+    forward_through_stages,
+    to_all_stages,
+)
 from megatron.models.common.language_model import Logits
 from megatron.models.t5.config import t5_units
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5DecoderLayer, T5EncoderLayer, embed, tied_logits
 
 PADDING = -1
 """The segment of what fills a source up: nothing attends to it."""
 
 
-class T5Reader(Reader):
+class T5Reader(CachedModel):
     """The decoder, which has the encoder's output before it. Collective over the replica, from its making on.
 
     The output crosses to all stages once; each decoder layer keeps the keys and values that it makes of it.
     """
 
-    def __init__(self, part: Part, sources: Rows, capacity: int) -> None:
-        assert isinstance(part.sizes, T5Sizes)
-        self.sizes: T5Sizes = part.sizes
+    def __init__(self, part: ModelStage, sources: Rows, capacity: int) -> None:
+        assert isinstance(part.sizes, T5ModelArgs)
+        self.sizes: T5ModelArgs = part.sizes
         units = t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
         super().__init__(part, capacity, range(units.dec_embedding, units.dec_norm))
         tokens, last = filled_up(sources)  # [b, s_e], [b]
@@ -33,7 +40,7 @@ class T5Reader(Reader):
         has_padding = bool(is_padding.any())
         self.segments = torch.where(is_padding, PADDING, 0).int().to(part.device) if has_padding else None
         shape = (tokens.shape[1], len(sources), self.sizes.hidden_size)
-        output = relay(part, range(units.enc_norm + 1), self._encode, shape)
+        output = forward_through_stages(part, range(units.enc_norm + 1), self._encode, shape)
         memory = to_all_stages(part, output, shape, part.stages[units.enc_norm])  # [s_e, b, h]
         self.memory: torch.Tensor | None = memory
 

@@ -32,7 +32,7 @@ import torch
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface as made
-from megatron.models.common.huggingface import Form, Recipe, Tensors
+from megatron.models.common.huggingface import HFFormat, Tensors, WeightMapping
 from megatron.ops.activations import is_gated
 
 _WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm_head"
@@ -205,9 +205,9 @@ def _layer_merges(side: str, index: int, gated: bool) -> list[Merge]:
     return [(f"{at}.{name}", tuple(f"{there}.{part}" for part in parts)) for name, parts in merges.items()]
 
 
-def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> Recipe:
+def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> WeightMapping:
     """Return how our ``name`` is made of ``parts`` of so many ``rows`` each: by rows of a gate, by heads else."""
-    return Recipe(parts, blocks=rows if name.endswith(".mlp.up") else num_heads if len(parts) > 1 else 1)
+    return WeightMapping(parts, blocks=rows if name.endswith(".mlp.up") else num_heads if len(parts) > 1 else 1)
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -248,7 +248,7 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
     return {**model_fields(theirs), "hidden_dropout": rate, "attention_dropout": rate}
 
 
-def _recipes(config: Config) -> dict[str, Recipe]:
+def _recipes(config: Config) -> dict[str, WeightMapping]:
     """Return how each weight of the model is made."""
     model, sides = config.model, {"encoder": config.own.enc_layers, "decoder": config.own.dec_layers}
     layers = {(side, i) for side, count in sides.items() for i in range(count)}
@@ -282,7 +282,7 @@ def _their_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "decoder_input_ids": _decoded(tokens)}
 
 
-FORM = Form(
+FORM = HFFormat(
     model_types=("t5", "mt5"),
     problems=_problems,
     fields=_fields,

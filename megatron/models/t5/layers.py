@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.models.common.attention import Attention, LayerCache, SelfAttention
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.attention import Attention, LayerKVCache, SelfAttention
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.common.transformer import MLP, LayerNorm, RMSNorm
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.mpu.shard import Shard, empty_weight
@@ -19,7 +19,7 @@ from tds.gradients import accurate_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5Sizes(Sizes):
+class T5ModelArgs(ModelArgs):
     """Sizes of an encoder-decoder; ``num_layers`` is per side, as the flag is."""
 
     family: str = "t5"
@@ -47,7 +47,7 @@ class RelativeBias(nn.Module):
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, is_bidirectional: bool) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, is_bidirectional: bool) -> None:
         super().__init__()
         self.num_buckets = sizes.relative_attention_num_buckets
         self.max_distance = sizes.relative_attention_max_distance
@@ -95,7 +95,7 @@ class T5SelfAttention(SelfAttention):
     With a ``cache`` as ``SelfAttention``; rows then stand at the same positions where there is a bias.
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, layer: int, *, is_causal: bool) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int, *, is_causal: bool) -> None:
         super().__init__(sizes, place, layer)
         self.is_causal = is_causal
 
@@ -104,7 +104,7 @@ class T5SelfAttention(SelfAttention):
         x: torch.Tensor,
         mask: torch.Tensor | None = None,
         table: RelativeBias | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
     ) -> torch.Tensor:
         query, key, value = self.split_heads(self.query_key_value(x), 3)  # 3 x [b, a/t, s, d]
         if cache is not None:
@@ -135,7 +135,7 @@ class CrossAttention(Attention):
     A ``cache`` keeps the keys and values of ``memory`` from the first pass on; later ones need no memory.
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer, site="cross attention")
         h, width, bias = sizes.hidden_size, sizes.attention_width, sizes.hidden_bias
         self.shares = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
@@ -151,14 +151,14 @@ class CrossAttention(Attention):
         x: torch.Tensor,
         memory: torch.Tensor | None,
         mask: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
     ) -> torch.Tensor:
         (query,) = self.split_heads(self.query(x), 1)  # [b, a/t, s_d, d]
         key, value = self._key_value(memory, cache)
         query = query if self.scale == 1.0 else query * self.scale
         return self.dense(self.attend(biased_attention, query, key, value, mask=mask))
 
-    def _key_value(self, memory: torch.Tensor | None, cache: LayerCache | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _key_value(self, memory: torch.Tensor | None, cache: LayerKVCache | None) -> tuple[torch.Tensor, torch.Tensor]:
         if cache is not None and cache.cross is not None:
             return cache.cross
         key, value = self.split_heads(self.key_value(memory), 2)  # 2 x [b, a/t, s_e, d]
@@ -167,7 +167,7 @@ class CrossAttention(Attention):
         return key, value
 
 
-def make_norm(sizes: T5Sizes, place: Place) -> nn.Module:
+def make_norm(sizes: T5ModelArgs, place: ParallelContext) -> nn.Module:
     """Return a norm as a layer of this variant has it."""
     kind = RMSNorm if sizes.is_relative else LayerNorm
     return place.on_part(kind(sizes.hidden_size, sizes.layernorm_epsilon))
@@ -185,7 +185,7 @@ class T5Layer(nn.Module):
         layer: number of this layer in the whole model, encoder first; part of the keys of its dropout masks.
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, layer: int, *, is_causal: bool) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int, *, is_causal: bool) -> None:
         super().__init__()
         self.layer = layer
         self.hidden_dropout = sizes.hidden_dropout
@@ -200,7 +200,7 @@ class T5Layer(nn.Module):
         x: torch.Tensor,
         mask: torch.Tensor | None,
         table: RelativeBias | None,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
     ) -> torch.Tensor:
         """Return ``x`` and what it reads from itself."""
         return x + self.dropped(self.attention(self.input_norm(x), mask, table, cache), "attention output")
@@ -223,7 +223,7 @@ class T5EncoderLayer(T5Layer):
         output   as x
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer, is_causal=False)
 
     def forward(
@@ -245,7 +245,7 @@ class T5DecoderLayer(T5Layer):
     With a ``cache``, as ``SelfAttention`` and ``CrossAttention`` take it, the rows of the decoder hold one document.
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer, is_causal=True)
         self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # memory's gradient, for the debugger
         self.cross_norm = make_norm(sizes, place)
@@ -258,7 +258,7 @@ class T5DecoderLayer(T5Layer):
         table: RelativeBias | None = None,
         enc_segments: torch.Tensor | None = None,
         dec_segments: torch.Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
     ) -> torch.Tensor:
         own, cross = None, None
         if enc_segments is not None and dec_segments is not None:

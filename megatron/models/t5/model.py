@@ -15,17 +15,17 @@ from megatron.models.common.language_model import (
     Logits,
     PositionEmbedding,
     head_output,
+    materialize_logits,
     model_loss,
     shared_table,
-    whole_logits,
 )
-from megatron.models.common.model_args import Place, _held
+from megatron.models.common.model_args import ParallelContext, _held
 from megatron.models.common.parameters import RESIDUAL_OUTPUTS, Rule, gpt2_rule
 from megatron.models.common.parameters import Rule as Rule_parameters
 from megatron.models.common.transformer import Recompute, RMSNorm, run_layers
 from megatron.models.t5.config import t5_units
-from megatron.models.t5.layers import RelativeBias, T5DecoderLayer, T5EncoderLayer, T5Sizes, make_norm
-from megatron.models.t5.layers import T5Sizes as T5Sizes_layers
+from megatron.models.t5.layers import RelativeBias, T5DecoderLayer, T5EncoderLayer, T5ModelArgs, make_norm
+from megatron.models.t5.layers import T5ModelArgs as T5Sizes_layers
 from megatron.models.t5.layers import make_norm as make_norm_layers
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.mappings import gather_from_sequence_region
@@ -47,7 +47,7 @@ class T5Embedding(nn.Module):
     ``side``, "encoder" or "decoder", says whose dropout masks to draw.
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.sizes, self.place = sizes, place
         self.word = VocabParallelEmbedding(
@@ -82,8 +82,8 @@ def embed(
     word: VocabParallelEmbedding,
     position: PositionEmbedding | None,
     *,
-    sizes: T5Sizes,
-    place: Place,
+    sizes: T5ModelArgs,
+    place: ParallelContext,
     side: str,
     training: bool,
     segments: torch.Tensor | None = None,
@@ -107,7 +107,7 @@ def embed(
     return place.dropout(x, sizes.hidden_dropout, training=training, layer=-1, site=f"{side} embedding")
 
 
-def make_final_norm(sizes: T5Sizes, place: Place, side: str) -> nn.Module:
+def make_final_norm(sizes: T5ModelArgs, place: ParallelContext, side: str) -> nn.Module:
     """Return the norm at the end of ``side``; with relative positions dropout follows it."""
     return FinalRMSNorm(sizes, place, side) if sizes.is_relative else make_norm_layers(sizes, place)
 
@@ -119,7 +119,7 @@ class FinalRMSNorm(RMSNorm):
         input, output [s, b, h]
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, side: str) -> None:
         super().__init__(sizes.hidden_size, sizes.layernorm_epsilon)
         self.dropout, self.place, self.side = sizes.hidden_dropout, place, side
         place.on_part(self)
@@ -130,7 +130,7 @@ class FinalRMSNorm(RMSNorm):
         )
 
 
-def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5Sizes, place: Place) -> Logits:
+def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5ModelArgs, place: ParallelContext) -> Logits:
     """Return the logits of a head that is the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
 
     Shapes:
@@ -145,12 +145,12 @@ def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5Sizes, place: Pl
     return head_output(x, weight, sizes, place)
 
 
-def t5_sizes_from(model: Any, t5: Any, **overrides: Any) -> T5Sizes_layers:
+def t5_model_args_from(model: Any, t5: Any, **overrides: Any) -> T5Sizes_layers:
     """Return the sizes held by the configuration sections ``model`` and ``t5``."""
     return T5Sizes_layers(**{**_held(T5Sizes_layers, model), **_held(T5Sizes_layers, t5), **overrides})
 
 
-def t5_rule(sizes: T5Sizes, std: float) -> Rule_parameters:
+def t5_rule(sizes: T5ModelArgs, std: float) -> Rule_parameters:
     """Return how T5 starts; ``std`` acts on the variant with learned positions only, which starts as GPT-2 does.
 
     With relative positions tables have 1 and a product of n inputs ``n ** -0.5``; a query has ``(h d) ** -0.5``, which
@@ -218,10 +218,10 @@ class T5Model(nn.Module):
 
     loss_weighting = "tokens"  # for the start table
 
-    def __init__(self, sizes: T5Sizes, place: Place | None = None) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext | None = None) -> None:
         super().__init__()
         self.sizes = sizes
-        self.place = place or Place()
+        self.place = place or ParallelContext()
         self.embedding = T5Embedding(sizes, self.place)
         self.encoder = T5Encoder(sizes, self.place)
         self.decoder = T5Decoder(sizes, self.place)
@@ -256,7 +256,7 @@ class T5Model(nn.Module):
         y = self.decoder(y, memory, enc_segments, dec_segments)
         logits = tied_logits(y, table, self.sizes, self.place) if self.head is None else self.head(y)  # [s_d, b, v/t]
         if labels is None or loss_mask is None:
-            return whole_logits(logits)
+            return materialize_logits(logits)
         return model_loss(logits, labels, loss_mask, self.sizes, self.place)
 
     def _word_table(self) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -266,7 +266,7 @@ class T5Model(nn.Module):
         return shared_table(weight) if is_whole and weight.dtype != torch.float16 else (None, weight)
 
 
-def entered(memory: torch.Tensor, place: Place) -> torch.Tensor:
+def entered(memory: torch.Tensor, place: ParallelContext) -> torch.Tensor:
     """Return the encoder's output as all layers of the decoder read it: joined once, where each rank has its part.
 
     What flows back into it is this rank's share of the gradient; the sum over all layers is summed over the ranks.
@@ -281,7 +281,7 @@ def entered(memory: torch.Tensor, place: Place) -> torch.Tensor:
 class T5Side(nn.Module):
     """The layers of a side, the bias that they share, and the norm after them."""
 
-    def __init__(self, sizes: T5Sizes, place: Place, side: str, layers: list[nn.Module]) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, side: str, layers: list[nn.Module]) -> None:
         super().__init__()
         self.recompute = Recompute(sizes, place, num_layers=len(layers))
         is_bidirectional = side == "encoder"
@@ -298,7 +298,7 @@ class T5Side(nn.Module):
 class T5Encoder(T5Side):
     """Shapes as ``T5EncoderLayer``."""
 
-    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext) -> None:
         layers = [T5EncoderLayer(sizes, place, i) for i in range(sizes.enc_layers)]
         super().__init__(sizes, place, "encoder", list(layers))
 
@@ -309,7 +309,7 @@ class T5Encoder(T5Side):
 class T5Decoder(T5Side):
     """Shapes as ``T5DecoderLayer``."""
 
-    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext) -> None:
         layers = [T5DecoderLayer(sizes, place, sizes.enc_layers + i) for i in range(sizes.dec_layers)]
         super().__init__(sizes, place, "decoder", list(layers))
         self.shares = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
@@ -324,9 +324,9 @@ class T5Decoder(T5Side):
         return self.run(x, memory, self.bias, enc_segments, dec_segments)
 
 
-def model_args(config: Config, **switches: Any) -> T5Sizes:
+def model_args(config: Config, **switches: Any) -> T5ModelArgs:
     """Return the sizes of the model of ``config``; ``switches``: further fields, or others in place of its own."""
-    return t5_sizes_from(config.model, config.own, **switches)
+    return t5_model_args_from(config.model, config.own, **switches)
 
 
 def weight_init(config: Config) -> Rule:

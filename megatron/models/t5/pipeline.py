@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from megatron.config import Config
-from megatron.models.common.language_model import Head, Logits, PositionEmbedding, model_loss, whole_logits
-from megatron.models.common.model_args import Place
+from megatron.models.common.language_model import Head, Logits, PositionEmbedding, materialize_logits, model_loss
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import ModelPipe
 from megatron.models.t5.config import t5_units
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import (
     RelativeBias,
     T5DecoderLayer,
@@ -54,7 +54,7 @@ class EmbeddingPipe(nn.Module):
 
     word: VocabParallelEmbedding
 
-    def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, side: str) -> None:
         super().__init__()
         self.sizes, self.place, self.side = sizes, place, side
 
@@ -96,7 +96,7 @@ class DecoderLayerPipe(T5DecoderLayer):
         is_last_here: of its piece, which the part of memory leaves.
     """
 
-    def __init__(self, sizes: T5Sizes, place: Place, layer: int) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer)
         self.is_last = layer == sizes.enc_layers + sizes.dec_layers - 1
         self.is_first_here = self.is_last_here = True
@@ -121,7 +121,7 @@ class DecoderLayerPipe(T5DecoderLayer):
 class PositionTable(PositionEmbedding):
     """The learned positions, which every rank holds whole and looks up for its hidden states alone."""
 
-    def __init__(self, place: Place, *size: int) -> None:
+    def __init__(self, place: ParallelContext, *size: int) -> None:
         super().__init__(*size)
         place.on_part(self)
 
@@ -129,7 +129,7 @@ class PositionTable(PositionEmbedding):
 class NormPipe(nn.Module):
     """The norm at the end of a side; what comes beside the hidden states passes by."""
 
-    def __init__(self, sizes: T5Sizes, place: Place, side: str) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext, side: str) -> None:
         super().__init__()
         self.norm = make_final_norm(sizes, place, side)
 
@@ -145,7 +145,7 @@ class TiedHeadPipe(nn.Module):
 
     word: VocabParallelEmbedding
 
-    def __init__(self, sizes: T5Sizes, place: Place) -> None:
+    def __init__(self, sizes: T5ModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.sizes, self.place = sizes, place
 
@@ -153,7 +153,7 @@ class TiedHeadPipe(nn.Module):
         return tied_logits(x, self.word.weight, self.sizes, self.place)
 
 
-def layer_specs(sizes: T5Sizes, place: Place) -> list[LayerSpec]:
+def layer_specs(sizes: T5ModelArgs, place: ParallelContext) -> list[LayerSpec]:
     """Return the encoder's embedding, layers and norm, the decoder's, and the head."""
     word = Shared(
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
@@ -180,7 +180,7 @@ def layer_specs(sizes: T5Sizes, place: Place) -> list[LayerSpec]:
     ]
 
 
-def boundary_before(layer: int, sizes: T5Sizes, has_segments: bool) -> list[Boundary]:
+def boundary_before(layer: int, sizes: T5ModelArgs, has_segments: bool) -> list[Boundary]:
     """Return what crosses into a stage that begins with ``layer`` of the list."""
     units = t5_units(sizes.enc_layers, sizes.dec_layers)
     if layer >= units.dec_norm:
@@ -241,7 +241,7 @@ class T5ModelPipe(ModelPipe):
 
     def made_output(self, output: Logits) -> torch.Tensor:
         """Return the logits to who asks an evaluation for outputs."""
-        return whole_logits(output)
+        return materialize_logits(output)
 
     def logical_name(self, local_name: str) -> str:
         """Return the name of this parameter, or module with a dot behind it, in the single-stage model."""

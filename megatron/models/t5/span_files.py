@@ -13,13 +13,13 @@ import numpy as np
 from megatron import log
 from megatron.config.data import SET_SUFFIXES, is_set
 from megatron.data import dataset_builder
-from megatron.data.cache import Cache
-from megatron.data.dataset_builder import DataPaths, Opened, Three, build_splits
-from megatron.data.indexed_dataset import Documents, TokenFile, documents_key
-from megatron.data.sample_index import Piece, Windows
+from megatron.data.cache import IndexCache
+from megatron.data.dataset_builder import BlendPaths, OpenCorpus, Three, build_datasets
+from megatron.data.indexed_dataset import Documents, IndexedDataset, documents_key
+from megatron.data.sample_index import Piece, SampleIndex
 from megatron.errors import DataError, SampleError
 from megatron.models.t5 import data
-from megatron.models.t5.data import Pair, T5Samples, T5Tokens
+from megatron.models.t5.data import Pair, T5Dataset, T5Tokens
 from megatron.models.t5.spans import Denoiser, has_modes, raw_length
 
 # CPM's sets of three files: texts whose spans were cut out once, when the files were built.
@@ -43,17 +43,17 @@ class SpanFiles:
 
     Args:
         vocab_size: V, of the tokenizer that the set was built with.
-        reader, cache: as ``TokenFile``.
+        reader, cache: as ``IndexedDataset``.
 
     Raises:
         DataError: a file is missing or damaged, the three do not belong together, or V is another.
     """
 
-    def __init__(self, prefix: str, vocab_size: int, *, reader: str = "mmap", cache: Cache | None = None) -> None:
+    def __init__(self, prefix: str, vocab_size: int, *, reader: str = "mmap", cache: IndexCache | None = None) -> None:
         self.prefix, self.vocab_size = prefix, vocab_size
         self._check_present()
         self.context, self.target, self.offsets = (
-            TokenFile(prefix + suffix, reader=reader, cache=cache) for suffix in SET_SUFFIXES
+            IndexedDataset(prefix + suffix, reader=reader, cache=cache) for suffix in SET_SUFFIXES
         )
         self._check_documents()
         self._check_markers()
@@ -145,14 +145,14 @@ class SpanFiles:
 _SAMPLES_LOOKED_AT = 256
 
 
-class SpanFileSamples:
+class SpanFilesDataset:
     """Sample i, for any i >= 0, is the dictionary of ``t5_layout``; i // samples_per_epoch is its epoch.
 
     Inputs are ``enc_seq_length`` - 1 tokens of the contexts and the end. Targets are as long as their spans are: below
     ``dec_seq_length`` they are padded, above it cut, which the log tells by the first samples.
 
     Args:
-        documents, seed, reset_attention_mask, cache: as ``T5Samples``.
+        documents, seed, reset_attention_mask, cache: as ``T5Dataset``.
 
     Raises:
         DataError: fewer tokens than one sample, or among the first samples one with more spans than sentinels.
@@ -168,12 +168,12 @@ class SpanFileSamples:
         tokens: T5Tokens,
         seed: int,
         reset_attention_mask: bool = False,
-        cache: Cache | None = None,
+        cache: IndexCache | None = None,
     ) -> None:
         self.files, self.documents, self.seed, self.tokens = files, documents, seed, tokens
         self.enc_seq_length, self.dec_seq_length = enc_seq_length, dec_seq_length
         self.reset_attention_mask = reset_attention_mask
-        self._windows = Windows(
+        self._windows = SampleIndex(
             files.context,
             documents=documents,
             length=enc_seq_length - 1,
@@ -255,7 +255,7 @@ class SpanFileSamples:
 
 
 def build_t5_train_valid_test(
-    paths: DataPaths,
+    paths: BlendPaths,
     *,
     enc_seq_length: int,
     dec_seq_length: int,
@@ -272,7 +272,7 @@ def build_t5_train_valid_test(
     (``span_files``), whose spans are fixed.
 
     Args:
-        enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as ``T5Samples``.
+        enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as ``T5Dataset``.
         tokens: every token id of a text must be below its ``text_vocab_size``.
         tokenizer_identity: compared with the one in the sidecar where there is one.
 
@@ -289,29 +289,31 @@ def build_t5_train_valid_test(
         "reset_attention_mask": reset_attention_mask,
     }
 
-    def open_corpus(prefix: str, cache: Cache) -> Opened:
+    def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
         shared = {**settings, "cache": cache}
         if is_set(prefix):
             _check_one_kind(prefix, denoisers)
             files = SpanFiles(prefix, tokens.text_vocab_size, reader=paths.data_impl, cache=cache)
             as_they_are = partial(_span_file_samples, files, shared)
-            return Opened(files.context, files.fingerprint, as_they_are, enc_seq_length - 1, asked_by, is_drawn=False)
-        token_file = TokenFile(prefix, reader=paths.data_impl, cache=cache)
+            return OpenCorpus(
+                files.context, files.fingerprint, as_they_are, enc_seq_length - 1, asked_by, is_drawn=False
+            )
+        token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
         dataset_builder.check_tokenizer(token_file, tokenizer_identity)
         dataset_builder.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
         drawn = partial(_t5_samples, token_file, {**shared, "denoisers": denoisers})
         sample_tokens = raw_length(enc_seq_length, denoisers)
-        return Opened(token_file, token_file.fingerprint, drawn, sample_tokens, asked_by, is_drawn=True)
+        return OpenCorpus(token_file, token_file.fingerprint, drawn, sample_tokens, asked_by, is_drawn=True)
 
-    return build_splits(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
-
-
-def _t5_samples(token_file: TokenFile, settings: dict[str, Any], documents: Documents, draws: str) -> T5Samples:
-    return T5Samples(token_file, documents=documents, draws=draws, **settings)
+    return build_datasets(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
 
 
-def _span_file_samples(files: SpanFiles, settings: dict[str, Any], documents: Documents, _: str) -> SpanFileSamples:
-    return SpanFileSamples(files, documents=documents, **settings)
+def _t5_samples(token_file: IndexedDataset, settings: dict[str, Any], documents: Documents, draws: str) -> T5Dataset:
+    return T5Dataset(token_file, documents=documents, draws=draws, **settings)
+
+
+def _span_file_samples(files: SpanFiles, settings: dict[str, Any], documents: Documents, _: str) -> SpanFilesDataset:
+    return SpanFilesDataset(files, documents=documents, **settings)
 
 
 def _tokens_per_sample(parts: Sequence[Any]) -> int:
@@ -326,8 +328,8 @@ def _tokens_per_sample(parts: Sequence[Any]) -> int:
     return first.enc_seq_length + first.dec_seq_length
 
 
-def _prefix(samples: T5Samples | SpanFileSamples) -> str:
-    return samples.files.prefix if isinstance(samples, SpanFileSamples) else samples.token_file.prefix
+def _prefix(samples: T5Dataset | SpanFilesDataset) -> str:
+    return samples.files.prefix if isinstance(samples, SpanFilesDataset) else samples.token_file.prefix
 
 
 def _check_one_kind(prefix: str, denoisers: Sequence[Denoiser]) -> None:

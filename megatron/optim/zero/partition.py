@@ -33,7 +33,7 @@ VECTOR = 16
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParamPartition:
     """Replica i updates the indices ``bounds[i] ... bounds[i + 1]`` of the local tensor along ``dim``."""
 
     dim: int
@@ -63,7 +63,7 @@ class Cut:
         return replace(whole, partition_dim=self.dim, start=first + start, length=stop - start)
 
 
-def cut_of(parameter: torch.Tensor, replicas: int) -> Cut | None:
+def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | None:
     """Return how ``parameter`` is cut over so many replicas; None for a single number, which all of them update."""
     if parameter.dim() == 0 or parameter.numel() == 0:
         return None
@@ -74,7 +74,7 @@ def cut_of(parameter: torch.Tensor, replicas: int) -> Cut | None:
     step = VECTOR // math.gcd(VECTOR, parameter.numel() // size)
     if dim > 0 and size % step:  # the last numbers of the tensor are not those of one part: nobody could share it
         step = size
-    return Cut(dim, tuple(min(step * steps, size) for steps in _even_bounds(-(-size // step), replicas)))
+    return ParamPartition(dim, tuple(min(step * steps, size) for steps in _even_bounds(-(-size // step), replicas)))
 
 
 def _even_bounds(number: int, parts: int) -> list[int]:
@@ -95,7 +95,7 @@ class Piece:
 
     parameter: torch.Tensor
     master: torch.Tensor
-    cut: Cut
+    cut: ParamPartition
 
     @property
     def room(self) -> int:
@@ -158,7 +158,7 @@ HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadConfig:
     """What is kept on the CPU. Where the model is there too the copies are separate all the same.
 
     Args:
@@ -187,7 +187,7 @@ class Offload:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=pins)
 
 
-NOTHING = Offload()
+NOTHING = OffloadConfig()
 
 
 # How weights come to a ZeRO 3 that cuts them one by one, so that no device ever holds the whole model.
@@ -202,7 +202,7 @@ NOTHING = Offload()
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ParamInit:
     """Where weights go, and how they get their values.
 
     Args:

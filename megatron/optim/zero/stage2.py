@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import Shard, shard_of
-from megatron.optim.main_params import Masters
-from megatron.optim.zero.partition import Cut
+from megatron.optim.main_params import MainParams
+from megatron.optim.zero.partition import ParamPartition
 from megatron.torch_compat import reduce_scatter_single
 from tds.gradients import Bucket, BucketOrder, accurate_dtype, multiply
 
@@ -30,12 +30,12 @@ from tds.gradients import Bucket, BucketOrder, accurate_dtype, multiply
 
 
 @dataclass(frozen=True)
-class Share:
+class GradientShard:
     """This replica's gradient of a parameter (None: it has none), and how the sum is cut over the replicas."""
 
     gradient: torch.Tensor | None
     parameter: torch.nn.Parameter
-    cut: Cut | None
+    cut: ParamPartition | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +65,7 @@ class Sum:
         is_scattered: by a reduce-scatter; None: as the backend likes it.
     """
 
-    def __init__(self, shares: Sequence[Share], group: Group, *, is_scattered: bool | None = None) -> None:
+    def __init__(self, shares: Sequence[GradientShard], group: Group, *, is_scattered: bool | None = None) -> None:
         """Start the sum of ``shares`` of one dtype. Collective: the same parameters in the same order on every rank."""
         if is_scattered is None:
             is_scattered = dist.get_backend(group.handle) == "nccl"
@@ -84,14 +84,14 @@ class Sum:
 class _Run:
     """``flat`` holds the sum once ``work`` is done."""
 
-    shares: Sequence[Share]
+    shares: Sequence[GradientShard]
     group: Group
     flat: torch.Tensor
     work: Any
     is_scattered: bool
 
     @classmethod
-    def start(cls, shares: Sequence[Share], group: Group, *, is_scattered: bool) -> _Run:
+    def start(cls, shares: Sequence[GradientShard], group: Group, *, is_scattered: bool) -> _Run:
         if is_scattered:
             every = _in_slots(shares, group.size)
             mine = every.new_empty(every.shape[1])
@@ -115,7 +115,7 @@ class _Run:
             start += number
 
 
-def _in_one_run(shares: Sequence[Share]) -> torch.Tensor:
+def _in_one_run(shares: Sequence[GradientShard]) -> torch.Tensor:
     """Return all gradients one behind the other, in the type of the sum."""
     numbers = [share.parameter.numel() for share in shares]
     flat = torch.zeros(sum(numbers), dtype=shares[0].dtype, device=shares[0].parameter.device)
@@ -125,7 +125,7 @@ def _in_one_run(shares: Sequence[Share]) -> torch.Tensor:
     return flat
 
 
-def _in_slots(shares: Sequence[Share], replicas: int) -> torch.Tensor:
+def _in_slots(shares: Sequence[GradientShard], replicas: int) -> torch.Tensor:
     """Return [d, rooms]: for each replica its parts of all gradients."""
     rooms = [share.room(replicas) for share in shares]
     every = torch.zeros(replicas, sum(rooms), dtype=shares[0].dtype, device=shares[0].parameter.device)
@@ -157,12 +157,12 @@ def _in_slots(shares: Sequence[Share], replicas: int) -> torch.Tensor:
 # Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.2.
 
 
-class GradientParts:
+class PartitionedGradients:
     """The parts that this replica keeps of the gradients of all parameters."""
 
     are_summed = True
 
-    def __init__(self, masters: Masters) -> None:
+    def __init__(self, masters: MainParams) -> None:
         self._masters = masters
         self.holders = masters.data_group
         self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -186,7 +186,7 @@ class GradientParts:
     def part(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return self.of(parameter)
 
-    def counts_here(self, parameter: torch.nn.Parameter) -> bool:
+    def is_counted_in_norm(self, parameter: torch.nn.Parameter) -> bool:
         return self._masters.is_cut(parameter) or self.holders.rank == 0
 
     def begin_last_backward(self) -> None:
@@ -227,7 +227,7 @@ class GradientParts:
         """Let ``buckets`` be summed; before each the one ahead of it is here."""
         for bucket in buckets:
             self._land()
-            shares = [Share(self._arrived.pop(p, None), p, self._masters.cut(p)) for p in bucket]
+            shares = [GradientShard(self._arrived.pop(p, None), p, self._masters.cut(p)) for p in bucket]
             self._flight = Sum(shares, self.holders)
 
     def _land(self) -> None:

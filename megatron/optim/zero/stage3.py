@@ -27,7 +27,7 @@ END = -1
 """In the place of a number: this replica's micro-batch is through."""
 
 
-class CallOrder:
+class GatherOrder:
     """What this replica gathers, held against the others.
 
     Args:
@@ -246,7 +246,7 @@ class Unit:
         return (whole.untyped_storage().data_ptr() for whole in self._whole.values())
 
 
-class WeightUnits:
+class ParamUnits:
     """The units of a model, with the hooks that gather and free them.
 
     Args:
@@ -269,7 +269,7 @@ class WeightUnits:
             self._add(inner, {p: cut[p] for p in weights}, group, stays=False)
         taken = {p for weights in layers.values() for p in weights}
         self._add(module, {p: piece for p, piece in cut.items() if p not in taken}, group, stays=True)
-        self._order = CallOrder(group, [unit.name for unit in self.units], place_of(cut))
+        self._order = GatherOrder(group, [unit.name for unit in self.units], place_of(cut))
         self._hook(module)
         self._tell_largest()
 

@@ -11,7 +11,7 @@ import torch
 from megatron.arguments import config_from_values
 from megatron.checkpoint import TensorRecord, named_parameters, save
 from megatron.config import Config
-from megatron.models import Place, registry
+from megatron.models import ParallelContext, registry
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
@@ -26,7 +26,7 @@ def config_of(family: str, **values: Any) -> Config:
 
 
 def build(config: Config, group: Group) -> torch.nn.Module:
-    model: torch.nn.Module = registry.build_model(config, Place(group))
+    model: torch.nn.Module = registry.build_model(config, ParallelContext(group))
     return model
 
 

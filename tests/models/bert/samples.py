@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.models.bert.model import BertSizes
+from megatron.models.bert.model import BertModelArgs
 
 VOCAB, SEQ, BATCH = 101, 13, 4  # 101 is a prime: padded for every tensor size
 SMALL = {
@@ -16,9 +16,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def bert_sizes(**changes: Any) -> BertSizes:
+def bert_sizes(**changes: Any) -> BertModelArgs:
     """Return the sizes of the small model, with ``changes``."""
-    return BertSizes(**{**SMALL, **changes})
+    return BertModelArgs(**{**SMALL, **changes})
 
 
 @dataclass

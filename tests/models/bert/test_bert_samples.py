@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.config.batch import BatchSizes
-from megatron.data import DataPaths, ReplicaBatches, TokenFile
+from megatron.data import BlendPaths, DataLoader, IndexedDataset
 from megatron.data.data_loader import KEY
-from megatron.data.sample_index import Windows
+from megatron.data.sample_index import SampleIndex
 from megatron.errors import DataError
-from megatron.models.bert.data import NAMES, BertSamples, BertTokens, bert_tokens, build_bert_train_valid_test
+from megatron.models.bert.data import NAMES, BertDataset, BertTokens, bert_tokens, build_bert_train_valid_test
 from megatron.models.bert.model import bert_fields
 from tests.data.token_data import write
 
@@ -28,13 +28,13 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
+def file(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     return write(tmp_path_factory.mktemp("bert") / "a", SIZES, eod_id=EOD)
 
 
-def samples_of(file: TokenFile, **changed: Any) -> BertSamples:
+def samples_of(file: IndexedDataset, **changed: Any) -> BertDataset:
     values = {"documents": (0, 8), "seq_length": 48, "tokens": TOKENS, "seed": 3}
-    return BertSamples(file, **{**values, **changed})
+    return BertDataset(file, **{**values, **changed})
 
 
 def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
@@ -62,9 +62,9 @@ def document_of(token: int) -> int:
 
 
 @pytest.mark.parametrize("changed", VARIANTS)
-def test_text_comes_back_from_inputs_and_labels(file: TokenFile, changed: dict[str, Any]) -> None:
+def test_text_comes_back_from_inputs_and_labels(file: IndexedDataset, changed: dict[str, Any]) -> None:
     samples = samples_of(file, **changed)
-    windows = Windows(file, documents=(0, 8), length=samples.text_length, overlap=0, seed=3, asked_by="a test")
+    windows = SampleIndex(file, documents=(0, 8), length=samples.text_length, overlap=0, seed=3, asked_by="a test")
     assert samples.samples_per_epoch == windows.per_epoch == 597 // (45 if samples.has_pairs else 46)
     for index in [*range(3 * windows.per_epoch), 10**12]:
         sample, window = samples[index], windows[index].tolist()
@@ -75,7 +75,7 @@ def test_text_comes_back_from_inputs_and_labels(file: TokenFile, changed: dict[s
             assert second[0] == window[len(first) :][: len(second[0])]
 
 
-def test_the_second_segment_goes_on_or_begins_within_a_document_elsewhere(file: TokenFile) -> None:
+def test_the_second_segment_goes_on_or_begins_within_a_document_elsewhere(file: IndexedDataset) -> None:
     samples, number = samples_of(file), 1200
     found = [samples[index] for index in range(number)]
     assert abs(sum(int(s["is_random"]) for s in found) - number / 2) <= 4 * (number / 4) ** 0.5 + number * 0.06
@@ -89,7 +89,7 @@ def test_the_second_segment_goes_on_or_begins_within_a_document_elsewhere(file: 
     assert len({len(segments_of(sample)[0]) for sample in found}) > 20, "it may be anywhere"
 
 
-def test_a_share_of_the_samples_is_short_and_none_without(file: TokenFile) -> None:
+def test_a_share_of_the_samples_is_short_and_none_without(file: IndexedDataset) -> None:
     lengths = [int((samples_of(file, short_seq_prob=0.3)[i]["parts"] >= 0).sum()) for i in range(600)]
     short = [length for length in lengths if length < 48]
     assert abs(len(short) - 600 * 0.3) <= 4 * (600 * 0.21) ** 0.5
@@ -97,7 +97,7 @@ def test_a_share_of_the_samples_is_short_and_none_without(file: TokenFile) -> No
     assert all((samples_of(file, short_seq_prob=0.0)[i]["parts"] >= 0).all() for i in range(40))
 
 
-def test_as_many_tokens_are_masked_as_asked_and_become_mask_random_or_stay(file: TokenFile) -> None:
+def test_as_many_tokens_are_masked_as_asked_and_become_mask_random_or_stay(file: IndexedDataset) -> None:
     samples = samples_of(file, has_pairs=False)
     masked = np.zeros(3)
     for index in range(400):
@@ -115,7 +115,7 @@ def test_as_many_tokens_are_masked_as_asked_and_become_mask_random_or_stay(file:
         assert abs(found - share * masked.sum()) <= 4 * (masked.sum() * share * (1 - share)) ** 0.5, masked
 
 
-def test_every_place_is_masked_alike(file: TokenFile) -> None:
+def test_every_place_is_masked_alike(file: IndexedDataset) -> None:
     samples = samples_of(file, has_pairs=False, short_seq_prob=0.0, tokens=BertTokens(TEXT, 0, 1, 2, TEXT))
     counts = sum((samples[index]["labels"] >= 0)[1:-1].astype(int) for index in range(2000))
     share = 7 / 46
@@ -123,7 +123,7 @@ def test_every_place_is_masked_alike(file: TokenFile) -> None:
 
 
 @pytest.mark.parametrize("has_pairs", [True, False])
-def test_whole_words_stay_whole(file: TokenFile, has_pairs: bool) -> None:
+def test_whole_words_stay_whole(file: IndexedDataset, has_pairs: bool) -> None:
     starts = np.arange(TEXT) % 4 != 2
     starts[np.arange(TEXT) % 8 == 3] = False
     samples = samples_of(file, word_starts=starts, has_pairs=has_pairs)
@@ -148,7 +148,7 @@ def test_whole_words_stay_whole(file: TokenFile, has_pairs: bool) -> None:
     assert {0, 1, 2, 3} <= sizes and fewer <= 3
 
 
-def test_no_word_reaches_over_the_seam(file: TokenFile) -> None:
+def test_no_word_reaches_over_the_seam(file: IndexedDataset) -> None:
     """Where no token begins a word, a segment up to the end of a document is one."""
     samples, alone = samples_of(file, word_starts=np.zeros(TEXT, bool), mask_prob=0.4), 0
     for sample in (samples[index] for index in range(200)):
@@ -158,7 +158,7 @@ def test_no_word_reaches_over_the_seam(file: TokenFile) -> None:
     assert alone > 20
 
 
-def test_masks_and_pairs_are_new_in_each_epoch_and_with_each_seed(file: TokenFile) -> None:
+def test_masks_and_pairs_are_new_in_each_epoch_and_with_each_seed(file: IndexedDataset) -> None:
     samples = samples_of(file, documents=(2, 4), has_pairs=False, seq_length=202, short_seq_prob=0.0)
     other = samples_of(file, documents=(2, 4), has_pairs=False, seq_length=202, short_seq_prob=0.0, seed=4)
     assert samples.samples_per_epoch == 1
@@ -169,20 +169,20 @@ def test_masks_and_pairs_are_new_in_each_epoch_and_with_each_seed(file: TokenFil
 
 
 @pytest.mark.parametrize("changed", VARIANTS[::2])
-def test_a_sample_is_the_same_in_any_order_and_after_a_restart(file: TokenFile, changed: dict[str, Any]) -> None:
+def test_a_sample_is_the_same_in_any_order_and_after_a_restart(file: IndexedDataset, changed: dict[str, Any]) -> None:
     samples = samples_of(file, **changed)
     forward = [samples[index] for index in range(40)]
     assert all(same(samples[index], forward[index]) for index in reversed(range(40)))
-    assert same(samples_of(TokenFile(file.prefix), **changed)[33], forward[33])
+    assert same(samples_of(IndexedDataset(file.prefix), **changed)[33], forward[33])
 
 
 @pytest.mark.parametrize("d, m, num_workers", [(1, 4, 0), (2, 2, 0), (4, 1, 0), (1, 2, 2)])
 def test_batches_are_the_same_in_every_layout_and_told_of_their_step(
-    file: TokenFile, d: int, m: int, num_workers: int
+    file: IndexedDataset, d: int, m: int, num_workers: int
 ) -> None:
     samples, size = samples_of(file, short_seq_prob=0.5), 4
     settings = {"micro_batch_size": size // (d * m), "num_micro_batches": m, "data_size": d, "samples_consumed": 8}
-    replicas = [iter(ReplicaBatches(samples, data_rank=rank, num_workers=num_workers, **settings)) for rank in range(d)]
+    replicas = [iter(DataLoader(samples, data_rank=rank, num_workers=num_workers, **settings)) for rank in range(d)]
     rows, told = [], []
     for _ in range(2):
         for batch in (next(replica) for replica in replicas for _ in range(m)):
@@ -193,18 +193,16 @@ def test_batches_are_the_same_in_every_layout_and_told_of_their_step(
     assert told == [[steps[0], 4]] * (d * m) + [[steps[1], 4]] * (d * m)
 
 
-def test_a_growing_batch_is_told_of_its_own_step(file: TokenFile) -> None:
+def test_a_growing_batch_is_told_of_its_own_step(file: IndexedDataset) -> None:
     samples, sizes = samples_of(file, short_seq_prob=0.5), BatchSizes(6, 2, 2, 8)
-    batches = iter(
-        ReplicaBatches(samples, micro_batch_size=2, num_micro_batches=3, data_rank=0, data_size=1, sizes=sizes)
-    )
+    batches = iter(DataLoader(samples, micro_batch_size=2, num_micro_batches=3, data_rank=0, data_size=1, sizes=sizes))
     told = [next(batches)[KEY].tolist() for _ in range(1 + 1 + 2 + 3)]
     starts = [0, 2, 4, 4, 8, 8, 8]
     assert [count for _, count in told] == [sizes.at(start) for start in starts]
     assert [n for n, _ in told] == [sum(map(samples.num_predicted, range(s, s + sizes.at(s)))) for s in starts]
 
 
-def test_fields_are_what_the_model_takes(file: TokenFile) -> None:
+def test_fields_are_what_the_model_takes(file: IndexedDataset) -> None:
     sample = samples_of(file, short_seq_prob=1.0)[5]
     rows = {key: torch.as_tensor(value).unsqueeze(0) for key, value in sample.items()}
     fields = bert_fields(**rows, has_segments=True)
@@ -234,7 +232,7 @@ def test_control_tokens_are_the_tokenizers_own_and_appended_where_it_has_none() 
     assert whole.vocab_size == 100 and (whole.cls_id, whole.pad_id) == (0, 3)
 
 
-def test_what_does_not_fit_is_refused(file: TokenFile) -> None:
+def test_what_does_not_fit_is_refused(file: IndexedDataset) -> None:
     with pytest.raises(DataError, match=r"documents 3:4 hold 12 tokens; a sample of --seq-length 48 needs 45"):
         samples_of(file, documents=(3, 4))
     with pytest.raises(DataError, match="pairs need two documents, .* got 1. .* use --bert-no-binary-head"):
@@ -242,7 +240,7 @@ def test_what_does_not_fit_is_refused(file: TokenFile) -> None:
     assert samples_of(file, documents=(2, 3), has_pairs=False)[0]
 
 
-def test_fingerprint_changes_with_all_that_changes_a_sample(file: TokenFile) -> None:
+def test_fingerprint_changes_with_all_that_changes_a_sample(file: IndexedDataset) -> None:
     changed: list[dict[str, Any]] = [
         *VARIANTS,
         {"documents": (0, 7)},
@@ -254,10 +252,10 @@ def test_fingerprint_changes_with_all_that_changes_a_sample(file: TokenFile) -> 
         {"seed": 4},
     ]
     prints = [samples_of(file, **change).fingerprint for change in changed]
-    assert len(set(prints)) == len(prints) and samples_of(TokenFile(file.prefix)).fingerprint == prints[0]
+    assert len(set(prints)) == len(prints) and samples_of(IndexedDataset(file.prefix)).fingerprint == prints[0]
 
 
-def test_a_sample_stays_the_same_for_ever(file: TokenFile) -> None:
+def test_a_sample_stays_the_same_for_ever(file: IndexedDataset) -> None:
     sample = samples_of(file, seq_length=24, word_starts=np.arange(TEXT) % 3 != 0)[11]
     assert {key: value.tolist() for key, value in sample.items()} == FIXED
 
@@ -272,7 +270,7 @@ def test_the_start_tells_of_a_split_that_is_nearly_all_one_document(
 ) -> None:
     for name, sizes, told in (("many", [300] * 9, ""), ("one", [2700, 40, 40], "% of its pairs are of two")):
         file = write(tmp_path / name, sizes)
-        paths = DataPaths(data_path=file.prefix, split="1,0,0")
+        paths = BlendPaths(data_path=file.prefix, split="1,0,0")
         build_bert_train_valid_test(paths, seq_length=48, tokens=TOKENS, seed=3, needed=(True, False, False))
         samples = samples_of(file, documents=(0, len(sizes)))
         found = sum(int(samples[index]["is_random"]) for index in range(samples.samples_per_epoch))

@@ -25,12 +25,12 @@ def test_bert_base_has_its_published_number_of_parameters() -> None:
 
 @pytest.mark.parametrize("has_both", [True, False])
 def test_parameters_are_those_of_the_model_that_is_built(has_both: bool) -> None:
-    from megatron.models import BertModel, Place, bert_sizes_from
+    from megatron.models import BertModel, ParallelContext, bert_model_args_from
     from megatron.mpu.groups import Group
 
     sizes, bert = replace(SMALL, vocab_size=64), BertConfig(binary_head=has_both)
     for tensor in (1, 2):
-        model = BertModel(bert_sizes_from(sizes, bert), Place(Group(tuple(range(tensor)), 0)))
+        model = BertModel(bert_model_args_from(sizes, bert), ParallelContext(Group(tuple(range(tensor)), 0)))
         built = sum(parameter.numel() for parameter in model.parameters())
         assert BertCosts(sizes, 8, bert).stage_parameters([0, 6], tensor) == [built]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import Config
-from megatron.models.common.huggingface import Form
+from megatron.models.common.huggingface import HFFormat
 from megatron.models.registry import build_model
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
@@ -55,7 +55,7 @@ class Against:
         in_its_own_dtype: a context in which their model computes in fp64 all that it casts to fp32.
     """
 
-    form: Form
+    form: HFFormat
     dtypes: Mapping[str, str]
     make_reference: Callable[[str], tuple[Any, Config]]
     in_its_own_dtype: Callable[[], AbstractContextManager[None]]

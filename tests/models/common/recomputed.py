@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.models.bert.model import BertModel
 from megatron.models.common.decoder import GPT2Model
-from megatron.models.llama.model import LlamaModel, LlamaSizes
+from megatron.models.llama.model import LlamaModel, LlamaModelArgs
 from megatron.models.mpt.model import MptModel
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.random import Position
+from megatron.mpu.random import DropoutKey
 from tests.models.bert.samples import bert_batch, bert_sizes
 from tests.models.common.samples import SMALL, batch_of, filled, place_of, small_sizes
 from tests.models.mpt.samples import mpt_sizes
@@ -38,8 +38,8 @@ def make(family: str, group: Group = SINGLE, dtype: torch.dtype = torch.float32,
     return filled(model(sizes, place)).to(dtype)
 
 
-def llama_sizes(**changes: Any) -> LlamaSizes:
-    return LlamaSizes(**{**SMALL, "num_query_groups": 2, **changes})
+def llama_sizes(**changes: Any) -> LlamaModelArgs:
+    return LlamaModelArgs(**{**SMALL, "num_query_groups": 2, **changes})
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:
@@ -47,9 +47,9 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
     inputs = dict(vars({"T5Model": t5_batch, "BertModel": bert_batch}.get(type(model).__name__, batch_of)()))
     if type(model).__name__ == "MptModel":
         del inputs["position_ids"]
-    model.place.streams.position = Position(2, 1)
+    model.place.streams.position = DropoutKey(2, 1)
     found = model(**inputs)
-    model.place.streams.position = Position(2, 2)
+    model.place.streams.position = DropoutKey(2, 2)
     return (found["loss"] if isinstance(found, dict) else found)[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.models.common.decoder import GPT2Model
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.mpu.groups import Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard, shard_of
@@ -23,14 +23,14 @@ SMALL = {
 Parts = dict[str, tuple[Shard, torch.Tensor]]
 
 
-def small_sizes(**changes: Any) -> Sizes:
+def small_sizes(**changes: Any) -> ModelArgs:
     """Return the sizes of the small model, with ``changes``."""
-    return Sizes(**{**SMALL, **changes})
+    return ModelArgs(**{**SMALL, **changes})
 
 
-def place_of(group: Group, **streams: Any) -> Place:
+def place_of(group: Group, **streams: Any) -> ParallelContext:
     """Return the place of a rank of this tensor group."""
-    return Place(group, DropoutStreams(5, tensor=group, **streams))
+    return ParallelContext(group, DropoutStreams(5, tensor=group, **streams))
 
 
 def whole_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:

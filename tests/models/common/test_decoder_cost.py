@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import BertConfig, Config, ModelConfig, parse
 from megatron.models.bert.cost import BertCosts
-from megatron.models.common.decoder_cost import GPT2Costs
+from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.models.common.memory import Memory, Zero
 from megatron.models.registry import costs_of
 from tds.schedule.simulate import candidates
@@ -29,7 +29,7 @@ MEASURED = ModelConfig(
     max_position_embeddings=256,
     untie_embeddings=True,
 )
-SMALL = GPT2Costs(GPT2_SMALL, 1024)
+SMALL = DecoderCosts(GPT2_SMALL, 1024)
 
 
 def test_gpt2_small_has_its_published_number_of_parameters():
@@ -38,12 +38,12 @@ def test_gpt2_small_has_its_published_number_of_parameters():
 
 def test_the_costs_of_a_configuration_are_those_of_its_sizes_and_length():
     config: Config = parse(["--seq-length", "96", "--vocab-size", "101"], world_size=1, env={})
-    assert costs_of(config) == GPT2Costs(config.model, 96)
+    assert costs_of(config) == DecoderCosts(config.model, 96)
 
 
 def test_parameters_are_those_of_the_model_that_is_built():
     from megatron.models.common.decoder import GPT2Model
-    from megatron.models.common.model_args import sizes_from
+    from megatron.models.common.model_args import model_args_from
 
     for untied, bias, activation in (
         (False, False, "gelu"),
@@ -63,8 +63,8 @@ def test_parameters_are_those_of_the_model_that_is_built():
             untie_embeddings=untied,
             activation=activation,
         )
-        built = sum(parameter.numel() for parameter in GPT2Model(sizes_from(sizes)).parameters())
-        costs = GPT2Costs(sizes, 8)
+        built = sum(parameter.numel() for parameter in GPT2Model(model_args_from(sizes)).parameters())
+        costs = DecoderCosts(sizes, 8)
         assert costs.num_parameters == built
         assert costs.stage_parameters([0, 6]) == [built]
 
@@ -78,7 +78,7 @@ def test_stages_hold_all_parameters_and_a_tied_table_twice():
     bounds = SMALL.stage_bounds(4)
     table = 50257 * 768
     assert sum(SMALL.stage_parameters(bounds)) == SMALL.num_parameters + table
-    untied = GPT2Costs(replace(GPT2_SMALL, untie_embeddings=True), 1024)
+    untied = DecoderCosts(replace(GPT2_SMALL, untie_embeddings=True), 1024)
     assert sum(untied.stage_parameters(bounds)) == untied.num_parameters
 
 
@@ -96,7 +96,7 @@ def test_flops_are_six_per_parameter_and_the_attention_scores():
 
 
 def test_a_gate_adds_a_third_matrix_to_parameters_and_products():
-    gated = GPT2Costs(replace(GPT2_SMALL, activation="gated-gelu"), 1024)
+    gated = DecoderCosts(replace(GPT2_SMALL, activation="gated-gelu"), 1024)
     assert gated.layer_parameters() - SMALL.layer_parameters() == 4 * 768**2 + 4 * 768
     share = (8 * 768**2 + 24 * 768**2 + 2 * 1024 * 768) / (8 * 768**2 + 16 * 768**2 + 2 * 1024 * 768)
     assert SMALL.unit_costs[-1] / gated.unit_costs[-1] == pytest.approx(share)
@@ -104,7 +104,7 @@ def test_a_gate_adds_a_third_matrix_to_parameters_and_products():
 
 def test_a_heavy_head_makes_the_last_stage_shorter():
     """Five and three layers were the fastest when measured."""
-    costs = GPT2Costs(MEASURED, 256)
+    costs = DecoderCosts(MEASURED, 256)
     assert costs.stage_bounds(2) == [0, 6, 11]
     assert 2.5 < costs.unit_costs[-1] < 3.1
     assert costs.piece_costs([0, 6, 11]) == [sum(costs.unit_costs[:6]), sum(costs.unit_costs[6:])]
@@ -112,7 +112,7 @@ def test_a_heavy_head_makes_the_last_stage_shorter():
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_stage_has_a_layer_however_heavy_the_head(stages):
-    bounds = GPT2Costs(replace(MEASURED, num_layers=4, vocab_size=10**6), 256).stage_bounds(stages)
+    bounds = DecoderCosts(replace(MEASURED, num_layers=4, vocab_size=10**6), 256).stage_bounds(stages)
     layers = [sum(1 <= unit <= 4 for unit in range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
     assert sum(layers) == 4 and min(layers) >= 1
     assert (bounds[0], bounds[-1]) == (0, 7)
@@ -136,7 +136,7 @@ def test_memory_counts_states_activations_in_flight_and_logits():
     (short,) = SMALL.memory_per_stage([0, 15], dtype="fp32", checkpoint_activations=True, **common)
     hidden = 2048 * 768 * 4
     assert short.activations == 12 * hidden + 2 * hidden + hidden // 4  # a layer runs again when the logits are gone
-    few = GPT2Costs(replace(GPT2_SMALL, vocab_size=10), 1024)
+    few = DecoderCosts(replace(GPT2_SMALL, vocab_size=10), 1024)
     (short,) = few.memory_per_stage([0, 15], dtype="fp32", checkpoint_activations=True, **common)
     assert short.activations + short.logits == 14 * hidden + hidden // 4 + 2048 * 768 * (16 * 4 + 2)
 
@@ -154,7 +154,7 @@ def test_replicas_that_share_states_hold_their_part_of_them(dtype, whole, shared
 
 
 def test_chunks_share_the_forwards_in_flight():
-    costs = GPT2Costs(MEASURED, 256)
+    costs = DecoderCosts(MEASURED, 256)
     plain = costs.memory_per_stage(costs.stage_bounds(2), micro_batch_size=1, num_micro_batches=8)
     bounds = costs.stage_bounds(2, 2)
     chunked = costs.memory_per_stage(bounds, micro_batch_size=1, num_micro_batches=8, schedule="interleaved", chunks=2)
@@ -176,7 +176,7 @@ def test_sequence_parallelism_cuts_what_lies_between_the_products() -> None:
 @pytest.mark.parametrize("costs", [SMALL, BertCosts(GPT2_SMALL, 1024, BertConfig())], ids=["gpt2", "bert"])
 @pytest.mark.parametrize(("sequence", "parts"), [(1, 0), (4, 3)])
 def test_products_that_are_put_off_or_compiled_keep_their_inputs_joined(
-    costs: GPT2Costs, sequence: int, parts: int
+    costs: DecoderCosts, sequence: int, parts: int
 ) -> None:
     """Two inputs of s b h in a layer; ``tests/models/common/test_sequence_parallel.py`` counts them in one."""
     how = {"micro_batch_size": 2, "num_micro_batches": 8, "tensor": 4, "dtype": "bf16", "sequence": sequence}
@@ -223,7 +223,7 @@ def test_products_have_the_flops_of_the_model() -> None:
 
 def test_sums_on_their_way_are_buffers_where_activations_are_small() -> None:
     sizes = {"micro_batch_size": 1, "dtype": "fp32"}
-    tiny = GPT2Costs(replace(GPT2_SMALL, vocab_size=64, max_position_embeddings=4), 4)
+    tiny = DecoderCosts(replace(GPT2_SMALL, vocab_size=64, max_position_embeddings=4), 4)
     alone, (memory,) = tiny.memory_per_stage([0, 15], **sizes), tiny.memory_per_stage([0, 15], zero=Zero(0, 2), **sizes)
     copied = 4 * (tiny.num_parameters - 64 * 768)  # the table is shared; all of it fits into a bucket
     assert alone[0].buffers == 0 and memory.buffers == copied - memory.activations - memory.logits
@@ -234,6 +234,6 @@ def test_sums_on_their_way_are_buffers_where_activations_are_small() -> None:
 
 
 def test_an_unknown_vocabulary_is_told():
-    costs = GPT2Costs(replace(GPT2_SMALL, vocab_size=None), 8)
+    costs = DecoderCosts(replace(GPT2_SMALL, vocab_size=None), 8)
     with pytest.raises(ValueError, match="with_vocab"):
         costs.stage_parameters([0, 15])

@@ -7,7 +7,7 @@ import torch
 
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.decoder import GPT2Model
-from megatron.mpu.random import Position
+from megatron.mpu.random import DropoutKey
 from tests.harness import run_ranks
 from tests.models.common.samples import batch_of, filled, place_of, small_sizes
 from tests.mpu.whole import random, whole_world
@@ -18,10 +18,10 @@ RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 def loss_and_gradients(*, documents=False, moves_on=True, **changes):
     model = filled(GPT2Model(small_sizes(num_layers=3, **changes), place_of(whole_world(0, 1))))
     streams = model.place.streams
-    streams.position = Position(2, 1)
+    streams.position = DropoutKey(2, 1)
     loss, _ = model(**vars(batch_of(with_documents=documents)))
     if moves_on:
-        streams.position = Position(2, 2)  # another micro-batch's forward comes before this backward
+        streams.position = DropoutKey(2, 2)  # another micro-batch's forward comes before this backward
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.models.common.language_model import LazyLogits, head_output
-from megatron.models.common.model_args import Place, sizes_from
+from megatron.models.common.model_args import ParallelContext, model_args_from
 from tests.harness import run_ranks
 from tests.models.common.recomputed import FAMILIES, bits, make
 from tests.models.common.samples import small_sizes
@@ -43,8 +43,8 @@ def test_sizes_of_a_model_of_ones_own_mean_whole_logits_and_a_configuration_deci
     )
     x, table = torch.empty(8192, 1, 16, device="meta"), torch.empty(1024, 16, device="meta")
     plain = small_sizes(hidden_size=16, vocab_size=1024)
-    assert type(head_output(x, table, plain, Place())) is torch.Tensor
-    assert type(head_output(x, table, sizes_from(model), Place())) is LazyLogits
+    assert type(head_output(x, table, plain, ParallelContext())) is torch.Tensor
+    assert type(head_output(x, table, model_args_from(model), ParallelContext())) is LazyLogits
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -13,7 +13,7 @@ from megatron.config import ModelConfig
 from megatron.config.model import ELSEWHERE, ON_CPU, WHOLE, tokens_at_once
 from megatron.models.common.decoder_cost import loss_bytes
 from megatron.models.common.language_model import head_output, model_loss
-from megatron.models.common.model_args import Place, sizes_from
+from megatron.models.common.model_args import ParallelContext, model_args_from
 from tests.alive import Alive
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=4096, max_position_embeddings=64)
@@ -73,7 +73,7 @@ def test_the_estimate_is_what_lies_there_at_the_worst_moment(chunk: int, dtype: 
     model: Any = replace(MODEL, loss_chunk_tokens=chunk)
     x, table = (torch.randn(*shape, 16, dtype=dtype, requires_grad=True) for shape in ((TOKENS, 1), (4096,)))
     labels, mask = torch.zeros(1, TOKENS, dtype=torch.long), torch.ones(1, TOKENS)
-    sizes, place = sizes_from(model), Place()
+    sizes, place = model_args_from(model), ParallelContext()
     with Alive("cpu") as alive:
         total, _ = model_loss(head_output(x, table, sizes, place), labels, mask, sizes, place)
         total.backward()

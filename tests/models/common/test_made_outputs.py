@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.models import BertModelPipe, GPT2ModelPipe
 from megatron.models.bert.pipeline import random_batch as bert_batch
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import random_batch
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
@@ -26,7 +26,7 @@ def pipelines(grid: Grid, chunk: int) -> list[tuple[Any, Any]]:
     """Return (stage of a model, a micro-batch) of each form that the output of a last layer has."""
     off = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "loss_chunk_tokens": chunk}
     case = Case(enc_layers=1, dec_layers=1, sizes=(("loss_chunk_tokens", chunk),), micro_batches=1)
-    place, untied = Place(grid.tensor), {"untie_embeddings": True}
+    place, untied = ParallelContext(grid.tensor), {"untie_embeddings": True}
     gpt2 = random_batch(VOCAB, SHAPE, ["position_ids"])
     models: list[tuple[Any, Any]] = [
         (GPT2ModelPipe(small_sizes(**off), place, grid.topology), gpt2),

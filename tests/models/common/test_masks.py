@@ -11,13 +11,13 @@ import torch
 
 from megatron.models.bert import pipeline as bert
 from megatron.models.common import pipeline as gpt2
-from megatron.models.common.model_args import Place, Sizes
+from megatron.models.common.model_args import ModelArgs, ParallelContext
 from megatron.models.llama import pipeline as llama
 from tests.models.bert.samples import bert_sizes
 from tests.models.common.samples import batch_of, filled, small_sizes
 from tests.models.llama.samples import llama_sizes
 
-CASES: dict[str, tuple[ModuleType, Sizes, str, tuple[Any, ...]]] = {
+CASES: dict[str, tuple[ModuleType, ModelArgs, str, tuple[Any, ...]]] = {
     "gpt2": (gpt2, small_sizes(), "document_mask", ()),
     "llama": (llama, llama_sizes(), "document_mask", (True,)),
     "bert": (bert, bert_sizes(hidden_size=16, kv_hidden_size=4), "padding_mask", ()),
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[ModuleType, Sizes, str, tuple[Any, ...]]] = {
 def test_a_stage_makes_the_mask_of_a_micro_batch_once(family: str) -> None:
     home, sizes, name, more = CASES[family]
     with patch.object(home, name, wraps=getattr(home, name)) as making:
-        specs = home.layer_specs(sizes, Place(), *more)
+        specs = home.layer_specs(sizes, ParallelContext(), *more)
         layers = torch.nn.Sequential(*[filled(spec.build()).double() for spec in specs[1 : 1 + sizes.num_layers]])
         first, second = (batch_of(with_documents=True, seed=seed).segment_ids for seed in (0, 1))
         x = torch.randn(12, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

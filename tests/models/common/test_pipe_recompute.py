@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.models.common.transformer import MLP
-from megatron.mpu.activation_storage import Keeper, _Buffer
+from megatron.mpu.activation_storage import ActivationStorage, _Buffer
 from tests.harness import run_ranks
 from tests.parity.layouts import flags, trace_rank
 
@@ -46,11 +46,11 @@ def traced_and_counted(
     rank: int, tensor: int, pipe: int, extra: str, gas: int = 4
 ) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
     """Return losses, gradients, the bytes of this rank's buffers, and how often one had to grow."""
-    keepers: list[Keeper] = []
-    built, blocks = Keeper.__init__, []
+    keepers: list[ActivationStorage] = []
+    built, blocks = ActivationStorage.__init__, []
     make = _Buffer.__init__
 
-    def noting(self: Keeper, *args: object) -> None:
+    def noting(self: ActivationStorage, *args: object) -> None:
         built(self, *args)  # type: ignore[arg-type]
         keepers.append(self)
 
@@ -58,7 +58,7 @@ def traced_and_counted(
         make(self, *args)  # type: ignore[arg-type]
         blocks.append(self)
 
-    Keeper.__init__, _Buffer.__init__ = noting, noting_buffer  # type: ignore[method-assign, assignment]
+    ActivationStorage.__init__, _Buffer.__init__ = noting, noting_buffer  # type: ignore[method-assign, assignment]
     size = tensor * pipe
     trace = trace_rank(rank, flags(tensor, pipe, micro=2, gas=gas, extra=extra), size, STEPS, 0)
     grown = sum(len(buffer._blocks) - 1 for buffer in blocks)

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.models.bert import pipeline as bert
 from megatron.models.common import pipeline as gpt2
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.llama import pipeline as llama
 from megatron.models.mpt import pipeline as mpt
 from megatron.models.registry import FAMILIES as ALL_FAMILIES
@@ -27,7 +27,7 @@ FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama, "mpt": mpt, "be
 Facts = Counter[tuple[tuple[int, ...], bool, bool]]
 
 
-def parameters_of(home: ModuleType, sizes: Any, place: Place) -> dict[str, nn.Parameter]:
+def parameters_of(home: ModuleType, sizes: Any, place: ParallelContext) -> dict[str, nn.Parameter]:
     """Return what all layers of the pipeline hold, those that several share once."""
     with held_in(nn.ModuleDict()) as shared:
         layers = nn.ModuleList(spec.build() for spec in home.layer_specs(sizes, place))
@@ -41,14 +41,14 @@ def facts_of(parameters: Iterable[nn.Parameter]) -> Facts:
 
 @pytest.mark.parametrize("name", cases())
 def test_what_every_rank_holds_whole_is_partial_in_a_pipeline_as_without_one(name: str) -> None:
-    case, cut = cases()[name], Place(PAIR, sequence_parallel=True)
+    case, cut = cases()[name], ParallelContext(PAIR, sequence_parallel=True)
     family = name.partition(" ")[0].rstrip(",")
     home = FAMILIES[family]
     held = parameters_of(home, case.sizes, cut)
     for key, parameter in held.items():
         is_whole = not shard_of(parameter).is_partitioned and "next_sentence." not in key
         assert is_partial(parameter) == is_whole, key
-    assert not any(map(is_partial, parameters_of(home, case.sizes, Place(PAIR)).values()))
+    assert not any(map(is_partial, parameters_of(home, case.sizes, ParallelContext(PAIR)).values()))
     whole, found = (facts_of(each) for each in (case.kind(case.sizes, cut).parameters(), held.values()))
     copies = found - whole  # the table that a decoder's last stage holds once more for its head
     assert not whole - found and all(is_cut and not partial for _, is_cut, partial in copies)

@@ -9,18 +9,21 @@ import torch
 
 from megatron.checkpoint.metadata import part_shape
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import Recipe, from_our_weight, read_into, to_our_weight
+from megatron.models.common.huggingface import WeightMapping, from_our_weight, read_into, to_our_weight
 from megatron.mpu.shard import Shard
 
 COLUMNS = 5
 RECIPES = {
-    "plain": (Recipe(("a",)), {"a": 12}),
-    "transposed": (Recipe(("a",), is_transposed=True), {"a": 12}),
-    "three tensors by head": (Recipe(("q", "k", "v"), blocks=4), {"q": 8, "k": 8, "v": 8}),
-    "one tensor by head": (Recipe(("qkv",), blocks=4, parts_in_one=3), {"qkv": 24}),
-    "one transposed tensor by head": (Recipe(("qkv",), blocks=4, parts_in_one=3, is_transposed=True), {"qkv": 24}),
-    "grouped queries": (Recipe(("q", "k", "v"), blocks=2), {"q": 16, "k": 4, "v": 4}),
-    "gate and value": (Recipe(("gate", "up"), blocks=6), {"gate": 6, "up": 6}),
+    "plain": (WeightMapping(("a",)), {"a": 12}),
+    "transposed": (WeightMapping(("a",), is_transposed=True), {"a": 12}),
+    "three tensors by head": (WeightMapping(("q", "k", "v"), blocks=4), {"q": 8, "k": 8, "v": 8}),
+    "one tensor by head": (WeightMapping(("qkv",), blocks=4, parts_in_one=3), {"qkv": 24}),
+    "one transposed tensor by head": (
+        WeightMapping(("qkv",), blocks=4, parts_in_one=3, is_transposed=True),
+        {"qkv": 24},
+    ),
+    "grouped queries": (WeightMapping(("q", "k", "v"), blocks=2), {"q": 16, "k": 4, "v": 4}),
+    "gate and value": (WeightMapping(("gate", "up"), blocks=6), {"gate": 6, "up": 6}),
 }
 
 
@@ -43,7 +46,7 @@ def read_part(recipe, theirs, shapes, shard):
     return part
 
 
-def theirs_of(recipe: Recipe, heights: dict[str, int]) -> dict[str, torch.Tensor]:
+def theirs_of(recipe: WeightMapping, heights: dict[str, int]) -> dict[str, torch.Tensor]:
     made = {}
     for i, (name, rows) in enumerate(heights.items()):
         tensor = 1000.0 * i + torch.arange(rows * COLUMNS, dtype=torch.float64).view(rows, COLUMNS)
@@ -94,6 +97,6 @@ def test_queries_keys_and_values_of_a_group_lie_together():
 
 def test_rows_that_make_no_blocks_are_named():
     with pytest.raises(CheckpointError, match="q, k: the rows of each part must be 4 blocks .* got 6 rows"):
-        to_our_weight(Recipe(("q", "k"), blocks=4), {"q": torch.zeros(6, 2), "k": torch.zeros(6, 2)})
+        to_our_weight(WeightMapping(("q", "k"), blocks=4), {"q": torch.zeros(6, 2), "k": torch.zeros(6, 2)})
     with pytest.raises(CheckpointError, match="q, k: the rows of each part must be 4 blocks .* got 12 rows"):
-        read_part(Recipe(("q", "k"), blocks=4), {}, {"q": [6, 2], "k": [6, 2]}, Shard((12, 2), 0, 0, 3))
+        read_part(WeightMapping(("q", "k"), blocks=4), {}, {"q": [6, 2], "k": [6, 2]}, Shard((12, 2), 0, 0, 3))

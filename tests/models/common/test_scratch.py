@@ -11,18 +11,18 @@ import torch
 
 from megatron.config import ModelConfig, parse
 from megatron.models.common import memory
-from megatron.models.common.decoder_cost import GPT2Costs
+from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.models.registry import costs_of
 from megatron.ops import causal_attention
 
 SMALL = ModelConfig(
     num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=512, max_position_embeddings=64, hidden_bias=True
 )
-BLOCKED = GPT2Costs(replace(SMALL, num_attention_heads=1, kv_hidden_size=64), 64, mask_bytes=0, is_blocked=True)
+BLOCKED = DecoderCosts(replace(SMALL, num_attention_heads=1, kv_hidden_size=64), 64, mask_bytes=0, is_blocked=True)
 """One head of 64 numbers: of many small ones the feed-forward layer has let more go than the kernel takes."""
 
 
-class Elsewhere(GPT2Costs):
+class Elsewhere(DecoderCosts):
     """Whose attention works in no memory of its own."""
 
     def attention_work(self, *_: Any, **__: Any) -> int:
@@ -57,12 +57,12 @@ def test_bytes_in_fp32_are_those_that_the_kernel_takes(length: int, size: int) -
 def test_it_counts_by_what_its_layer_has_not_let_go() -> None:
     left = 5 * 64 - 2 * 64 - 2 * 256  # gradients; input of the norm, its output, feed-forward: numbers of a token
     assert BLOCKED.attention_work(1, 1, 4) == 4 * (9 * 64 * 64 + 2 * 64 * 64 + 64 * left) > 0
-    wide = GPT2Costs(SMALL, 64, mask_bytes=0, is_blocked=True)
+    wide = DecoderCosts(SMALL, 64, mask_bytes=0, is_blocked=True)
     room = 16 * (6 * 64 * 16 + 2 * 64 * 64 + 64 * 16) + 64 * 64
     assert wide.attention_work(4, 1, 8) == 8 * (room + 4 * 64 * left) > 0, "by blocks"
     assert BLOCKED.attention_work(1, 1, 2) == 0, "16 bits go by torch's kernel"
     assert replace(BLOCKED, is_blocked=False).attention_work(1, 1, 4) == 0
-    long = GPT2Costs(replace(SMALL, hidden_size=256, kv_hidden_size=32, ff_hidden_size=1024), 256, is_blocked=True)
+    long = DecoderCosts(replace(SMALL, hidden_size=256, kv_hidden_size=32, ff_hidden_size=1024), 256, is_blocked=True)
     assert long.attention_work(4, 1, 4) == 0, "the feed-forward layer's were more"
 
 
@@ -86,7 +86,7 @@ def test_attention_is_blocked_on_a_cpu_where_nothing_drops_and_no_document_is_ke
     def is_blocked(flags: str, *, is_on_cpu: bool = True) -> bool:
         config = parse(f"--seq-length 96 --vocab-size 101 {flags}".split(), world_size=1, env={})
         costs = costs_of(config, is_on_cpu=is_on_cpu)
-        assert isinstance(costs, GPT2Costs)
+        assert isinstance(costs, DecoderCosts)
         return costs.is_blocked
 
     assert is_blocked("--attention-dropout 0")

@@ -11,16 +11,16 @@ import torch
 
 from megatron.models.bert.model import BertModel
 from megatron.models.common.decoder import GPT2Model
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.llama.model import LlamaModel
 from megatron.models.mpt.model import MptModel
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.random import CountedDropout, DropoutStreams
+from megatron.mpu.random import DropoutStreams, PhiloxDropout
 from megatron.mpu.shard import is_partial, shard_of
-from megatron.optim.main_params import PartialGradients
+from megatron.optim.main_params import SequenceParallelGradients
 from megatron.training.compile import compile_layers
-from tds.engine.weight_grad_store import Splitter
+from tds.engine.weight_grad_store import WeightGradStore
 from tests.harness import run_ranks
 from tests.models.bert.samples import bert_batch, bert_sizes
 from tests.models.common.samples import BATCH, SEQ, batch_of, filled, gradients_of, joined, small_sizes, worst_relative
@@ -80,7 +80,7 @@ def cases() -> dict[str, Case]:
 
 def result(case: Case, group: Group, *, cuts: bool) -> tuple[torch.Tensor, Any]:
     """Return the loss and the gradients of this rank, with masks that belong to elements. Collective."""
-    place = Place(group, CountedDropout(BATCH, 5, tensor=group), sequence_parallel=cuts)
+    place = ParallelContext(group, PhiloxDropout(BATCH, 5, tensor=group), sequence_parallel=cuts)
     model = filled(case.kind(case.sizes, place).double())
     lengths = [*LENGTHS.values()] if case.kind is T5Model else [SEQ]
     seen: list[int] = []
@@ -92,7 +92,7 @@ def result(case: Case, group: Group, *, cuts: bool) -> tuple[torch.Tensor, Any]:
     loss[0].backward()
     ranks = group.size if cuts else 1
     assert set(seen) == {length // ranks for length in lengths}, "layers hand parts on"
-    partial = PartialGradients(group)
+    partial = SequenceParallelGradients(group)
     for parameter in model.parameters():
         partial.adopt(parameter)
     partial.sum(lambda parameter: parameter.grad)
@@ -119,11 +119,11 @@ def test_every_family_equals_one_process_with_the_same_masks(size: int) -> None:
 def test_what_every_rank_holds_whole_is_partial_but_for_what_follows_the_gathered_first_token() -> None:
     group = Group((0, 1), 0)
     for name, case in cases().items():
-        model = case.kind(case.sizes, Place(group, sequence_parallel=True))
+        model = case.kind(case.sizes, ParallelContext(group, sequence_parallel=True))
         for key, parameter in model.named_parameters():
             is_whole = not shard_of(parameter).is_partitioned and not key.startswith("next_sentence.")
             assert is_partial(parameter) == is_whole, (name, key)
-        assert not any(map(is_partial, case.kind(case.sizes, Place(group)).parameters())), name
+        assert not any(map(is_partial, case.kind(case.sizes, ParallelContext(group)).parameters())), name
 
 
 def kept_numbers(rank: int, size: int, way: str) -> list[int]:
@@ -135,7 +135,7 @@ def kept_numbers(rank: int, size: int, way: str) -> list[int]:
     group, found = whole_world(rank, size), []
     for cuts in (False, True):
         streams = DropoutStreams(5, tensor=group)
-        model = filled(GPT2Model(small_sizes(hidden_dropout=0.2), Place(group, streams, cuts)))
+        model = filled(GPT2Model(small_sizes(hidden_dropout=0.2), ParallelContext(group, streams, cuts)))
         if way == "compiled":
             compile_layers(model, streams, torch.device("cpu"), backend="aot_eager")
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -147,7 +147,7 @@ def kept_numbers(rank: int, size: int, way: str) -> list[int]:
             return x
 
         x = torch.randn(SEQ // (size if cuts else 1), BATCH, 16, requires_grad=True)
-        splitting = Splitter().active() if way == "split" else nullcontext()
+        splitting = WeightGradStore().active() if way == "split" else nullcontext()
         with splitting, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             y = model.layers[0](x)
         found.append(sum(each.untyped_storage().nbytes() for each in kept.values()))

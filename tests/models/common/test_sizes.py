@@ -8,7 +8,7 @@ import torch
 from megatron.config import ModelConfig, parse
 from megatron.models.common.decoder import GPT2Model
 from megatron.models.common.language_model import head_output
-from megatron.models.common.model_args import Sizes, sizes_from
+from megatron.models.common.model_args import ModelArgs, model_args_from
 from megatron.models.common.transformer import Recompute, recompute_switches
 from megatron.mpu.groups import Group
 from tests.models.common.samples import SEQ, batch_of, filled, place_of
@@ -21,7 +21,7 @@ BASE = (
 
 def model_of(flags="", group=None):
     config = parse(f"{BASE} {flags}".split(), world_size=group.size if group else 1)
-    sizes = sizes_from(config.model, **recompute_switches(config))
+    sizes = model_args_from(config.model, **recompute_switches(config))
     return filled(GPT2Model(sizes, place_of(group or Group((0,), 0))))
 
 
@@ -135,4 +135,4 @@ def test_the_cases_name_every_field_of_the_model_configuration():
     for field in set(ModelConfig.__dataclass_fields__) - elsewhere:
         assert flag_of.get(field, field.replace("_", "-")) in tried, field
     own = {"family", *recompute_switches(parse(BASE.split(), world_size=1))}
-    assert set(Sizes.__dataclass_fields__) - own <= set(ModelConfig.__dataclass_fields__)
+    assert set(ModelArgs.__dataclass_fields__) - own <= set(ModelConfig.__dataclass_fields__)

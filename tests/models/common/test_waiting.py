@@ -7,7 +7,7 @@ import pytest
 from megatron.config import parse
 from megatron.models import registry
 from megatron.models.common import memory as cost
-from megatron.models.common.memory import Kept, Waiting
+from megatron.models.common.memory import Kept, SavedActivations
 
 LINE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --batch-size 2 --fp32"
 INPUT = 16 * 2 * 32 * 4  # s b h in fp32
@@ -47,5 +47,5 @@ def test_inputs_wait_where_the_flags_say(extra: str, waits: int, runs: int, on_h
 
 def test_a_stage_keeps_the_forwards_in_flight_and_makes_the_largest_run_again() -> None:
     pieces = [[Kept(), Kept(100, 10), Kept(80, 10)], [Kept(90, 10), Kept(5)]]
-    memory = Waiting(every=2).placed(cost.Memory(0, 0, 0, 999, 30), pieces, 3.0, read=7)
+    memory = SavedActivations(every=2).placed(cost.Memory(0, 0, 0, 999, 30), pieces, 3.0, read=7)
     assert memory.activations == 3 * (10 + 10) + 3 * (7 + 5) + 180 - 30

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.models.llama.model import LlamaSizes
+from megatron.models.llama.model import LlamaModelArgs
 from tests.models.common.samples import SMALL
 
 
-def llama_sizes(**changes: Any) -> LlamaSizes:
+def llama_sizes(**changes: Any) -> LlamaModelArgs:
     """Return the sizes of the small model, of 4 query heads on 2 key heads, with ``changes``."""
-    return LlamaSizes(**{**SMALL, "num_query_groups": 2, "ff_hidden_size": 24, **changes})
+    return LlamaModelArgs(**{**SMALL, "num_query_groups": 2, "ff_hidden_size": 24, **changes})

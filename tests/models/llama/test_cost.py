@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import ModelConfig, parse
-from megatron.models.common.decoder_cost import GPT2Costs
+from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.models.llama.cost import LlamaCosts
 from megatron.models.registry import costs_of
 
@@ -36,13 +36,13 @@ def test_the_costs_of_a_configuration_are_those_of_its_sizes_length_and_groups()
 @pytest.mark.parametrize("groups", [2, 4])
 def test_parameters_are_those_of_the_model_that_is_built(changes: dict, groups: int) -> None:
     from megatron.config import LlamaConfig
-    from megatron.models import LlamaModel, Place, llama_sizes_from
+    from megatron.models import LlamaModel, ParallelContext, llama_model_args_from
     from megatron.mpu.groups import Group
 
     sizes = replace(SMALL, **changes)
     for tensor in (1, 2):
-        place = Place(Group(tuple(range(tensor)), 0))
-        model = LlamaModel(llama_sizes_from(sizes, LlamaConfig(num_query_groups=groups)), place)
+        place = ParallelContext(Group(tuple(range(tensor)), 0))
+        model = LlamaModel(llama_model_args_from(sizes, LlamaConfig(num_query_groups=groups)), place)
         built = sum(parameter.numel() for parameter in model.parameters())
         assert LlamaCosts(sizes, 8, num_groups=groups).stage_parameters([0, 6], tensor) == [built]
 
@@ -58,5 +58,5 @@ def test_fewer_keys_cost_less() -> None:
 
 def test_a_token_costs_what_its_products_cost() -> None:
     """As GPT-2's, without the norms' shifts, which are counted with the products."""
-    difference = GPT2Costs(SMALL, 32).flops_per_token() - LlamaCosts(SMALL, 32).flops_per_token()
+    difference = DecoderCosts(SMALL, 32).flops_per_token() - LlamaCosts(SMALL, 32).flops_per_token()
     assert difference == 6 * (2 * 3 + 1) * 24

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.models.mpt.model import MptSizes
+from megatron.models.mpt.model import MptModelArgs
 from tests.models.common.samples import SMALL
 
 
-def mpt_sizes(**changes: Any) -> MptSizes:
+def mpt_sizes(**changes: Any) -> MptModelArgs:
     """Return the sizes of the small model, with ``changes``."""
-    return MptSizes(**{**SMALL, **changes})
+    return MptModelArgs(**{**SMALL, **changes})

@@ -16,7 +16,7 @@ import torch
 
 from megatron.arguments import config_from_values
 from megatron.config import Config
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.mpt.huggingface import FORM, prepare
 from megatron.models.registry import build_model
 from tests.models.common.decoder_against_huggingface import Against
@@ -88,5 +88,5 @@ def test_without_the_setting_their_model_takes_a_slope_of_eight() -> None:
 
 def test_our_model_of_their_configuration_has_their_sizes() -> None:
     _, config = make_reference("fp32")
-    built = build_model(config, Place())
+    built = build_model(config, ParallelContext())
     assert sum(p.numel() for p in built.parameters()) == sum(t.numel() for t in make_reference("fp32")[0].parameters())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import ModelConfig, parse
-from megatron.models.common.decoder_cost import GPT2Costs
+from megatron.models.common.decoder_cost import DecoderCosts
 from megatron.models.mpt.cost import MptCosts
 from megatron.models.registry import costs_of
 
@@ -32,13 +32,13 @@ def test_the_costs_of_a_configuration_are_those_of_its_sizes_length_and_document
 @pytest.mark.parametrize("untied", [False, True])
 def test_parameters_are_those_of_the_model_that_is_built(untied: bool) -> None:
     from megatron.config import Config
-    from megatron.models import MptConfig, MptModel, Place, mpt_sizes_from
+    from megatron.models import MptConfig, MptModel, ParallelContext, mpt_model_args_from
     from megatron.mpu.groups import Group
 
     sizes = replace(SMALL, untie_embeddings=untied, vocab_size=64)
     mpt = Config(model=sizes, family="mpt", own=MptConfig()).own
     for tensor in (1, 2):
-        model = MptModel(mpt_sizes_from(sizes, mpt), Place(Group(tuple(range(tensor)), 0)))
+        model = MptModel(mpt_model_args_from(sizes, mpt), ParallelContext(Group(tuple(range(tensor)), 0)))
         built = sum(parameter.numel() for parameter in model.parameters())
         assert MptCosts(sizes, 8).stage_parameters([0, 6], tensor) == [built]
 
@@ -47,7 +47,7 @@ def test_a_stage_keeps_one_bias_and_one_for_the_documents_of_each_micro_batch() 
     settings = {"micro_batch_size": 2, "num_micro_batches": 4, "tensor": 2, "dtype": "bf16"}
     plain, apart = (MptCosts(SMALL, 32, has_segments=apart) for apart in (False, True))
     bounds = plain.stage_bounds(2)
-    without = GPT2Costs(SMALL, 32).memory_per_stage(bounds, **settings)  # type: ignore[arg-type]
+    without = DecoderCosts(SMALL, 32).memory_per_stage(bounds, **settings)  # type: ignore[arg-type]
     bias = 2 * 2 * 32**2  # bytes: width, heads of a rank, s^2
     for stage, forwards in ((0, 2), (1, 1)):  # in flight with 1F1B
         found = [costs.memory_per_stage(bounds, **settings)[stage] for costs in (plain, apart)]
@@ -58,5 +58,5 @@ def test_a_stage_keeps_one_bias_and_one_for_the_documents_of_each_micro_batch() 
 def test_a_token_costs_what_its_products_cost() -> None:
     """As GPT-2's, without the norms' shifts, which are counted with the products."""
     shifts = 2 * SMALL.num_layers + 1
-    difference = GPT2Costs(SMALL, 32).flops_per_token() - MptCosts(SMALL, 32).flops_per_token()
+    difference = DecoderCosts(SMALL, 32).flops_per_token() - MptCosts(SMALL, 32).flops_per_token()
     assert difference == 6 * shifts * SMALL.hidden_size

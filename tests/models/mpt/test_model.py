@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.mpt import model as module
 from megatron.models.mpt.model import AlibiBias, MptModel
 from megatron.mpu.groups import Group
@@ -100,12 +100,12 @@ def test_each_document_is_read_as_if_it_stood_alone() -> None:
 
 def test_heads_of_a_tensor_rank_have_the_slopes_of_their_place() -> None:
     sizes = mpt_sizes(num_attention_heads=12)
-    ranks = [AlibiBias(sizes, Place(Group((0, 1, 2, 3), rank))).slopes for rank in range(4)]
+    ranks = [AlibiBias(sizes, ParallelContext(Group((0, 1, 2, 3), rank))).slopes for rank in range(4)]
     assert sum(ranks, []) == alibi_slopes(12)
 
 
 def test_all_layers_add_one_bias_and_another_batch_or_length_gets_its_own() -> None:
-    made = AlibiBias(mpt_sizes(), Place())
+    made = AlibiBias(mpt_sizes(), ParallelContext())
     x, segments = torch.zeros(SEQ, 3, 16), batch_of(with_documents=True).segment_ids
     assert segments is not None
     with patch.object(module, "alibi_bias", wraps=module.alibi_bias) as making:

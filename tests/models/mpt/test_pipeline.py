@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.common.pipeline import random_batch
 from megatron.models.mpt.model import AlibiBias
 from megatron.models.mpt.pipeline import MptLayerPipe, layer_specs
@@ -15,7 +15,9 @@ from tests.models.mpt.samples import mpt_sizes
 
 
 def test_all_layers_of_a_stage_share_one_bias_and_pass_documents_on() -> None:
-    embedding, *layers, norm, _ = [spec.build() for spec in layer_specs(mpt_sizes(untie_embeddings=True), Place())]
+    embedding, *layers, norm, _ = [
+        spec.build() for spec in layer_specs(mpt_sizes(untie_embeddings=True), ParallelContext())
+    ]
     assert len({id(layer.alibi) for layer in layers}) == 1
     inputs, _ = random_batch(101, (2, 6), ["segment_ids"])
     x = embedding(inputs)
@@ -28,7 +30,7 @@ def test_all_layers_of_a_stage_share_one_bias_and_pass_documents_on() -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_follow_the_documents_of_each_micro_batch() -> None:
-    sizes, place = mpt_sizes(), Place()
+    sizes, place = mpt_sizes(), ParallelContext()
     alibi = AlibiBias(sizes, place)
     layers = torch.nn.Sequential(*[filled(MptLayerPipe(sizes, place, i, alibi)).double() for i in range(2)])
     first, second = (batch_of(with_documents=True, seed=seed).segment_ids for seed in (0, 1))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 
 VOCAB, S_E, S_D, BATCH = 101, 11, 7, 3  # 101 is a prime: padded for every tensor size
 SMALL = {
@@ -30,9 +30,9 @@ KINDS = {
 }
 
 
-def t5_sizes(**changes: Any) -> T5Sizes:
+def t5_sizes(**changes: Any) -> T5ModelArgs:
     """Return the sizes of the small model, with ``changes``."""
-    return T5Sizes(**{**SMALL, **changes})
+    return T5ModelArgs(**{**SMALL, **changes})
 
 
 @dataclass
@@ -63,7 +63,7 @@ def t5_batch(*, with_documents: bool = False, seed: int = 0) -> T5Batch:
     return batch
 
 
-def plain_logits(weights: dict[str, torch.Tensor], sizes: T5Sizes, batch: T5Batch) -> torch.Tensor:
+def plain_logits(weights: dict[str, torch.Tensor], sizes: T5ModelArgs, batch: T5Batch) -> torch.Tensor:
     """Return logits [b, s_d, v] of the model of these logical weights, one sample at a time, without our layers."""
     rows = []
     for i in range(BATCH):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.t5.huggingface import from_ours, model_fields, to_ours
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from megatron.mpu.shard import shard_of
 from megatron.ops.positions import relative_buckets
@@ -130,7 +130,7 @@ def one(group, kind):
 
 
 def our_model(config, state, place):
-    sizes = T5Sizes(**model_fields(config))
+    sizes = T5ModelArgs(**model_fields(config))
     model = T5Model(sizes, place).to(state["shared.weight"].dtype)
     weights = to_ours(state, HEADS, is_untied=sizes.untie_embeddings)
     assert sorted(weights) == sorted(name for name, _ in model.named_parameters())
@@ -213,7 +213,7 @@ def test_dropout_falls_on_tensors_of_the_same_shapes(monkeypatch):
     model = make_reference("fp64", "T5", "eager", dropout_rate=0.1).train()
     own = our_model(model.config, model.state_dict(), place_of(whole_world(0, 1)))
     rates = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-    dropping = T5Model(T5Sizes(**model_fields(model.config), **rates), place_of(whole_world(0, 1))).double()
+    dropping = T5Model(T5ModelArgs(**model_fields(model.config), **rates), place_of(whole_world(0, 1))).double()
     dropping.load_state_dict(own.state_dict())
     enc, dec, *_ = batch_of(1)
     monkeypatch.setattr(F, "dropout", noted)

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import DataPaths
+from megatron.data import BlendPaths
 from megatron.errors import DataError
-from megatron.models.t5.data import T5Samples, T5Tokens
-from megatron.models.t5.span_files import SpanFileSamples, build_t5_train_valid_test
+from megatron.models.t5.data import T5Dataset, T5Tokens
+from megatron.models.t5.span_files import SpanFilesDataset, build_t5_train_valid_test
 from megatron.models.t5.spans import parse_denoisers
 from tests.data.test_build import only
 from tests.data.token_data import write, write_megatron
@@ -28,14 +28,14 @@ def build(prefix: Path | None, **changed: Any) -> tuple:
         "tokenizer_identity": "t",
     }
     paths = {"data_path": str(prefix) if prefix else None, "split": "8,1,1"}
-    paths |= {name: changed.pop(name) for name in list(changed) if name in DataPaths.__annotations__}
-    return build_t5_train_valid_test(DataPaths(**paths), **{**values, **changed})  # type: ignore[arg-type]
+    paths |= {name: changed.pop(name) for name in list(changed) if name in BlendPaths.__annotations__}
+    return build_t5_train_valid_test(BlendPaths(**paths), **{**values, **changed})  # type: ignore[arg-type]
 
 
 def test_three_data_sets_without_a_document_in_common(tmp_path: Path) -> None:
     write(tmp_path / "a", [11] * 10)
     parts = [only(samples) for samples in build(tmp_path / "a")]
-    assert all(isinstance(part, T5Samples) for part in parts)
+    assert all(isinstance(part, T5Dataset) for part in parts)
     assert [part.documents for part in parts] == [(0, 8), (8, 9), (9, 10)]
     tokens = [
         {int(t) for i in range(s.samples_per_epoch) for k in ("inputs", "targets") for t in s[i][k] if 0 < t < 200}
@@ -88,7 +88,7 @@ def test_a_set_in_three_files_may_be_one_of_several_corpora(tmp_path: Path) -> N
         "tokens": T5Tokens.appended(VOCAB_SIZE, 12, 0),
     }
     train, _, _ = build(None, **values, dec_seq_length=8, mixture_schedule="36: 1 0")
-    assert isinstance(train.parts["set"], SpanFileSamples) and isinstance(train.parts["a"], T5Samples)
+    assert isinstance(train.parts["set"], SpanFilesDataset) and isinstance(train.parts["a"], T5Dataset)
     assert {train[index]["targets"].shape for index in range(9)} == {(8,)}
     assert train.order.cursors(2) == {"set": 1, "a": 1} and train.order.cursors(9) == {"set": 8, "a": 1}, "18 a sample"
     with pytest.raises(DataError, match="targets must be of one length in all corpora, got 0 for .*set and 4 for .*a"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.permutation import random_words
-from megatron.models.t5.data import Pair, Spans, apportion, compositions, cut_out, draw_spans, num_words
+from megatron.models.t5.data import Pair, Spans, compositions, cut_out, draw_spans, num_words, split_noise
 from megatron.models.t5.spans import Denoiser, noise_and_spans, parse_denoisers
 
 SENTINELS = np.arange(99_999, 90_000, -1)
@@ -83,25 +83,25 @@ def test_documents_with_room_for_a_span_stay_apart(sizes: list[int], denoiser: D
 
 def test_short_documents_join_their_neighbours_only_where_there_is_no_room() -> None:
     words = random_words(2, "test")
-    assert apportion([30, 1, 1, 30], 9, 3, words)[0].tolist() == [30, 1, 1, 30]
-    tokens, noises, counts = apportion([1] * 20, 3, 1, words)
+    assert split_noise([30, 1, 1, 30], 9, 3, words)[0].tolist() == [30, 1, 1, 30]
+    tokens, noises, counts = split_noise([1] * 20, 3, 1, words)
     assert tokens.tolist() == [4] * 5 and sorted(noises.tolist()) == [0, 0, 0, 0, 3] and counts.sum() == 1
-    assert apportion([1, 1, 9, 1, 1], 8, 4, words)[0].tolist() == [13]
-    assert apportion([3, 9, 2, 3, 8, 1], 12, 6, words)[0].tolist() == [3, 9, 2, 3, 8, 1]
+    assert split_noise([1, 1, 9, 1, 1], 8, 4, words)[0].tolist() == [13]
+    assert split_noise([3, 9, 2, 3, 8, 1], 12, 6, words)[0].tolist() == [3, 9, 2, 3, 8, 1]
 
 
 @settings(deadline=None)
 @given(sizes_of_documents, denoisers, seeds)
 def test_totals_are_exact_and_nothing_has_more_than_its_room(sizes: list[int], denoiser: Denoiser, seed: int) -> None:
     noise, spans = noise_and_spans(sum(sizes), denoiser)
-    tokens, noises, counts = apportion(sizes, noise, spans, random_words(2, seed))
+    tokens, noises, counts = split_noise(sizes, noise, spans, random_words(2, seed))
     assert tokens.sum() == sum(sizes) and noises.sum() == noise and counts.sum() == spans
     assert ((counts <= noises) & (counts <= tokens - noises) & ((counts > 0) == (noises > 0))).all()
 
 
 def test_documents_get_their_share_by_length() -> None:
     sizes = [100, 300, 20, 148]
-    noises = np.mean([apportion(sizes, 85, 28, random_words(2, seed))[1] for seed in range(1000)], axis=0)
+    noises = np.mean([split_noise(sizes, 85, 28, random_words(2, seed))[1] for seed in range(1000)], axis=0)
     assert noises == pytest.approx(85 * np.array(sizes) / sum(sizes), rel=0.06)
 
 

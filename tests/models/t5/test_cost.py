@@ -77,11 +77,11 @@ def test_t5_small_has_its_published_number_of_parameters():
     ],
 )
 def test_parameters_are_those_of_the_model_that_is_built(line):
-    from megatron.models.t5.model import T5Model, t5_sizes_from
+    from megatron.models.t5.model import T5Model, t5_model_args_from
 
     sizes = "--enc-layers 2 --dec-layers 3 --hidden-size 24 --num-attention-heads 2 --kv-hidden-size 5"
     config = config_of(f"{sizes} --ff-hidden-size 50 --vocab-size 61 --enc-seq-length 20 {line}")
-    built = T5Model(t5_sizes_from(config.model, config.own))
+    built = T5Model(t5_model_args_from(config.model, config.own))
     assert of(config).num_parameters == sum(parameter.numel() for parameter in built.parameters())
 
 
@@ -196,10 +196,10 @@ def test_a_relative_bias_is_kept_for_each_sample_where_batches_have_segments():
 
 def square_bytes(line: str, samples: int, pairs: set[tuple[int, int]]) -> int:
     """Return the bytes of all tensors [..., s, s_k] that a T5 keeps for backward on this CPU."""
-    from megatron.models.t5.model import T5Model, t5_sizes_from
+    from megatron.models.t5.model import T5Model, t5_model_args_from
 
     config = config_of(line)
-    built = T5Model(t5_sizes_from(config.model, config.own))
+    built = T5Model(t5_model_args_from(config.model, config.own))
     lengths = config.sequence_lengths
     tokens = [torch.zeros(samples, length, dtype=torch.int64) for length in lengths]
     segments = [torch.zeros(samples, length, dtype=torch.int32) for length in lengths]

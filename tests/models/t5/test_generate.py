@@ -15,7 +15,7 @@ from megatron.config import parse
 from megatron.generate import generate_t5
 from megatron.models.common.generation import filled_up
 from megatron.models.t5.huggingface import model_fields, to_ours
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import shard_of
@@ -127,7 +127,7 @@ def make_reference(tied: bool) -> Any:
 def test_it_says_what_hugging_faces_generate_says(tied: bool) -> None:
     theirs = make_reference(tied)
     fields = model_fields(theirs.config) | {"untie_embeddings": not tied}
-    model = T5Model(T5Sizes(**fields, make_vocab_size_divisible_by=16)).double()
+    model = T5Model(T5ModelArgs(**fields, make_vocab_size_divisible_by=16)).double()
     ours = to_ours(theirs.state_dict(), 4, is_untied=not tied)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

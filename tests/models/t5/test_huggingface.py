@@ -6,7 +6,7 @@ from transformers import MT5Config, MT5ForConditionalGeneration, T5Config, T5For
 
 from megatron.errors import CheckpointError
 from megatron.models.t5.huggingface import from_ours, model_fields, to_ours
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model
 
 HEADS = 3
@@ -51,7 +51,7 @@ def test_there_and_back_is_bitwise_and_loads_strictly(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_and_shapes_are_those_of_our_model(kind):
     model = hf_model(kind)
-    own = {name: p.shape for name, p in T5Model(T5Sizes(**model_fields(model.config))).named_parameters()}
+    own = {name: p.shape for name, p in T5Model(T5ModelArgs(**model_fields(model.config))).named_parameters()}
     assert {name: tensor.shape for name, tensor in ours_of(model).items()} == own
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.models.common.model_args import Place
+from megatron.models.common.model_args import ParallelContext
 from megatron.models.t5.model import RelativeBias, T5Model
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
@@ -206,7 +206,7 @@ def test_the_gradient_of_a_16_bit_bias_table_is_summed_in_32() -> None:
     upstream = torch.randn(4, 2 * size - 1, generator=torch.Generator().manual_seed(1))
     grads = {}
     for dtype in (torch.float32, torch.bfloat16):
-        table = filled(RelativeBias(t5_sizes(), Place(), True)).to(dtype)
+        table = filled(RelativeBias(t5_sizes(), ParallelContext(), True)).to(dtype)
         table.by_distance(size).backward(upstream.bfloat16().to(dtype))
         grads[dtype] = table.weight.grad.float()
     exact = grads[torch.float32]

@@ -16,9 +16,9 @@ from megatron.models.t5 import pipeline
 from megatron.models.t5.model import T5Model
 from megatron.mpu.groups import build_grid
 from megatron.mpu.random import DropoutStreams
-from megatron.mpu.shard import counts_here
+from megatron.mpu.shard import is_counted_in_norm
 from megatron.mpu.topology import Topology
-from tds.p2p.communicator import Exchange
+from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import Kind
 from tests.harness import run_ranks
 from tests.parity.t5_layouts import (
@@ -43,7 +43,7 @@ HIDDEN, TOKEN, SEGMENT = 16 * 8, 8, 4  # bytes of a token's hidden states in fp6
 def _sent(rank: int, cases: list[Case]) -> list[Counter[tuple[str, int]]]:
     """Return how many bytes of activations and gradients this stage sends for each micro-batch, for each case."""
     grid = build_grid(Topology.of_world(dist.get_world_size(), 1, dist.get_world_size()), rank)
-    send, results = Exchange.send, []
+    send, results = P2PCommunicator.send, []
     for case in cases:
         found: Counter[tuple[str, int]] = Counter()
 
@@ -52,7 +52,7 @@ def _sent(rank: int, cases: list[Case]) -> list[Counter[tuple[str, int]]]:
                 found[kind.name, message.micro_batch] += buffer.numel()
             send(self, kind, message, buffer)
 
-        Exchange.send = counting  # type: ignore[method-assign]
+        P2PCommunicator.send = counting  # type: ignore[method-assign]
         run_case(case, grid)
         results.append(found)
     return results
@@ -119,7 +119,7 @@ def _names(rank: int, cases: list[Case]) -> list[tuple[dict[str, Any], list[str]
     results = []
     for case in cases:
         named = list(named_parameters(make_pipe(case, grid, DropoutStreams())))
-        owned = [name for name, parameter in named if counts_here(parameter, 0)]
+        owned = [name for name, parameter in named if is_counted_in_norm(parameter, 0)]
         results.append(({name: tuple(parameter.shape) for name, parameter in named}, owned))
     return results
 

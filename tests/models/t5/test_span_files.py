@@ -8,11 +8,11 @@ import pytest
 from pytest import MonkeyPatch
 
 from megatron import log
-from megatron.data import DataPaths
-from megatron.data.sample_index import Windows
+from megatron.data import BlendPaths
+from megatron.data.sample_index import SampleIndex
 from megatron.errors import DataError
 from megatron.models.t5.data import T5Tokens
-from megatron.models.t5.span_files import SpanFiles, SpanFileSamples, build_t5_train_valid_test
+from megatron.models.t5.span_files import SpanFiles, SpanFilesDataset, build_t5_train_valid_test
 from megatron.models.t5.spans import parse_denoisers
 from tests.data.test_build import only
 from tests.models.t5.span_set import VOCAB_SIZE, Cut, counting, write_pair, write_set
@@ -27,15 +27,15 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def samples_of(prefix: Path, **changed: Any) -> SpanFileSamples:
+def samples_of(prefix: Path, **changed: Any) -> SpanFilesDataset:
     values = {"documents": (0, len(SIZES)), "enc_seq_length": 16, "dec_seq_length": 24, "tokens": TOKENS, "seed": 3}
-    return SpanFileSamples(SpanFiles(str(prefix), VOCAB_SIZE), **{**values, **changed})
+    return SpanFilesDataset(SpanFiles(str(prefix), VOCAB_SIZE), **{**values, **changed})
 
 
 def reference(prefix: Path, index: int, is_apart: bool) -> tuple[list[int], list[int], list[int], list[int]]:
     """Return inputs, targets and their documents as a loop over tokens finds them."""
     files = SpanFiles(str(prefix), VOCAB_SIZE)
-    windows = Windows(files.context, documents=(0, len(SIZES)), length=15, overlap=0, seed=3, asked_by="a test")
+    windows = SampleIndex(files.context, documents=(0, len(SIZES)), length=15, overlap=0, seed=3, asked_by="a test")
     documents = counting(SIZES)
     inputs, targets, of_inputs, of_targets = [], [], [], []
     next_sentinel = 0
@@ -143,13 +143,13 @@ def build(prefix: Path, **changed: Any) -> Any:
         "seed": 3,
         "needed": (True, False, False),
     }
-    paths = DataPaths(data_path=str(prefix), split="1")
+    paths = BlendPaths(data_path=str(prefix), split="1")
     return build_t5_train_valid_test(paths, **{**values, **changed})  # type: ignore[arg-type]
 
 
 def test_a_set_opens_where_no_ordinary_pair_is(prefix: Path) -> None:
     train, valid, _ = build(prefix)
-    assert isinstance(only(train), SpanFileSamples) and valid is None and train[0]["inputs"].shape == (16,)
+    assert isinstance(only(train), SpanFilesDataset) and valid is None and train[0]["inputs"].shape == (16,)
     with pytest.raises(DataError, match="--denoisers must be one kind for .* got R,S"):
         build(prefix, denoisers=parse_denoisers("R,S", 0.15, 3))
     with pytest.raises(DataError, match="too few sentinels: --vocab-extra-ids gives 2"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.models.t5.model import T5Model
-from megatron.mpu.random import DropoutStreams, Position
+from megatron.mpu.random import DropoutKey, DropoutStreams
 from tests.harness import run_ranks
 from tests.models.common.samples import filled, place_of
 from tests.models.t5.samples import KINDS, LEARNED, t5_batch, t5_sizes
@@ -18,9 +18,9 @@ RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 def loss_and_gradients(*, documents=False, **changes):
     model = filled(T5Model(t5_sizes(**changes), place_of(whole_world(0, 1))))
     streams = model.place.streams
-    streams.position = Position(2, 1)
+    streams.position = DropoutKey(2, 1)
     loss, _ = model(**vars(t5_batch(with_documents=documents)))
-    streams.position = Position(2, 2)  # another micro-batch's forward comes before this backward
+    streams.position = DropoutKey(2, 2)  # another micro-batch's forward comes before this backward
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 

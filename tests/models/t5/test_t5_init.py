@@ -7,7 +7,7 @@ import torch
 
 from megatron.models.common.parameters import initialize
 from megatron.models.t5.huggingface import from_ours, model_fields
-from megatron.models.t5.layers import T5Sizes
+from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5Model, t5_rule
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
@@ -20,7 +20,7 @@ LARGE = {"hidden_size": 64, "kv_hidden_size": 24, "ff_hidden_size": 160, "vocab_
 def started(sizes, group=None):
     model = T5Model(sizes, place_of(group or Group((0,), 0)))
     initialize(model.named_parameters(), seed=1, rule=t5_rule(sizes, 0.02))
-    assert not any(getattr(parameter, "is_unset", False) for parameter in model.parameters())
+    assert not any(getattr(parameter, "is_uninitialized", False) for parameter in model.parameters())
     return dict(model.named_parameters())
 
 
@@ -45,7 +45,7 @@ def test_the_spread_of_every_weight_is_hugging_faces(gated):
         feed_forward_proj="gated-gelu" if gated else "relu",
     )  # fmt: skip
     reference = T5ForConditionalGeneration(config).state_dict()
-    found = from_ours({name: p.detach() for name, p in started(T5Sizes(**model_fields(config))).items()}, 4)
+    found = from_ours({name: p.detach() for name, p in started(T5ModelArgs(**model_fields(config))).items()}, 4)
     assert sorted(found) == sorted(reference)
     for name, theirs in reference.items():
         if theirs.dim() == 1:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import GPT2Samples, ReplicaBatches, TokenFile
-from megatron.data.sample_index import Windows
+from megatron.data import DataLoader, GPTDataset, IndexedDataset
+from megatron.data.sample_index import SampleIndex
 from megatron.errors import DataError
-from megatron.models.t5.data import T5Samples, T5Tokens
+from megatron.models.t5.data import T5Dataset, T5Tokens
 from megatron.models.t5.spans import longest_target, parse_denoisers, raw_length
 from tests.data.token_data import write, write_megatron
 
@@ -19,13 +19,13 @@ ONE, SEVERAL = parse_denoisers("R", 0.15, 3), parse_denoisers("R:2,X:1,S:1", 0.1
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
+def file(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     return write(tmp_path_factory.mktemp("t5") / "a", [70, 30, 200, 12, 1, 90, 150, 44])
 
 
-def samples_of(file: TokenFile, **changed: Any) -> T5Samples:
+def samples_of(file: IndexedDataset, **changed: Any) -> T5Dataset:
     values = {"documents": (0, 8), "enc_seq_length": 64, "denoisers": ONE, "tokens": TOKENS, "seed": 3}
-    return T5Samples(file, **{**values, **changed})
+    return T5Dataset(file, **{**values, **changed})
 
 
 def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
@@ -49,22 +49,22 @@ def text_again(sample: dict[str, np.ndarray]) -> list[int]:
 
 @pytest.mark.parametrize("denoisers", [ONE, SEVERAL])
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_samples_give_back_the_windows_of_the_file(file: TokenFile, denoisers: Any, is_apart: bool) -> None:
+def test_samples_give_back_the_windows_of_the_file(file: IndexedDataset, denoisers: Any, is_apart: bool) -> None:
     samples = samples_of(file, denoisers=denoisers, reset_attention_mask=is_apart)
     length = raw_length(64, denoisers)
-    windows = Windows(file, documents=(0, 8), length=length, overlap=0, seed=3, asked_by="a test")
+    windows = SampleIndex(file, documents=(0, 8), length=length, overlap=0, seed=3, asked_by="a test")
     assert samples.samples_per_epoch == windows.per_epoch == 597 // length and not hasattr(samples, "__len__")
     for index in [*range(2 * windows.per_epoch), 10**12]:
         assert text_again(samples[index]) == windows[index].tolist()
 
 
-def test_an_epoch_holds_each_token_once(file: TokenFile) -> None:
+def test_an_epoch_holds_each_token_once(file: IndexedDataset) -> None:
     samples = samples_of(file)
     tokens = [token for index in range(samples.samples_per_epoch) for token in text_again(samples[index])]
     assert len(set(tokens)) == len(tokens) == samples.samples_per_epoch * samples.raw_length
 
 
-def test_one_denoiser_fills_inputs_and_targets(file: TokenFile) -> None:
+def test_one_denoiser_fills_inputs_and_targets(file: IndexedDataset) -> None:
     samples = samples_of(file)
     sample = samples[0]
     assert samples.raw_length == 70 and (len(sample["inputs"]), len(sample["targets"])) == (64, 14)
@@ -77,7 +77,7 @@ def test_one_denoiser_fills_inputs_and_targets(file: TokenFile) -> None:
     assert longer["dec_segments"].tolist() == [0] * 14 + [-1] * 6 and same({**longer, **sample}, sample)
 
 
-def test_a_mixture_has_a_mode_first_pads_and_draws_by_weight(file: TokenFile) -> None:
+def test_a_mixture_has_a_mode_first_pads_and_draws_by_weight(file: IndexedDataset) -> None:
     samples = samples_of(file, denoisers=SEVERAL)
     names = {token: kind for kind, token in TOKENS.modes.items()}
     kinds = Counter(names[int(samples[index]["inputs"][0])] for index in range(800))
@@ -94,7 +94,7 @@ def test_a_mixture_has_a_mode_first_pads_and_draws_by_weight(file: TokenFile) ->
             assert [*text, *suffix] == text_again(sample), "the end of the text is asked for"
 
 
-def test_documents_apart_are_the_documents_of_the_file(file: TokenFile) -> None:
+def test_documents_apart_are_the_documents_of_the_file(file: IndexedDataset) -> None:
     """Tokens count up through the file, so the document of each is known."""
     samples, together = samples_of(file, reset_attention_mask=True), samples_of(file)
     seen = set()
@@ -116,12 +116,12 @@ def test_documents_apart_are_the_documents_of_the_file(file: TokenFile) -> None:
 
 def test_empty_documents_are_no_documents(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", [0, 9, 0, 0, 8, 0, 13, 0], list(range(9)))
-    samples = samples_of(TokenFile(tmp_path / "a"), enc_seq_length=27, reset_attention_mask=True)
+    samples = samples_of(IndexedDataset(tmp_path / "a"), enc_seq_length=27, reset_attention_mask=True)
     for index in range(20):
         assert samples[index]["enc_segments"].max() == 2 and (samples[index]["dec_segments"] >= 0).all()
 
 
-def test_spans_are_new_in_each_epoch_and_with_each_seed(file: TokenFile) -> None:
+def test_spans_are_new_in_each_epoch_and_with_each_seed(file: IndexedDataset) -> None:
     single = write(Path(file.prefix).parent / "single", [70])
     first, second, other = (
         samples_of(single, documents=(0, 1), seed=seed)[index] for seed, index in ((3, 0), (3, 1), (4, 0))
@@ -131,24 +131,26 @@ def test_spans_are_new_in_each_epoch_and_with_each_seed(file: TokenFile) -> None
 
 
 @pytest.mark.parametrize("denoisers, is_apart", [(ONE, False), (SEVERAL, True)])
-def test_a_sample_is_the_same_in_any_order_and_after_a_restart(file: TokenFile, denoisers: Any, is_apart: bool) -> None:
+def test_a_sample_is_the_same_in_any_order_and_after_a_restart(
+    file: IndexedDataset, denoisers: Any, is_apart: bool
+) -> None:
     settings = {"denoisers": denoisers, "reset_attention_mask": is_apart}
     samples = samples_of(file, **settings)
     forward = [samples[index] for index in range(40)]
     for index in reversed(range(40)):
         assert same(samples[index], forward[index])
-    assert same(samples_of(TokenFile(file.prefix), **settings)[33], forward[33])
+    assert same(samples_of(IndexedDataset(file.prefix), **settings)[33], forward[33])
 
 
 @pytest.mark.parametrize("d, m, num_workers", [(1, 4, 0), (2, 2, 0), (4, 1, 0), (1, 2, 2)])
 def test_batches_are_the_same_in_every_layout_and_with_workers(
-    file: TokenFile, d: int, m: int, num_workers: int
+    file: IndexedDataset, d: int, m: int, num_workers: int
 ) -> None:
     samples = samples_of(file, denoisers=SEVERAL, reset_attention_mask=True)
     steps, size = 2, 4
     replicas = [
         iter(
-            ReplicaBatches(
+            DataLoader(
                 samples,
                 micro_batch_size=size // (d * m),
                 num_micro_batches=m,
@@ -166,12 +168,12 @@ def test_batches_are_the_same_in_every_layout_and_with_workers(
     assert rows[0]["enc_segments"].dtype == np.int32
 
 
-def test_a_sample_stays_the_same_for_ever(file: TokenFile) -> None:
+def test_a_sample_stays_the_same_for_ever(file: IndexedDataset) -> None:
     sample = samples_of(file, enc_seq_length=32, denoisers=SEVERAL, reset_attention_mask=True)[11]
     assert {key: value.tolist() for key, value in sample.items()} == FIXED
 
 
-def test_what_does_not_fit_is_refused(file: TokenFile) -> None:
+def test_what_does_not_fit_is_refused(file: IndexedDataset) -> None:
     with pytest.raises(DataError, match=r"documents 3:4 hold 12 tokens; a sample of --enc-seq-length 64 needs 70"):
         samples_of(file, documents=(3, 4))
     with pytest.raises(DataError, match="--dec-seq-length must be at least 14, .* --enc-seq-length 64, got 13"):
@@ -182,7 +184,7 @@ def test_what_does_not_fit_is_refused(file: TokenFile) -> None:
         samples_of(file, denoisers=SEVERAL, tokens=T5Tokens.appended(50_000, 60, 0, 1))
 
 
-def test_fingerprint_changes_with_all_that_changes_a_sample(file: TokenFile) -> None:
+def test_fingerprint_changes_with_all_that_changes_a_sample(file: IndexedDataset) -> None:
     other = write(Path(file.prefix).parent / "other", [70, 30, 200, 12, 1, 90, 150, 45])
     changed: list[dict[str, Any]] = [
         {},
@@ -199,9 +201,9 @@ def test_fingerprint_changes_with_all_that_changes_a_sample(file: TokenFile) -> 
         {"reset_attention_mask": True},
     ]
     prints = [samples_of(file, **change).fingerprint for change in changed] + [samples_of(other).fingerprint]
-    prints.append(GPT2Samples(file, documents=(0, 8), seq_length=70, seed=3).fingerprint)
+    prints.append(GPTDataset(file, documents=(0, 8), seq_length=70, seed=3).fingerprint)
     assert len(set(prints)) == len(prints)
-    assert samples_of(TokenFile(file.prefix), dec_seq_length=14).fingerprint == prints[0]
+    assert samples_of(IndexedDataset(file.prefix), dec_seq_length=14).fingerprint == prints[0]
 
 
 FIXED = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.groups import SINGLE, Grid
-from megatron.optim import MixedPrecisionOptimizer, Offload, build_optimizer
+from megatron.optim import MixedPrecisionOptimizer, OffloadConfig, build_optimizer
 from tds import reduce_gradients
 
 H, WORDS = 16, 20
@@ -116,7 +116,7 @@ def alone() -> tuple[Model, MixedPrecisionOptimizer]:
     """Return the model on one replica, its weights cut all the same because they are offloaded."""
     module = Model()
     optimizer = build_optimizer(
-        module.parameters(), zero_stage=3, data=SINGLE, lr=1e-2, offload=Offload(parameters=True)
+        module.parameters(), zero_stage=3, data=SINGLE, lr=1e-2, offload=OffloadConfig(parameters=True)
     )
     optimizer.cut_weights(module)
     return module, optimizer

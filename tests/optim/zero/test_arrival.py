@@ -9,7 +9,7 @@ import torch
 
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
-from megatron.optim import Arrival, MixedPrecisionOptimizer, build_optimizer
+from megatron.optim import MixedPrecisionOptimizer, ParamInit, build_optimizer
 from tests.alive import Alive
 from tests.optim.zero.parts import Model
 
@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(arrival: Arrival | None, **settings: Any) -> tuple[Model, MixedPrecisionOptimizer]:
+def make(arrival: ParamInit | None, **settings: Any) -> tuple[Model, MixedPrecisionOptimizer]:
     """Return the model and its optimizer on the second of three replicas, which are never asked."""
     module = Model()
     return module, build_optimizer(module.parameters(), zero_stage=3, data=REPLICAS, arrival=arrival, **settings)
@@ -33,7 +33,7 @@ def make(arrival: Arrival | None, **settings: Any) -> tuple[Model, MixedPrecisio
 def test_the_device_gets_the_parts_and_never_a_whole_weight(kind: str) -> None:
     plain, reference = make(None, **SETTINGS[kind])
     with Alive(DEVICE.type) as alive:
-        module, optimizer = make(Arrival(DEVICE, lambda parameter: None), **SETTINGS[kind])
+        module, optimizer = make(ParamInit(DEVICE, lambda parameter: None), **SETTINGS[kind])
         optimizer_of = {
             parameter: optimizer.master_of(parameter) for parameter in module.parameters() if parameter.requires_grad
         }
@@ -73,7 +73,7 @@ def test_weights_are_filled_once_before_they_are_cut() -> None:
     module = Model()
     names.update({parameter: name for name, parameter in module.named_parameters()})
     optimizer = build_optimizer(
-        module.parameters(), zero_stage=3, data=REPLICAS, arrival=Arrival(torch.device("cpu"), fill)
+        module.parameters(), zero_stage=3, data=REPLICAS, arrival=ParamInit(torch.device("cpu"), fill)
     )
     assert sorted(seen) == sorted(name for name, parameter in module.named_parameters() if parameter.requires_grad)
     for name, parameter in module.named_parameters():
@@ -84,6 +84,6 @@ def test_weights_are_filled_once_before_they_are_cut() -> None:
 
 def test_other_stages_let_weights_lie_where_they_are() -> None:
     module = Model()
-    arrival = Arrival(DEVICE, lambda parameter: pytest.fail("it was asked to come"))
+    arrival = ParamInit(DEVICE, lambda parameter: pytest.fail("it was asked to come"))
     build_optimizer(module.parameters(), zero_stage=1, data=REPLICAS, arrival=arrival)
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())

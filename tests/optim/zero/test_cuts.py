@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.metadata import tiling_problem
 from megatron.mpu.shard import Shard, set_shard
-from megatron.optim.zero.partition import VECTOR, cut_of
+from megatron.optim.zero.partition import VECTOR, partition_of
 from tests.mpu.whole import random
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
@@ -36,7 +36,7 @@ def parts_of(cut, tensor):
 @settings(max_examples=150, deadline=None)
 @given(parameters(), st.integers(2, 6))
 def test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly(parameter, replicas):
-    cut = cut_of(parameter, replicas)
+    cut = partition_of(parameter, replicas)
     assert (cut.bounds[0], cut.bounds[-1]) == (0, parameter.shape[cut.dim])
     lengths = [stop - start for start, stop in itertools.pairwise(cut.bounds)]
     assert len(lengths) == replicas and min(lengths) >= 0
@@ -52,7 +52,7 @@ def test_parts_tile_what_the_rank_holds_in_whole_vectors_and_evenly(parameter, r
 @settings(max_examples=150, deadline=None)
 @given(parameters(), st.integers(2, 6))
 def test_the_places_of_the_parts_tile_what_is_real_of_the_rank(parameter, replicas):
-    cut, whole = cut_of(parameter, replicas), getattr(parameter, "shard", Shard(tuple(parameter.shape)))
+    cut, whole = partition_of(parameter, replicas), getattr(parameter, "shard", Shard(tuple(parameter.shape)))
     parts = [cut.shard(whole, replica) for replica in range(replicas)]
     for part, local in zip(parts, parts_of(cut, parameter.detach()), strict=True):
         assert part.unpadded(local).shape[cut.dim] == part.length
@@ -66,28 +66,30 @@ def test_the_places_of_the_parts_tile_what_is_real_of_the_rank(parameter, replic
 
 def test_a_weight_cut_by_the_tensor_group_is_cut_along_the_same_dimension():
     rows = set_shard(torch.nn.Parameter(torch.zeros(32, 64)), Shard((32, 128), 1, 64, 64))
-    assert cut_of(rows, 2).shard(rows.shard, 1) == Shard((32, 128), 1, 96, 32)
+    assert partition_of(rows, 2).shard(rows.shard, 1) == Shard((32, 128), 1, 96, 32)
     alone = set_shard(torch.nn.Parameter(torch.zeros(32, 128)), Shard((32, 128), 1, 0, 128))
-    assert cut_of(alone, 2).shard(alone.shard, 1) == Shard((32, 128), 0, 16, 16), "views of rows lie in one run"
+    assert partition_of(alone, 2).shard(alone.shard, 1) == Shard((32, 128), 0, 16, 16), "views of rows lie in one run"
 
 
 def test_a_weight_with_fewer_vectors_than_replicas_leaves_some_without_a_part():
-    assert cut_of(torch.zeros(20), 4).bounds == (0, 16, 20, 20, 20)
-    assert cut_of(torch.zeros(2, 16), 3).bounds == (0, 1, 2, 2)
-    assert cut_of(torch.tensor(1.0), 2) is None
+    assert partition_of(torch.zeros(20), 4).bounds == (0, 16, 20, 20, 20)
+    assert partition_of(torch.zeros(2, 16), 3).bounds == (0, 1, 2, 2)
+    assert partition_of(torch.tensor(1.0), 2) is None
 
 
 def test_columns_that_make_no_whole_vectors_stay_with_one_replica():
     odd = set_shard(torch.nn.Parameter(torch.zeros(8, 15)), Shard((8, 30), 1, 15, 15))
-    assert cut_of(odd, 2).bounds == (0, 15, 15), "the last numbers of its memory are not those of the last columns"
+    assert partition_of(odd, 2).bounds == (0, 15, 15), (
+        "the last numbers of its memory are not those of the last columns"
+    )
     even = set_shard(torch.nn.Parameter(torch.zeros(8, 14)), Shard((8, 28), 1, 14, 14))
-    assert cut_of(even, 2).bounds == (0, 8, 14)
+    assert partition_of(even, 2).bounds == (0, 8, 14)
 
 
 @settings(max_examples=25, deadline=None)
 @given(parameters(), st.integers(2, 4), st.sampled_from([torch.float32, torch.float64]))
 def test_fused_adamw_gives_parts_the_bits_of_the_whole(like, replicas, dtype):
-    start, cut = random(1, *like.shape).to(dtype), cut_of(like, replicas)
+    start, cut = random(1, *like.shape).to(dtype), partition_of(like, replicas)
     whole = torch.nn.Parameter(start.clone())
     parts = [torch.nn.Parameter(part.clone(memory_format=torch.contiguous_format)) for part in parts_of(cut, start)]
     optimizers = [torch.optim.AdamW(these, lr=1e-2, weight_decay=0.1, fused=True) for these in ([whole], parts)]

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.optim.zero.partition import Piece, buckets, cut_of
+from megatron.optim.zero.partition import Piece, buckets, partition_of
 from tests.optim.zero.test_cuts import parameters, parts_of
 
 
 @settings(max_examples=100, deadline=None)
 @given(parameters(), st.integers(2, 9))
 def test_every_part_comes_to_its_place_in_copies_as_few_as_lengths(like, replicas):
-    cut, wanted = cut_of(like, replicas), torch.arange(1.0, like.numel() + 1).view(like.shape)
+    cut, wanted = partition_of(like, replicas), torch.arange(1.0, like.numel() + 1).view(like.shape)
     piece = Piece(torch.zeros(like.shape), torch.empty(0), cut)
     slots = torch.full((replicas, piece.room), -1.0)
     for slot, part in zip(slots, parts_of(cut, wanted), strict=True):
@@ -27,7 +27,7 @@ def test_every_part_comes_to_its_place_in_copies_as_few_as_lengths(like, replica
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 400))
 def test_buckets_keep_the_order_and_the_limit(sizes, limit):
-    pieces = [Piece(torch.zeros(size), torch.empty(0), cut_of(torch.zeros(size), 2)) for size in sizes]
+    pieces = [Piece(torch.zeros(size), torch.empty(0), partition_of(torch.zeros(size), 2)) for size in sizes]
     found = list(buckets(pieces, limit))
     assert [piece for bucket in found for piece in bucket] == pieces
     weights = [[piece.parameter.nbytes for piece in bucket] for bucket in found]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron.optim.zero import partition
-from megatron.optim.zero.partition import Offload
+from megatron.optim.zero.partition import OffloadConfig
 
 
 def test_what_lies_on_the_cpu_is_not_copied() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
-    assert all(one is other for one, other in zip(Offload().copies(tensors), tensors, strict=True))
+    assert all(one is other for one, other in zip(OffloadConfig().copies(tensors), tensors, strict=True))
 
 
 def test_copies_are_waited_for_once_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +26,6 @@ def test_copies_are_waited_for_once_behind_the_last(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(partition, "HOST", torch.device("meta"))
     monkeypatch.setattr(partition.device, "finish_copies", lambda place: events.append(("wait", place.type)))
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    made = Offload(is_pinned=False).copies([torch.ones(2), torch.ones(3, dtype=torch.bfloat16)])
+    made = OffloadConfig(is_pinned=False).copies([torch.ones(2), torch.ones(3, dtype=torch.bfloat16)])
     assert events == [("copy", (2,), True), ("copy", (3,), True), ("wait", "cpu")]
     assert [(each.device.type, each.dtype) for each in made] == [("meta", torch.float32), ("meta", torch.bfloat16)]

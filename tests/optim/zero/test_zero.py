@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 from megatron.mpu.groups import SINGLE, Group, build_grid
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
-from megatron.optim import LossScaler, build_optimizer
+from megatron.optim import GradScaler, build_optimizer
 from megatron.optim.zero import partition
 from megatron.torch_compat import name_of
 from megatron.training.train_state import make_moments
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def settings_of(kind: str) -> dict[str, Any]:
     """Return settings with a loss scale of their own; that of fp16 overflows at first."""
-    scaler = LossScaler(scale=2.0**18, is_dynamic=True, hysteresis=1, window=5) if kind == "fp16" else None
+    scaler = GradScaler(scale=2.0**18, is_dynamic=True, hysteresis=1, window=5) if kind == "fp16" else None
     return KINDS[kind] | {"scaler": scaler}
 
 

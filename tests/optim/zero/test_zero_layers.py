@@ -13,14 +13,14 @@ from megatron import log
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import MixedPrecisionOptimizer, Offload, build_optimizer
-from megatron.optim.zero.stage3 import CallOrder, layers_of
-from megatron.training.train_step import FiniteOnly, LossError
+from megatron.optim import MixedPrecisionOptimizer, OffloadConfig, build_optimizer
+from megatron.optim.zero.stage3 import GatherOrder, layers_of
+from megatron.training.train_step import FiniteLossCheck, LossError
 from tds import gradients as bucket_order
 from tests.harness import fork_ranks, run_ranks
 
 H, LAYERS = 64, 8
-AWAY = Offload(parameters=True)
+AWAY = OffloadConfig(parameters=True)
 
 
 class Plain(nn.Module):
@@ -169,7 +169,7 @@ def look_later(rank: int) -> list[str]:
     grid = build_grid(Topology.of_world(2, tensor=1, pipe=1), rank)
     told = []
     for calls in ("gathers end", "gathers check", "end check"):
-        order = CallOrder(grid.data, ["a", "b"], torch.device("cpu"), looks_later=True)
+        order = GatherOrder(grid.data, ["a", "b"], torch.device("cpu"), looks_later=True)
         first, second = calls.split()
         order.gathers(1)
         order.gathers(rank) if first == "gathers" else order.gathers(0) if rank else order.end()
@@ -257,7 +257,7 @@ def test_a_loss_that_is_no_number_under_zero_3_says_where_nan_may_be_from() -> N
     for stage in (0, 3):
         module = Plain()
         optimizer = alone(module) if stage else build_optimizer(module.parameters())
-        judge = FiniteOnly(optimizer)
+        judge = FiniteLossCheck(optimizer)
         judge.take_loss(float("nan"))
         with pytest.raises(LossError) as caught:
             optimizer.judge(1.0)

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron import log
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import LossScaler, Offload, build_optimizer
+from megatron.optim import GradScaler, OffloadConfig, build_optimizer
 from megatron.optim.zero import stage2
-from megatron.optim.zero.partition import cut_of
+from megatron.optim.zero.partition import partition_of
 from megatron.optim.zero.stage3 import layers_of
 from megatron.training import setup
 from tds import gradients as bucket_order
@@ -25,7 +25,7 @@ from tests.harness import RankFailure, run_ranks
 from tests.optim.zero.parts import Model, alone, loss_of, make, take_step, tokens_of, whole_weights
 
 STEPS = 6
-EVERYWHERE = Offload(optimizer=True, parameters=True)
+EVERYWHERE = OffloadConfig(optimizer=True, parameters=True)
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, recomputed": {"dtype": torch.bfloat16, "recomputes": True},
@@ -37,7 +37,7 @@ SIDES: tuple[dict[str, Any], ...] = (
     {"stage": 2},
     {"stage": 3},
     {"stage": 3, "offload": EVERYWHERE},
-    {"stage": 1, "offload": Offload(optimizer=True)},
+    {"stage": 1, "offload": OffloadConfig(optimizer=True)},
 )
 ROUNDING = 1e-12
 """Of a clipped step in fp64, whose norm is a sum in another order; all others must have equal bits."""
@@ -45,7 +45,7 @@ ROUNDING = 1e-12
 
 def settings_of(kind: str) -> dict[str, Any]:
     """Return settings with a loss scale of their own; that of fp16 overflows at first."""
-    scaler = LossScaler(scale=2.0**14, is_dynamic=True, hysteresis=1, window=50) if kind == "fp16" else None
+    scaler = GradScaler(scale=2.0**14, is_dynamic=True, hysteresis=1, window=50) if kind == "fp16" else None
     return KINDS[kind] | {"scaler": scaler}
 
 
@@ -120,7 +120,7 @@ def sum_both_ways(rank: int) -> float:
     for number, parameter in enumerate(parameters):
         generator = torch.Generator().manual_seed(10 * number + rank)
         gradient = None if number == rank else torch.randn(parameter.shape, generator=generator)
-        shares.append(stage2.Share(gradient, parameter, cut_of(parameter, 3)))
+        shares.append(stage2.GradientShard(gradient, parameter, partition_of(parameter, 3)))
     one, other = (dict(stage2.Sum(shares, grid.data, is_scattered=way).parts()) for way in (False, True))
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in (*one.values(), *other.values()))
     whole = {p: torch.zeros_like(p).detach() for p in parameters}
@@ -149,7 +149,9 @@ def in_a_ring(rank: int) -> list[bool]:
     dist.reduce_scatter_single = scatter
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((64, 4), *[()] * 64)]
     generator = torch.Generator().manual_seed(rank)
-    shares = [stage2.Share(torch.randn(p.shape, generator=generator), p, cut_of(p, 4)) for p in parameters]
+    shares = [
+        stage2.GradientShard(torch.randn(p.shape, generator=generator), p, partition_of(p, 4)) for p in parameters
+    ]
     parts = dict(stage2.Sum(shares, grid.data, is_scattered=True).parts())
     numbers = torch.stack([parts[p] for p in parameters[1:]])
     every = [torch.empty_like(numbers) for _ in range(4)]
@@ -307,11 +309,11 @@ def bytes_on_the_cpu(side: dict[str, Any], dtype: torch.dtype) -> tuple[int, int
     ("side", "dtype", "masters", "homes"),
     [
         ({"stage": 0}, torch.float32, 0, 0),
-        ({"stage": 0, "offload": Offload(optimizer=True)}, torch.float32, 4, 0),
+        ({"stage": 0, "offload": OffloadConfig(optimizer=True)}, torch.float32, 4, 0),
         ({"stage": 3, "offload": EVERYWHERE}, torch.float32, 4, 0),
-        ({"stage": 3, "offload": Offload(parameters=True)}, torch.float32, 4, 4),
+        ({"stage": 3, "offload": OffloadConfig(parameters=True)}, torch.float32, 4, 4),
         ({"stage": 3, "offload": EVERYWHERE}, torch.bfloat16, 4, 2),
-        ({"stage": 1, "offload": Offload(optimizer=True)}, torch.bfloat16, 4, 0),
+        ({"stage": 1, "offload": OffloadConfig(optimizer=True)}, torch.bfloat16, 4, 0),
     ],
     ids=str,
 )
@@ -328,7 +330,7 @@ def test_what_is_offloaded_has_copies_of_its_own(
 @pytest.mark.timeout(580)
 def test_the_adam_of_deepspeed_trains_to_the_numbers_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # a build that was ended would leave its lock elsewhere
-    grid, away = single_grid(), Offload(optimizer=True)
+    grid, away = single_grid(), OffloadConfig(optimizer=True)
     try:
         theirs = make(grid, 0, offload=away, adam=setup.deepspeed_adam)
     except ValueError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tds.engine.micro_batches import BatchSource, as_pair, nesting, stage_inputs
+from tds.engine.micro_batches import BatchSource, as_pair, describe_structure, stage_inputs
 from tests.harness import fork_ranks
 from tests.tds.toys import Toy, make_engine
 
@@ -30,7 +30,7 @@ X, Y = torch.zeros(4, 128), torch.zeros(4)
     ids=range(8),
 )
 def test_a_nesting_is_shown_as_text(value: Any, told: str) -> None:
-    assert nesting(value) == told
+    assert describe_structure(value) == told
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], ((X, X), None), ({"ids": X}, (Y, Y)), [[X], [Y]]], ids=range(5))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tds
-from tds.engine.weight_grad_store import Splitter
+from tds.engine.weight_grad_store import WeightGradStore
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, make_engine, train
 
@@ -40,11 +40,13 @@ def _recomputed(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: checkpoint(net, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def _split_step(net: nn.Module, x: torch.Tensor, splitter: Splitter, key: tuple[int, int], recompute: bool) -> None:
+def _split_step(
+    net: nn.Module, x: torch.Tensor, splitter: WeightGradStore, key: tuple[int, int], recompute: bool
+) -> None:
     run = _recomputed(net) if recompute else net
     with splitter.active():
         loss = run(x).square().sum()
-        with splitter.putting_off(key):
+        with splitter.deferring(key):
             loss.backward()
 
 
@@ -54,7 +56,7 @@ def _split_step(net: nn.Module, x: torch.Tensor, splitter: Splitter, key: tuple[
 def test_split_backward_equals_whole_backward_to_the_bit(
     shape: tuple[int, ...], dtype: torch.dtype, recompute: bool
 ) -> None:
-    whole, split, splitter = Net(dtype), Net(dtype), Splitter()
+    whole, split, splitter = Net(dtype), Net(dtype), WeightGradStore()
     for micro_batch in range(3):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(micro_batch)).to(dtype)
         one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -67,7 +69,7 @@ def test_split_backward_equals_whole_backward_to_the_bit(
 
 
 def test_only_linear_weights_wait_and_the_rest_is_told() -> None:
-    net, splitter = Net(torch.float32), Splitter()
+    net, splitter = Net(torch.float32), WeightGradStore()
     _split_step(net, torch.randn(5, 8), splitter, (0, 0), recompute=False)
     have = {name for name, p in net.named_parameters() if p.grad is not None}
     assert have == {"norm.weight", "norm.bias"}
@@ -78,7 +80,7 @@ def test_only_linear_weights_wait_and_the_rest_is_told() -> None:
 
 
 def test_hooks_of_weights_run_when_their_gradient_comes() -> None:
-    net, splitter = Net(torch.float32), Splitter()
+    net, splitter = Net(torch.float32), WeightGradStore()
     seen: list[str] = []
     for name, parameter in net.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
@@ -89,7 +91,7 @@ def test_hooks_of_weights_run_when_their_gradient_comes() -> None:
 
 
 def test_frozen_weights_autocast_and_products_are_left_alone() -> None:
-    splitter = Splitter()
+    splitter = WeightGradStore()
     frozen = nn.Linear(4, 4).requires_grad_(False)
     table = torch.randn(3, 4, requires_grad=True)
     x = torch.randn(2, 4, requires_grad=True)
@@ -97,7 +99,7 @@ def test_frozen_weights_autocast_and_products_are_left_alone() -> None:
         loss = frozen(x).sum() + F.linear(x, table * 2).sum()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss + nn.Linear(4, 4)(x).sum()
-        with splitter.putting_off((0, 0)):
+        with splitter.deferring((0, 0)):
             loss.backward()
     assert not splitter.split
     assert table.grad is not None and x.grad is not None
@@ -112,7 +114,7 @@ def test_the_function_that_stood_there_is_called_and_back_afterwards(monkeypatch
         seen.append(args)
         return own(*args)
 
-    splitter = Splitter()
+    splitter = WeightGradStore()
     monkeypatch.setattr(F, "linear", counted)
     with pytest.raises(KeyError), splitter.active():
         nn.Linear(4, 4)(torch.randn(2, 4))
@@ -175,13 +177,13 @@ def test_weights_of_a_loss_function_are_put_off_too(recomputes: bool) -> None:
 def _calls(rank: int) -> list[int]:
     """Return how often a step of 6 micro-batches runs a linear layer that can be split, and the number of layers."""
     calls: list[int] = []
-    plain = Splitter.linear
+    plain = WeightGradStore.linear
 
-    def counted(self: Splitter, *args: Any) -> Any:
+    def counted(self: WeightGradStore, *args: Any) -> Any:
         calls.append(1)
         return plain(self, *args)
 
-    Splitter.linear = counted  # type: ignore[method-assign]
+    WeightGradStore.linear = counted  # type: ignore[method-assign]
     toy = Toy("chain", layers=7, micro_batches=6, pipeline={"schedule": "zb-h1"}, options={"chunks": 2})
     engine = make_engine(toy, 2)
     train(engine, toy)

@@ -17,7 +17,7 @@ from tds.p2p.boundary import (
     BoundaryError,
     Place,
     Structure,
-    TensorSpec,
+    TensorMeta,
     check_received,
     check_same,
     declared_boundary,
@@ -39,7 +39,7 @@ MASK = torch.zeros(4, dtype=torch.bool)
 DECLARED = (Boundary("hidden"), Boundary("mask", "bool"))
 
 
-def _describe(tensors: Any, records: Any, structure: Structure = TUPLE, **flags: Any) -> tuple[TensorSpec, ...]:
+def _describe(tensors: Any, records: Any, structure: Structure = TUPLE, **flags: Any) -> tuple[TensorMeta, ...]:
     return describe(tensors, structure, records, PLACE, **{"is_training": True, **flags})
 
 
@@ -132,7 +132,7 @@ def test_each_dtype_is_told_from_each_other(declared: torch.dtype, got: torch.dt
     names = f"{str(declared)[6:]}.*got {str(got)[6:]}"
     with pytest.raises(BoundaryError, match=rf"stage 3 output 0 \('x', of layer 7 \(Dense\)\): declared {names}"):
         _describe((torch.zeros(2, 3, dtype=got),), (record,))
-    first, now = (TensorSpec(dtype, (2, 3), False, False) for dtype in (declared, got))
+    first, now = (TensorMeta(dtype, (2, 3), False, False) for dtype in (declared, got))
     with pytest.raises(BoundaryError, match=rf"stage 3 output 0 \(of layer 7.*was {names}\[2, 3\] at micro-batch 5"):
         check_same((now,), (first,), (SINGLE, SINGLE), PLACE, micro_batch=5)
     with pytest.raises(BoundaryError, match=f"declared here x {str(declared)[6:]} .*announced {str(got)[6:]}"):
@@ -159,7 +159,7 @@ def test_a_float_declared_int_without_gradient_is_warned_of_once(caplog: pytest.
     declared = (Boundary("weights", "int", needs_grad=False),)
     for size in (2, 3):
         (spec,) = _describe((torch.zeros(size, 3),), declared)
-    assert spec == TensorSpec(torch.float32, (3, 3), False, False)
+    assert spec == TensorMeta(torch.float32, (3, 3), False, False)
     assert len(caplog.records) == 1 and "'weights'" in caplog.text
 
 
@@ -167,24 +167,24 @@ def test_a_float_declared_int_without_gradient_is_warned_of_once(caplog: pytest.
     ("now", "structures", "words"),
     [
         (
-            [TensorSpec(torch.float32, (8, 2), True, False)],
+            [TensorMeta(torch.float32, (8, 2), True, False)],
             (SINGLE, SINGLE),
             r"float32\[2, 8\], got float32\[8, 2\] at micro",
         ),
-        ([TensorSpec(torch.float32, (2, 8), False, False)], (SINGLE, SINGLE), "with gradient=False at micro-batch 2"),
+        ([TensorMeta(torch.float32, (2, 8), False, False)], (SINGLE, SINGLE), "with gradient=False at micro-batch 2"),
         ([], (TUPLE, SINGLE), "returned 1 tensors as tensor before, got 0 as tuple at micro-batch 2"),
-        ([TensorSpec(torch.float32, (2, 8), True, False)], (LIST, TUPLE), "as tuple before, got 1 as list"),
+        ([TensorMeta(torch.float32, (2, 8), True, False)], (LIST, TUPLE), "as tuple before, got 1 as list"),
     ],
 )
 def test_a_change_within_a_call_names_both_forms(now: list, structures: Any, words: str) -> None:
-    first = (TensorSpec(torch.float32, (2, 8), True, False),)
+    first = (TensorMeta(torch.float32, (2, 8), True, False),)
     with pytest.raises(BoundaryError, match=f"stage 3.*layer 7.*{words}"):
         check_same(tuple(now), first, structures, PLACE, micro_batch=2)
 
 
 def test_a_header_that_disagrees_with_the_receivers_declaration_is_refused() -> None:
     place = Place(1, "input", "layer 2 (Dense)")
-    spec = TensorSpec(torch.float32, (2, 8), True, False)
+    spec = TensorMeta(torch.float32, (2, 8), True, False)
     for record, words in (
         (
             Boundary("h", partitioned=True),

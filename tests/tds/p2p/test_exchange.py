@@ -10,7 +10,7 @@ import torch
 
 import tds.p2p.communicator
 from tds.p2p.boundary import Boundary, BoundaryError, set_list
-from tds.p2p.communicator import Exchange, Slice, Transport
+from tds.p2p.communicator import P2PCommunicator, Slice, Transport
 from tds.schedule import Action, Backward, Forward, Kind, Message, forward_only, one_forward_one_backward
 from tests.harness import fork_ranks, run_ranks
 from tests.tds.lines import check, chunk_by_chunk, drive, make_exchange, micro_batch
@@ -112,12 +112,12 @@ def _outputs(rank: int) -> Any:
     for output in OUTPUTS:
         exchange.begin([Forward(0), Backward(0)], is_training=True)
         if rank == 0:
-            with_grad = exchange.send_activations(Message(Kind.ACTIVATION, 0, 0, 1), output)
-            grads += exchange.take_gradients(Message(Kind.GRADIENT, 0, 0, 1))
+            with_grad = exchange.send_forward(Message(Kind.ACTIVATION, 0, 0, 1), output)
+            grads += exchange.recv_backward(Message(Kind.GRADIENT, 0, 0, 1))
             assert len(with_grad) == (1 if output is OUTPUTS[0] else 0)
         else:
-            value, leaves = exchange.take_activations(Message(Kind.ACTIVATION, 0, 0, 0))
-            exchange.send_gradients(Message(Kind.GRADIENT, 0, 0, 0), [torch.full_like(x, 7) for x in leaves])
+            value, leaves = exchange.recv_forward(Message(Kind.ACTIVATION, 0, 0, 0))
+            exchange.send_backward(Message(Kind.GRADIENT, 0, 0, 0), [torch.full_like(x, 7) for x in leaves])
             got.append(value)
         exchange.finish()
     sent = sum(1 for doing, kind, _ in exchange.history if doing == "sent" and kind is Kind.GRADIENT)
@@ -147,19 +147,19 @@ def _partly(rank: int) -> list[float]:
     back = Kind.GRADIENT
     exchange.begin([Forward(0, 0), Forward(0, 1), Backward(0, 1), Backward(0, 0)], is_training=True)
     if rank == 0:
-        exchange.send_activations(first, torch.ones(2, requires_grad=True))
-        ring, leaves = exchange.take_activations(second)
-        exchange.send_activations(second, ring.detach() * 5)
-        assert exchange.take_gradients(Message(back, 0, 1, 1)) == []
-        exchange.send_gradients(Message(back, 0, 1, 1), [torch.full((2,), 3.0) for _ in leaves])
-        result = exchange.take_gradients(Message(back, 0, 0, 1))[0]
+        exchange.send_forward(first, torch.ones(2, requires_grad=True))
+        ring, leaves = exchange.recv_forward(second)
+        exchange.send_forward(second, ring.detach() * 5)
+        assert exchange.recv_backward(Message(back, 0, 1, 1)) == []
+        exchange.send_backward(Message(back, 0, 1, 1), [torch.full((2,), 3.0) for _ in leaves])
+        result = exchange.recv_backward(Message(back, 0, 0, 1))[0]
     else:
-        value, leaves = exchange.take_activations(first)
-        exchange.send_activations(first, value * 2)
-        result, none = exchange.take_activations(second)
-        exchange.send_gradients(Message(back, 0, 1, 0), none)
-        (arrived,) = exchange.take_gradients(Message(back, 0, 0, 0))
-        exchange.send_gradients(Message(back, 0, 0, 0), [arrived * 2 for _ in leaves])
+        value, leaves = exchange.recv_forward(first)
+        exchange.send_forward(first, value * 2)
+        result, none = exchange.recv_forward(second)
+        exchange.send_backward(Message(back, 0, 1, 0), none)
+        (arrived,) = exchange.recv_backward(Message(back, 0, 0, 0))
+        exchange.send_backward(Message(back, 0, 0, 0), [arrived * 2 for _ in leaves])
     exchange.finish()
     return result.tolist()
 
@@ -168,7 +168,7 @@ def test_a_boundary_without_gradients_sends_none_back_beside_one_that_does() -> 
     assert run_ranks(2, _partly) == [[6.0, 6.0], [10.0, 10.0]]
 
 
-class _Counting(Exchange):
+class _Counting(P2PCommunicator):
     """Counts what is started, and notes what is on its way when the stage waits."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -233,14 +233,14 @@ def _frees(rank: int) -> list[int]:
     """Return how many sent activations are kept as each gradient is taken."""
     exchange = make_exchange()
     kept = []
-    take = exchange.take_gradients
+    take = exchange.recv_backward
 
     def taken(message: Message) -> list[torch.Tensor]:
         gradients = take(message)
         kept.append(len(exchange._sending[Kind.ACTIVATION]))
         return gradients
 
-    exchange.take_gradients = taken  # type: ignore[method-assign]
+    exchange.recv_backward = taken  # type: ignore[method-assign]
     drive(exchange, one_forward_one_backward(2, 5, rank), [micro_batch(i) for i in range(5)])
     return kept
 
@@ -262,11 +262,11 @@ def _declare(rank: int) -> list[str]:
         exchange.begin([Forward(0), Backward(0)], is_training=True)
         try:
             if rank == 0:
-                exchange.send_activations(Message(Kind.ACTIVATION, 0, 0, 1), micro_batch(0).requires_grad_())
-                exchange.take_gradients(Message(Kind.GRADIENT, 0, 0, 1))
+                exchange.send_forward(Message(Kind.ACTIVATION, 0, 0, 1), micro_batch(0).requires_grad_())
+                exchange.recv_backward(Message(Kind.GRADIENT, 0, 0, 1))
             else:
-                _, leaves = exchange.take_activations(Message(Kind.ACTIVATION, 0, 0, 0))
-                exchange.send_gradients(Message(Kind.GRADIENT, 0, 0, 0), leaves)
+                _, leaves = exchange.recv_forward(Message(Kind.ACTIVATION, 0, 0, 0))
+                exchange.send_backward(Message(Kind.GRADIENT, 0, 0, 0), leaves)
             told.append("")
         except BoundaryError as error:
             told.append(str(error))
@@ -282,15 +282,15 @@ def test_a_new_declaration_holds_from_the_next_call_on() -> None:
 
 def test_tensors_that_lie_elsewhere_are_named() -> None:
     links = SimpleNamespace(stage=0, num_stages=2, ranks=[0, 1], device=torch.device("cpu"))
-    exchange = Exchange(links, SimpleNamespace(boundary=[Boundary("hidden")]))  # type: ignore[arg-type]
+    exchange = P2PCommunicator(links, SimpleNamespace(boundary=[Boundary("hidden")]))  # type: ignore[arg-type]
     exchange.begin([], is_training=True)
     message = Message(Kind.ACTIVATION, 0, 0, 1)
     with pytest.raises(TypeError, match=r"stage 0 output 0 must be a dense tensor on cpu, got float32\[2\] on meta"):
-        exchange.send_activations(message, torch.empty(2, device="meta"))
+        exchange.send_forward(message, torch.empty(2, device="meta"))
     with pytest.raises(TypeError, match="layout torch.sparse_coo"):
-        exchange.send_activations(message, torch.eye(2).to_sparse())
+        exchange.send_forward(message, torch.eye(2).to_sparse())
     with pytest.raises(TypeError, match="stage 0 must return a tensor or a plain tuple, list or dict"):
-        exchange.send_activations(message, None)
+        exchange.send_forward(message, None)
 
 
 def test_an_exchange_knows_what_it_waits_for_when_a_neighbour_is_gone() -> None:
@@ -309,10 +309,10 @@ def test_an_exchange_knows_what_it_waits_for_when_a_neighbour_is_gone() -> None:
     assert transport.waiting == ("receiving", Kind.GRADIENT, message)
 
 
-def _alone(**module: Any) -> tuple[Exchange, list[Kind]]:
+def _alone(**module: Any) -> tuple[P2PCommunicator, list[Kind]]:
     """Return the exchange of a first stage without neighbours, and the kinds of what it would have sent."""
     links = SimpleNamespace(stage=0, num_stages=2, ranks=[0, 1], device=torch.device("cpu"), cut=Slice())
-    exchange = Exchange(links, SimpleNamespace(parts=[0, 1, 2], _layer_specs=[torch.nn.Tanh(), len], **module))  # type: ignore[arg-type]
+    exchange = P2PCommunicator(links, SimpleNamespace(parts=[0, 1, 2], _layer_specs=[torch.nn.Tanh(), len], **module))  # type: ignore[arg-type]
     kinds: list[Kind] = []
     exchange.send = lambda kind, *_: kinds.append(kind)  # type: ignore[method-assign]
     exchange.begin([], is_training=True)
@@ -340,7 +340,7 @@ def test_an_output_that_does_not_match_sends_nothing(fault: str) -> None:
     module, output, words = FAULTS[fault]
     exchange, sent = _alone(**module)
     with pytest.raises(BoundaryError) as raised:
-        exchange.send_activations(Message(Kind.ACTIVATION, 0, 0, 1), output)
+        exchange.send_forward(Message(Kind.ACTIVATION, 0, 0, 1), output)
     assert all(part in str(raised.value) for part in ("stage 0", "layer 0 (Tanh)", words)), raised.value
     assert sent == []
 
@@ -362,7 +362,7 @@ def test_a_change_of_dtype_shape_or_form_sends_nothing_more() -> None:
     ]
     for first, then, words in changes:
         exchange, sent = _alone()
-        exchange.send_activations(message, first)
+        exchange.send_forward(message, first)
         with pytest.raises(BoundaryError, match=rf"stage 0.*layer 0 \(Tanh\).*{words}"):
-            exchange.send_activations(message, then)
+            exchange.send_forward(message, then)
         assert sent == [Kind.HEADER, Kind.ACTIVATION]

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from tds import torch_api
 from tds.p2p import communicator, host_copies, process_groups
-from tds.p2p.communicator import Links, PeerLost, Slice, Transport
+from tds.p2p.communicator import PeerLost, Slice, StageLinks, Transport
 from tds.schedule import Kind, Message
 from tests.harness import GROUP_TIMEOUT_S, fork_ranks, run_ranks
 
@@ -269,7 +269,7 @@ def test_its_time_limit_is_set_and_read_as_gloos() -> None:
 def _late(rank: int) -> str:
     communicator.is_host = lambda device: False  # type: ignore[assignment]
     route = (Kind.ACTIVATION, 0, 1)
-    links = Links(rank, [0, 1], {route: copying_group()}, Slice(), CPU, timedelta(seconds=0.3))
+    links = StageLinks(rank, [0, 1], {route: copying_group()}, Slice(), CPU, timedelta(seconds=0.3))
     if rank == 1:
         own = Transport(links)
         transfer = own.receive(Kind.ACTIVATION, Message(Kind.ACTIVATION, 0, 0, 0), torch.zeros(2))

@@ -11,8 +11,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import tds
-from tds.p2p.boundary import DTYPES, TensorSpec
-from tds.p2p.communicator import Layout, Slice
+from tds.p2p.boundary import DTYPES, TensorMeta
+from tds.p2p.communicator import PackedLayout, Slice
 from tds.pipe import LayerSpec, PipelineModule
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, check_equal, make_engine, norm_of, reference, train, worst
@@ -21,16 +21,16 @@ from tests.tds.toys import Dense, Toy, check_equal, make_engine, norm_of, refere
 def _cross(rank: int) -> None:
     cut = Slice(rank, 2, dist.group.WORLD)
     shapes = [(), (1,), (3, 5), (4, 2), (0, 3)]
-    specs = [TensorSpec(dtype, shape, False, i % 3 != 0) for i, dtype in enumerate(DTYPES) for shape in shapes]
+    specs = [TensorMeta(dtype, shape, False, i % 3 != 0) for i, dtype in enumerate(DTYPES) for shape in shapes]
     for start in range(0, len(specs), 7):
         part = specs[start : start + 7]
         tensors = [torch.arange(torch.Size(spec.shape).numel()).view(spec.shape).to(spec.dtype) for spec in part]
-        layout = Layout(part, cut)
+        layout = PackedLayout(part, cut)
         message = layout.pack(tensors)
         assert message.numel() == layout.num_bytes
         for sent, got in zip(tensors, layout.unpack(message), strict=True):
             assert got.dtype is sent.dtype and torch.equal(got, sent)
-    half = Layout([TensorSpec(torch.float32, (64, 32), True, True)], cut)
+    half = PackedLayout([TensorMeta(torch.float32, (64, 32), True, True)], cut)
     assert half.num_bytes == 64 * 32 * 4 / 2
 
 

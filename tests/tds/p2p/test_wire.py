@@ -16,22 +16,22 @@ from tds.p2p.boundary import (
     BoundaryError,
     Place,
     Structure,
-    TensorSpec,
+    TensorMeta,
     decode_header,
     encode_header,
 )
-from tds.p2p.communicator import Layout, Slice
+from tds.p2p.communicator import PackedLayout, Slice
 
 PLACE = Place(0, "output", "layer 2 (Dense)")
 SPEC = st.builds(
-    TensorSpec, st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4).map(tuple), st.booleans(),
+    TensorMeta, st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4).map(tuple), st.booleans(),
     st.booleans(),
 )  # fmt: skip
 KEYS = st.lists(st.text(max_size=12), max_size=6, unique=True)
 
 
 @st.composite
-def _messages(draw: st.DrawFn) -> tuple[list[TensorSpec], Structure]:
+def _messages(draw: st.DrawFn) -> tuple[list[TensorMeta], Structure]:
     form = draw(st.sampled_from(["single", "tuple", "list", "dict"]))
     if form == "single":
         return [draw(SPEC)], SINGLE
@@ -41,7 +41,7 @@ def _messages(draw: st.DrawFn) -> tuple[list[TensorSpec], Structure]:
     return draw(st.lists(SPEC, max_size=6)), TUPLE if form == "tuple" else LIST
 
 
-def _values(spec: TensorSpec, seed: int, is_contiguous: bool = True) -> torch.Tensor:
+def _values(spec: TensorMeta, seed: int, is_contiguous: bool = True) -> torch.Tensor:
     """Return a tensor of random bytes' worth of values; not contiguous where it has two dimensions."""
     generator = torch.Generator().manual_seed(seed)
     shape = spec.shape if is_contiguous else spec.shape[::-1]
@@ -49,7 +49,7 @@ def _values(spec: TensorSpec, seed: int, is_contiguous: bool = True) -> torch.Te
     return values if is_contiguous else values.permute(tuple(range(len(shape)))[::-1])
 
 
-class _Ranks(Layout):
+class _Ranks(PackedLayout):
     """One rank's layout of a tensor group that lives in this process: gathers from the messages of all."""
 
     messages: list[torch.Tensor]
@@ -62,7 +62,7 @@ class _Ranks(Layout):
 @settings(max_examples=80, deadline=None)
 @given(_messages(), st.integers(1, 5), st.integers(0, 9), st.booleans())
 def test_header_and_message_come_back_as_they_were(
-    message: tuple[list[TensorSpec], Structure], group_size: int, seed: int, is_contiguous: bool
+    message: tuple[list[TensorMeta], Structure], group_size: int, seed: int, is_contiguous: bool
 ) -> None:
     """Whatever the structure, dtypes and shapes, cut over the tensor group or not."""
     specs, structure = message
@@ -81,13 +81,13 @@ def test_header_and_message_come_back_as_they_were(
 def test_a_single_tensor_is_not_copied(shape: tuple[int, ...]) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
         tensor = torch.ones(shape, dtype=dtype)
-        message = Layout([TensorSpec(dtype, shape, False, False)], Slice()).pack([tensor])
+        message = PackedLayout([TensorMeta(dtype, shape, False, False)], Slice()).pack([tensor])
         assert message.data_ptr() == tensor.data_ptr() and message.numel() == tensor.numel() * tensor.element_size()
 
 
 def test_received_tensors_are_views_that_do_not_share_versions() -> None:
-    specs = [TensorSpec(torch.float32, (4,), True, False), TensorSpec(torch.bool, (4,), False, False)]
-    layout = Layout(specs, Slice())
+    specs = [TensorMeta(torch.float32, (4,), True, False), TensorMeta(torch.bool, (4,), False, False)]
+    layout = PackedLayout(specs, Slice())
     message = layout.pack([torch.ones(4), torch.ones(4, dtype=torch.bool)])
     hidden, mask = layout.unpack(message)
     assert hidden.data_ptr() == message.data_ptr()
@@ -99,29 +99,29 @@ def test_received_tensors_are_views_that_do_not_share_versions() -> None:
 
 def test_lazily_conjugated_tensors_travel_as_their_values() -> None:
     tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    layout = Layout([TensorSpec(tensor.dtype, (2,), False, False)], Slice())
+    layout = PackedLayout([TensorMeta(tensor.dtype, (2,), False, False)], Slice())
     assert torch.equal(layout.unpack(layout.pack([tensor]))[0], tensor)
-    layout = Layout([TensorSpec(torch.float32, (2,), False, False)], Slice())
+    layout = PackedLayout([TensorMeta(torch.float32, (2,), False, False)], Slice())
     assert torch.equal(layout.unpack(layout.pack([tensor.imag]))[0], torch.tensor([-2.0, 4.0]))
 
 
 @pytest.mark.parametrize(
     ("specs", "structure", "words"),
     [
-        ([TensorSpec(torch.bool, (), False, False)] * 33, TUPLE, "at most 32 tensors.*got 33 from stage 0 .layer 2"),
+        ([TensorMeta(torch.bool, (), False, False)] * 33, TUPLE, "at most 32 tensors.*got 33 from stage 0 .layer 2"),
         (
-            [TensorSpec(torch.bool, (1,) * 9, False, False)],
+            [TensorMeta(torch.bool, (1,) * 9, False, False)],
             SINGLE,
             "at most 8 dimensions.*stage 0 output 0 .of layer 2",
         ),
-        ([TensorSpec(torch.float8_e5m2, (1,), False, False)], SINGLE, "plain dtype, got float8_e5m2"),
+        ([TensorMeta(torch.float8_e5m2, (1,), False, False)], SINGLE, "plain dtype, got float8_e5m2"),
         (
-            [TensorSpec(torch.bool, (), False, False)],
+            [TensorMeta(torch.bool, (), False, False)],
             Structure(dict, ("k" * MAX_KEY_BYTES,)),
             "keys of a dict.*fit into 1024 bytes, got 1028 bytes for 1 keys from stage 0.*Use shorter keys",
         ),
     ],
 )
-def test_what_does_not_fit_into_a_header_is_refused(specs: list[TensorSpec], structure: Structure, words: str) -> None:
+def test_what_does_not_fit_into_a_header_is_refused(specs: list[TensorMeta], structure: Structure, words: str) -> None:
     with pytest.raises(BoundaryError, match=words):
         encode_header(specs, structure, PLACE)

@@ -19,7 +19,7 @@ NAMES = [(name, 1) for name in ONE_CHUNK] + [(name, c) for name in MANY_CHUNKS f
 
 def sums(costs, bounds, num_stages):
     """Return the cost of each stage's pieces together."""
-    pieces = [partition.pieces_on(bounds, num_stages, stage) for stage in range(num_stages)]
+    pieces = [partition.chunks_on(bounds, num_stages, stage) for stage in range(num_stages)]
     return [sum(sum(costs[start:stop]) for start, stop in own) for own in pieces]
 
 
@@ -29,7 +29,7 @@ def sums(costs, bounds, num_stages):
 )
 def test_balanced_bounds_are_as_good_as_the_best_of_all_partitions(costs, parts):
     parts = min(parts, len(costs))
-    found = partition.balanced_bounds(costs, parts)
+    found = partition.partition_balanced(costs, parts)
     assert found[0] == 0 and found[-1] == len(costs) and len(found) == parts + 1
     assert all(a < b for a, b in zip(found, found[1:], strict=False))
     every = [[0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), parts - 1)]
@@ -37,9 +37,9 @@ def test_balanced_bounds_are_as_good_as_the_best_of_all_partitions(costs, parts)
 
 
 def test_equal_layers_are_spread_evenly_and_more_parts_than_layers_are_an_error():
-    assert partition.balanced_bounds([1.0] * 9, 4) == [0, 2, 4, 6, 9]
+    assert partition.partition_balanced([1.0] * 9, 4) == [0, 2, 4, 6, 9]
     with pytest.raises(ValueError, match="3 layers can be cut into 1 to 3 parts, got 4"):
-        partition.balanced_bounds([1.0] * 3, 4)
+        partition.partition_balanced([1.0] * 3, 4)
 
 
 @settings(max_examples=100, deadline=None)
@@ -47,7 +47,7 @@ def test_equal_layers_are_spread_evenly_and_more_parts_than_layers_are_an_error(
 def test_no_other_cut_into_chunks_has_a_cheaper_largest_piece_and_then_stage(num_stages, num_chunks, more, first, last):
     num_pieces = num_stages * num_chunks
     number = num_pieces + more
-    counts = partition.layers_in_chunks(number, num_stages, num_chunks, first, last)
+    counts = partition.partition_uniform_chunks(number, num_stages, num_chunks, first, last)
     assert sum(counts) == number and min(counts) >= 1 and len(counts) == num_pieces
     costs = [1.0] * number
     costs[0] += first
@@ -61,11 +61,11 @@ def test_no_other_cut_into_chunks_has_a_cheaper_largest_piece_and_then_stage(num
 
 
 def test_equal_layers_make_equal_chunks_and_a_heavy_head_a_short_last_one():
-    assert partition.layers_in_chunks(8, 2, 2, 0.0, 0.0) == [2, 2, 2, 2]
-    assert partition.layers_in_chunks(12, 2, 3, 0.0, 0.0) == [2] * 6
-    assert partition.layers_in_chunks(8, 2, 2, 0.0, 2.77) == [2, 2, 3, 1]
+    assert partition.partition_uniform_chunks(8, 2, 2, 0.0, 0.0) == [2, 2, 2, 2]
+    assert partition.partition_uniform_chunks(12, 2, 3, 0.0, 0.0) == [2] * 6
+    assert partition.partition_uniform_chunks(8, 2, 2, 0.0, 2.77) == [2, 2, 3, 1]
     with pytest.raises(ValueError, match="3 layers .*, got 2 stages x 2 chunks = 4"):
-        partition.layers_in_chunks(3, 2, 2, 0.0, 0.0)
+        partition.partition_uniform_chunks(3, 2, 2, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
@@ -115,7 +115,7 @@ def test_the_bubble_of_equal_stages_is_the_one_that_is_simulated(name, num_chunk
 
 @pytest.mark.parametrize(("name", "num_chunks"), [(name, c) for name, c in NAMES if c < 3])
 def test_the_bubble_of_unequal_pieces_is_near_the_one_that_is_simulated(name, num_chunks):
-    counts = partition.layers_in_chunks(16, 4, num_chunks, 0.0, 2.0)
+    counts = partition.partition_uniform_chunks(16, 4, num_chunks, 0.0, 2.0)
     costs = [*counts[:-1], counts[-1] + 2.0]
     halves = tuple(cost / 3 for cost in costs)
     actions = [schedule_named(name, num_chunks)(4, 16, stage) for stage in range(4)]

@@ -75,7 +75,7 @@ def test_a_rank_that_gets_on_is_never_late(what: str, dog: Any) -> None:
         elif what == "operation":
             dog.began[0] = dog.clock.now
         else:
-            with communicator.waiting_together(0, "summing"):
+            with communicator.collective_scope(0, "summing"):
                 pass
     assert dog.look(12.0)
 

@@ -164,7 +164,7 @@ def _fail(dog: Any) -> str:
     """Return what a wait that timed out is told within a call that the program goes on after."""
     with pytest.raises(RuntimeError) as caught, dog.over("in train_batch"):
         dog.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
-        with communicator.waiting_together(0, "agreeing on the loss"):
+        with communicator.collective_scope(0, "agreeing on the loss"):
             raise RuntimeError("timed out")
     assert isinstance(caught.value, PeerLost)
     return str(caught.value)
@@ -174,10 +174,10 @@ def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_it
     store = dist.HashStore()
     own = _watching(0, store)
     assert _fail(own).startswith("rank 1 did not come and does not answer")
-    assert communicator.doing_together() is None and own.exchange.waiting is None
-    with pytest.raises(ArithmeticError), communicator.waiting_together(0, "averaging"):
+    assert communicator.current_collective() is None and own.exchange.waiting is None
+    with pytest.raises(ArithmeticError), communicator.collective_scope(0, "averaging"):
         raise ArithmeticError
-    assert communicator.doing_together() is None
+    assert communicator.current_collective() is None
     users = "a filter lost 3 samples, timeout=5"
     with pytest.raises(RuntimeError, match=f"^{users}$") as raised, own.over("in train_batch"):
         raise RuntimeError(users)
@@ -236,11 +236,11 @@ def test_many_short_waits_are_not_one_long_wait() -> None:
     with dog.over("in train_batch"):
         assert dog._may_last(dog._update(time.monotonic())) == math.inf
         for _ in range(3):
-            with communicator.waiting_together(0, "agreeing on the loss"):
+            with communicator.collective_scope(0, "agreeing on the loss"):
                 waited_s()
                 time.sleep(0.02)
                 assert waited_s() >= 0.02
-            with communicator.waiting_together(0, "agreeing on the loss"):
+            with communicator.collective_scope(0, "agreeing on the loss"):
                 assert waited_s() < 0.02
             dog.exchange.waiting = "receiving", Kind.GRADIENT, Message(Kind.GRADIENT, 3, 0, 1)
             assert waited_s() < 0.02
@@ -327,17 +327,17 @@ def test_a_timeout_is_known_by_its_cause() -> None:
 def test_two_engines_of_a_process_tell_each_of_what_it_does_itself() -> None:
     """As a teacher that is evaluated within the call of its student."""
     student, teacher = _watching(0, None), _watching(0, None)
-    with student.over("in train_batch"), communicator.waiting_together(0, "agreeing on the loss"):
+    with student.over("in train_batch"), communicator.collective_scope(0, "agreeing on the loss"):
         with teacher.over("in eval_batch"):
             assert teacher._update(0.0).together is None
-            with communicator.waiting_together(0, "adding up the losses"):
-                assert teacher._update(0.0).together == communicator.doing_together() == "adding up the losses"
-        assert student._update(0.0).together == communicator.doing_together() == "agreeing on the loss"
+            with communicator.collective_scope(0, "adding up the losses"):
+                assert teacher._update(0.0).together == communicator.current_collective() == "adding up the losses"
+        assert student._update(0.0).together == communicator.current_collective() == "agreeing on the loss"
     assert list(teacher.exchange.history) == ["ended adding up the losses"]
     assert list(student.exchange.history) == ["ended agreeing on the loss"]
-    with communicator.waiting_together(0, "measuring the bubble"):
+    with communicator.collective_scope(0, "measuring the bubble"):
         assert student._update(0.0).together == "measuring the bubble"
-    assert communicator.doing_together() is None
+    assert communicator.current_collective() is None
 
 
 def _called_from(file: str, inner: Any) -> Any:
