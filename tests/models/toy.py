@@ -56,14 +56,18 @@ FIELDS = {
 }
 
 
+TABLES = (("word", "words"), ("position", "spots"))
+
+
 def recipes(config):
-    found = {"embedding.word.weight": WeightMapping(("words.weight",)), "embedding.position.weight": WeightMapping(("spots.weight",))}
+    found = {f"embedding.{ours}.weight": WeightMapping((f"{theirs}.weight",)) for ours, theirs in TABLES}
     for kind in ("weight", "bias"):
         found[f"final_norm.{kind}"] = WeightMapping((f"last.{kind}",))
     for i in range(config.model.num_layers):
         ours, theirs = f"layers.{i}", f"blocks.{i}"
         packed = tuple(f"{theirs}.{part}.weight" for part in ("query", "key", "value"))
-        found[f"{ours}.attention.query_key_value.weight"] = WeightMapping(packed, blocks=config.model.num_attention_heads)
+        heads = config.model.num_attention_heads
+        found[f"{ours}.attention.query_key_value.weight"] = WeightMapping(packed, blocks=heads)
         found[f"{ours}.attention.dense.weight"] = WeightMapping((f"{theirs}.out.weight",))
         found[f"{ours}.mlp.up.weight"] = WeightMapping((f"{theirs}.up.weight",), is_transposed=True)
         found[f"{ours}.mlp.down.weight"] = WeightMapping((f"{theirs}.down.weight",), is_transposed=True)
