@@ -99,7 +99,7 @@ def read_checkpoint(run: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             found |= {f"{path.name} {name}": array for name, array in load_file(path).items()}
         elif path.suffix == ".pt":
-            state = torch.load(path, map_location="cpu", weights_only=False)  # written by these runs
+            state = torch.load(path, map_location="cpu", weights_only=True)
             found |= {f"{path.name} {place}": tensor.numpy(force=True) for place, tensor in tensors_in(state)}
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 import pkgutil

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
+from tds import torch_api
+
 # Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64.
 
 BUCKET_BYTES = 32 * 2**20
@@ -389,7 +391,7 @@ def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float)
 
 def is_running() -> bool:
     """Return whether a backward runs now, in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return torch_api.runs_backward()
 
 
 def will_reach(parameter: torch.Tensor) -> bool:
@@ -397,7 +399,7 @@ def will_reach(parameter: torch.Tensor) -> bool:
 
     Within a recompute that starts a backward of its own (``use_reentrant=True``) it is that one.
     """
-    return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    return torch_api.backward_executes(get_gradient_edge(parameter).node)
 
 
 # In which order buckets of gradients are summed while backward fills them: one order for all replicas.
@@ -532,7 +534,7 @@ def multiply(gradients: Iterable[torch.Tensor], factor: float) -> None:
     """Multiply each by ``factor``, in place."""
     held = list(gradients)
     if factor != 1.0 and held:
-        torch._foreach_mul_(held, factor)
+        torch_api.multiply_all(held, factor)
 
 
 # Sums of whole gradients over the replicas that are on their way while other work goes on.

@@ -24,6 +24,21 @@ def changes_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def runs_backward() -> bool:
+    """Return whether a backward runs now, in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_executes(node: Any) -> bool:
+    """Return whether the backward that runs now has come or will come to this node of the graph."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply each tensor by ``factor``, in place, by one kernel."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def backend(group: Any, device: torch.device) -> Any:
     """Return what ``group`` sends tensors of ``device`` by."""
     return group._get_backend(device)

@@ -40,6 +40,7 @@ FLAGS = (
         "    return _options(tuple(FAMILIES.values()))",
         "    return _options(tuple(FAMILIES.values())[:5])",
         (f"{REGISTRY}::test_a_family_from_outside_has_flags_checks_and_costs",),
+        refuses=True,
     ),
     Mutant(
         "a field is there that nothing reads",

@@ -109,6 +109,7 @@ PACKING = (
         "(moved, low, moved, kept - high, moved, high - low, ended)",
         "(moved, low, moved, high - low, moved, kept - high, ended)",
         (UNDONE, FIM),
+        refuses=True,
     ),
     Mutant(
         "a rearranged document swallows its end",

@@ -126,7 +126,7 @@ PREPROCESS = (
     ),
     Mutant(
         "verifying does not compare the checksum of the tokens",
-        "megatron/data/preprocess/verify.py",
+        "megatron/data/preprocess/verification.py",
         '        "crc32 of .bin": (sidecar.bin_crc32, crc32),\n',
         "",
         (f"{VERIFIED}::test_a_flipped_bit_is_found[100]",),

@@ -213,6 +213,7 @@ SAVES = (
         '"lockf"',
         '"flock"',
         (f"{LOCK}::test_what_a_rank_has_forked_does_not_hold_its_lock",),
+        refuses=True,
     ),
     Mutant(
         "a holder that has not said who it is counts as nobody's",

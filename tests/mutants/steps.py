@@ -85,6 +85,7 @@ STEPS = (
         "                numel = -(-numel // cut.size)\n",
         "                numel = numel // cut.size\n",
         ("tests/tds/p2p/test_wire.py::test_header_and_message_come_back_as_they_were",),
+        refuses=True,
     ),
     Mutant(
         "a dict crosses a stage in the order of its names",

@@ -84,8 +84,8 @@ class Recorder:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: self.events.append(f"came {self.names[p]}"))
-        self.fly = main_params.fly
-        main_params.fly = self.flying  # type: ignore[assignment]
+        self.fly = main_params.fly_flight
+        main_params.fly_flight = self.flying  # type: ignore[assignment]
 
     def flying(self, bucket: list[torch.Tensor], group: Any) -> Any:
         self.events.append(f"sum {len(bucket)} {sum(g.numel() for g in bucket)}")

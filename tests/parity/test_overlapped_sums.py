@@ -53,7 +53,7 @@ def watched(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, l
 
         return flying
 
-    main_params.fly, gradients.fly = noting(main_params.fly), noting(gradients.fly)
+    main_params.fly_flight, gradients.fly = noting(main_params.fly_flight), noting(gradients.fly)
     gradients.BUCKET_BYTES = BYTES
     gradients.reduce_gradients.__defaults__ = (1.0, BYTES)  # type: ignore[attr-defined]
     gradients.Reduction.__init__.__defaults__ = (BYTES, None, True)  # type: ignore[misc]

@@ -164,6 +164,9 @@ def test_torch_has_the_private_names_of_its_own_that_we_use() -> None:
     assert hasattr(dist.ProcessGroupGloo._Options, "_timeout")
     record = torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
     assert isinstance(json.loads(record), dict)
+    torch._foreach_mul_([weight.data], 2.0)
+    assert weight.tolist() == [4.0] * 3
+    assert torch._C._current_graph_task_id() == -1 and callable(torch._C._will_engine_execute_node)
 
 
 def _engine_parts(rank: int) -> dict[str, bool]:

@@ -22,7 +22,7 @@ from tds.deepspeed_alias import check_torch, check_versions
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, check_equal, make_engine, train
 
-initialize_module: Any = importlib.import_module("tds.initialize")  # the name in tds is the function
+initialize_module: Any = importlib.import_module("tds.engine")
 OURS = {"PipelineEngine", "PipelineModule", "initialize", "pipe", "runtime"}
 """And names that DeepSpeed does not have."""
 

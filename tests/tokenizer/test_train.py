@@ -52,9 +52,13 @@ def tokens_per_character(trained: bytes, texts: list[str]) -> float:
     return sum(len(encoding.ids) for encoding in library.encode_batch(texts)) / sum(map(len, texts))
 
 
+KNOWN = st.characters(exclude_categories=["Cn", "Cs"])
+"""What this Python's Unicode knows; of later letters it makes words of their own, the library need not."""
+
+
 @settings(max_examples=30, deadline=None)
 @example(text="it's we'll 'x'sb  a1²Ⅷ _a\x85\u3000窗前，（灯）。」x\n\n y\x1c \t")
-@given(text=st.one_of(st.text("ab1²_'s \n\t\u3000\x85\x1c,。，中文é\u0301", max_size=40), st.text(max_size=20)))
+@given(text=st.one_of(st.text("ab1²_'s \n\t\u3000\x85\x1c,。，中文é\u0301", max_size=40), st.text(KNOWN, max_size=20)))
 def test_words_that_are_counted_are_parted_by_the_library_as_the_text_is(text: str) -> None:
     counted = BYTE_WORD.findall(text)
     assert "".join(counted) == text

@@ -43,7 +43,7 @@ class Stand:
         self.screen = SimpleNamespace(line=self.lines.append)
         self.metrics = SimpleNamespace(write=lambda kind, step, values: self.records.append((step, values)))
         monkeypatch.setattr(checkpointing, "_write", lambda run, is_unasked: run.write(is_unasked))
-        monkeypatch.setattr(checkpointing.progress_file, "tell", self.told.append)
+        monkeypatch.setattr(checkpointing.failure, "note_committed_step", self.told.append)
         monkeypatch.setattr(checkpointing.log, "error", self.errors.append)
 
     def write(self, is_unasked: bool) -> Path | Staged:

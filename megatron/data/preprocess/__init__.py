@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron.data.preprocess.encode import parse
     from megatron.data.preprocess.job import run
     from megatron.data.preprocess.job_types import FORMATS, STDIN, BadRecord, Job, Record, Summary, Unit
-    from megatron.data.preprocess.verify import Verified, verify
+    from megatron.data.preprocess.verification import Verified, verify
 
 _MODULES = {
     "FORMATS": "job_types",
@@ -24,14 +24,14 @@ _MODULES = {
     "Record": "job_types",
     "Summary": "job_types",
     "Unit": "job_types",
-    "Verified": "verify",
+    "Verified": "verification",
     "find_inputs": "corpus",
     "guess_format": "corpus",
     "parse": "encode",
     "plan_units": "corpus",
     "read_unit": "corpus",
     "run": "job",
-    "verify": "verify",
+    "verify": "verification",
 }
 
 __all__ = [

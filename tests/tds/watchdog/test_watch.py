@@ -163,7 +163,7 @@ def test_a_rank_in_a_collective_says_that_it_waits(
     operation: str | None, dog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the one that waits for longest would be taken for the one that is stuck."""
-    monkeypatch.setattr(watchdog.stacks, "communication", lambda frame: operation)
+    monkeypatch.setattr(watchdog.diagnosis, "communication", lambda frame: operation)
     own = dog._report()
     assert own.is_waiting == (operation is not None) == ("waiting in all_reduce" in own.words)
     assert own.words.startswith("has been saving for 0.0 s")

@@ -1,0 +1,27 @@
+"""Packages that give out names on first use: no file of theirs may have such a name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tables_of(init: Path) -> list[ast.Dict]:
+    """Return the tables name -> module of a package's ``__init__``."""
+    values = [getattr(node, "value", None) for node in ast.parse(init.read_text(encoding="utf-8")).body]
+    return [value for value in values if isinstance(value, ast.Dict)]
+
+
+def test_no_file_has_the_name_of_what_its_package_gives_out_on_first_use() -> None:
+    """Once it is imported, the module would stand where the function is looked for."""
+    inits = [path for folder in ("megatron", "tds") for path in (ROOT / folder).rglob("__init__.py")]
+    for init in inits:
+        beside = {
+            path.stem for path in init.parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        }
+        keys = [key for table in tables_of(init) for key in table.keys if isinstance(key, ast.Constant)]
+        names = {ast.literal_eval(key) for key in keys}
+        assert not names & beside, init
+    assert sum(bool(tables_of(init)) for init in inits) > 5
