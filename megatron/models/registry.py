@@ -133,7 +133,7 @@ def build_model(config: Any, place: Any, topology: Any = None, get_batch_pipe: A
 
 
 def _class_of(family: str, part: str) -> Any:
-    """Return the class of the whole model or of the pipeline's: ``LlamaModel``, ``LlamaModelPipe``."""
+    """Return the class of the whole model or of the pipeline's: ``LlamaModel``, ``LlamaModelPipe``; plain: GPT-2's."""
     module, ending = load(family, part), {"model": "Model", "pipeline": "ModelPipe"}[part]
-    prefix = "PlainDecoder" if module.__name__ == PLAIN[part] else FAMILIES[family].prefix
+    prefix = "GPT2" if module.__name__ == PLAIN[part] else FAMILIES[family].prefix
     return getattr(module, f"{prefix}{ending}")

@@ -16,7 +16,7 @@ from megatron.models.common.transformer import TransformerLayer, run_layers
 from megatron.ops.attention import document_mask
 
 
-class PlainDecoderModel(DecoderModel):
+class GPT2Model(DecoderModel):
     """A decoder-only language model with learned positions, cut over the tensor-parallel group of ``place``.
 
     Shapes:
@@ -42,10 +42,6 @@ class PlainDecoderModel(DecoderModel):
         x = self.embedding(tokens, position_ids)  # [s, b, h]
         x = run_layers(list(self.layers), x, mask, recompute=self.recompute)
         return self.finish(x, labels, loss_mask)
-
-
-GPT2Model = PlainDecoderModel
-"""The name by which scripts build it."""
 
 
 def model_args(config: Config, **switches: Any) -> ModelArgs:

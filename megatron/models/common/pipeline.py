@@ -269,8 +269,8 @@ def layer_specs(sizes: ModelArgs, place: ParallelContext) -> list[LayerSpec]:
     return decoder_specs(embedding_pipe(Embedding, 2), layers, norm, sizes, place)
 
 
-class PlainDecoderModelPipe(DecoderPipe):
-    """The plain decoder over the pipeline stages of ``topology``; ``Args`` as of ``DecoderPipe``."""
+class GPT2ModelPipe(DecoderPipe):
+    """The plain decoder, GPT-2, over the stages of ``topology``; ``Args`` as of ``DecoderPipe``."""
 
     layer_classes = (TransformerLayerPipe,)
 
@@ -280,7 +280,3 @@ class PlainDecoderModelPipe(DecoderPipe):
     @property
     def entering(self) -> list[str]:
         return ["position_ids", *super().entering]
-
-
-GPT2ModelPipe = PlainDecoderModelPipe
-"""The name by which scripts build it."""
