@@ -165,6 +165,23 @@ FORMER = (
     ("explained", "explain_nonfinite", "megatron/training/rollback"),
     ("SeeingConfig", "LoggingConfig", "megatron/config/"),
     ("resolve_batch", "resolve_batch_size", "megatron/arguments/"),
+    ("to_bytes", "manifest_to_bytes", "megatron/checkpoint/metadata"),
+    ("from_bytes", "manifest_from_bytes", "megatron/checkpoint/metadata"),
+    ("NAME", "MANIFEST_NAME", "megatron/checkpoint/metadata"),
+    ("name_of", "shard_file_name", "megatron/checkpoint/shard_file"),
+    ("write", "write_shard_file", "megatron/checkpoint/shard_file"),
+    ("named", "list_checkpoints", "megatron/checkpoint/folders"),
+    ("commit", "commit_checkpoint", "megatron/checkpoint/folders"),
+    ("find", "find_legacy_files", "megatron/checkpoint/legacy/files"),
+    ("read", "read_pickle", "megatron/checkpoint/legacy/files"),
+    ("read", "read_legacy_weights", "megatron/checkpoint/legacy/weights"),
+    ("note", "heartbeat_note", "megatron/training/failure"),
+    ("now", "heartbeat_now", "megatron/training/failure"),
+    ("values", "compile_metrics", "megatron/training/compile"),
+    ("line", "compile_line", "megatron/training/compile"),
+    ("problems", "unused_flag_problems", "megatron/arguments/unused_flags"),
+    ("untouched", "preserve_training_state", "tds/engine/evaluate"),
+    ("result", "evaluation_result", "tds/engine/evaluate"),
 )
 """(former name, name, where it was defined): of one class or function, in the files whose paths begin so."""
 ATTRIBUTES = {
@@ -276,7 +293,9 @@ def identifiers(tree: ast.AST) -> set[str]:
 
 
 def defined(tree: ast.Module) -> set[str]:
-    return {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    names = {t.id for t in targets if isinstance(t, ast.Name)}
+    return names | {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
 
 
 def test_words_that_stood_for_one_thing_name_nothing() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.folders import LATEST, named, newest_first, step_of
+from megatron.checkpoint.folders import LATEST, list_checkpoints, newest_first, step_of
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.training.run_lock import NAME as LOCK
@@ -31,7 +31,7 @@ def broken(run: Path) -> Iterator[str]:
 
 def newest_step(run: Path) -> int:
     """Return the step of the newest checkpoint, 0 if there is none."""
-    found = newest_first(named(run / CHECKPOINTS))
+    found = newest_first(list_checkpoints(run / CHECKPOINTS))
     return step_of(found[0]) if found else 0
 
 
@@ -64,7 +64,7 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
             yield f"{path.relative_to(run)} is left behind"
     if not has_saved:
         return
-    whole = newest_first(named(root))
+    whole = newest_first(list_checkpoints(root))
     if kept and len(whole) > kept + 1:  # the one that the last start has loaded stays too
         yield f"{len(whole)} checkpoints are left, of which --keep-last wants {kept}"
     if (root / LATEST).read_text().strip() != whole[0].name:

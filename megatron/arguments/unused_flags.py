@@ -129,7 +129,7 @@ IN_TRAINING = (
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 
-def problems(config: Config) -> Iterator[str]:
+def unused_flag_problems(config: Config) -> Iterator[str]:
     """Yield what was given and cannot act."""
     given, optimizer = config.given, config.optimizer
     yield from scaling_problems(config)

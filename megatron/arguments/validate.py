@@ -263,7 +263,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
             "--model-parallel-size"
         )
     yield from sequence_parallel_problems(config)
-    yield from unused_flags.problems(config)
+    yield from unused_flags.unused_flag_problems(config)
     yield from run.stability_problems(config)
     yield from zero_problems(config)
     yield from run.debug_problems(config)

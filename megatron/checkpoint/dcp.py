@@ -129,9 +129,9 @@ class ShardWriter(StorageWriter):
             if not tensors:
                 done.set_result([])
                 return done
-            name = shard_file.name_of(self._rank)
+            name = shard_file.shard_file_name(self._rank)
             FileVisibility().wait_for(plan.storage_data)
-            size, crc32 = shard_file.write(plan.storage_data / name, tensors)
+            size, crc32 = shard_file.write_shard_file(plan.storage_data / name, tensors)
             done.set_result([WriteResult(MetadataIndex(name), size, FileFacts(size, crc32))])
             return done
 
@@ -140,12 +140,12 @@ class ShardWriter(StorageWriter):
         with in_words(is_of_this_rank=False):
             assert self._temporary is not None  # DCP calls prepare_global_plan on this rank before
             facts = {result.index.fqn: result.storage_data for of_rank in results for result in of_rank}
-            sequence = folders.last_sequence(folders.named(self._root)) + 1
+            sequence = folders.last_sequence(folders.list_checkpoints(self._root)) + 1
             content = Manifest(sequence, self._step, self._state, facts, metadata.planner_data)
-            files.write_bytes(self._temporary / manifest.NAME, manifest.to_bytes(content))
+            files.write_bytes(self._temporary / manifest.MANIFEST_NAME, manifest.manifest_to_bytes(content))
             files.sync_folder(self._temporary)
             target = folders.free_name(self._root, self._step)
-            folders.commit(self._temporary, target)
+            folders.commit_checkpoint(self._temporary, target)
             metadata.planner_data = None  # no other rank needs the index
             metadata.storage_meta = StorageMeta(checkpoint_id=target)
 
@@ -252,7 +252,7 @@ def global_index(claims_of_ranks: list[list[Claim]]) -> dict[str, Entry]:
 
 
 def _piece(rank: int, one: Claim) -> Piece:
-    return Piece(shard_file.name_of(rank), shard_file.key_of(one.name, one.shard.start), one.shard)
+    return Piece(shard_file.shard_file_name(rank), shard_file.key_of(one.name, one.shard.start), one.shard)
 
 
 # The files of one checkpoint folder, as ``torch.distributed.checkpoint.load`` has them read.

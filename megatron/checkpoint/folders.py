@@ -40,7 +40,7 @@ def checkpoints_in(source: Path) -> Path:
     return inner if inner.is_dir() else source
 
 
-def named(root: Path) -> list[Path]:
+def list_checkpoints(root: Path) -> list[Path]:
     """Return the folders in ``root`` that carry a checkpoint's name, whole or not; none where there is no ``root``."""
     return [path for path in root.iterdir() if _CHECKPOINT.fullmatch(path.name)] if root.is_dir() else []
 
@@ -100,7 +100,7 @@ def temporary_name(target: Path) -> Path:
     return target.with_name(f".tmp-{target.name}-{os.getpid()}")
 
 
-def commit(temporary: Path, target: Path) -> None:
+def commit_checkpoint(temporary: Path, target: Path) -> None:
     """Let what was put together in ``temporary`` be the checkpoint ``target``: from the rename on it is.
 
     Raises:
@@ -214,7 +214,7 @@ def remove_old(paths: Iterable[Path], keep: RetentionPolicy) -> None:
     kept = 0
     for path in newest_first(paths):
         try:
-            content = metadata.from_bytes((path / metadata.NAME).read_bytes(), path)
+            content = metadata.manifest_from_bytes((path / metadata.MANIFEST_NAME).read_bytes(), path)
         except (OSError, CheckpointError):
             continue
         if not keep.counts(content):

@@ -72,8 +72,8 @@ def num_elements(facts: list[TensorFacts]) -> dict[str, int]:
 
 
 def _manifest(checkpoint: Checkpoint) -> metadata.Manifest:
-    path = checkpoint.path / metadata.NAME
-    return metadata.from_bytes(path.read_bytes(), path)
+    path = checkpoint.path / metadata.MANIFEST_NAME
+    return metadata.manifest_from_bytes(path.read_bytes(), path)
 
 
 def _facts(checkpoint: Checkpoint, name: str, num_files: int) -> TensorFacts:

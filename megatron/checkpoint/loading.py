@@ -258,9 +258,9 @@ def _candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]
     if not root.is_dir():
         found_instead = "a file" if root.exists() else "not there"
         raise CheckpointError(f"checkpoints must lie in a folder; {root} is {found_instead}")
-    if (root / metadata.NAME).exists():
+    if (root / metadata.MANIFEST_NAME).exists():
         return [root]
-    found = [path for path in folders.in_turn(folders.named(root)) if accept is None or accept(path)]
+    found = [path for path in folders.in_turn(folders.list_checkpoints(root)) if accept is None or accept(path)]
     if not found:
         theirs = sorted(path.name for path in root.glob("global_step*"))
         other = f"; {theirs[-1]} is in DeepSpeed's format, which training alone reads (--load)" if theirs else ""
@@ -283,7 +283,7 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
     """
     path = Path(path)
     raw = gather_verdict(world, lambda: None, lambda _: _manifest_bytes(path))
-    content = metadata.from_bytes(raw, path / metadata.NAME)
+    content = metadata.manifest_from_bytes(raw, path / metadata.MANIFEST_NAME)
     verify(path, content, world)
     if world.rank == 0:
         _tell_foreign(path, content)
@@ -293,13 +293,17 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
 def _manifest_bytes(path: Path) -> bytes:
     """Return the content of the manifest in ``path``. Rank 0 only, so that all ranks see the same."""
     try:
-        return (path / metadata.NAME).read_bytes()
+        return (path / metadata.MANIFEST_NAME).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {metadata.NAME}: {error.strerror}") from error
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: {metadata.MANIFEST_NAME}: {error.strerror}"
+        ) from error
 
 
 def _tell_foreign(path: Path, content: Manifest) -> None:
-    foreign = sorted(child.name for child in path.iterdir() if child.name not in {*content.files, metadata.NAME})
+    foreign = sorted(
+        child.name for child in path.iterdir() if child.name not in {*content.files, metadata.MANIFEST_NAME}
+    )
     if foreign:
         log.warn_once(f"{path} also holds files that are not part of it; they are ignored: {', '.join(foreign)}")
 

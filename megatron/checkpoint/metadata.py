@@ -146,7 +146,7 @@ def tiling_problem(global_shape: tuple[int, ...], shards: list[Shard]) -> str | 
 # The checksum covers every byte after its own line. ``sequence`` counts the saves into a folder: the newest checkpoint
 # is the last one saved, also when a run went back to an earlier step and saved a lower one.
 
-NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 _FIELDS = {"crc32", "format_version", "sequence", "step", "state", "files", "index"}
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
@@ -194,7 +194,7 @@ class Manifest:
     index: dict[str, Entry]
 
 
-def to_bytes(manifest: Manifest) -> bytes:
+def manifest_to_bytes(manifest: Manifest) -> bytes:
     """Return the file's content."""
     lines = [
         f'"format_version": {FORMAT_VERSION}, "sequence": {manifest.sequence}, "step": {manifest.step}',
@@ -219,7 +219,7 @@ def _entry_fields(entry: Entry) -> dict[str, Any]:
     return {"dtype": entry.dtype, "shape": list(entry.shape), "pieces": pieces}
 
 
-def from_bytes(content: bytes, path: Path) -> Manifest:
+def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
     """Return the manifest in ``content``; ``path`` is for messages.
 
     Raises:
@@ -254,7 +254,7 @@ def from_bytes(content: bytes, path: Path) -> Manifest:
 
 def _plain(name: str) -> str:
     """Return ``name`` when it is a file name inside the checkpoint's own folder."""
-    if Path(name).name != name or name == NAME:
+    if Path(name).name != name or name == MANIFEST_NAME:
         raise ValueError(f"a shard must be a plain file name, got {name!r}")
     return name
 
@@ -274,7 +274,7 @@ def _entry(name: str, fields: dict[str, Any]) -> Entry:
 def read_sequence(folder: Path) -> int | None:
     """Return the sequence number of the checkpoint ``folder``; None without a manifest whose checksum fits."""
     try:
-        content = (folder / NAME).read_bytes()
+        content = (folder / MANIFEST_NAME).read_bytes()
     except OSError:
         return None
     found = _SECOND_LINE.search(content[:256]) if _is_whole(content) else None

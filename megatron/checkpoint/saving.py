@@ -108,7 +108,7 @@ def _tidy(root: Path, path: Path, keep: RetentionPolicy) -> None:
     """Point the hint at ``path`` and delete old checkpoints: the save has succeeded whatever happens here."""
     folders.write_latest(root, path)
     try:
-        remove_old(folders.named(root), keep)
+        remove_old(folders.list_checkpoints(root), keep)
     except OSError as error:
         log.warning(f"old checkpoints in {root} could not be deleted ({error}); {path} is complete")
 

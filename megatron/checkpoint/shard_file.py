@@ -97,7 +97,7 @@ def _unescaped(mount_point: str) -> str:
 CHUNK_BYTES = 1 << 22  # a chunk stays in the cache between its checksum and its write
 
 
-def name_of(rank: int) -> str:
+def shard_file_name(rank: int) -> str:
     """Return the name of the file that rank ``rank`` writes."""
     return f"rank-{rank:05d}.safetensors"
 
@@ -121,7 +121,7 @@ def header(tensors: dict[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
+def write_shard_file(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
     """Write ``tensors`` to ``path``, flush, and return (bytes, crc32)."""
     return files.write_chunks(path, _chunks(tensors))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import Checkpoint, Committed, Staged, open_checkpoint, open_latest
-from megatron.checkpoint.folders import CHECKPOINTS, UNASKED, RetentionPolicy, last_sequence, named, step_of
+from megatron.checkpoint.folders import CHECKPOINTS, UNASKED, RetentionPolicy, last_sequence, list_checkpoints, step_of
 from megatron.checkpoint.metadata import read_sequence
 from megatron.errors import CheckpointError, marked
 from megatron.training import deepspeed_checkpoint, failure
@@ -172,7 +172,7 @@ def roll_back(run: Run, up_to_step: int) -> Path:
         )
     run.guard.load(checkpoint.state.get("guard"))
     if run.world.rank == 0 and checkpoint.path.parent == run.folder / CHECKPOINTS:
-        run.saves.branch.go_on_from(checkpoint.sequence, last_sequence(named(checkpoint.path.parent)))
+        run.saves.branch.go_on_from(checkpoint.sequence, last_sequence(list_checkpoints(checkpoint.path.parent)))
     run.saved, run.saved_step = checkpoint.path, run.progress.step
     if run.metrics is not None:
         run.metrics.truncate_to_step(run.progress.step)

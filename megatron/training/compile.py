@@ -143,7 +143,7 @@ def cache_folder() -> str:
     return folder
 
 
-def values(ranks: list[Compiled]) -> dict[str, Any]:
+def compile_metrics(ranks: list[Compiled]) -> dict[str, Any]:
     """Return by name what is written down of an interval: the longest wait of a rank, graphs of all."""
     return {
         "compile_s": max(each.seconds for each in ranks),
@@ -152,8 +152,8 @@ def values(ranks: list[Compiled]) -> dict[str, Any]:
     }
 
 
-def line(told: dict[str, Any]) -> str | None:
-    """Return ``values`` in words, or None where nothing was compiled."""
+def compile_line(told: dict[str, Any]) -> str | None:
+    """Return ``compile_metrics`` in words, or None where nothing was compiled."""
     made, found = told["graphs_compiled"], told["graphs_cached"]
     if not made + found:
         return None

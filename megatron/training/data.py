@@ -100,13 +100,13 @@ class UploadedBatches(TimedBatches):
         """
         if self._ahead is not None or self._error is not None:
             return
-        waited_s, at = self._waited_s, position.now() or ""
-        position.note(f"{at}, reading ahead" if at else "reading ahead")
+        waited_s, at = self._waited_s, position.heartbeat_now() or ""
+        position.heartbeat_note(f"{at}, reading ahead" if at else "reading ahead")
         try:
             self._ahead = self._upload()
         except Exception as error:
             self._error = error
-        position.note(at)
+        position.heartbeat_note(at)
         if device.is_busy(self._place):
             self._waited_s = waited_s
 

@@ -48,15 +48,15 @@ _LEFTOVER = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp
 
 def tags_in(source: Path) -> list[Path]:
     """Return the checkpoints of this layout in ``source`` as ``folders.in_turn``; ``source`` itself if it is one."""
-    if _TAG.fullmatch(source.resolve().name) and (source / metadata.NAME).exists():
+    if _TAG.fullmatch(source.resolve().name) and (source / metadata.MANIFEST_NAME).exists():
         return [source]
     named = _named(source) if source.is_dir() else []
-    return folders.in_turn(path for path in named if (path / metadata.NAME).exists())
+    return folders.in_turn(path for path in named if (path / metadata.MANIFEST_NAME).exists())
 
 
 def foreign_tags_in(source: Path) -> list[Path]:
     """Return folders that DeepSpeed wrote without us: they say nothing of the run, and are not resumed from."""
-    return [path for path in _named(source) if not (path / metadata.NAME).exists()] if source.is_dir() else []
+    return [path for path in _named(source) if not (path / metadata.MANIFEST_NAME).exists()] if source.is_dir() else []
 
 
 def is_of_this_format(checkpoint: Checkpoint) -> bool:
@@ -89,10 +89,10 @@ def commit(temporary: Path, step: int, state: dict[str, Any], facts: dict[str, F
     """Let ``temporary`` be a checkpoint from now on and return its path. Rank 0 only."""
     root = temporary.parent
     content = Manifest(folders.last_sequence(_named(root)) + 1, step, state, facts, {})
-    files.write_bytes(temporary / metadata.NAME, metadata.to_bytes(content))
+    files.write_bytes(temporary / metadata.MANIFEST_NAME, metadata.manifest_to_bytes(content))
     files.sync_folder(temporary)
     target = _free_name(root, step)
-    folders.commit(temporary, target)
+    folders.commit_checkpoint(temporary, target)
     return target
 
 

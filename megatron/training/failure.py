@@ -163,7 +163,7 @@ def name_rank(who: str) -> None:
     _write(0, within.group(1) if within else who)
 
 
-def note(text: str) -> None:
+def heartbeat_note(text: str) -> None:
     """Note what this rank is at from now on; about a microsecond."""
     _write(1, text)
 
@@ -178,7 +178,7 @@ def note_reporting() -> None:
     _write(3, repr(time.monotonic()))
 
 
-def now() -> str | None:
+def heartbeat_now() -> str | None:
     """Return what this process noted last of what it is at, or None."""
     return own().doing or None
 
@@ -357,7 +357,7 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
             print_line(str(failure))
             note_reported()
     elif isinstance(failure, PeerError | StopRequest):
-        at = now()
+        at = heartbeat_now()
         print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
     else:
         told = failure if isinstance(failure, JobError) else error
@@ -373,7 +373,7 @@ def _left_early(error: BaseException) -> str | None:
         return None
     return (
         f"a run ends after its last step, by an error or by a request to stop, got sys.exit({error.code!r}) at "
-        f"{now() or 'the start'}. Raise an error there, or end the run with --exit-interval or a SIGTERM"
+        f"{heartbeat_now() or 'the start'}. Raise an error there, or end the run with --exit-interval or a SIGTERM"
     )
 
 
@@ -437,7 +437,7 @@ def out_of_memory(error: BaseException) -> str | None:
     first = (text.splitlines() or [type(error).__name__])[0]
     return (
         f"out of memory: could not allocate {wanted.group(1) if wanted else 'what it needed'}, "
-        f"at {now() or 'the start'} ({first}). "
+        f"at {heartbeat_now() or 'the start'} ({first}). "
         "Lower --batch-size, add --checkpoint-activations, or cut the model further (--pipe-parallel-size, "
         "--model-parallel-size)."
     )

@@ -241,7 +241,7 @@ def build_engine(
         built = PipelineStepEngine(engine, streams=streams, **numbers)
     else:
         built = SingleStageEngine(engine, forward_step, grid=world.grid, streams=streams, **numbers)
-    built.on_activity = failure.note
+    built.on_activity = failure.heartbeat_note
     if config.debug.is_on:
         from megatron.training.debugging import attach  # imported where it is asked for alone
 

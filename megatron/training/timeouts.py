@@ -128,7 +128,7 @@ class Sections:
     def _enter(self, name: str, *, is_noted: bool = True) -> None:
         before, self.name = self._limit_of(self.name), name
         if is_noted:
-            failure.note(name)
+            failure.heartbeat_note(name)
         if self._watch is None:
             return
         self._watch.progress += 1
@@ -142,7 +142,7 @@ class Sections:
 
     def _where(self) -> str:
         """Return in words what this rank is in; asked by the watch's threads."""
-        at = failure.now()
+        at = failure.heartbeat_now()
         if self.name in (FIRST_STEP, STEP):
             return f"in {at or self.name}"
         return self.name if at in (None, self.name) else f"{self.name}, {at}"

@@ -90,8 +90,8 @@ def training_log(run: Run, result: StepResult, lr: float, span: StepSamples) -> 
     run.pause_s = 0.0
     epochs = epochs_text(run.data, run.progress.samples_consumed)
     run.screen.line(progress_line(run.progress, total, result, lr, rates, epochs))
-    compiled = compile.values(ranks.compiled) if run.compiling.is_on else {}
-    if compiled and (words := compile.line(compiled)):
+    compiled = compile.compile_metrics(ranks.compiled) if run.compiling.is_on else {}
+    if compiled and (words := compile.compile_line(compiled)):
         run.screen.line(f"step {step} | {words}")
     told = run.suspect.judge(slowest(ranks.own_s, ranks.waited_each_s, run.world.grid.topology))
     if told is not None:

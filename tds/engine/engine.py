@@ -324,12 +324,12 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         evaluate.check_arguments(reduce_output, number)
         call = self._evaluation_call(data_iter, number, compute_loss)
         watching = self._seeing.watching("in eval_batch")
-        with watching, evaluate.untouched(self.module, self.device), torch.no_grad():
+        with watching, evaluate.preserve_training_state(self.module, self.device), torch.no_grad():
             self.module.eval()
             self._stage.exchange.window = self._plan.window(number, is_training=False)
             self._stage.run(self._plan.evaluation(number), call)
             call.source.end(number)
-            result = evaluate.result(self, call, compute_loss, reduce_output, bcast_loss)
+            result = evaluate.evaluation_result(self, call, compute_loss, reduce_output, bcast_loss)
             shown = self._stage.made_output(call.last_output) if return_logits else None
         return (result, shown) if return_logits else result
 

@@ -22,7 +22,7 @@ from tds.p2p.communicator import collective_scope
 
 
 @contextmanager
-def untouched(module: Any, device: torch.device) -> Iterator[None]:
+def preserve_training_state(module: Any, device: torch.device) -> Iterator[None]:
     """Put random numbers and the module's counts of forwards (which seed layers) back as they were."""
     tracker = checkpointing.get_cuda_rng_tracker()
     states = tracker.get_states()
@@ -47,7 +47,9 @@ def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
         raise ValueError(f"num_micro_batches must be a whole number of 1 or more, got {num_micro_batches!r}")
 
 
-def result(engine: EngineParts, call: Call, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
+def evaluation_result(
+    engine: EngineParts, call: Call, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
+) -> Any:
     """Return the loss or the outputs as ``eval_batch`` promises. Collective."""
     check_arguments(reduce_output, len(call.outputs) or 1)
     is_last = engine.is_last_stage()

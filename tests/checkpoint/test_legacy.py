@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
-from megatron.checkpoint.legacy.files import find
+from megatron.checkpoint.legacy.files import find_legacy_files
 from megatron.checkpoint.loading import open_folder, read_weights
 from megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.legacy_files import HEADS, model_of, write_cpm1, write_layers, write_megatron
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_ours_is_not_taken_for_one_of_megatron_core(tmp_path: Pa
     imported(write_megatron(tmp_path / "theirs", weights_of(model_of())), tmp_path / "run")
     (ours,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     with pytest.raises(CheckpointError, match="holds no checkpoint of Megatron-LM, CPM or DeepSpeed"):
-        find(ours)
+        find_legacy_files(ours)
 
 
 def test_the_tool_prints_the_flags_of_the_model(

@@ -14,9 +14,9 @@ DSFMT = (
     Mutant(
         "`latest` names a checkpoint ahead of its commit",
         "megatron/training/deepspeed_checkpoint.py",
-        "    folders.commit(temporary, target)\n    return target\n",
+        "    folders.commit_checkpoint(temporary, target)\n    return target\n",
         "    files.replace_bytes(root / folders.LATEST, target.name.encode())\n"
-        "    folders.commit(temporary, target)\n    return target\n",
+        "    folders.commit_checkpoint(temporary, target)\n    return target\n",
         (CRASH,),
     ),
     Mutant(

@@ -38,13 +38,13 @@ def test_a_meter_tells_what_came_since_it_was_asked_last(monkeypatch: pytest.Mon
 
 def test_graphs_of_all_ranks_count_and_the_longest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/cache")
-    told = compile.values([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
+    told = compile.compile_metrics([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
     assert told == {"compile_s": 4.5, "graphs_compiled": 2, "graphs_cached": 4}
-    assert compile.line(told) == (
+    assert compile.compile_line(told) == (
         "torch.compile took 4.5 s (the rank that waited longest); "
         "graphs of all ranks: 2 compiled, 4 found in /the/cache"
     )
-    assert compile.line(compile.values([Compiled(), Compiled()])) is None
+    assert compile.compile_line(compile.compile_metrics([Compiled(), Compiled()])) is None
 
 
 def test_a_run_says_and_writes_down_what_was_compiled(

@@ -177,7 +177,7 @@ def test_damage_is_found_and_an_older_one_taken_loudly(tmp_path: Path, capfd: py
         assert "going back to global_step1 (step 1)" in said.err + said.out and told in said.err + said.out
         with pytest.raises(CheckpointError, match="none older is taken"):
             open_newest(tmp_path, SINGLE, strict=True)
-    (tmp_path / "global_step1" / metadata.NAME).write_text("{}")
+    (tmp_path / "global_step1" / metadata.MANIFEST_NAME).write_text("{}")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* verifies"):
         open_newest(tmp_path, SINGLE)
 
@@ -193,7 +193,7 @@ def test_a_file_that_would_run_code_is_refused_without_a_switch(tmp_path: Path) 
 
 
 def _verified(path: Path) -> Any:
-    content = metadata.from_bytes((path / metadata.NAME).read_bytes(), path)
+    content = metadata.manifest_from_bytes((path / metadata.MANIFEST_NAME).read_bytes(), path)
     from megatron.checkpoint import Checkpoint
 
     return Checkpoint(path, content)

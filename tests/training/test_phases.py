@@ -79,7 +79,7 @@ def _train(rank: int, place: Path, how: str) -> None:
         with this.over(STEP):
             for step in range(3):
                 for micro_batch in range(2):
-                    failure.note(f"step {step + 1}, forward of micro-batch {micro_batch}")
+                    failure.heartbeat_note(f"step {step + 1}, forward of micro-batch {micro_batch}")
                     if (rank, step, micro_batch) == (ABSENT, 1, 1):
                         while this._watch._armed[1] != LIMIT_S:  # type: ignore[union-attr]
                             time.sleep(0.01)
@@ -318,7 +318,7 @@ def _alone(rank: int, place: Path) -> None:
         with this.over(STEP):
             for _ in range(3):
                 this.step_done()
-            failure.note("step 4, forward of micro-batch 1")
+            failure.heartbeat_note("step 4, forward of micro-batch 1")
             _be_stuck("sleep")
 
     _guarded(rank, place, main)

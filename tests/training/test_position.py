@@ -24,8 +24,8 @@ def note_and_die(rank: int, failure_file: str) -> None:
     os.environ["MEGATRON_FAILURE_FILE"] = failure_file
     failure.open_page()
     failure.name_rank("rank 0 (stage 1, tensor 0, data 2)")
-    failure.note("something with a longer text than the next")
-    failure.note("step 7, forward of micro-batch 3")
+    failure.heartbeat_note("something with a longer text than the next")
+    failure.heartbeat_note("step 7, forward of micro-batch 3")
     failure.note_state(failure.RUNNING)
     failure.note_reporting()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -35,9 +35,9 @@ def test_without_a_launcher_the_process_itself_knows(monkeypatch):
     monkeypatch.delenv("MEGATRON_FAILURE_FILE", raising=False)
     monkeypatch.setattr(failure, "_page", bytearray(failure.SIZE))
     failure.open_page()
-    assert failure.now() is None
-    failure.note("ä" * failure.SIZE)  # longer than the page
-    assert (failure.now() or "").startswith("äää")
+    assert failure.heartbeat_now() is None
+    failure.heartbeat_note("ä" * failure.SIZE)  # longer than the page
+    assert (failure.heartbeat_now() or "").startswith("äää")
 
 
 def test_progress_is_told_to_a_launcher_alone(tmp_path, monkeypatch):

@@ -73,16 +73,16 @@ def test_reading_while_the_device_has_work_is_no_wait(is_busy: bool, monkeypatch
 def test_who_hangs_in_it_is_found_and_then_the_position_is_as_before() -> None:
     def telling() -> Iterator[dict[str, torch.Tensor]]:
         for _ in range(2):
-            seen.append(failure.now())
+            seen.append(failure.heartbeat_now())
             yield {}
 
     seen: list[str | None] = []
     batches = UploadedBatches(telling(), CPU)
-    failure.note("step 3, reduction and update")
+    failure.heartbeat_note("step 3, reduction and update")
     batches.read_ahead()
     assert seen == ["step 3, reduction and update, reading ahead"]
-    assert failure.now() == "step 3, reduction and update"
-    failure.note("")
+    assert failure.heartbeat_now() == "step 3, reduction and update"
+    failure.heartbeat_note("")
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cpu", TimedBatches), ("other", UploadedBatches)])

@@ -13,7 +13,7 @@ from megatron.checkpoint.huggingface import folder as folders
 from megatron.checkpoint.huggingface.convert import save_first
 from megatron.checkpoint.huggingface.weights import require_own
 from megatron.checkpoint.legacy import weights as legacy
-from megatron.checkpoint.legacy.files import find
+from megatron.checkpoint.legacy.files import find_legacy_files
 from megatron.config import Config
 from megatron.errors import CheckpointError
 
@@ -51,8 +51,8 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
         ConfigError: ``output`` holds something.
     """
     folders.require_free(output)
-    files = find(source, wishes.iteration)
-    found = legacy.read(files, num_heads=wishes.num_heads, order=wishes.qkv_order)
+    files = find_legacy_files(source, wishes.iteration)
+    found = legacy.read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order)
     config = _config(found, wishes)
     _cut_vocabulary(found, config.model.vocab_size or 0)
     require_own(str(files.folder), found.weights, config)

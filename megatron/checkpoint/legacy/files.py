@@ -47,7 +47,7 @@ class Files:
     layers: list[list[Path]] = field(default_factory=list)
 
 
-def find(folder: Path, iteration: str | None = None) -> Files:
+def find_legacy_files(folder: Path, iteration: str | None = None) -> Files:
     """Return the files of the checkpoint in ``folder``: the one that it points to, or that of ``iteration``.
 
     Raises:
@@ -174,7 +174,7 @@ ALLOWED: list[Any] = [
 """Classes that a file may name beside tensors: settings, the state of NumPy's generator, loss scalers."""
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_pickle(path: Path) -> dict[str, Any]:
     """Return the dictionary in ``path``, its tensors on the CPU.
 
     Raises:

@@ -202,7 +202,7 @@ class LegacyWeights:
     notes: list[str] = field(default_factory=list)
 
 
-def read(files: Files, *, num_heads: int | None, order: str | None) -> LegacyWeights:
+def read_legacy_weights(files: Files, *, num_heads: int | None, order: str | None) -> LegacyWeights:
     """Return the weights in ``files``.
 
     Args:
@@ -234,7 +234,7 @@ def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
     """Return the settings of the run and the order of rows that the first file tells."""
     if not files.ranks:
         return {}, None
-    content = pickles.read(files.ranks[0][0])
+    content = pickles.read_pickle(files.ranks[0][0])
     args = content.get("args")
     settings = vars(args) if isinstance(args, argparse.Namespace) else {}
     if "checkpoint_version" in content:
@@ -252,7 +252,7 @@ def _stages(files: Files) -> Iterator[list[Tensors]]:
 
 
 def _model_of(path: Path) -> Tensors:
-    content = pickles.read(path)
+    content = pickles.read_pickle(path)
     for key in ("model", "module"):
         if isinstance(content.get(key), Mapping):
             return flattened(content[key])
@@ -269,7 +269,7 @@ def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
     """
     has_embedding = False
     for paths in files.layers:
-        ranks = [flattened(pickles.read(path)) for path in paths]
+        ranks = [flattened(pickles.read_pickle(path)) for path in paths]
         kinds = set(ranks[0])
         if not kinds:
             continue
