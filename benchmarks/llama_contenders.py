@@ -10,6 +10,7 @@ from benchmarks.plain_loop import Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import LlamaSizes
 from megatron import device
 from megatron.models.llama.huggingface import FORM
+from megatron.models.registry import build_model
 from megatron.training.setup import weight_rule
 
 
@@ -26,7 +27,7 @@ def hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
     )
     with device.bind(kind, 0):
         model = LlamaForCausalLM(config)
-    weights = filled(FORM.build(ours_of_it.model, ours_of_it), weight_rule(ours_of_it))
+    weights = filled(build_model(ours_of_it, None), weight_rule(ours_of_it))
     model.load_state_dict(FORM.from_ours(weights, ours_of_it))
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
