@@ -86,4 +86,4 @@ def test_former_paths_are_all_that_are_forwarded_and_their_new_places_are_there(
     former = {cells[0].strip("`"): names for cells, names in zip(table, modules, strict=True)}
     assert _FINDER.homes.keys() <= former.keys()
     for path, homes in _FINDER.homes.items():
-        assert former[path] == [home.partition(":")[0] for home in homes]
+        assert former[path] == list(dict.fromkeys(home.partition(":")[0] for home in homes))
