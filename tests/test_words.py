@@ -173,7 +173,7 @@ FORMER = (
     ("named", "list_checkpoints", "megatron/checkpoint/folders"),
     ("commit", "commit_checkpoint", "megatron/checkpoint/folders"),
     ("find", "find_legacy_files", "megatron/checkpoint/legacy/files"),
-    ("read", "read_pickle", "megatron/checkpoint/legacy/files"),
+    ("read", "unpickle_allowed", "megatron/checkpoint/legacy/files"),
     ("read", "read_legacy_weights", "megatron/checkpoint/legacy/weights"),
     ("note", "heartbeat_note", "megatron/training/failure"),
     ("now", "heartbeat_now", "megatron/training/failure"),

@@ -19,7 +19,7 @@ from megatron.data.blended_dataset import as_ordered
 from megatron.data.data_loader import Samples
 from megatron.errors import CheckpointError, DataError, SampleError, marked
 from megatron.mpu.data import Upload
-from megatron.training import failure as position
+from megatron.training import failure
 from megatron.training.initialize import World
 
 # Iterators over micro-batches: one that knows how long the training has waited, and one that copies them ahead.
@@ -100,13 +100,13 @@ class UploadedBatches(TimedBatches):
         """
         if self._ahead is not None or self._error is not None:
             return
-        waited_s, at = self._waited_s, position.heartbeat_now() or ""
-        position.heartbeat_note(f"{at}, reading ahead" if at else "reading ahead")
+        waited_s, at = self._waited_s, failure.heartbeat_now() or ""
+        failure.heartbeat_note(f"{at}, reading ahead" if at else "reading ahead")
         try:
             self._ahead = self._upload()
         except Exception as error:
             self._error = error
-        position.heartbeat_note(at)
+        failure.heartbeat_note(at)
         if device.is_busy(self._place):
             self._waited_s = waited_s
 

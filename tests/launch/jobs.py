@@ -68,17 +68,17 @@ for word in plan:
         with open(f"{place}/child", "w") as file:
             file.write(str(child.pid))
     elif action == "tell":
-        from megatron.training import failure as progress_file
-        progress_file.note_committed_step(int(value) * (start + 1))
+        from megatron.training import failure
+        failure.note_committed_step(int(value) * (start + 1))
     elif action == "at":
-        from megatron.training import failure as position
-        position.open_page()
-        position.name_rank(f"rank {rank} (stage {rank}, tensor 0, data 0)")
-        position.note(value)
+        from megatron.training import failure
+        failure.open_page()
+        failure.name_rank(f"rank {rank} (stage {rank}, tensor 0, data 0)")
+        failure.heartbeat_note(value)
     elif action in ("run", "done"):
-        from megatron.training import failure as position
-        position.open_page()
-        position.note_state(position.RUNNING if action == "run" else "")
+        from megatron.training import failure
+        failure.open_page()
+        failure.note_state(failure.RUNNING if action == "run" else "")
     elif action == "quit":
         os._exit(0)
     elif action == "segv":

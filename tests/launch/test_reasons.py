@@ -22,7 +22,7 @@ RANKS = """\
 import os, sys, time
 from pathlib import Path
 from megatron.errors import NumericsError, PeerError, StopRequest, marked
-from megatron.training import failure, failure as failure_files, failure as position
+from megatron.training import failure
 from megatron.training.exit_signals import StopRequests
 
 rank, place = int(os.environ["RANK"]), Path(sys.argv[1])
@@ -31,8 +31,8 @@ stop.listen()
 
 def main():
     plan = sys.argv[2 + rank]
-    position.open_page()
-    position.note_state(position.RUNNING)
+    failure.open_page()
+    failure.note_state(failure.RUNNING)
     if plan == "peer":
         while not (place / "ready").exists():
             time.sleep(0.005)

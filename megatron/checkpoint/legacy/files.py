@@ -174,7 +174,7 @@ ALLOWED: list[Any] = [
 """Classes that a file may name beside tensors: settings, the state of NumPy's generator, loss scalers."""
 
 
-def read_pickle(path: Path) -> dict[str, Any]:
+def unpickle_allowed(path: Path) -> dict[str, Any]:
     """Return the dictionary in ``path``, its tensors on the CPU.
 
     Raises:

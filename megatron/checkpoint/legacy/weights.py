@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.legacy import files as pickles
-from megatron.checkpoint.legacy.files import Files
+from megatron.checkpoint.legacy.files import Files, unpickle_allowed
 from megatron.errors import CheckpointError
 
 # Our names of the weights in checkpoints of Megatron-LM and its descendants.
@@ -234,7 +233,7 @@ def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
     """Return the settings of the run and the order of rows that the first file tells."""
     if not files.ranks:
         return {}, None
-    content = pickles.read_pickle(files.ranks[0][0])
+    content = unpickle_allowed(files.ranks[0][0])
     args = content.get("args")
     settings = vars(args) if isinstance(args, argparse.Namespace) else {}
     if "checkpoint_version" in content:
@@ -252,7 +251,7 @@ def _stages(files: Files) -> Iterator[list[Tensors]]:
 
 
 def _model_of(path: Path) -> Tensors:
-    content = pickles.read_pickle(path)
+    content = unpickle_allowed(path)
     for key in ("model", "module"):
         if isinstance(content.get(key), Mapping):
             return flattened(content[key])
@@ -269,7 +268,7 @@ def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
     """
     has_embedding = False
     for paths in files.layers:
-        ranks = [flattened(pickles.read_pickle(path)) for path in paths]
+        ranks = [flattened(unpickle_allowed(path)) for path in paths]
         kinds = set(ranks[0])
         if not kinds:
             continue
