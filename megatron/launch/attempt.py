@@ -100,7 +100,7 @@ def show_trace(failure_file: Path, rank: int) -> None:
 # sends SIGTERM, then SIGKILL: all are gone within a second. The failure file (environment variable
 # MEGATRON_FAILURE_FILE of each rank) is there, whole, before that SIGTERM; a SIGTERM without it is a request to save
 # and leave with 75. It holds one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL". What ranks leave
-# beside it is in megatron/training/failure_files.py, and where they are at in position.py.
+# beside it is in megatron/training/failure.py, and so is where they are at.
 
 QUIET_S = 0.2
 """After a failure the others may notice by themselves for this long."""

@@ -252,7 +252,7 @@ class NodeBoard:
 # Whether a job that has failed starts again: --max-restarts, and progress.
 #
 # A start makes progress when a checkpoint becomes durable whose step is above that of the last one before it, which may
-# have been a step back; rank 0 tells of it in the progress file (megatron/training/progress_file.py). ``FRUITLESS``
+# have been a step back; rank 0 tells of it in the progress file (megatron/training/failure.py). ``FRUITLESS``
 # starts in a row without progress end the job: what ends them will end the next one too.
 
 FRUITLESS = 3

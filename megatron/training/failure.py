@@ -203,7 +203,7 @@ def _write(line: int, text: str) -> None:
 
 # How a process ends: one line that says which rank failed and why, and the job's exit code.
 #
-# Once a rank has died the launcher says so in a file (failure_files.py), then sends SIGTERM: that means leave, not
+# Once a rank has died the launcher says so in a file (above), then sends SIGTERM: that means leave, not
 # save.
 
 _PEER_SIGNS = (
