@@ -1,13 +1,14 @@
-"""GradientBucket, GradientReducer (buckets start while the last backward runs, one order on all replicas),
-reduce_gradients, tied weights, global norm and clipping.
+"""GradientBucket, GradientReducer and BucketSchedule (buckets start while the last backward runs, one order on all
+replicas), reduce_gradients, tied weights, global norm and clipping.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +20,11 @@ from tds import torch_api
 # Adding up gradients over replicas and over the copies of tied weights. Ours, since DeepSpeed's refuses fp64.
 
 BUCKET_BYTES = 32 * 2**20
+"""Of what travels together; what is larger travels alone."""
+
+T = TypeVar("T")
+WIDE = (torch.float32, torch.float64)
+"""Types in which sums are taken."""
 
 
 class GradientSource(Protocol):
@@ -70,93 +76,111 @@ class GradientSource(Protocol):
         """Drop the gradients of a batch on which no step is taken."""
 
 
+def buckets(
+    items: Iterable[T],
+    num_bytes: Callable[[T], int] = attrgetter("nbytes"),
+    dtype_of: Callable[[T], torch.dtype] = attrgetter("dtype"),
+    limit: int | None = None,
+) -> Iterator[list[T]]:
+    """Yield ``items`` in runs of one dtype, each of at most ``limit`` bytes or of one item; empty ones are left out.
+
+    Args:
+        items: tensors, or what stands for some that travel.
+        num_bytes, dtype_of: of an item on its way.
+        limit: None: ``BUCKET_BYTES``.
+    """
+    limit = BUCKET_BYTES if limit is None else limit
+    by_dtype: dict[torch.dtype, list[T]] = {}
+    for item in items:
+        if num_bytes(item):
+            by_dtype.setdefault(dtype_of(item), []).append(item)
+    for same in by_dtype.values():
+        bucket: list[T] = []
+        size = 0
+        for item in same:
+            if bucket and size + num_bytes(item) > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(item)
+            size += num_bytes(item)
+        yield bucket
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """A sum on its way: ``flat`` holds that of ``gradients``, one behind the other, once ``work`` is done."""
+
+    gradients: Sequence[torch.Tensor]
+    flat: torch.Tensor
+    work: Any
+
+    @classmethod
+    @torch.no_grad()
+    def start_all_reduce(
+        cls, gradients: Sequence[torch.Tensor], group: Any, dtype: torch.dtype | None = None
+    ) -> GradientBucket:
+        """Start the sum over ``group`` of gradients of one dtype, in one message. Collective.
+
+        Args:
+            dtype: in which they travel and are added up; None: their own.
+
+        Raises:
+            ValueError: one of them is sparse.
+        """
+        _refuse_sparse(gradients)
+        is_whole = len(gradients) == 1 and gradients[0].is_contiguous()
+        flat = gradients[0].view(-1) if is_whole else torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = flat if dtype is None else flat.to(dtype)
+        return cls(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
+
+    @torch.no_grad()
+    def wait(self, factor: float | torch.Tensor) -> None:
+        """Wait for the sum, and put it times ``factor`` where the gradients lie."""
+        self.work.wait()
+        multiply([self.flat], factor)
+        for gradient, part in zip(self.gradients, self.flat.split([g.numel() for g in self.gradients]), strict=True):
+            if part.data_ptr() != gradient.data_ptr():
+                gradient.copy_(part.view_as(gradient))
+
+
+def _refuse_sparse(gradients: Iterable[torch.Tensor]) -> None:
+    if any(gradient.is_sparse for gradient in gradients):
+        raise ValueError("sparse gradients cannot be reduced, got one; build the embedding with sparse=False")
+
+
+@torch.no_grad()
+def multiply(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply each by ``factor``, in place."""
+    if not isinstance(factor, torch.Tensor) and factor == 1.0:
+        return
+    held = list(gradients)
+    if isinstance(factor, torch.Tensor) or any(gradient.dtype not in WIDE for gradient in held):
+        for gradient in held:  # one kernel for all would round the factor to their 16 bits first, on a CPU
+            gradient.mul_(factor)
+    elif held:
+        torch_api.multiply_all(held, factor)
+
+
 def reduce_gradients(
     gradients: Sequence[torch.Tensor],
     group: Any,
     scale: float | torch.Tensor = 1.0,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> None:
     """Replace each gradient by the sum over ``group`` times ``scale``. Collective.
 
     Args:
         gradients: the same shapes and dtypes in the same order on every rank.
         group: a process group, or None for no sum at all (one replica).
-        bucket_bytes: gradients of one dtype travel together up to this size.
+        bucket_bytes: gradients of one dtype travel together up to this size; None: ``BUCKET_BYTES``.
     """
-    with torch.no_grad():
-        if group is None or dist.get_world_size(group) == 1:
-            _multiply(list(gradients), scale)
-            return
-        for flight in [fly(bucket, group) for bucket in buckets(gradients, bucket_bytes)]:
-            flight.land(scale)
-
-
-@dataclass
-class Flight:
-    """A sum of gradients on its way."""
-
-    gradients: list[torch.Tensor]
-    flat: torch.Tensor
-    work: Any
-
-    @torch.no_grad()
-    def land(self, scale: float | torch.Tensor) -> None:
-        """Wait for the sum, multiply it by ``scale``, and put it where the gradients lie."""
-        self.work.wait()
-        _multiply([self.flat], scale)
-        _copy_back(self.gradients, self.flat)
-
-
-def fly(bucket: list[torch.Tensor], group: Any, dtype: torch.dtype | None = None) -> Flight:
-    """Start the sum over ``group`` of gradients of one dtype; they travel and are added up in ``dtype``, if given."""
-    flat = bucket[0] if _is_whole(bucket) else torch.cat([g.reshape(-1) for g in bucket])
-    if dtype is not None:
-        flat = flat.to(dtype)
-    return Flight(bucket, flat, dist.all_reduce(flat, group=group, async_op=True))
-
-
-T = TypeVar("T", bound=torch.Tensor)
-
-
-def buckets(gradients: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
-    """Yield the gradients (or parameters) in groups of one dtype, each of at most ``bucket_bytes`` or of one tensor."""
-    by_dtype: dict[torch.dtype, list[T]] = {}
-    for gradient in gradients:
-        if gradient.is_sparse:
-            raise ValueError("sparse gradients cannot be reduced, got one; build the embedding with sparse=False")
-        if gradient.numel():
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for same in by_dtype.values():
-        bucket: list[T] = []
-        size = 0
-        for gradient in same:
-            num_bytes = gradient.numel() * gradient.element_size()
-            if bucket and size + num_bytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(gradient)
-            size += num_bytes
-        yield bucket
-
-
-def _is_whole(bucket: list[torch.Tensor]) -> bool:
-    return len(bucket) == 1 and bucket[0].is_contiguous()
-
-
-def _copy_back(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
-    if bucket[0] is flat:
+    if group is None or dist.get_world_size(group) == 1:
+        multiply(gradients, scale)
         return
-    start = 0
-    for gradient in bucket:
-        gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
-        start += gradient.numel()
-
-
-def _multiply(gradients: list[torch.Tensor], scale: float | torch.Tensor) -> None:
-    if isinstance(scale, (int, float)) and scale == 1.0:
-        return
-    for gradient in gradients:
-        gradient.mul_(scale)
+    _refuse_sparse(gradients)  # ahead of the first sum
+    runs = buckets(gradients, limit=bucket_bytes)
+    for bucket in [GradientBucket.start_all_reduce(run, group) for run in runs]:
+        bucket.wait(scale)
 
 
 @torch.no_grad()
@@ -187,7 +211,7 @@ def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtyp
 # first, what several chunks share, and what lies in no layer.
 
 
-class Reduction:
+class GradientReducer:
     """The sums of one engine.
 
     Args:
@@ -207,7 +231,7 @@ class Reduction:
         tied: Iterable[torch.nn.Parameter],
         gradients: GradientSource,
         group: Any,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         dtype: torch.dtype | None = None,
         starts_early: bool = True,
     ) -> None:
@@ -231,13 +255,14 @@ class Reduction:
             self._make_buckets()
         self._waiting = [len(bucket) for bucket in self._buckets]
         self._ready: set[torch.Tensor] = set()
-        self._flights: list[Flight] = []
+        self._started: list[GradientBucket] = []
 
     def _make_buckets(self) -> None:
         late = self._not_of_one
         self._late = [p for p in self._every if p in late and p.requires_grad]
         self._of_chunk = [[p for p in chunk if p.requires_grad and p not in late] for chunk in self._chunks]
-        self._buckets = [bucket for own in reversed(self._of_chunk) for bucket in buckets(own, self._bucket_bytes)]
+        limit = self._bucket_bytes
+        self._buckets = [bucket for own in reversed(self._of_chunk) for bucket in buckets(own, limit=limit)]
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
 
     @contextmanager
@@ -273,37 +298,38 @@ class Reduction:
             return
         self._ready.add(parameter)
         self._waiting[index] -= 1
-        while len(self._flights) < len(self._buckets) and self._waiting[len(self._flights)] <= 0:
-            self._start(self._buckets[len(self._flights)])
+        while len(self._started) < len(self._buckets) and self._waiting[len(self._started)] <= 0:
+            self._start(self._buckets[len(self._started)])
 
-    def chunk_ready(self, chunk: int, apart_from: Iterable[torch.Tensor] = ()) -> None:
+    def register_chunk_ready(self, chunk: int, apart_from: Iterable[torch.Tensor] = ()) -> None:
         """Take note that the gradients of ``chunk`` are final, ``apart_from`` some."""
         still_waiting = set(apart_from)
         for parameter in self._of_chunk[chunk]:
             if parameter not in still_waiting:
                 self.ready(parameter)
 
-    def start_rest(self) -> None:
+    def finish_launch(self) -> None:
         """Start what has not started: buckets with a parameter that got no gradient here. Ahead of other collectives
         of the group, so that all replicas run them in one order."""
-        for bucket in self._buckets[len(self._flights) :]:
+        for bucket in self._buckets[len(self._started) :]:
             self._start(bucket)
 
     def finish(self, scale: float) -> None:
         """Wait for all sums, the late ones' included, and multiply them by ``scale``. Collective."""
-        self.start_rest()
-        for bucket in buckets(self._late, BUCKET_BYTES):
+        self.finish_launch()
+        for bucket in buckets(self._late, limit=self._bucket_bytes):
             self._start(bucket)
-        for flight in self._flights:
-            flight.land(scale)
+        for started in self._started:
+            started.wait(scale)
         self.reset()
 
     def _start(self, bucket: list[torch.nn.Parameter]) -> None:
         with torch.no_grad():
-            self._flights.append(fly([self.gradients.of(p) for p in bucket], self.group, self.dtype))
+            gradients = [self.gradients.of(p) for p in bucket]
+            self._started.append(GradientBucket.start_all_reduce(gradients, self.group, self.dtype))
 
 
-# The norm of all gradients of a replica, each parameter counted once, and clipping by it.
+# The norm of gradients that lie on many ranks, each parameter counted once, and clipping by it.
 
 ROW = 1024
 """Numbers of a large tensor whose squares are added up in fp32."""
@@ -338,17 +364,11 @@ def clip_coefficient(norm: float, clip_grad: float) -> float:
     return clip_grad / (norm + 1.0e-6)
 
 
-# Norm and clipping of gradients that lie on many ranks: every parameter counts once.
+def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
+    """Return whether this rank counts ``parameter`` in sums over the replica.
 
-EPSILON = 1e-6
-"""Numbers of a large tensor whose squares are added up in fp32."""
-
-
-def is_counted(parameter: torch.Tensor, tensor_rank: int) -> bool:
-    """True on exactly one of the ranks that hold the same parameter.
-
-    Tied copies count on the first stage that holds one; what every rank of the tensor group holds whole counts on the
-    first of them.
+    A parameter cut over the tensor group counts on every rank, for each holds other elements; one that all hold
+    counts on the first. A tied copy (DeepSpeed's ``ds_pipe_replicated``) counts on the stage that owns it.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -356,34 +376,28 @@ def is_counted(parameter: torch.Tensor, tensor_rank: int) -> bool:
     return tensor_rank == 0 or bool(is_partitioned)
 
 
-def global_norm(gradients: Iterable[torch.Tensor], group: Any, device: torch.device) -> torch.Tensor:
-    """Return the 2-norm over all ranks of ``group`` in fp64; ``gradients`` are those counted here. Collective."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    squares = [square(gradient) for gradient in gradients]
-    if squares:
-        total += torch.stack(squares).sum()
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
+def global_norm(
+    gradients: Iterable[torch.Tensor], groups: Iterable[Any], device: torch.device | None = None
+) -> torch.Tensor:
+    """Return the 2-norm over all ranks of each of ``groups``, in fp64, on ``device``. Collective.
 
-
-def square(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares in fp64, of a large tensor from norms of rows: torch's is too small on a CPU."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.numel() < LARGE:
-        return torch.linalg.vector_norm(x, dtype=dtype).double().square()
-    flat = x.flatten()
-    start = flat.numel() % ROW
-    norms = torch.linalg.vector_norm(flat[start:].view(-1, ROW), dim=-1, dtype=dtype)
-    return norms.double().square().sum() + torch.linalg.vector_norm(flat[:start], dtype=dtype).double().square()
+    Args:
+        gradients: those that are counted on this rank.
+        groups: process groups over which squares are added up, one behind the other; None: no others.
+    """
+    squares = [square_of_norm(gradient) for gradient in gradients]
+    squared = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
+    for group in groups:
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(squared, group=group)
+    return squared.sqrt()
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most ``max_norm``."""
-    factor = max_norm / (norm + EPSILON)
+    """Scale the gradients so that their norm is at most ``max_norm``; one that is not a number leaves them alone."""
+    factor = clip_coefficient(norm.item(), max_norm)
     if factor < 1.0:
-        for gradient in gradients:
-            gradient.mul_(factor)
+        multiply(gradients, factor)
 
 
 # What autograd tells of the backward that runs now.
@@ -411,12 +425,10 @@ def will_reach(parameter: torch.Tensor) -> bool:
 # Replicas agree on that in the first backward: at its first gradient by what autograd's graph says, and at its end by
 # what has come.
 
-"""Of the gradients that are summed together, in the type of the sum; a larger one is summed alone."""
-
 Bucket = list[torch.nn.Parameter]
 
 
-class BucketOrder:
+class BucketSchedule:
     """Says which buckets are to be summed, backward after backward.
 
     ``arrived`` and ``rest`` return buckets that the caller then sums, on every replica the same in the same order.
@@ -484,7 +496,7 @@ class BucketOrder:
     def _in_order(self) -> list[Bucket]:
         if not self._buckets:
             place = {parameter: number for number, parameter in enumerate(self._parameters)}
-            self._guess = sorted(buckets_bucket_order(self._parameters), key=lambda bucket: -place[bucket[0]])
+            self._guess = sorted(_buckets_of_sums(self._parameters), key=lambda bucket: -place[bucket[0]])
             self._guess.sort(key=lambda bucket: bucket[-1].dim() < 2)  # biases and norms of all layers come last
             self._arrange(self._guess)
         return self._buckets
@@ -509,64 +521,8 @@ class BucketOrder:
         self._number_of = {p: number for number, bucket in enumerate(order) for p in bucket}
 
 
-def buckets_bucket_order(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int | None = None) -> list[Bucket]:
-    """Return runs of ``parameters`` whose sums have at most so many bytes together, or one parameter.
-
-    They are those of ``tds.gradients.buckets`` for the gradients that are summed after backward.
-    """
-    limit = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    found: list[Bucket] = []
-    size = 0
-    for parameter in parameters:
-        if not parameter.numel():
-            continue
-        num_bytes = parameter.numel() * accurate_dtype(parameter.dtype).itemsize
-        if not found or size + num_bytes > limit:
-            found.append([])
-            size = 0
-        found[-1].append(parameter)
-        size += num_bytes
-    return found
-
-
-@torch.no_grad()
-def multiply(gradients: Iterable[torch.Tensor], factor: float) -> None:
-    """Multiply each by ``factor``, in place."""
-    held = list(gradients)
-    if factor != 1.0 and held:
-        torch_api.multiply_all(held, factor)
-
-
-# Sums of whole gradients over the replicas that are on their way while other work goes on.
-
-
-@dataclass(frozen=True)
-class Flight_flight:
-    """``flat`` holds the sum of ``gradients``, one behind the other, once ``work`` is done."""
-
-    gradients: Sequence[torch.Tensor]
-    flat: torch.Tensor
-    work: Any
-
-    @torch.no_grad()
-    def land(self, factor: float) -> None:
-        """Wait for the sum, and put it times ``factor`` where the gradients lie."""
-        self.work.wait()
-        multiply([self.flat], factor)
-        for gradient, part in zip(self.gradients, self.flat.split([g.numel() for g in self.gradients]), strict=True):
-            if part.data_ptr() != gradient.data_ptr():
-                gradient.copy_(part.view_as(gradient))
-
-
-@torch.no_grad()
-def fly_flight(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Flight_flight:
-    """Start the sum over ``group`` of gradients of one dtype, in one message. Collective.
-
-    Raises:
-        ValueError: one of them is sparse.
-    """
-    if any(gradient.is_sparse for gradient in gradients):
-        raise ValueError("sparse gradients cannot be summed, got one; build the embedding with sparse=False")
-    lies_whole = len(gradients) == 1 and gradients[0].is_contiguous()
-    flat = gradients[0].view(-1) if lies_whole else torch.cat([gradient.reshape(-1) for gradient in gradients])
-    return Flight_flight(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
+def _buckets_of_sums(parameters: Sequence[torch.nn.Parameter]) -> Iterator[Bucket]:
+    """Return the buckets in which ``reduce_gradients`` sums the gradients of 32 bits, or 64, of ``parameters``."""
+    return buckets(
+        parameters, lambda p: p.numel() * accurate_dtype(p.dtype).itemsize, lambda p: accurate_dtype(p.dtype)
+    )

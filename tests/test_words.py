@@ -58,7 +58,10 @@ FORMER = (
     ("Underway", "AsyncHandle", "megatron/mpu/"),
     ("start_joining", "start_all_gather", "megatron/mpu/"),
     ("start_summing_parts", "start_reduce_scatter", "megatron/mpu/"),
-    ("counts_here", "is_counted_in_norm", "megatron/mpu/"),
+    ("counts_here", "is_counted_in_norm", "tds/gradients"),
+    ("Flight", "GradientBucket", "tds/gradients"),
+    ("BucketOrder", "BucketSchedule", "tds/gradients"),
+    ("Reduction", "GradientReducer", "tds/gradients"),
     ("Exchange", "P2PCommunicator", "tds/"),
     ("Crossing", "BoundaryTensors", "tds/p2p/"),
     ("Transfer", "P2PHandle", "tds/p2p/"),
@@ -193,6 +196,10 @@ ATTRIBUTES = {
     "go_back": "truncate_to_step",
     "_noting": "_recording_losses",
     "council": "decision_group",
+    "chunk_ready": "register_chunk_ready",
+    "start_rest": "finish_launch",
+    "fly": "start_all_reduce",
+    "land": "wait",
 }
 """Former methods and attributes -> their names."""
 UNIQUE = {

@@ -29,7 +29,6 @@ _HOMES = {
         "set_partial",
         "is_partial",
         "global_norm",
-        "is_counted_in_norm",
     ),
     "megatron.mpu.mappings": (
         "copy_to_tensor_region",
@@ -56,7 +55,7 @@ _HOMES = {
         "checkpoint",
         "PhiloxDropout",
     ),
-    "tds.gradients": ("clip_coefficient",),
+    "tds.gradients": ("clip_coefficient", "is_counted_in_norm"),
     "megatron.mpu.initialize": (
         "initialize_model_parallel",
         "model_parallel_is_initialized",
@@ -87,7 +86,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _FORMER = {
     "CountedDropout": "megatron.mpu.random.PhiloxDropout",
     "Position": "megatron.mpu.random.DropoutKey",
-    "counts_here": "megatron.mpu.shard.is_counted_in_norm",
+    "counts_here": "tds.gradients.is_counted_in_norm",
 }
 """Names that were here -> what they are now, for one release."""
 

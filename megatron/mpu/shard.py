@@ -1,4 +1,4 @@
-"""Shard: where a local parameter lies in its global tensor; meta weights; who counts it in norms."""
+"""Shard: where a local parameter lies in its global tensor; meta weights; the norm over groups."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.mappings import all_reduce
-from tds.gradients import square_of_norm
+from tds.gradients import global_norm as norm_over_groups
 
 # Where a local parameter lies in its global tensor: the facts that norms, checkpoints and comparisons need.
 
@@ -128,17 +127,6 @@ def materialize(parameter: torch.Tensor) -> None:
         parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
-    """Return whether this rank counts ``parameter`` in sums over the replica.
-
-    A parameter cut over the tensor group counts on every rank, for each holds other elements; one that all hold
-    counts on the first. A tied copy (DeepSpeed's ``ds_pipe_replicated``) counts on the stage that owns it.
-    """
-    if getattr(parameter, "ds_pipe_replicated", False):
-        return False
-    return tensor_rank == 0 or shard_of(parameter).is_partitioned
-
-
 def global_norm(
     gradients: Iterable[torch.Tensor],
     *,
@@ -146,13 +134,12 @@ def global_norm(
     holders: Group = SINGLE,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return the 2-norm over all ``gradients`` of all ranks of ``model``, in fp32 or, for fp64 gradients, fp64.
+    """Return the 2-norm over all ``gradients`` of all ranks of ``model``, in fp64.
 
     Collective. Each rank passes the gradients that count there.
 
     Args:
         holders: replicas each of which has other parts of the gradients.
     """
-    squares = [square_of_norm(gradient) for gradient in gradients]
-    squared = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
-    return all_reduce(all_reduce(squared, holders), model).sqrt()
+    groups = [group.handle for group in (holders, model) if group.size > 1]
+    return norm_over_groups(gradients, groups, device)

@@ -19,16 +19,13 @@ from megatron.optim.zero.partition import (
     ParamInit,
     ParamPartition,
     Piece,
-    buckets,
-    gather,
+    gather_all,
     partition_of,
 )
-from tds.gradients import Bucket, BucketOrder, Flight_flight, fly_flight, multiply
+from tds.gradients import WIDE, Bucket, BucketSchedule, GradientBucket, multiply
 
-# The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either.
-
-WIDE = (torch.float32, torch.float64)
-"""Types in which a parameter is its own master."""
+# The tensors that the inner optimizer updates: the parameters themselves, wider copies of them, or parts of either. A
+# parameter of 32 or 64 bits (``WIDE``) is its own master.
 
 
 class MainParams:
@@ -114,8 +111,7 @@ class MainParams:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
         away = self.homes if self._are_away else {}
         cuts = {parameter: cut for parameter, cut in self._cuts.items() if parameter not in away}
-        for bucket in buckets(Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()):
-            gather(bucket, self.data_group)
+        gather_all((Piece(p.detach(), self.of[p].detach(), cut) for p, cut in cuts.items()), self.data_group)
 
     @torch.no_grad()
     def from_parameters(self) -> None:
@@ -307,8 +303,8 @@ class EngineGradients:
 # ZeRO 0 and 1: whole gradients that are summed over the replicas while the last backward of a step runs.
 #
 # Up to the last micro-batch a gradient is added up where it lies, and nothing is sent. In the last backward each is
-# final as soon as it comes, and a bucket is on its way as soon as all of it has come (``megatron.optim.bucket_order``).
-# What the last micro-batch does not reach has the sum of the others, or zeros: its bucket goes last.
+# final as soon as it comes, and a bucket is on its way as soon as all of it has come (``BucketSchedule``). What the
+# last micro-batch does not reach has the sum of the others, or zeros: its bucket goes last.
 #
 # The sums are those of ``tds.reduce_gradients`` after the backward to the bit, in the same buckets; only their time
 # differs. What autograd adds to twice in one backward (a weight that several layers share, under reentrant recompute)
@@ -323,10 +319,10 @@ class OverlappedMainGradients(MainGradients):
     def __init__(self, masters: MainParams) -> None:
         super().__init__(masters)
         self._group = masters.data_group.handle
-        self._order = BucketOrder(self._group)
+        self._order = BucketSchedule(self._group)
         self._is_last = False
         self._final: set[torch.Tensor] = set()
-        self._flights: list[Flight_flight] = []
+        self._started: list[GradientBucket] = []
 
     def adopt(self, parameter: torch.nn.Parameter) -> None:
         super().adopt(parameter)
@@ -346,14 +342,14 @@ class OverlappedMainGradients(MainGradients):
         self._order.end()
 
     def finish(self, factor: float) -> None:
-        flights, self._flights = self._flights, []
-        for flight in flights:
-            flight.land(factor)
+        started, self._started = self._started, []
+        for bucket in started:
+            bucket.wait(factor)
 
     def clear(self) -> None:
-        for flight in self._flights:
-            flight.work.wait()
-        self._flights.clear()
+        for bucket in self._started:
+            bucket.work.wait()
+        self._started.clear()
         self._final.clear()
         self._is_last = False
         self._order.reset()
@@ -375,7 +371,8 @@ class OverlappedMainGradients(MainGradients):
 
     def _start(self, buckets: Iterable[Bucket]) -> None:
         with torch.no_grad():
-            self._flights += [fly_flight([self.of(p) for p in bucket], self._group) for bucket in buckets]
+            start = GradientBucket.start_all_reduce
+            self._started += [start([self.of(p) for p in bucket], self._group) for bucket in buckets]
 
 
 # Gradients of weights that each tensor rank has applied to its part of the sequence: the sum over the ranks.

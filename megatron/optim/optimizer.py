@@ -10,7 +10,7 @@ import torch
 
 from megatron.errors import NumericsError
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.shard import Shard, global_norm, is_counted_in_norm, shard_of
+from megatron.mpu.shard import Shard, global_norm, shard_of
 from megatron.optim.grad_scaler import GradScaler
 from megatron.optim.main_params import (
     EngineGradients,
@@ -23,7 +23,7 @@ from megatron.optim.main_params import (
 from megatron.optim.zero.partition import NOTHING, OffloadConfig, ParamInit
 from megatron.optim.zero.stage2 import PartitionedGradients
 from megatron.optim.zero.stage3 import ParamUnits
-from tds.gradients import clip_coefficient
+from tds.gradients import clip_coefficient, is_counted_in_norm
 
 # The state of a ``MixedPrecisionOptimizer`` in the form of torch's optimizers, which DeepSpeed's checkpoints hold.
 

@@ -18,13 +18,14 @@ from megatron.log import human_count, human_time
 from megatron.models import registry
 from megatron.models.common import memory as cost
 from megatron.mpu.mappings import all_reduce
-from megatron.mpu.shard import is_counted_in_norm, shard_of
+from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
 from megatron.training import device_setup
 from megatron.training.dry_run import is_known, layers_text, place_text, plan_rows, simulated_bubble, stage_memory
 from megatron.training.initialize import World
 from megatron.training.train_state import TrainState
 from megatron.training.train_step import StepResult
+from tds.gradients import is_counted_in_norm
 
 # The start table, the progress line and the end summary, as text.
 

@@ -17,7 +17,7 @@ from tds.engine.micro_batches import DataConsistency
 from tds.engine.optimizers import gradients_of
 from tds.engine.recompute import is_deepspeeds_reentrant
 from tds.engine.stage import SchedulePlan, Stage
-from tds.gradients import GradientSource, Reduction
+from tds.gradients import GradientReducer, GradientSource
 from tds.log import log_rank_0
 from tds.module import PipelineModule
 from tds.p2p import process_groups
@@ -207,7 +207,7 @@ def make_gradients(engine: EngineParts) -> GradientSource | None:
     return gradients_of(engine.optimizer, engine.zero_optimization_stage())
 
 
-def make_reduction(engine: EngineParts, gradients: GradientSource | None) -> Reduction | None:
+def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> GradientReducer | None:
     """Return the sums over replicas; None with one replica, or for an engine that only evaluates."""
     if gradients is None or engine.grid.data_parallel_size == 1:
         return None
@@ -217,7 +217,7 @@ def make_reduction(engine: EngineParts, gradients: GradientSource | None) -> Red
     tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
     every, group = list(module.parameters()), engine.grid.get_data_parallel_group()
     starts_early = overlaps_reduction(engine.pipeline_section)
-    return Reduction(every, chunks, tied, gradients, group, dtype=engine.sums_dtype, starts_early=starts_early)
+    return GradientReducer(every, chunks, tied, gradients, group, dtype=engine.sums_dtype, starts_early=starts_early)
 
 
 def make_stage(engine: EngineParts) -> Stage:

@@ -19,7 +19,15 @@ from tds.engine.micro_batches import BatchSource, training_loader
 from tds.engine.monitor import REDUCTION, STEP, EngineMonitor, StepReport
 from tds.engine.recompute import recomputes_reentrantly
 from tds.engine.stage import Call
-from tds.gradients import GradientSource, Reduction, clip, global_norm, is_counted, reduce_gradients, sum_tied
+from tds.gradients import (
+    GradientReducer,
+    GradientSource,
+    clip,
+    global_norm,
+    is_counted_in_norm,
+    reduce_gradients,
+    sum_tied,
+)
 from tds.log import log_rank_0
 from tds.loss import LossMeter, MeanLosses, read_with_norm
 from tds.p2p import boundary
@@ -35,7 +43,7 @@ def finish(
     engine: EngineParts,
     meter: LossMeter,
     gradients: GradientSource | None,
-    reduction: Reduction | None = None,
+    reducer: GradientReducer | None = None,
     source: BatchSource | None = None,
 ) -> torch.Tensor:
     """Reduce, step, and return the mean loss of the global batch; others go to ``engine.agg_additional_losses``.
@@ -45,13 +53,13 @@ def finish(
     the losses raise: nothing is in flight.
 
     Args:
-        reduction: sums over replicas, some of them under way; None to start and await them here.
+        reducer: sums over replicas, some of them under way; None to start and await them here.
         source: where the micro-batches came from; it may raise where ``on_loss`` may.
     """
     if gradients is None:
         raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
-    if reduction is not None:
-        reduction.start_rest()
+    if reducer is not None:
+        reducer.finish_launch()
     agreement = agree(engine, meter)
     if source is not None:
         source.read_ahead()
@@ -59,10 +67,10 @@ def finish(
     with collective_scope(engine.stage_id, doing), engine.report.part(REDUCTION):
         add_up_tied(engine, gradients)
         if gradients.are_multiplied_in_step:
-            add_up_replicas(engine, gradients, reduction, 1.0)
+            add_up_replicas(engine, gradients, reducer, 1.0)
             read_with_norm(engine.optimizer, agreement)
         else:
-            add_up_replicas(engine, gradients, reduction, agreement.factor)
+            add_up_replicas(engine, gradients, reducer, agreement.factor)
     with discarding_gradients_on_error(engine, gradients):
         if source is not None:
             source.end(meter.num_micro_batches)
@@ -80,10 +88,12 @@ def add_up_tied(engine: EngineParts, gradients: GradientSource) -> None:
     sum_tied(engine.module.get_tied_weights_and_groups(), gradients.of, engine.sums_dtype)
 
 
-def add_up_replicas(engine: EngineParts, gradients: GradientSource, reduction: Reduction | None, factor: float) -> None:
+def add_up_replicas(
+    engine: EngineParts, gradients: GradientSource, reducer: GradientReducer | None, factor: float
+) -> None:
     """Replace each gradient by the sum over the replicas times ``factor``; await what is under way. Collective."""
-    if reduction is not None:
-        reduction.finish(factor)
+    if reducer is not None:
+        reducer.finish(factor)
         return
     data_group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
     reduce_gradients([gradients.of(p) for p in trained(engine)], data_group, factor)
@@ -155,9 +165,9 @@ def clip_gradients(engine: EngineParts, gradients: GradientSource | None) -> Non
         return
     parameters = trained(engine)
     tensor_rank = engine.grid.get_slice_parallel_rank()
-    counted = [gradients.of(p) for p in parameters if is_counted(p, tensor_rank)]
+    counted = [gradients.of(p) for p in parameters if is_counted_in_norm(p, tensor_rank)]
     with collective_scope(engine.stage_id, "taking the norm of the gradients"):
-        norm = global_norm(counted, engine.grid.get_model_parallel_group(), engine.device)
+        norm = global_norm(counted, [engine.grid.get_model_parallel_group()], engine.device)
     clip([gradients.of(p) for p in parameters], norm, engine.gradient_clipping())
     engine.grad_norm = float(norm)
 
@@ -261,7 +271,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
         build.configure_recompute(self)
         self._plan = build.make_plan(self)
         self._gradients = build.make_gradients(self)
-        self._reduction = build.make_reduction(self, self._gradients)
+        self._reducer = build.make_reducer(self, self._gradients)
         self._trained_at_start = frozenset(trained(self))
         self._has_untaken_gradients = False
         self._stage = build.make_stage(self)
@@ -295,7 +305,7 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
             with discarding_gradients_on_error(self, self._gradients):
                 self._stage.run(self._plan.training(self.micro_batches), call)
             self._tell_what_is_split()
-            loss = finish(self, call.meter, self._gradients, call.reduction, call.source)
+            loss = finish(self, call.meter, self._gradients, call.reducer, call.source)
         self.micro_steps += self.micro_batches
         return loss
 
@@ -353,15 +363,15 @@ class PipelineEngine(LayerCheckpoints, DeepSpeedAttributes, BaseEngine):
 
     def _training_call(self) -> Call:
         refuse_unfrozen(self, self._gradients, self._trained_at_start)
-        if self._reduction is not None:
-            self._reduction.reset()
+        if self._reducer is not None:
+            self._reducer.reset()
         return Call(
             source=self._source(self.data_iterator),
             is_training=True,
             meter=self._meter(self.micro_batches),
             loss_fn=self.module.loss_fn,
             gradients=self._gradients,
-            reduction=self._reduction,
+            reducer=self._reducer,
             loss_scale=1.0 if self._gradients is None else self._gradients.loss_scale(),
             on_micro_batch=self.on_micro_batch,
             on_action=self.on_action,

@@ -17,7 +17,7 @@ from tds.engine.micro_batches import BatchSource, describe_structure, stage_inpu
 from tds.engine.monitor import BACKWARD, FORWARD, untimed
 from tds.engine.recompute import Recompute
 from tds.engine.weight_grad_store import WeightGradStore
-from tds.gradients import GradientSource, Reduction
+from tds.gradients import GradientReducer, GradientSource
 from tds.loss import NO_LOSS_FN, LossMeter, has_loss_function
 from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import (
@@ -115,7 +115,7 @@ def prove(order: Order, name: str, num_stages: int, num_micro_batches: int, num_
 class Call:
     """What a call needs and what it leaves.
 
-    ``reduction`` is None where there are no replicas to add up gradients over, or no gradients.
+    ``reducer`` is None where there are no replicas to add up gradients over, or no gradients.
     """
 
     source: BatchSource
@@ -123,7 +123,7 @@ class Call:
     meter: LossMeter
     loss_fn: Callable[[Any, Any], Any] | None
     gradients: GradientSource | None = None
-    reduction: Reduction | None = None
+    reducer: GradientReducer | None = None
     loss_scale: float = 1.0
     on_micro_batch: Callable[[int], None] | None = None
     on_action: Callable[[Action], None] | None = None
@@ -273,8 +273,8 @@ class Stage:
         """Run the whole backward of one micro-batch; send the gradients of what came in back."""
         with self._making_final(action, call):
             self._run_backward(action, call)
-        if call.reduction is not None and action in self._last:
-            call.reduction.chunk_ready(action.chunk)
+        if call.reducer is not None and action in self._last:
+            call.reducer.register_chunk_ready(action.chunk)
 
     def backward_input(self, action: Action, call: Call) -> None:
         """Run the backward of one micro-batch but for the weights of linear layers."""
@@ -283,16 +283,16 @@ class Stage:
     def backward_weight(self, action: Action, call: Call) -> None:
         """Compute the gradients of weights that ``backward_input`` put off."""
         gradients = _gradients(call)
-        reduction = call.reduction if action in self._last else None
-        starts_early = reduction is not None and gradients.come_in_hooks
-        if reduction is not None and starts_early:
-            reduction.chunk_ready(action.chunk, apart_from=self.splitter.waiting(_key(action)))
+        reducer = call.reducer if action in self._last else None
+        starts_early = reducer is not None and gradients.come_in_hooks
+        if reducer is not None and starts_early:
+            reducer.register_chunk_ready(action.chunk, apart_from=self.splitter.waiting(_key(action)))
         with call.part(BACKWARD):
             gradients.before_backward()
-            self.splitter.run(_key(action), reduction.ready if reduction is not None and starts_early else None)
+            self.splitter.run(_key(action), reducer.ready if reducer is not None and starts_early else None)
             gradients.after_backward()
-        if reduction is not None:
-            reduction.chunk_ready(action.chunk)
+        if reducer is not None:
+            reducer.register_chunk_ready(action.chunk)
 
     def _run_backward(self, action: Action, call: Call) -> None:
         incoming, outgoing = self._messages(action)
@@ -324,11 +324,11 @@ class Stage:
 
     def _making_final(self, action: Action, call: Call) -> AbstractContextManager[None]:
         """Let sums over the replicas start as the chunk's last backward makes gradients final."""
-        if call.reduction is None or action not in self._last or self.splits or call.recomputes_reentrantly:
+        if call.reducer is None or action not in self._last or self.splits or call.recomputes_reentrantly:
             return nullcontext()
         if not _gradients(call).come_in_hooks:
             return nullcontext()
-        return call.reduction.last_backward(action.chunk)
+        return call.reducer.last_backward(action.chunk)
 
     def _messages(self, action: Action) -> tuple[Message | None, Message | None]:
         place = self.index, self.num_stages, self.num_chunks

@@ -12,25 +12,32 @@ NORMS = (
         "tds/gradients.py",
         "    dtype = accurate_dtype(x.dtype)\n    if x.numel() < LARGE:",
         "    dtype = accurate_dtype(x.dtype)\n    if x.numel() >= 0:",
-        (f"{SQUARES}[megatron-(4000003,)-float32]",),
+        (f"{SQUARES}[(4000003,)-float32]",),
     ),
     Mutant(
         "the last numbers of a gradient are not in its norm",
         "tds/gradients.py",
         " + rest.double().square()",
         "",
-        (f"{SQUARES}[megatron-(66001,)-float32]",),
+        (f"{SQUARES}[(66001,)-float32]",),
     ),
     Mutant(
-        "the pipeline engine leaves the first numbers out of the norm",
+        "the norm is that of one rank",
         "tds/gradients.py",
-        " + torch.linalg.vector_norm(flat[:start], dtype=dtype).double().square()",
-        "",
-        (f"{SQUARES}[tds-(66001,)-float32]",),
+        "            dist.all_reduce(squared, group=group)\n",
+        "            pass\n",
+        (NORM,),
+    ),
+    Mutant(
+        "the pipeline engine's own norm is that of one rank",
+        "tds/engine/engine.py",
+        "global_norm(counted, [engine.grid.get_model_parallel_group()], engine.device)",
+        "global_norm(counted, [], engine.device)",
+        ("tests/tds/p2p/test_tensor_group.py::test_the_norm_counts_cut_and_whole_parameters_once_and_clips_by_it",),
     ),
     Mutant(
         "the norm counts tied weights twice",
-        "megatron/mpu/shard.py",
+        "tds/gradients.py",
         '    if getattr(parameter, "ds_pipe_replicated", False):\n        return False\n',
         "",
         (NORM,),
@@ -44,8 +51,8 @@ NORMS = (
     ),
     Mutant(
         "the norm counts what all tensor ranks hold on each",
-        "megatron/mpu/shard.py",
-        "    return tensor_rank == 0 or shard_of(parameter).is_partitioned\n",
+        "tds/gradients.py",
+        "    return tensor_rank == 0 or bool(is_partitioned)\n",
         "    return True\n",
         (NORM,),
     ),
@@ -59,11 +66,11 @@ NORMS = (
     Mutant(
         "each replica clips before the sum, in one stage",
         "megatron/optim/main_params.py",
-        "            self._flights += [",
+        "            self._started += [",
         "            buckets = list(buckets)\n"
         "            for own in (self.of(p) for bucket in buckets for p in bucket):\n"
         "                own.div_(own.norm().clamp(min=1e-3))\n"
-        "            self._flights += [",
+        "            self._started += [",
         (f"{LAYOUTS}::test_fp64_equals_one_process[1-1-2]",),
     ),
     Mutant(

@@ -42,14 +42,14 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "sums within the backward are not multiplied",
         FILE,
-        "            flight.land(factor)\n",
-        "            flight.land(1.0)\n",
+        "            bucket.wait(factor)\n",
+        "            bucket.wait(1.0)\n",
         (BITS,),
     ),
     Mutant(
         "sums of a backward that broke off come into the next step",
         FILE,
-        "        self._flights.clear()\n",
+        "        self._started.clear()\n",
         "        pass\n",
         (BROKEN,),
     ),
@@ -120,7 +120,7 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "a stage that puts weights off starts its sums behind all of them",
         "tds/engine/stage.py",
-        "reduction.ready if reduction is not None and starts_early else None)",
+        "reducer.ready if reducer is not None and starts_early else None)",
         "None)",
         (PUT_OFF,),
     ),
@@ -141,8 +141,22 @@ OVERLAPPED_GRADIENTS = (
     Mutant(
         "sums within the backward are cut into other buckets than those behind it",
         "tds/gradients.py",
-        "        if not found or size + num_bytes > limit:\n",
-        "        if not found or 2 * (size + num_bytes) > limit:\n",
+        "parameters, lambda p: p.numel()",
+        "parameters, lambda p: 2 * p.numel()",
         (FOUR,),
+    ),
+    Mutant(
+        "a bucket has one gradient more than the limit allows",
+        "tds/gradients.py",
+        "            if bucket and size + num_bytes(item) > limit:\n",
+        "            if bucket and size > limit:\n",
+        ("tests/tds/test_gradients.py::test_runs_are_as_long_as_the_bytes_on_the_way_allow",),
+    ),
+    Mutant(
+        "the factor on a sum of 16 bits is rounded to them",
+        "tds/gradients.py",
+        "    if isinstance(factor, torch.Tensor) or any(",
+        "    if isinstance(factor, torch.Tensor) or not all(",
+        ("tests/tds/test_gradients.py::test_a_factor_is_not_rounded_to_the_16_bits_of_a_gradient",),
     ),
 )

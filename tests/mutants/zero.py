@@ -94,8 +94,8 @@ ZERO_1 = (
     Mutant(
         "what is loaded is not gathered",
         "megatron/optim/main_params.py",
-        "        for bucket in buckets(",
-        "        for bucket in () if any(m.grad is None for m in self.of.values()) else buckets(",
+        "        gather_all((Piece(",
+        "        if not any(m.grad is None for m in self.of.values()):\n            gather_all((Piece(",
         (SAVED,),
     ),
     Mutant(

@@ -54,8 +54,8 @@ ZERO_PARTS = (
     Mutant(
         "sums still on their way are forgotten",
         "megatron/optim/zero/stage2.py",
-        "        self._sum(self._order.rest())\n        self._land()\n",
-        "        self._sum(self._order.rest())\n        self._flight = None\n",
+        "        self._sum(self._order.rest())\n        self._wait()\n",
+        "        self._sum(self._order.rest())\n        self._pending = None\n",
         (STEPS,),
     ),
     Mutant(

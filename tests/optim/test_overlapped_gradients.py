@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.groups import Grid, build_grid
 from megatron.mpu.topology import Topology
-from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer, main_params
+from megatron.optim import GradScaler, MixedPrecisionOptimizer, build_optimizer
 from tds import gradients
 from tests.harness import RankFailure, run_ranks
 from tests.optim.zero.parts import H, Model, loss_of, make, take_step, tokens_of
@@ -42,8 +42,7 @@ def pair(grid: Grid, stage: int = 0, gas: int = 1, **settings: Any) -> list[tupl
 def compare(rank: int, size: int, kinds: list[str]) -> dict[str, Any]:
     """Train both ways; return by kind what differs, and whether anything moved."""
     grid = build_grid(Topology.of_world(size, tensor=1, pipe=1), rank)
-    gradients.BUCKET_BYTES = gradients.BUCKET_BYTES = BYTES
-    gradients.reduce_gradients.__defaults__ = (1.0, BYTES)
+    gradients.BUCKET_BYTES = BYTES
     found = {}
     for kind in kinds:
         (plain, after), (module, within) = pair(grid, **KINDS[kind])
@@ -84,12 +83,12 @@ class Recorder:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: self.events.append(f"came {self.names[p]}"))
-        self.fly = main_params.fly_flight
-        main_params.fly_flight = self.flying  # type: ignore[assignment]
+        self.start = gradients.GradientBucket.start_all_reduce
+        gradients.GradientBucket.start_all_reduce = self.starting  # type: ignore[method-assign]
 
-    def flying(self, bucket: list[torch.Tensor], group: Any) -> Any:
+    def starting(self, bucket: list[torch.Tensor], group: Any) -> Any:
         self.events.append(f"sum {len(bucket)} {sum(g.numel() for g in bucket)}")
-        return self.fly(bucket, group)
+        return self.start(bucket, group)
 
 
 def record(rank: int, gas: int) -> list[list[str]]:
@@ -173,10 +172,10 @@ def broken_off(rank: int) -> bool:
     handle = module.words.weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(module, tokens_of(rank, 0, 0)).backward()
-    assert within._gradients._flights
+    assert within._gradients._started
     handle.remove()
     within.zero_grad()
-    assert not within._gradients._flights
+    assert not within._gradients._started
     for each, optimizer in zip((plain, module), optimizers, strict=True):
         take_step(each, optimizer, grid, 1)
     return all(torch.equal(p, q) for p, q in zip(plain.parameters(), module.parameters(), strict=True))

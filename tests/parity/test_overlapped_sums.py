@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron.optim import main_params
 from megatron.training.parity import Trace
 from tds import gradients
 from tds.engine import weight_grad_store
@@ -46,17 +45,14 @@ def watched(rank: int, argv: list[str], size: int, trace: Any) -> tuple[Trace, l
     within: list[bool] = []
     makes_weights = watch_weights()
 
-    def noting(fly: Any) -> Any:
-        def flying(*args: Any) -> Any:
-            within.append(gradients.is_running() or makes_weights())
-            return fly(*args)
+    start = gradients.GradientBucket.start_all_reduce
 
-        return flying
+    def noting(*args: Any) -> gradients.GradientBucket:
+        within.append(gradients.is_running() or makes_weights())
+        return start(*args)
 
-    main_params.fly_flight, gradients.fly = noting(main_params.fly_flight), noting(gradients.fly)
+    gradients.GradientBucket.start_all_reduce = noting  # type: ignore[method-assign]
     gradients.BUCKET_BYTES = BYTES
-    gradients.reduce_gradients.__defaults__ = (1.0, BYTES)  # type: ignore[attr-defined]
-    gradients.Reduction.__init__.__defaults__ = (BYTES, None, True)  # type: ignore[misc]
     return trace(rank, argv, size, STEPS, 0), within
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tds
-from tds.gradients import buckets, clip, global_norm, reduce_gradients, sum_tied
+from tds.gradients import GradientBucket, buckets, clip, global_norm, multiply, reduce_gradients, sum_tied
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine, preload_zero
 
@@ -57,7 +57,7 @@ def test_without_a_group_gradients_are_only_scaled() -> None:
 @given(st.lists(st.tuples(st.sampled_from([torch.float32, torch.float64]), st.integers(0, 9)), max_size=12))
 def test_buckets_hold_every_gradient_once_in_order(sizes: list[Any]) -> None:
     gradients = [torch.zeros(size, dtype=dtype) for dtype, size in sizes]
-    cut = list(buckets(gradients, 64))
+    cut = list(buckets(gradients, limit=64))
     held = [id(g) for bucket in cut for g in bucket]
     assert sorted(held) == sorted(id(g) for g in gradients if g.numel())
     for bucket in cut:
@@ -65,16 +65,106 @@ def test_buckets_hold_every_gradient_once_in_order(sizes: list[Any]) -> None:
         assert len(bucket) == 1 or sum(g.numel() * g.element_size() for g in bucket) <= 64
 
 
-def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(ValueError, match="sparse"):
-        list(buckets([torch.zeros(2, 2).to_sparse()], 64))
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=14), st.integers(1, 500), st.sampled_from([1, 2, 4]))
+def test_runs_are_as_long_as_the_bytes_on_the_way_allow(sizes: list[int], limit: int, width: int) -> None:
+    """A run ends where the next item would pass the limit, whatever the items are and however wide their sum is."""
+    found = list(buckets(sizes, lambda size: width * size, lambda _: torch.float32, limit))
+    assert [size for run in found for size in run] == [size for size in sizes if size]
+    for run, after in zip(found, [*found[1:], None], strict=False):
+        assert width * sum(run) <= limit or len(run) == 1
+        assert after is None or width * (sum(run) + after[0]) > limit
+
+
+def test_the_limit_is_that_of_now_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(4) for _ in range(4)]
+    assert len(list(buckets(tensors))) == 1
+    monkeypatch.setattr("tds.gradients.BUCKET_BYTES", 32)
+    assert [len(run) for run in buckets(tensors)] == [2, 2]
+
+
+def _refused_sparse(rank: int) -> int:
+    """Return how many sums had started when the last of three gradients was refused."""
+    started, start = [], GradientBucket.start_all_reduce
+    GradientBucket.start_all_reduce = lambda *args: started.append(start(*args))  # type: ignore[method-assign]
+    sparse = torch.eye(2).to_sparse()
+    with pytest.raises(ValueError, match="sparse gradients cannot be reduced"):
+        reduce_gradients([torch.ones(3), torch.ones(3).double(), sparse], dist.group.WORLD)
+    with pytest.raises(ValueError, match="sparse gradients cannot be reduced"):
+        start([sparse], dist.group.WORLD)
+    return len(started)
+
+
+def test_sparse_gradients_are_refused_ahead_of_the_first_sum() -> None:
+    assert run_ranks(2, _refused_sparse) == [0, 0]
+
+
+def test_sparse_gradients_of_one_replica_are_scaled() -> None:
+    sparse = torch.eye(2).to_sparse()
+    reduce_gradients([sparse], None, 0.3)
+    assert torch.equal(sparse.to_dense(), torch.eye(2) * 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_factor_is_not_rounded_to_the_16_bits_of_a_gradient(dtype: torch.dtype) -> None:
+    """torch's kernel for many tensors at once does that on a CPU: a factor of 1/3 would be off by 1e-3."""
+    made = torch.randn(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for factor in (1 / 3, 0.3, 1.0, torch.tensor(1 / 3, dtype=torch.float64)):
+        found = [made.clone(), made[:7].clone(), made.new_zeros(0)]
+        multiply(found, factor)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wanted = (made.to(wide) * torch.as_tensor(factor, dtype=wide)).to(dtype)
+        assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted[:7])
+
+
+def _sums(rank: int, size: int, dtype: torch.dtype, wide: torch.dtype | None) -> bool:
+    """Return whether each sum lies where its gradient does, rounded in the type in which it was taken."""
+    shapes, factor = ((3, 4), (7,), (), (33, 65), (0, 2)), 1 / 3
+
+    def made(of: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(of)
+        each = [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+        return [gradient.t() if gradient.dim() == 2 else gradient for gradient in each]
+
+    held = made(rank)
+    GradientBucket.start_all_reduce(held, dist.group.WORLD, wide).wait(factor)
+    alone = made(rank)[3].contiguous()
+    place = alone.data_ptr()
+    GradientBucket.start_all_reduce([alone], dist.group.WORLD, wide).wait(factor)
+    wanted = []
+    for of_ranks in zip(*map(made, range(size)), strict=True):
+        total = of_ranks[0].to(wide or dtype)
+        for gradient in of_ranks[1:]:
+            total = total + gradient.to(wide or dtype)
+        wanted.append(total.mul_(factor).to(dtype))
+    return all(map(torch.equal, held, wanted)) and torch.equal(alone, wanted[3]) and alone.data_ptr() == place
+
+
+@pytest.mark.parametrize("wide", [None, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_sum_comes_where_its_gradients_lie_to_the_bit(dtype: torch.dtype, wide: torch.dtype | None) -> None:
+    assert run_ranks(2, _sums, 2, dtype, wide) == [True, True]
 
 
 def test_norm_zero_and_huge_bound_leave_gradients_alone() -> None:
     for value, bound in ((0.0, 1.0), (3.0, float("inf"))):
         gradients = [torch.full((4,), value)]
-        clip(gradients, global_norm(gradients, None, torch.device("cpu")), bound)
+        clip(gradients, global_norm(gradients, [None]), bound)
         assert torch.equal(gradients[0], torch.full((4,), value))
+
+
+def test_clipping_brings_the_norm_to_the_bound_and_leaves_what_is_at_it() -> None:
+    for norm, bound, wanted in ((4.0, 1.0, 1.0), (4.0, 4.0, 4.0), (4.0, 0.0, 4.0), (4.0, 4.0 + 1e-7, 4.0)):
+        gradients = [torch.full((2,), norm / 2), torch.full((2,), norm / 2, dtype=torch.float64)]
+        clip(gradients, global_norm(gradients, []), bound)
+        assert abs(global_norm(gradients, []).item() - wanted) <= 1e-6 * wanted
+        assert wanted != norm or all(torch.equal(g, torch.full_like(g, norm / 2)) for g in gradients), "not touched"
+
+
+def test_a_norm_that_is_not_a_number_spreads_to_no_other_gradient() -> None:
+    gradients = [torch.ones(2), torch.tensor([torch.nan])]
+    clip(gradients, global_norm(gradients, []), 1.0)
+    assert torch.equal(gradients[0], torch.ones(2))
 
 
 def _refused(rank: int, extra: dict[str, Any]) -> str:

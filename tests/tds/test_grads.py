@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron.mpu.groups import build_grid
-from megatron.mpu.shard import Shard, global_norm, is_counted_in_norm, set_shard
+from megatron.mpu.shard import Shard, global_norm, set_shard, shard_of
 from megatron.mpu.topology import Topology
-from tds.gradients import clip_coefficient, square, square_of_norm
+from tds import gradients as tds_gradients
+from tds.gradients import clip_coefficient, is_counted_in_norm, square_of_norm
 from tests.harness import run_ranks
 from tests.mpu.whole import random
 
@@ -59,6 +60,45 @@ def test_two_replicas_do_not_add_up():
     assert all(abs(found - expected()) <= 1e-14 * expected() for found, _ in norm)
 
 
+def both_norms(rank):
+    grid = build_grid(Topology.of_world(4, tensor=2, pipe=2), rank)
+    mine = [random(rank, 5).float(), random(rank + 9, 70_001).float()]
+    groups = [grid.pipe.handle, None, grid.tensor.handle]
+    return (
+        global_norm(mine, model=grid.tensor, holders=grid.pipe).item(),
+        tds_gradients.global_norm(mine, groups).item(),
+        math.sqrt(
+            sum(
+                random(seed, n).float().double().square().sum()
+                for r in range(4)
+                for seed, n in ((r, 5), (r + 9, 70_001))
+            )
+        ),
+    )
+
+
+def test_the_norm_of_groups_of_ranks_is_that_of_their_process_groups():
+    found = run_ranks(4, both_norms)
+    assert len(set(found)) == 1
+    ours, theirs, wanted = found[0]
+    assert ours == theirs and abs(ours - wanted) <= 1e-7 * wanted
+
+
+@pytest.mark.parametrize("tensor_rank", [0, 1])
+@pytest.mark.parametrize("partition_dim", [None, 0, 1])
+def test_what_layers_mark_is_counted_as_the_shard_says(tensor_rank, partition_dim):
+    parameter = set_shard(torch.nn.Parameter(torch.zeros(4, 4)), Shard((8, 8), partition_dim, 0, 4))
+    assert is_counted_in_norm(parameter, tensor_rank) == (tensor_rank == 0 or shard_of(parameter).is_partitioned)
+
+
+@pytest.mark.parametrize("name", ["model_parallel", "tensor_model_parallel"])
+def test_what_a_script_of_megatron_marks_is_counted_on_all_ranks(name):
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    assert [is_counted_in_norm(parameter, rank) for rank in (0, 1)] == [True, False]
+    setattr(parameter, name, True)
+    assert [is_counted_in_norm(parameter, rank) for rank in (0, 1)] == [True, True]
+
+
 def test_a_norm_beyond_16_bits_is_finite():
     large = [torch.full((1000,), 60000.0, dtype=torch.float16)]
     assert global_norm(large).item() == pytest.approx(60000.0 * math.sqrt(1000), rel=1e-6)
@@ -77,11 +117,10 @@ def test_clipping_brings_a_large_norm_to_the_limit_and_leaves_a_small_one():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (65536,), (66001,), (700, 300), (4_000_003,)], ids=str)
-@pytest.mark.parametrize("function", [square_of_norm, square], ids=["megatron", "tds"])
-def test_squares_add_up_in_fp64_however_many_they_are(function, shape, dtype):
+def test_squares_add_up_in_fp64_however_many_they_are(shape, dtype):
     """One sum of fp32 over 4 million squares is off by 1.5e-4."""
     x = random(1, *shape).to(dtype)
     wanted = x.double().square().sum()
-    found = function(x)
+    found = square_of_norm(x)
     assert found.dtype == torch.float64 and found.shape == ()
     assert abs(found - wanted) <= 1e-6 * wanted

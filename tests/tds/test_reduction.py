@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tds
-from tds import gradients as reduction
 from tds.engine.optimizers import Gradients
-from tds.gradients import Reduction, reduce_gradients
+from tds.gradients import GradientBucket, GradientReducer, reduce_gradients
 from tds.pipe import LayerSpec, PipelineModule
 from tests.harness import run_ranks
 from tests.tds.toys import Dense, Toy, make_engine, preload_zero, train
@@ -42,9 +41,9 @@ def _chunks(model: nn.Sequential, num_chunks: int) -> list[list[nn.Parameter]]:
     return [list(model[i * size : (i + 1) * size].parameters()) for i in range(num_chunks)]
 
 
-def _sums(model: nn.Sequential, num_chunks: int = 1, tied: Sequence[nn.Parameter] = (), **more: Any) -> Reduction:
+def _sums(model: nn.Sequential, num_chunks: int = 1, tied: Sequence[nn.Parameter] = (), **more: Any) -> GradientReducer:
     gradients = Gradients(torch.optim.SGD(model.parameters(), lr=0.1))
-    return Reduction(model.parameters(), _chunks(model, num_chunks), tied, gradients, dist.group.WORLD, **more)
+    return GradientReducer(model.parameters(), _chunks(model, num_chunks), tied, gradients, dist.group.WORLD, **more)
 
 
 def _loss(model: nn.Module, rank: int) -> torch.Tensor:
@@ -63,26 +62,26 @@ def _reduce(
         model[skipped], plain[skipped] = Unused(), Unused()
     sums = _sums(model, num_chunks, [model[0].weight] if has_tied else [], bucket_bytes=80, starts_early=starts_early)
     started: list[int] = []
-    fly = reduction.fly
+    start = GradientBucket.start_all_reduce
 
     def counting(*args: Any) -> Any:
         counting.number += 1  # type: ignore[attr-defined]
-        return fly(*args)
+        return start(*args)
 
     counting.number = 0  # type: ignore[attr-defined]
-    reduction.fly = counting
+    GradientBucket.start_all_reduce = counting  # type: ignore[method-assign]
     try:
         for layer in model:
             layer.weight.register_post_accumulate_grad_hook(lambda _: started.append(counting.number))  # type: ignore[attr-defined]
         with sums.last_backward(0):
             _loss(model, rank).backward()
         for chunk in range(num_chunks):
-            sums.chunk_ready(chunk)
+            sums.register_chunk_ready(chunk)
         if not starts_early:
             started.append(counting.number)  # type: ignore[attr-defined]
         sums.finish(0.5)
     finally:
-        reduction.fly = fly
+        GradientBucket.start_all_reduce = start  # type: ignore[method-assign]
     _loss(plain, rank).backward()
     wanted = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()]
     reduce_gradients(wanted, dist.group.WORLD, 0.5)
@@ -119,7 +118,7 @@ def test_a_second_batch_starts_anew() -> None:
             model.zero_grad()
             with sums.last_backward(0):
                 _loss(model, rank).backward()
-            sums.chunk_ready(0)
+            sums.register_chunk_ready(0)
             sums.finish(1.0)
         wanted = sum(_gradient(r) for r in range(2))
         assert torch.allclose(model[0].weight.grad, wanted, atol=1e-6)
@@ -154,7 +153,7 @@ def test_the_json_says_in_which_type_gradients_travel() -> None:
 
 def _of_engine(rank: int) -> torch.dtype | None:
     engine = make_engine(Toy("chain", config={"communication_data_type": "fp32"}), 1)
-    return engine._reduction.dtype
+    return engine._reducer.dtype
 
 
 class Scaled(PipelineModule):

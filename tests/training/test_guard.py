@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from megatron.config import parse
 from megatron.errors import ConfigError
+from megatron.mpu import is_counted_in_norm
 from megatron.mpu.groups import build_grid
-from megatron.mpu.shard import is_counted_in_norm, set_partial
+from megatron.mpu.shard import set_partial
 from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.optim.grad_scaler import GradScaler

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_latest
+from megatron.mpu import is_counted_in_norm
 from megatron.mpu.groups import SINGLE
-from megatron.mpu.shard import is_counted_in_norm
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training import initialize
 from megatron.training.metrics import read_metrics

@@ -234,7 +234,7 @@ def kernel_numbers(length: int, size: int) -> int:
 # The first is there when the last backward has freed most activations: what counts is by how much it exceeds these.
 
 BUCKET_BYTES = 32 * 2**20
-"""``tds.gradients.BUCKET_BYTES``, and those of ``megatron.optim``."""
+"""``tds.gradients.BUCKET_BYTES``."""
 CUT_GRADIENTS = 2
 """The first stage of ZeRO that sums gradients within backward."""
 AHEAD = 3

@@ -14,6 +14,7 @@ from megatron import device
 from megatron.mpu.groups import Group
 from megatron.mpu.shard import Shard, shard_of
 from megatron.torch_compat import all_gather_single
+from tds.gradients import buckets
 
 # How ZeRO cuts a parameter over the replicas: which part of it each of them updates.
 #
@@ -83,10 +84,8 @@ def _even_bounds(number: int, parts: int) -> list[int]:
     return [0, *accumulate(each + (part < more) for part in range(parts))]
 
 
-# Bringing the parts that the replicas have updated to all of them, many parameters in one all-gather.
-
-BUCKET_BYTES = 32 * 2**20
-"""Of the parameters that travel together; a larger one travels alone. Twice as much is needed while they do."""
+# Bringing the parts that the replicas have updated to all of them, a bucket of parameters in one all-gather: twice as
+# much is needed meanwhile.
 
 
 @dataclass(frozen=True)
@@ -116,20 +115,14 @@ class Piece:
             yield parts, slots[first : first + number, : parts[0].numel()].view(parts.shape)
 
 
-def buckets(pieces: Iterable[Piece], bucket_bytes: int | None = None) -> Iterator[list[Piece]]:
-    """Yield runs of ``pieces`` whose parameters have at most so many bytes together, or one parameter."""
-    limit = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    bucket: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        num_bytes = piece.parameter.numel() * piece.parameter.element_size()
-        if bucket and size + num_bytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(piece)
-        size += num_bytes
-    if bucket:
-        yield bucket
+def gather_all(pieces: Iterable[Piece], group: Group) -> None:
+    """Round every replica's masters into the parameters of all, bucket by bucket. Collective over ``group``.
+
+    Args:
+        pieces: of parameters on one device, the same in the same order on every replica.
+    """
+    for bucket in buckets(pieces, lambda piece: piece.parameter.nbytes, lambda piece: piece.parameter.dtype):
+        gather(bucket, group)
 
 
 def gather(bucket: Sequence[Piece], group: Group) -> None:

@@ -14,7 +14,7 @@ from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.main_params import MainParams
 from megatron.optim.zero.partition import ParamPartition
 from megatron.torch_compat import reduce_scatter_single
-from tds.gradients import Bucket, BucketOrder, accurate_dtype, multiply
+from tds.gradients import Bucket, BucketSchedule, accurate_dtype, multiply
 
 # Sums of gradients over the replicas of which each replica keeps its parts.
 #
@@ -151,8 +151,8 @@ def _in_slots(shares: Sequence[GradientShard], replicas: int) -> torch.Tensor:
 # is what this stage is there to avoid. With one micro-batch a step the sums are those of ZeRO 0 to the bit where the
 # replicas' sums are (``megatron.optim.owners``); with several the additions come in another order.
 #
-# Buckets are those in which ZeRO 0 sums, and all replicas sum them in one order (``megatron.optim.bucket_order``); what
-# backward does not reach is summed at its end, with zeros for what is missing.
+# Buckets are those in which ZeRO 0 sums, and all replicas sum them in one order (``BucketSchedule``); what backward
+# does not reach is summed at its end, with zeros for what is missing.
 #
 # Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.2.
 
@@ -167,8 +167,8 @@ class PartitionedGradients:
         self.holders = masters.data_group
         self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._arrived: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._order = BucketOrder(self.holders.handle)
-        self._flight: Sum | None = None
+        self._order = BucketSchedule(self.holders.handle)
+        self._pending: Sum | None = None
 
     def adopt(self, parameter: torch.nn.Parameter) -> None:
         parameter.register_post_accumulate_grad_hook(self._take)
@@ -196,7 +196,7 @@ class PartitionedGradients:
     def end_micro_batch(self) -> None:
         """Sum what is left, and have all sums here. Collective over the replicas."""
         self._sum(self._order.rest())
-        self._land()
+        self._wait()
         self._order.end()
 
     def finish(self, factor: float) -> None:
@@ -204,7 +204,7 @@ class PartitionedGradients:
 
     def clear(self) -> None:
         """Forget all gradients, those of a backward that broke off too."""
-        self._land()
+        self._wait()
         self._parts.clear()
         self._arrived.clear()
         self._order.reset()
@@ -226,16 +226,16 @@ class PartitionedGradients:
     def _sum(self, buckets: Iterable[Bucket]) -> None:
         """Let ``buckets`` be summed; before each the one ahead of it is here."""
         for bucket in buckets:
-            self._land()
+            self._wait()
             shares = [GradientShard(self._arrived.pop(p, None), p, self._masters.cut(p)) for p in bucket]
-            self._flight = Sum(shares, self.holders)
+            self._pending = Sum(shares, self.holders)
 
-    def _land(self) -> None:
+    def _wait(self) -> None:
         """Wait for the sum that is on its way, and keep this replica's parts of it."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        for parameter, part in flight.parts():
+        for parameter, part in pending.parts():
             if parameter in self._parts:
                 self._parts[parameter].add_(part)
             else:

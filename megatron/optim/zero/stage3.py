@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron import device, log
 from megatron.errors import ConfigError
 from megatron.mpu.groups import Group
-from megatron.optim.zero.partition import Piece, buckets, gather
+from megatron.optim.zero.partition import Piece, gather_all
 from megatron.torch_compat import all_gather_single
 from tds import gradients
 
@@ -214,8 +214,7 @@ class Unit:
         self.is_here = True
         for whole in self._whole.values():
             whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-        for bucket in buckets(self._pieces):
-            gather(bucket, self._group)
+        gather_all(self._pieces, self._group)
         for parameter, whole in self._whole.items():
             parameter.data = whole
 

@@ -14,9 +14,9 @@ from megatron.checkpoint import named_parameters
 from megatron.models.common.transformer import MLP
 from megatron.models.t5 import pipeline
 from megatron.models.t5.model import T5Model
+from megatron.mpu import is_counted_in_norm
 from megatron.mpu.groups import build_grid
 from megatron.mpu.random import DropoutStreams
-from megatron.mpu.shard import is_counted_in_norm
 from megatron.mpu.topology import Topology
 from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import Kind

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.optim.zero.partition import Piece, buckets, partition_of
+from megatron.optim.zero.partition import Piece, partition_of
+from tds.gradients import buckets
 from tests.optim.zero.test_cuts import parameters, parts_of
 
 
@@ -28,7 +29,7 @@ def test_every_part_comes_to_its_place_in_copies_as_few_as_lengths(like, replica
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 400))
 def test_buckets_keep_the_order_and_the_limit(sizes, limit):
     pieces = [Piece(torch.zeros(size), torch.empty(0), partition_of(torch.zeros(size), 2)) for size in sizes]
-    found = list(buckets(pieces, limit))
+    found = list(buckets(pieces, lambda piece: piece.parameter.nbytes, lambda piece: piece.parameter.dtype, limit))
     assert [piece for bucket in found for piece in bucket] == pieces
     weights = [[piece.parameter.nbytes for piece in bucket] for bucket in found]
     assert all(sum(own) <= limit or len(own) == 1 for own in weights)

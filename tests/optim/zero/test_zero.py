@@ -13,9 +13,9 @@ from megatron.mpu.groups import SINGLE, Group, build_grid
 from megatron.mpu.shard import shard_of
 from megatron.mpu.topology import Topology
 from megatron.optim import GradScaler, build_optimizer
-from megatron.optim.zero import partition
 from megatron.torch_compat import name_of
 from megatron.training.train_state import make_moments
+from tds import gradients
 from tests.harness import run_ranks
 from tests.optim.zero.weights import Weights, bits, optimizer_of, take_step
 
@@ -80,7 +80,7 @@ def with_small_buckets(rank: int, size: int) -> tuple[list[int], bool]:
     setattr(dist, name, counting)
     results = []
     for limit in (2**25, 2000, 1):
-        partition.BUCKET_BYTES = limit
+        gradients.BUCKET_BYTES = limit
         module = Weights(grid)
         take_step(module, optimizer_of(module, grid, 1), grid, 0)
         results.append(bits(module))

@@ -16,7 +16,7 @@ from megatron.mpu.topology import Topology
 from megatron.optim import MixedPrecisionOptimizer, OffloadConfig, build_optimizer
 from megatron.optim.zero.stage3 import GatherOrder, layers_of
 from megatron.training.train_step import FiniteLossCheck, LossError
-from tds import gradients as bucket_order
+from tds import gradients
 from tests.harness import fork_ranks, run_ranks
 
 H, LAYERS = 64, 8
@@ -54,7 +54,7 @@ def cut(module: nn.Module, stage: int, rank: int, size: int = 2) -> MixedPrecisi
 
 def most_held(rank: int, spare: str, stage: int) -> list[tuple[int, int]]:
     """Return for two steps the most bytes in backward of gradients that wait for their sum, and of gathered weights."""
-    bucket_order.BUCKET_BYTES = 4 * H * H
+    gradients.BUCKET_BYTES = 4 * H * H
     module = Plain(spare)
     optimizer = cut(module, stage, rank)
     waiting: list[int] = []
@@ -90,7 +90,7 @@ def test_weights_without_gradients_hold_nothing_up_from_the_first_micro_batch_on
 
 def one_that_comes_late(rank: int) -> tuple[list[bool], list[list[tuple[int, ...]]]]:
     """Train with a weight that a replica leaves out of one step; return whether gradients are right, and the order."""
-    bucket_order.BUCKET_BYTES = 1
+    gradients.BUCKET_BYTES = 1
     module = Plain()
     optimizer = cut(module, 2, rank)
     same = []

@@ -19,8 +19,7 @@ from megatron.optim.zero import stage2
 from megatron.optim.zero.partition import partition_of
 from megatron.optim.zero.stage3 import layers_of
 from megatron.training import setup
-from tds import gradients as bucket_order
-from tds.gradients import buckets as tds_buckets
+from tds import gradients
 from tests.harness import RankFailure, run_ranks
 from tests.optim.zero.parts import Model, alone, loss_of, make, take_step, tokens_of, whole_weights
 
@@ -81,12 +80,12 @@ def compare_stages(rank: int, size: int, gas: int, kinds: list[str]) -> dict[str
 
 
 def test_steps_of_one_micro_batch_leave_the_bits_of_stage_0_in_every_precision() -> None:
-    bucket_order.BUCKET_BYTES, kept = 3000, bucket_order.BUCKET_BYTES
+    gradients.BUCKET_BYTES, kept = 3000, gradients.BUCKET_BYTES
     try:
         for found in run_ranks(2, compare_stages, 2, 1, list(KINDS)):
             assert found == {kind: (set(), True, kind == "fp16", 1) for kind in KINDS}
     finally:
-        bucket_order.BUCKET_BYTES = kept
+        gradients.BUCKET_BYTES = kept
 
 
 @pytest.mark.slow
@@ -169,11 +168,15 @@ def test_single_numbers_do_not_drift_apart_where_a_reduce_scatter_adds_in_orders
     assert run_ranks(4, in_a_ring) == [[True] * 4] * 4
 
 
-def test_buckets_are_those_in_which_stage_0_sums() -> None:
+def test_buckets_are_those_in_which_stage_0_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((40, 3), (7,), (0, 4), (100,), (2, 2), (), (30, 9))]
     for limit in (1, 500, 900, 2**20):
-        theirs = [[id(p) for p in bucket] for bucket in tds_buckets(parameters, limit)]
-        assert [[id(p) for p in bucket] for bucket in bucket_order.buckets_bucket_order(parameters, limit)] == theirs
+        monkeypatch.setattr(gradients, "BUCKET_BYTES", limit)
+        theirs = [[id(p) for p in bucket] for bucket in gradients.buckets(parameters)]
+        order = gradients.BucketSchedule(None)
+        for parameter in parameters:
+            order.adopt(parameter)
+        assert sorted([id(p) for p in bucket] for bucket in order._in_order()) == sorted(theirs)
 
 
 def held_in_backward(rank: int) -> tuple[list[int], list[int], int]:
@@ -207,8 +210,8 @@ def test_gradients_and_weights_are_held_in_parts_and_gathered_by_the_layer() -> 
     numbers = sum(p.numel() for p in Model().parameters() if p.requires_grad and p.dim())
     layer = sum(p.numel() for name, p in Model().layers[0].named_parameters() if p.dim() and "shared" not in name)
     rest = numbers - 2 * layer
-    for gradients, weights, between in run_ranks(2, held_in_backward):
-        whole, *parts = gradients
+    for held, weights, between in run_ranks(2, held_in_backward):
+        whole, *parts = held
         assert whole == 4 * numbers
         assert all(abs(part - 2 * numbers) <= 4 * 16 * 4 for part in parts), "vectors of 16 that do not halve"
         passes = [2 * (rest + layer), 2 * rest, 0]  # in the layer, after forward, after backward

@@ -12,8 +12,8 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineError
 
 import tds
-from tds import gradients as reduction
 from tds.engine.micro_batches import DataEnded
+from tds.gradients import GradientBucket
 from tds.module import PartitionError
 from tds.p2p.boundary import BoundaryError
 from tds.pipe import PipelineModule
@@ -80,7 +80,7 @@ def test_a_dead_peer_is_named_with_action_and_micro_batch() -> None:
 def _die_between(rank: int, toy: Toy) -> None:
     engine = make_engine(toy, 1)
     if rank == 1:
-        reduction.fly = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        GradientBucket.start_all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     engine.train_batch(iter(toy.batches()))
 
 
