@@ -148,12 +148,12 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, (tuple, list)):
-        return _tuple_like(value, [to_device(each, device) for each in value])
+        return tuple_like(value, [to_device(each, device) for each in value])
     if isinstance(value, dict):
         return {key: to_device(each, device) for key, each in value.items()}
     return value
 
 
-def _tuple_like(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> tuple[Any, ...]:
+def tuple_like(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> tuple[Any, ...]:
     """Return ``parts`` in a tuple, or a namedtuple if ``value`` is one."""
     return type(value)(*parts) if isinstance(value, tuple) and hasattr(value, "_fields") else tuple(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -51,3 +52,23 @@ def test_a_former_package_is_an_attribute_of_megatron_too() -> None:
     assert megatron.model is sys.modules["megatron.model"]
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         getattr(megatron.model, "Nothing")  # noqa: B009 - mypy would know
+
+
+PLACE = re.compile(r"(?<![\w./])((?:megatron|tds)(?:\.[A-Za-z_]\w*)+)")
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+ELSEWHERE = {"tds.X", "tds.ops.adam", "tds.ops", "megatron.fp16.loss_scaler", "megatron.optimizer.grad_scaler"}
+"""DeepSpeed's by our name, and Megatron-LM's."""
+
+
+def test_what_a_comment_or_docstring_names_is_there() -> None:
+    missing = []
+    for path in FILES:
+        if path.name == "deprecated_paths.py":
+            continue
+        for name in PLACE.findall(path.read_text(encoding="utf-8")):
+            known = next(n for n in (name.rsplit(".", k)[0] for k in range(name.count(".") + 1)) if n in MODULES)
+            rest = name.removeprefix(known).lstrip(".").partition(".")[0]
+            text = MODULES[known].read_text(encoding="utf-8")
+            if rest not in ("", "py") and not re.search(rf"\b{rest}\b", text) and name not in ELSEWHERE:
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert missing == []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 # Refused flags of Megatron-LM and Megatron-DeepSpeed of which several have one reason, under that reason.
 #
-# A reason says why there is no such flag and what to use instead. Flags with reasons of their own are in
-# flags_table.py.
+# A reason says why there is no such flag and what to use instead. Flags with reasons of their own are in ``REFUSED``.
 
 GROUPS = {
     # the model

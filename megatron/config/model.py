@@ -141,7 +141,7 @@ class FamilyConfig:
     anyway, and its own ``elsewhere`` is said where none stands here.
     """
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Flag of Megatron-LM -> what this family says in place of the reason in ``flags_table.REFUSED``."""
+    """Flag of Megatron-LM -> what this family says in place of the reason in ``megatron_flags.REFUSED``."""
     IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Own fields that two runs must share for one's weights to fit the other."""
     REFITTED: ClassVar[tuple[str, ...]] = ()
@@ -291,7 +291,8 @@ class ModelFamily:
 # | ... for each micro-batch that waits for its backward | 4 n | 4 h | n = h |
 #
 # Where ``n > c + h`` chunks hold less in each of these, and it is the rule. It leaves out the gradient of the hidden
-# states, n h numbers on every rank, which counts where v/t is no more than a few h. ``megatron.cost.loss`` has all.
+# states, n h numbers on every rank, which counts where v/t is no more than a few h; the
+# estimate of memory (``megatron.models.common.decoder_cost``) has all.
 
 WHOLE = 0
 """What ``tokens_at_once`` returns where the logits of all tokens are made together and kept for backward."""

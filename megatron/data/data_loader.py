@@ -271,9 +271,9 @@ def _become_reader(parent: int, number: int) -> None:
 
 # The micro-batches of one data-parallel replica, in an order that does not depend on the layout.
 #
-# A step that begins after c samples takes the samples c ... c + B - 1, where B = b m d is a function of c alone
-# (``megatron.rampup``: constant, or growing); replica r takes the contiguous part r m b ... (r + 1) m b - 1 of them,
-# micro-batch after micro-batch. So "samples consumed" is all that there is to resume, with any b, m, d.
+# A step that begins after c samples takes the samples c ... c + B - 1, where B = b m d is a function of c alone,
+# constant or growing (``megatron.config.batch``); replica r takes the contiguous part r m b ... (r + 1) m b - 1 of
+# them, micro-batch after micro-batch. So "samples consumed" is all that there is to resume, with any b, m, d.
 #
 # A data set that has a length starts anew at its end: sample i of the run is its item i % len. One without a length, as
 # ``GPTDataset``, has an item for any index.

@@ -9,9 +9,7 @@ import torch
 
 from megatron.errors import DataError, NumericsError
 from megatron.generate.sampling import NONE, Choose, Sampling, keys_of, make_sampler
-from megatron.models.common.generation import DecoderReader, ModelStage, Rows, stage_of, tokens_to_all_stages
-from megatron.models.common.generation import Rows as Rows_generation
-from megatron.models.common.generation import filled_up as filled_up_generation
+from megatron.models.common.generation import DecoderReader, ModelStage, Rows, filled_up, stage_of, tokens_to_all_stages
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.registry import load
 from megatron.models.t5.generate import T5Reader
@@ -97,7 +95,7 @@ OnToken = Callable[[int, int], Any]
 def generate(
     part: ModelStage,
     read: Any,
-    starts: Rows_generation,
+    starts: Rows,
     *,
     limits: Sequence[int],
     eos_id: int | None,
@@ -117,7 +115,7 @@ def generate(
     """
     new: list[list[int]] = [[] for _ in starts]
     rows = list(range(len(starts)))
-    tokens, last = filled_up_generation(starts)
+    tokens, last = filled_up(starts)
     positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     for step in range(max(limits)):
         logits = read.read(tokens, positions, last)

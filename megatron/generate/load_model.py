@@ -17,7 +17,6 @@ from megatron.models import registry
 from megatron.models.common.generation import ModelStage
 from megatron.models.common.language_model import Head
 from megatron.models.common.model_args import ModelArgs, ParallelContext
-from megatron.models.registry import load as load_stage_model
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import RelativeBias, T5DecoderLayer, T5Embedding, T5EncoderLayer, make_final_norm
@@ -52,7 +51,7 @@ class StageModel(nn.Module):
             self._build_decoder(sizes, place, numbers)
 
     def _build_decoder(self, sizes: ModelArgs, place: ParallelContext, numbers: range) -> None:
-        norm, parts = sizes.num_layers + 1, load_stage_model(sizes.family, "model").GENERATION
+        norm, parts = sizes.num_layers + 1, registry.load(sizes.family, "model").GENERATION
         self._add_tables(sizes, place, numbers, embeddings=(0,), head=norm + 1)
         layers = {n: parts.layer(sizes, place, n - 1) for n in numbers if 0 < n < norm}
         self.layers = nn.ModuleDict({str(n - 1): layer for n, layer in layers.items()})
@@ -99,7 +98,7 @@ class StageModel(nn.Module):
         tied = [head] if has_head and not sizes.untie_embeddings else []
         if own or tied:
             is_t5 = isinstance(sizes, T5ModelArgs)
-            whole: Any = T5Embedding if is_t5 else load_stage_model(sizes.family, "model").GENERATION.embedding
+            whole: Any = T5Embedding if is_t5 else registry.load(sizes.family, "model").GENERATION.embedding
             kind = whole if own else WordTable
             self.embedding = kind(sizes, place)
             self.units.update(dict.fromkeys((*own, *tied), self.embedding))

@@ -57,7 +57,7 @@ class Exit:
     hint: str = ""
     """What may be behind it; the launcher alone says it."""
     state: str = ""
-    """Whether its run had ended, and whether it has said that the others wait for it: see position.py."""
+    """Whether its run had ended, and whether it has said that the others wait for it (training/failure.py)."""
 
     @property
     def weight(self) -> int:

@@ -92,13 +92,14 @@ _in_every_row.register_autograd(_gradient)
 #
 # What comes out is to the bit what the same products give one after another. On GPUs kernels start in the order of
 # their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: set it without a pipeline. With one
-# receives are posted ahead and would hold up what comes after them: ``megatron.training.world`` asks for many queues.
-# The sums are the same then and may start later.
+# receives are posted ahead and would hold up what comes after them: ``megatron.training.initialize`` asks for many
+# queues. The sums are the same then and may start later.
 #
-# A schedule that puts the gradients of weights off (``tds.split``) does so by swapping ``torch.nn.functional.linear``.
-# There is no product then to hide a message behind, and it must see the call: the plain functions run, one after
-# another. So they do in a compiled layer, whose compiler orders them itself. With the sequence cut their graph keeps
-# the joined input, s b h numbers in place of s b h / t, for attention and for the feed-forward half.
+# A schedule that puts the gradients of weights off (``tds.engine.weight_grad_store``) does so by swapping
+# ``torch.nn.functional.linear``. There is no product then to hide a message behind, and it must see the call: the plain
+# functions run, one after another. So they do in a compiled layer, whose compiler orders them itself. With the sequence
+# cut their graph keeps the joined input, s b h numbers in place of s b h / t, for attention and for the feed-forward
+# half.
 #
 # Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 
@@ -182,8 +183,8 @@ def _start_sum(ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights:
 
 # Linear layers and the embedding, cut over a tensor-parallel group that they take as an argument.
 #
-# Weights start as zeros and unset; ``megatron.model.init`` fills them from a counter keyed by seed and name, so that
-# every layout starts from the same numbers.
+# Weights start as zeros and unset; ``megatron.models.common.parameters`` fills them from a counter keyed by seed and
+# name, so that every layout starts from the same numbers.
 
 
 def divide(name: str, size: int, group: Group) -> int:

@@ -21,7 +21,7 @@ from megatron.mpu.groups import SINGLE, Group
 #
 # A mask is a function of (seed, step, micro-batch, data rank, layer, site) and, where the tensor is cut over the
 # tensor-parallel group, of the tensor rank. So it is equal on all ranks that hold the same activation, different
-# everywhere else, and a resumed or recomputed step draws the very same masks. ``megatron.mpu.counted`` has masks that
+# everywhere else, and a resumed or recomputed step draws the very same masks. ``PhiloxDropout`` has masks that
 # do not depend on the layout either.
 
 

@@ -381,7 +381,7 @@ class OverlappedMainGradients(MainGradients):
 # every tensor rank. With --sequence-parallel each sees a part of the positions there, and its gradient is a summand.
 # They are added up once a step, behind the sums over micro-batches, replicas and tied copies, in the type of those, in
 # one message: a copy of a few vectors for each layer, a table of positions [max_positions, h], BERT's transform [h, h].
-# The copy is there when the activations are not, and ``megatron.cost`` leaves it out.
+# The copy is there when the activations are not, and ``megatron.models.common.memory`` leaves it out.
 #
 # Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 

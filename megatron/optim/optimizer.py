@@ -91,7 +91,7 @@ def _beside(master: torch.Tensor, key: str, value: Any) -> Any:
 # One optimizer step in fp32, fp64, bf16 or fp16: master weights, overflow, norm, clipping, update.
 #
 # Both engines call ``step()`` with gradients that are reduced over the data-parallel replicas already, by the engine
-# or, from ZeRO 2 on, by ``megatron.optim.gradient_parts``.
+# or, from ZeRO 2 on, by ``megatron.optim.zero.stage2``.
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):

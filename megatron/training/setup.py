@@ -32,8 +32,8 @@ from tds.module import PartitionError
 
 # Building a model for ZeRO 3, which cuts each weight as soon as it has its values: nobody ever holds the whole model.
 #
-# The host makes modules whose weights have no memory yet (``megatron.mpu.unset``). The optimizer takes them one by one
-# (``megatron.optim.arrival``): a weight is filled on the host, its parts go to the device, and its memory goes back. So
+# The host makes modules whose weights have no memory yet (``megatron.mpu.shard``). The optimizer takes them one by one
+# (``ParamInit``): a weight is filled on the host, its parts go to the device, and its memory goes back. So
 # a rank's host holds one weight at a time, beside what modules have filled themselves, and its device the parts.
 #
 # Weights that a module fills itself, biases and norms among them, are those of the first replica, as DeepSpeed has it;

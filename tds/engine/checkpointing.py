@@ -29,7 +29,6 @@ from tds.deepspeed_api import (
     weight_named,
 )
 from tds.module import layer_numbers
-from tds.module import layer_numbers as layer_numbers_module
 from tds.shared_layers import sharing_layers
 from tds.torch_api import has_rates
 
@@ -111,14 +110,14 @@ def tied_path(module: Any, folder: str, local_index: int) -> str:
 
 def _shared_here(module: Any) -> dict[str, list[int]]:
     """Return the numbers of the layers in the whole model that share each module, for those that this stage holds."""
-    own = set(layer_numbers_module(module))
+    own = set(layer_numbers(module))
     return {key: layers for key, layers in sharing_layers(layer_specs(module)).items() if own & set(layers)}
 
 
 def _only_as_functions(module: Any) -> dict[str, int]:
     """Return the local index of the first layer of each tied module that is no layer itself on this stage."""
     found: dict[str, int] = {}
-    for index, number in enumerate(layer_numbers_module(module)):
+    for index, number in enumerate(layer_numbers(module)):
         spec = layer_specs(module)[number]
         if isinstance(spec, TiedLayerSpec):
             found.setdefault(spec.key, index)
@@ -260,7 +259,7 @@ def _named(error: pickle.UnpicklingError) -> str:
 
 # save_checkpoint and load_checkpoint in DeepSpeed's own directory layout.
 #
-# Weights lie in one file for each layer (layer_files.py), so any number of stages and chunks loads them. Optimizer
+# Weights lie in one file for each layer (below), so any number of stages and chunks loads them. Optimizer
 # states lie in one file for each stage and are loaded only where every rank holds the layers that it held then.
 
 _log = logging.getLogger("tds")

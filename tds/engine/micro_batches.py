@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tds.deepspeed_api import RepeatingLoader
-from tds.device import _tuple_like
+from tds.device import tuple_like
 from tds.p2p.boundary import entered
 from tds.p2p.communicator import collective_scope
 
@@ -447,7 +447,7 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
             copy = value.detach().to(device, copy=True)
             return entered([copy])[0][0] if needs_grad and copy.is_floating_point() else copy
         if isinstance(value, (tuple, list)):
-            return _tuple_like(value, [copied(each, f"{path}[{place}]") for place, each in enumerate(value)])
+            return tuple_like(value, [copied(each, f"{path}[{place}]") for place, each in enumerate(value)])
         if isinstance(value, Mapping):
             return {key: copied(each, f"{path}[{key!r}]") for key, each in value.items()}
         raise refuse_input(value, path, inputs)

@@ -25,12 +25,12 @@ from tds.layer_profiler import LayerCost, name_of_layer
 from tds.log import log_rank_0
 from tds.loss import MeanLosses
 from tds.p2p.communicator import collective_scope
-from tds.plot import _log as _log_plot
 from tds.plot import draw
 from tds.timers import BubbleTimer, Recorder, Row, Work, clock_for, offset_to_wall_ns
-from tds.timers import Row as Row_timers
 from tds.watchdog import watchdog
 from tds.watchdog.alarm import own_store
+
+_log = logging.getLogger("tds")
 
 # Which steps of a run are traced, and the picture at its end: within a step it would keep the other ranks waiting.
 
@@ -103,7 +103,7 @@ class Tracing:
     def _give_up(self, error: OSError) -> None:
         """Trace no more. No run ends for a trace."""
         rank, told = dist.get_rank() if dist.is_initialized() else 0, f"{type(error).__name__}: {error}"
-        _log_plot.warning("rank %d goes on without a trace, which cannot be written (%s)", rank, told)
+        _log.warning("rank %d goes on without a trace, which cannot be written (%s)", rank, told)
         self._left, self._file = 0, None
 
 
@@ -209,7 +209,6 @@ def _write_events(engine: EngineParts, values: dict[str, float]) -> None:
 
 # The table of stages that rank 0 writes once: which layers lie where, and what they cost.
 
-_log = logging.getLogger("tds")
 MEBI = 2**20
 
 
@@ -295,7 +294,7 @@ def _gathered(
     return [[(int(number), int(size)) for number, size in each.tolist()] for each in every]
 
 
-def bubble_of(stages: Sequence[Sequence[Row_timers]]) -> float | None:
+def bubble_of(stages: Sequence[Sequence[Row]]) -> float | None:
     """Return the share of idle time over all stages and steps; None without a step."""
     idle_ns = total_ns = 0
     for rows in zip(*stages, strict=True):
@@ -306,7 +305,7 @@ def bubble_of(stages: Sequence[Sequence[Row_timers]]) -> float | None:
     return idle_ns / total_ns if total_ns else None
 
 
-def gathered_bubble(rows: Sequence[Row_timers], stage: int, group: Any, device: torch.device) -> float | None:
+def gathered_bubble(rows: Sequence[Row], stage: int, group: Any, device: torch.device) -> float | None:
     """Return the bubble of the steps whose ``rows`` each stage brings. Collective over the pipeline's ``group``."""
     if dist.get_world_size(group) == 1:
         return bubble_of([rows])

@@ -163,7 +163,7 @@ def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Ten
 # Weights of a Hugging Face folder read straight into the parts that a rank holds, whatever the layout.
 #
 # A rank opens the files, reads the blocks of rows or columns that its parts are made of, and holds no more than its
-# parts and one of them once more. Nothing is written. ``megatron.checkpoint.resize`` has the rule for a vocabulary of
+# parts and one of them once more. Nothing is written. ``megatron.checkpoint.loading`` has the rule for a vocabulary of
 # another size.
 
 

@@ -21,10 +21,8 @@ from megatron.models.common.language_model import (
     materialize_logits,
     model_loss,
 )
-from megatron.models.common.model_args import ModelArgs, ParallelContext, _held
-from megatron.models.common.model_args import ModelArgs as Sizes_model_args
+from megatron.models.common.model_args import ModelArgs, ParallelContext, fields_held
 from megatron.models.common.parameters import Rule
-from megatron.models.common.parameters import Rule as Rule_parameters
 from megatron.models.common.transformer import MLP, LayerNorm, Recompute, run_layers
 from megatron.mpu.layers import VocabParallelEmbedding, vocab_range
 from megatron.mpu.mappings import reduce_from_tensor_region
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 #     masked + next_sentence * predictions / samples      counted by masked tokens
 #
 # with the tokens to predict and the samples of the whole step, which follow from the numbers of its samples
-# (``megatron.data.step_predictions``). Divided by all masked tokens that is the sum of the two means, in any layout.
+# (``megatron.data.data_loader``). Divided by all masked tokens that is the sum of the two means, in any layout.
 # Whole words may leave a token of what is to be predicted unmasked; then the second mean weighs that much more than 1.
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -98,7 +96,7 @@ def bert_loss(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertModelArgs(Sizes_model_args):
+class BertModelArgs(ModelArgs):
     """Sizes of an encoder that finds masked words; ``binary_head``: and tells whether two segments belong together."""
 
     family: str = "bert"
@@ -108,7 +106,7 @@ class BertModelArgs(Sizes_model_args):
 
 def bert_model_args_from(model: Any, bert: Any, **overrides: Any) -> BertModelArgs:
     """Return the sizes held by the configuration sections ``model`` and ``bert``."""
-    return BertModelArgs(**{**_held(BertModelArgs, model), **_held(BertModelArgs, bert), **overrides})
+    return BertModelArgs(**{**fields_held(BertModelArgs, model), **fields_held(BertModelArgs, bert), **overrides})
 
 
 # The layers of BERT's encoder, and what comes before them.
@@ -293,7 +291,7 @@ class WordHead(nn.Module):
         return head_output(x, table, self.sizes, self.place, self.bias)
 
 
-def bert_rule(std: float) -> Rule_parameters:
+def bert_rule(std: float) -> Rule:
     """Return ``std`` for all weights: what joins the residual stream is normed at once.
 
     Source: Devlin et al.'s code.

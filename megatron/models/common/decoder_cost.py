@@ -167,7 +167,7 @@ def _is_gated(sizes: ModelDimensions) -> bool:
 # | in chunks | a chunk's in fp32, of several ranks two; in 16 bits copies | two gradients |
 #
 # The gradients are those of the hidden states and, in fp32, of the table. Copies are of a chunk and of
-# the latter. Which of the two it is: ``megatron.loss_chunks``.
+# the latter. Which of the two it is: ``megatron.config.model.tokens_at_once``.
 
 
 def loss_bytes(

@@ -21,13 +21,13 @@ from typing import Any
 # | offload of the optimizer, on the CPU | 12, or 12 / d | the same: its own copy of the weight |
 # | offload of the weights, on the CPU | 2 / d | 4 / d, none where the optimizer is there too |
 #
-# Sums and gathers on their way are told in ``megatron.cost.buffers``. Not counted: what backward has left in a bucket
-# that is not full, and the gradients that a step copies to the CPU. Parts are whole vectors (``megatron.optim.cuts``),
+# Sums and gathers on their way are ``CommunicationBuffers``. Not counted: what backward has left in a bucket
+# that is not full, and the gradients that a step copies to the CPU. Parts are whole vectors (``ParamPartition``),
 # so some replicas hold a row more of a weight; a recomputed run of several layers is gathered together.
 #
 # Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
 # models", section 4, without scores, which a fused kernel makes once more. The memory in which a GPT-2's attention
-# works on a CPU (``megatron.cost.scratch``) counts where it is more than what its layer has let go and the logits. What
+# works on a CPU (below) counts where it is more than what its layer has let go and the logits. What
 # else holds a number for each query and key, T5's relative biases and the probabilities of its blocked attention on a
 # CPU, is counted with T5's layers. Where attention drops on a CPU, or with --layout-independent-dropout, the
 # probabilities count too (5 a s / h of s b h), but for T5.
@@ -178,7 +178,7 @@ def waiting_of(config: Any) -> SavedActivations:
 # | scores and their gradients, of the q queries of a block | 2 q s |
 # | a product of a block; sums on their way to key and value | q d, and d for each key but the last block's |
 #
-# All heads share the q x q mask. The formula is that of ``megatron.ops.causal_blocks``.
+# All heads share the q x q mask. The formula is that of ``megatron.ops.causal_attention``.
 # The kernel's: query, key and gradient of the context; these transposed, and so the value and the gradients of key and
 # value, in rows of whole tiles; scores and their gradients of its queries.
 

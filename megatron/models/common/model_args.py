@@ -102,8 +102,8 @@ class ParallelContext:
 
 def model_args_from(values: Any, **overrides: Any) -> ModelArgs:
     """Return the sizes held by ``values`` (a configuration section or an object with the same names)."""
-    return ModelArgs(**{**_held(ModelArgs, values), **overrides})
+    return ModelArgs(**{**fields_held(ModelArgs, values), **overrides})
 
 
-def _held(kind: Any, values: Any) -> dict[str, Any]:
+def fields_held(kind: Any, values: Any) -> dict[str, Any]:
     return {name: getattr(values, name) for name in kind.__dataclass_fields__ if hasattr(values, name)}

@@ -14,7 +14,7 @@ from megatron.models.common.attention import Attention, LayerKVCache
 from megatron.models.common.generation import Decoder, embed_words
 from megatron.models.common.language_model import DecoderModel, WordEmbedding
 from megatron.models.common.language_model import example_inputs as example_inputs
-from megatron.models.common.model_args import ModelArgs, ParallelContext, _held
+from megatron.models.common.model_args import ModelArgs, ParallelContext, fields_held
 from megatron.models.common.parameters import Rule, gpt2_rule
 from megatron.models.common.transformer import MLP, RMSNorm, run_layers
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, divide
@@ -59,7 +59,7 @@ class LlamaModelArgs(ModelArgs):
 
 def llama_model_args_from(model: Any, llama: Any, **overrides: Any) -> LlamaModelArgs:
     """Return the sizes held by the configuration sections ``model`` and ``llama``."""
-    return LlamaModelArgs(**{**_held(LlamaModelArgs, model), **_held(LlamaModelArgs, llama), **overrides})
+    return LlamaModelArgs(**{**fields_held(LlamaModelArgs, model), **fields_held(LlamaModelArgs, llama), **overrides})
 
 
 # LLaMA on one pipeline rank.

@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.models.common.attention import KVCacheSlots, LastValueCache
 from megatron.models.common.generation import Decoder, embed_words
 from megatron.models.common.language_model import DecoderModel, WordEmbedding
-from megatron.models.common.model_args import ModelArgs, ParallelContext, _held
+from megatron.models.common.model_args import ModelArgs, ParallelContext, fields_held
 from megatron.models.common.parameters import Rule, gpt2_rule
 from megatron.models.common.transformer import LayerNorm, TransformerLayer, run_layers
 from megatron.mpu.layers import ColumnParallelLinear, divide
@@ -32,7 +32,7 @@ class MptModelArgs(ModelArgs):
 
 def mpt_model_args_from(model: Any, mpt: Any, **overrides: Any) -> MptModelArgs:
     """Return the sizes held by the configuration sections ``model`` and ``mpt``."""
-    return MptModelArgs(**{**_held(MptModelArgs, model), **_held(MptModelArgs, mpt), **overrides})
+    return MptModelArgs(**{**fields_held(MptModelArgs, model), **fields_held(MptModelArgs, mpt), **overrides})
 
 
 # The ALiBi biases of one rank, made once for all layers that share them.

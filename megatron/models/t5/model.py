@@ -19,14 +19,11 @@ from megatron.models.common.language_model import (
     model_loss,
     shared_table,
 )
-from megatron.models.common.model_args import ParallelContext, _held
+from megatron.models.common.model_args import ParallelContext, fields_held
 from megatron.models.common.parameters import RESIDUAL_OUTPUTS, Rule, gpt2_rule
-from megatron.models.common.parameters import Rule as Rule_parameters
 from megatron.models.common.transformer import Recompute, RMSNorm, run_layers
 from megatron.models.t5.config import t5_units
 from megatron.models.t5.layers import RelativeBias, T5DecoderLayer, T5EncoderLayer, T5ModelArgs, make_norm
-from megatron.models.t5.layers import T5ModelArgs as T5Sizes_layers
-from megatron.models.t5.layers import make_norm as make_norm_layers
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.mappings import gather_from_sequence_region
 from megatron.ops.positions import positions_in_segments
@@ -109,7 +106,7 @@ def embed(
 
 def make_final_norm(sizes: T5ModelArgs, place: ParallelContext, side: str) -> nn.Module:
     """Return the norm at the end of ``side``; with relative positions dropout follows it."""
-    return FinalRMSNorm(sizes, place, side) if sizes.is_relative else make_norm_layers(sizes, place)
+    return FinalRMSNorm(sizes, place, side) if sizes.is_relative else make_norm(sizes, place)
 
 
 class FinalRMSNorm(RMSNorm):
@@ -145,12 +142,12 @@ def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5ModelArgs, place
     return head_output(x, weight, sizes, place)
 
 
-def t5_model_args_from(model: Any, t5: Any, **overrides: Any) -> T5Sizes_layers:
+def t5_model_args_from(model: Any, t5: Any, **overrides: Any) -> T5ModelArgs:
     """Return the sizes held by the configuration sections ``model`` and ``t5``."""
-    return T5Sizes_layers(**{**_held(T5Sizes_layers, model), **_held(T5Sizes_layers, t5), **overrides})
+    return T5ModelArgs(**{**fields_held(T5ModelArgs, model), **fields_held(T5ModelArgs, t5), **overrides})
 
 
-def t5_rule(sizes: T5ModelArgs, std: float) -> Rule_parameters:
+def t5_rule(sizes: T5ModelArgs, std: float) -> Rule:
     """Return how T5 starts; ``std`` acts on the variant with learned positions only, which starts as GPT-2 does.
 
     With relative positions tables have 1 and a product of n inputs ``n ** -0.5``; a query has ``(h d) ** -0.5``, which

@@ -149,7 +149,7 @@ def _in_slots(shares: Sequence[GradientShard], replicas: int) -> torch.Tensor:
 #
 # Every micro-batch is summed by itself, as DeepSpeed does: to wait for the last one would keep whole gradients, which
 # is what this stage is there to avoid. With one micro-batch a step the sums are those of ZeRO 0 to the bit where the
-# replicas' sums are (``megatron.optim.owners``); with several the additions come in another order.
+# replicas' sums are (above); with several the additions come in another order.
 #
 # Buckets are those in which ZeRO 0 sums, and all replicas sum them in one order (``BucketSchedule``); what backward
 # does not reach is summed at its end, with zeros for what is missing.

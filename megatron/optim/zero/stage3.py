@@ -152,10 +152,10 @@ def _is_cut(layer: nn.Module) -> bool:
 
 # ZeRO 3: each replica keeps its parts of the weights; whole ones are gathered for a layer's passes and freed again.
 #
-# A unit is what is gathered together: the weights of a layer (``megatron.optim.weight_layers``), or all that are in no
+# A unit is what is gathered together: the weights of a layer (above), or all that are in no
 # layer or in several (tables, final norms, heads, what layers share): the rest. A whole weight is always the same
 # tensor, and autograd's graph keeps it: only its memory comes and goes. Replicas gather the same units in the same
-# order, or the step ends in an error (``megatron.optim.call_order``).
+# order, or the step ends in an error (``GatherOrder``).
 #
 # | when | a layer | the rest |
 # |---|---|---|
