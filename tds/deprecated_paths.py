@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 
-def find_moved(path: str, name: str, homes: Sequence[str]) -> Any:
+def find_moved(path: str, name: str, homes: Sequence[str], stacklevel: int = 3) -> Any:
     """Return what ``path.name`` was, warning of the new place.
 
     Args:
@@ -28,7 +28,7 @@ def find_moved(path: str, name: str, homes: Sequence[str]) -> Any:
         new = renamed.partition("=")[2] or name
         found = importlib.import_module(module)
         if hasattr(found, new):
-            warnings.warn(f"{path}.{name} is {module}.{new} now", DeprecationWarning, stacklevel=3)
+            warnings.warn(f"{path}.{name} is {module}.{new} now", DeprecationWarning, stacklevel=stacklevel)
             return getattr(found, new)
     raise AttributeError(f"module {path!r} has no attribute {name!r}")
 
@@ -61,3 +61,21 @@ def forward(homes: Mapping[str, tuple[str, ...]]) -> None:
     _FINDER.homes.update(homes)
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+def look_up(path: str, name: str, former: Mapping[str, str], home: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """Return what a package's ``__getattr__`` is asked for: names on first use, of which some were called otherwise.
+
+    Args:
+        former: name that was there -> the whole dotted name of what it is now.
+        home: name that is there -> its module.
+
+    Raises:
+        AttributeError: it is neither.
+    """
+    if name in former:
+        module, _, new = former[name].rpartition(".")
+        return find_moved(path, name, (f"{module}:{name}={new}",), stacklevel=4)
+    if name not in home:
+        raise AttributeError(f"module {path!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home[name]), name)

@@ -5,9 +5,9 @@ Names are resolved on first use, so that preprocessing does not import torch.
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
+
+from tds.deprecated_paths import look_up
 
 if TYPE_CHECKING:
     from megatron.data.blended_dataset import BlendedDataset, BlendSchedule, resumed_order
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from megatron.data.split import split_by_hash, split_documents
 
 _MODULES = {
-    "IndexCache": "cache",
-    "BlendPaths": "dataset_builder",
-    "Fim": "gpt_dataset",
-    "fim_from": "gpt_dataset",
-    "BlendedDataset": "blended_dataset",
-    "DataLoader": "data_loader",
-    "BlendSchedule": "blended_dataset",
-    "build_train_valid_test": "gpt_dataset",
-    "GPTDataset": "gpt_dataset",
-    "gpt2_fields": "gpt_dataset",
-    "resumed_order": "blended_dataset",
-    "split_by_hash": "split",
-    "split_documents": "split",
-    "IndexedDataset": "indexed_dataset",
-    "IndexedDatasetBuilder": "indexed_dataset_builder",
+    "IndexCache": "megatron.data.cache",
+    "BlendPaths": "megatron.data.dataset_builder",
+    "Fim": "megatron.data.gpt_dataset",
+    "fim_from": "megatron.data.gpt_dataset",
+    "BlendedDataset": "megatron.data.blended_dataset",
+    "DataLoader": "megatron.data.data_loader",
+    "BlendSchedule": "megatron.data.blended_dataset",
+    "build_train_valid_test": "megatron.data.gpt_dataset",
+    "GPTDataset": "megatron.data.gpt_dataset",
+    "gpt2_fields": "megatron.data.gpt_dataset",
+    "resumed_order": "megatron.data.blended_dataset",
+    "split_by_hash": "megatron.data.split",
+    "split_documents": "megatron.data.split",
+    "IndexedDataset": "megatron.data.indexed_dataset",
+    "IndexedDatasetBuilder": "megatron.data.indexed_dataset_builder",
 }
 
-_OF_FAMILIES: dict[str, str] = {
+_FORMER: dict[str, str] = {
     "Cache": "megatron.data.cache.IndexCache",
     "DataPaths": "megatron.data.dataset_builder.BlendPaths",
     "GPT2Samples": "megatron.data.gpt_dataset.GPTDataset",
@@ -81,10 +81,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_FAMILIES:
-        home, _, its_name = _OF_FAMILIES[name].rpartition(".")
-        warnings.warn(f"megatron.data.{name} is {home}.{its_name} now", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(home), its_name)
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return look_up(__name__, name, _FORMER, _MODULES)

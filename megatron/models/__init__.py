@@ -5,7 +5,6 @@ Sections of the families come with the import, without torch; models and pipelin
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from megatron.models.bert.config import BertConfig as BertConfig
@@ -15,7 +14,7 @@ from megatron.models.mpt.config import MptConfig as MptConfig
 from megatron.models.registry import costs_of as costs_of
 from megatron.models.registry import register as register
 from megatron.models.t5.config import T5Config as T5Config
-from tds.deprecated_paths import find_moved
+from tds.deprecated_paths import look_up
 
 _HOME = {
     "BertModel": "megatron.models.bert.model",
@@ -61,9 +60,4 @@ _FORMER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FORMER:
-        home, _, new = _FORMER[name].rpartition(".")
-        return find_moved(__name__, name, (f"{home}:{name}={new}",))
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return look_up(__name__, name, _FORMER, _HOME)

@@ -5,10 +5,9 @@ Names resolve on first use (PEP 562), so that ``mpu.topology``, which is arithme
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from tds.deprecated_paths import find_moved
+from tds.deprecated_paths import look_up
 
 _HOMES = {
     "megatron.mpu.topology": (
@@ -92,12 +91,7 @@ _FORMER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FORMER:
-        home, _, new = _FORMER[name].rpartition(".")
-        return find_moved(__name__, name, (f"{home}:{name}={new}",))
-    if name not in _HOME:
-        raise AttributeError(f"module 'megatron.mpu' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return look_up(__name__, name, _FORMER, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -5,22 +5,25 @@ Names resolve on first use, so that --help and --dry-run need neither torch nor 
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+from tds.deprecated_paths import look_up
+
 _HOME = {
-    "pretrain": "entrypoint",
-    "get_args": "global_vars",
-    "get_config": "global_vars",
-    "get_data_paths": "global_vars",
-    "get_tokenizer": "global_vars",
-    "get_streams": "global_vars",
-    "configure_device": "device_setup",
-    "start": "trainer",
+    "pretrain": "megatron.training.entrypoint",
+    "get_args": "megatron.training.global_vars",
+    "get_config": "megatron.training.global_vars",
+    "get_data_paths": "megatron.training.global_vars",
+    "get_tokenizer": "megatron.training.global_vars",
+    "get_streams": "megatron.training.global_vars",
+    "configure_device": "megatron.training.device_setup",
+    "start": "megatron.training.trainer",
 }
+_FORMER = {
+    "settle": "megatron.training.device_setup.configure_device",
+}
+"""Names that were here -> what they are now, for one release."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'megatron.training' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megatron.training.{_HOME[name]}"), name)
+    return look_up(__name__, name, _FORMER, _HOME)

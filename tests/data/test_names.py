@@ -8,7 +8,7 @@ from megatron import data
 
 
 def test_names_of_bert_and_t5_are_found_where_they_were_and_their_home_is_told() -> None:
-    for name, there in data._OF_FAMILIES.items():
+    for name, there in data._FORMER.items():
         assert name not in data.__all__
         with pytest.warns(DeprecationWarning, match=rf"megatron\.data\.{name} is {there} now"):
             found = getattr(data, name)
