@@ -210,7 +210,9 @@ def same_machine(job: Job) -> Found:
     for at, where in job.both():
         where.run(f"tools/plan.py --calibrate {job.folder}/machine-{at}.json --ranks 1")
     here, other = (keys_in(job.folder / f"machine-{at}.json") for at in ("here", "other"))
-    plan = f"tools/plan.py --model gpt2 --gpus 4 --machine {job.folder}/machine-other.json"
+    plan = (
+        f"tools/plan.py --model gpt2 --num-layers 4 --hidden-size 64 --gpus 4 --machine {job.folder}/machine-other.json"
+    )
     texts = [where.run(plan) for where in (job.here, job.other)]
     found = compare.differing_texts("the plan by machine.json of the other", *texts)
     return compare.differing_names("machine.json", here, other) + found, f"{len(other)} keys"
