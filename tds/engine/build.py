@@ -17,7 +17,8 @@ from tds.engine.micro_batches import DataConsistency
 from tds.engine.optimizers import gradients_of
 from tds.engine.recompute import is_deepspeeds_reentrant
 from tds.engine.stage import SchedulePlan, Stage
-from tds.gradients import GradientReducer, GradientSource
+from tds.gradient_reducer import ChunkOrder, GradientReducer
+from tds.gradients import GradientSource
 from tds.log import log_rank_0
 from tds.module import PipelineModule
 from tds.p2p import process_groups
@@ -215,9 +216,13 @@ def make_reducer(engine: EngineParts, gradients: GradientSource | None) -> Gradi
     own = getattr(module, "parameters_of", lambda _: list(module.parameters()))
     chunks = [own(chunk) for chunk in range(num_chunks(module))]
     tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
-    every, group = list(module.parameters()), engine.grid.get_data_parallel_group()
-    starts_early = overlaps_reduction(engine.pipeline_section)
-    return GradientReducer(every, chunks, tied, gradients, group, dtype=engine.sums_dtype, starts_early=starts_early)
+    return GradientReducer(
+        ChunkOrder(module.parameters(), chunks, tied),
+        gradients.of,
+        engine.grid.get_data_parallel_group(),
+        dtype=engine.sums_dtype,
+        starts_early=overlaps_reduction(engine.pipeline_section),
+    )
 
 
 def make_stage(engine: EngineParts) -> Stage:

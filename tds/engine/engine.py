@@ -19,8 +19,8 @@ from tds.engine.micro_batches import BatchSource, training_loader
 from tds.engine.monitor import REDUCTION, STEP, EngineMonitor, StepReport
 from tds.engine.recompute import recomputes_reentrantly
 from tds.engine.stage import Call
+from tds.gradient_reducer import GradientReducer
 from tds.gradients import (
-    GradientReducer,
     GradientSource,
     clip,
     global_norm,

@@ -17,7 +17,8 @@ from tds.engine.micro_batches import BatchSource, describe_structure, stage_inpu
 from tds.engine.monitor import BACKWARD, FORWARD, untimed
 from tds.engine.recompute import Recompute
 from tds.engine.weight_grad_store import WeightGradStore
-from tds.gradients import GradientReducer, GradientSource
+from tds.gradient_reducer import GradientReducer
+from tds.gradients import GradientSource
 from tds.loss import NO_LOSS_FN, LossMeter, has_loss_function
 from tds.p2p.communicator import P2PCommunicator
 from tds.schedule import (
