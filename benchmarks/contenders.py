@@ -59,7 +59,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
     """Return a step of our engine, built from flags as a user's run is; ``more`` are further flags."""
     from megatron.mpu.random import DropoutStreams
     from megatron.training import global_vars
-    from megatron.training import initialize as world
+    from megatron.training.initialize import start
     from megatron.training.parity import mock_tokenizer
     from megatron.training.setup import build_engine
 
@@ -70,7 +70,7 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
         f"--batch-size {batch_size} --lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} "
         f"--seed {SEED} --{dtype} --device {kind} --train-iters 1000 {more}",
     )
-    here = world.start(config)
+    here = start(config)
     streams = DropoutStreams(SEED)
     global_vars.set_current(config, mock_tokenizer(config), streams)
     engine = build_engine(config, here, streams, script.model_provider, script.forward_step)

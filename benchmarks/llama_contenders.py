@@ -9,7 +9,7 @@ from benchmarks.flags import config_of
 from benchmarks.plain_loop import Fields, MeanLoss, PlainLoop, Step
 from benchmarks.sizes import LlamaSizes
 from megatron import device
-from megatron.models.llama.huggingface import FORM
+from megatron.models.llama.huggingface import FORMAT
 from megatron.models.registry import build_model
 from megatron.training.setup import weight_rule
 
@@ -19,7 +19,7 @@ def hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ours_of_it = config_of(sizes)
-    settings = {name: value for name, value in FORM.fields(ours_of_it).items() if name != "architectures"}
+    settings = {name: value for name, value in FORMAT.fields(ours_of_it).items() if name != "architectures"}
     config = LlamaConfig(
         **settings | {"use_cache": False, "attn_implementation": "sdpa", "loss_type": "ForCausalLM"},
         bos_token_id=None,
@@ -28,7 +28,7 @@ def hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
     with device.bind(kind, 0):
         model = LlamaForCausalLM(config)
     weights = filled(build_model(ours_of_it, None), weight_rule(ours_of_it))
-    model.load_state_dict(FORM.from_ours(weights, ours_of_it))
+    model.load_state_dict(FORMAT.from_ours(weights, ours_of_it))
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
 

@@ -38,7 +38,7 @@ def front(seen: Sequence[Mapping[str, Any]], language: str) -> str:
     words = WORDS[language]
     if not seen:
         return words["nothing in front"]
-    lines = [words["in front"].format(what=_told(content, language)) for content in seen[: IN_README["devices"]]]
+    lines = [words["in front"].format(what=_describe(content, language)) for content in seen[: IN_README["devices"]]]
     fast = with_speeds(seen)
     return "\n\n".join(["  \n".join(lines), *(short_table(content, language) for content in fast[:1])])
 
@@ -142,7 +142,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
 
 
-def _told(content: Mapping[str, Any], language: str) -> str:
+def _describe(content: Mapping[str, Any], language: str) -> str:
     parts = "; ".join(_of_parts(content, language))
     about = f"{content['device']} ({content['date']}, {commit_of(content)}, torch {_versions(content)})"
     return f"{about}: {parts}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.kill_parts import folder as folders
+from benchmarks.kill_parts import folder
 from benchmarks.kill_parts.cases import Case
 from benchmarks.kill_parts.job import Job, Stuck
 from benchmarks.kill_parts.moments import LAUNCHER, LOAD, SAVE, STEP, Moment
@@ -100,7 +100,7 @@ class Chain:
     def live(self, max_restarts: int) -> None:
         """Run one launcher to its end, and look at what it leaves."""
         out = self.outcome
-        newest = folders.newest_step(self.run)
+        newest = folder.newest_step(self.run)
         job = Job(
             self.place / f"life-{out.lives}", out.lives, self.record, self._argv, self.case.num_ranks, max_restarts
         )
@@ -116,10 +116,10 @@ class Chain:
         out.lives += 1
         if job.code not in (0, -9 if victims == LAUNCHER else RESTARTED) or (job.code and victims is None):
             return self._give_up(f"a start ended with code {job.code} by itself:\n{job.output[-12000:]}")
-        out.problems += folders.broken(self.run)
+        out.problems += folder.broken(self.run)
         self.is_done = job.code == 0
         if not self.is_done and self._draw.random() < 0.2:
-            out.hints_spoilt += folders.spoil_hint(self.run, self._draw)
+            out.hints_spoilt += folder.spoil_hint(self.run, self._draw)
         return None
 
     def _kill_starts(self, job: Job) -> str | None:
@@ -136,7 +136,7 @@ class Chain:
 
     def _kill(self, job: Job, start: int, moment: Moment) -> str | None:
         """Kill ``start`` at ``moment``; return who was killed, None if the start has ended before."""
-        if moment.phase == LOAD and not folders.newest_step(self.run):
+        if moment.phase == LOAD and not folder.newest_step(self.run):
             moment = replace(moment, phase=STEP)  # there is nothing to load yet
         if not job.reaches(start, moment):
             return None
@@ -148,7 +148,7 @@ class Chain:
         return moment.victims
 
     def _phase(self, job: Job, start: int, moment: Moment) -> str:
-        now, disk = job.phase(start, moment.rank), folders.saving_now(self.run)
+        now, disk = job.phase(start, moment.rank), folder.saving_now(self.run)
         if not disk or now not in (STEP, SAVE):
             return now
         return f"{SAVE}, {disk}" if now == SAVE else f"{now}, a save {disk}"
@@ -167,7 +167,7 @@ class Chain:
             if losses(self.run) != whole.losses:
                 out.problems.append("the metrics are not those of the undisturbed run")
             has_saved = bool(starts[max(starts)].durable)
-            out.problems += folders.left_over(self.run, self.case.keep_last, has_saved=has_saved)
+            out.problems += folder.left_over(self.run, self.case.keep_last, has_saved=has_saved)
 
     def _seconds_to_next_step(self, starts: dict[Number, Start]) -> Iterator[float]:
         """Yield how long the launcher took from a kill to the next step, where its next start came so far."""

@@ -81,7 +81,7 @@ def best_cuts(
     return sorted(cuts, key=lambda each: predicted_s(each, costs, num_stages, num_micro_batches, is_v=is_v))[:number]
 
 
-def told(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
+def format_cut(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
     """Return the cut in transformer layers, such as "5.5+2.5"; embedding and head count for nothing."""
     counts = [WEIGHT_OF_A_LAYER.get(spec.typename.__name__, 0.0) for spec in specs]
     return "+".join(f"{sum(counts[start:stop]):g}" for start, stop in itertools.pairwise(bounds))
@@ -110,7 +110,7 @@ def distinct(cuts: Iterable[Bounds], specs: Sequence[LayerSpec]) -> list[Bounds]
     """Return the cuts whose names differ, of those alike the first: a norm to the left or right changes little."""
     found: dict[str, Bounds] = {}
     for bounds in cuts:
-        found.setdefault(told(bounds, specs), bounds)
+        found.setdefault(format_cut(bounds, specs), bounds)
     return list(found.values())
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from deepspeed.pipe import LayerSpec
 
 from benchmarks.pipe.case import Bounds, Case, Contender
-from benchmarks.pipe.cuts import all_cuts, best_cuts, best_ring, cuts_of_deepspeed, distinct, told
+from benchmarks.pipe.cuts import all_cuts, best_cuts, best_ring, cuts_of_deepspeed, distinct, format_cut
 from benchmarks.pipe.model import make_model
 
 ALONE = Contender(name="one process", kind="alone", keeps_freed=True)
@@ -57,19 +57,21 @@ def _pipelines(
     of_torch = best_cuts(cuts, theirs, p, m, num_cuts)
     shared = list(dict.fromkeys([*best, *of_torch, *of_stock[:1]]))  # 1F1B is compared at the same cut
     for bounds in of_stock:
-        yield Contender(name=f"stock {told(bounds, specs)}", kind="stock", layers=layers, partition=methods[bounds])
+        yield Contender(
+            name=f"stock {format_cut(bounds, specs)}", kind="stock", layers=layers, partition=methods[bounds]
+        )
     if m >= 2 * p and case.tensor == 1:
         folded = cuts_of_deepspeed(specs, 2 * p)
         for bounds in best_cuts(folded, theirs, p, m, max(1, num_cuts - 1), is_v=True):
-            name = f"dualpipev {told(bounds, specs)}"
+            name = f"dualpipev {format_cut(bounds, specs)}"
             yield Contender(name=name, kind="dualpipev", layers=layers, partition=folded[bounds])
     for bounds in shared:
-        yield Contender(name=f"torch {told(bounds, specs)}", kind="torch", layers=layers, partition=bounds)
+        yield Contender(name=f"torch {format_cut(bounds, specs)}", kind="torch", layers=layers, partition=bounds)
     gpipe = best[:1] if case.has_gpipe else []
     yield from _all_of_ours(layers, specs, {"1f1b": shared, "zb-h1": best, "gpipe": gpipe}, best[0])
     for schedule in MANY_CHUNKS:
         ring = best_ring(costs, p, m, CHUNKS, schedule)
-        yield _ours(layers, ring, told(ring, specs), schedule, CHUNKS)
+        yield _ours(layers, ring, format_cut(ring, specs), schedule, CHUNKS)
     if case.tensor == 1:
         yield _ours(layers, "profile", "profile", "auto")
 
@@ -87,7 +89,7 @@ def _t5_pipelines(case: Case, costs: Sequence[float], num_cuts: int) -> Iterator
     for schedule in MANY_CHUNKS:
         rings = distinct([best_ring(costs, p, m, CHUNKS, schedule), cut_by_cost(case, CHUNKS)], specs)
         for bounds in rings:
-            yield _ours("t5", bounds, told(bounds, specs), schedule, CHUNKS)
+            yield _ours("t5", bounds, format_cut(bounds, specs), schedule, CHUNKS)
     yield _ours("t5", "profile", "profile", "auto")
 
 
@@ -104,7 +106,7 @@ def _all_of_ours(
     """Yield each of our schedules of one chunk at its ``cuts``, by name; those that have none there at the ``best``."""
     for schedule in ONE_CHUNK:
         for bounds in cuts.get(schedule, [best]):
-            yield _ours(layers, bounds, told(bounds, specs), schedule)
+            yield _ours(layers, bounds, format_cut(bounds, specs), schedule)
 
 
 def _ours(layers: str, partition: Bounds | str, cut: str, schedule: str, chunks: int = 1) -> Contender:

@@ -172,7 +172,7 @@ def refuse_unsupported(engine: EngineParts) -> None:
         )
 
 
-def tell_what_acts_on_nothing(engine: EngineParts) -> None:
+def log_unused_settings(engine: EngineParts) -> None:
     """Say on rank 0 which keys of the JSON a program has set that act on DeepSpeed's own engine alone."""
     given = engine.config_given
     found: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in given]

@@ -129,7 +129,7 @@ class BertModelPipe(ModelPipe):
     def beside(cls, config: Config) -> dict[str, bool]:
         return {"has_segments": config.own.short_seq_prob > 0}  # where samples are padded
 
-    def _say_what_crosses(self) -> None:
+    def _declare_boundaries(self) -> None:
         ends = enumerate(self.parts[1:-1])
         self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in ends}
 

@@ -93,7 +93,7 @@ class ModelPipe(PipelineModule):
             activation_checkpoint_func=recompute,
             **profile,
         )
-        self._say_what_crosses()
+        self._declare_boundaries()
 
     @classmethod
     def beside(cls, config: Config) -> dict[str, bool]:
@@ -108,7 +108,7 @@ class ModelPipe(PipelineModule):
         """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank."""
         raise NotImplementedError
 
-    def _say_what_crosses(self) -> None:
+    def _declare_boundaries(self) -> None:
         """Tell the engine which tensors cross into each stage; the layers are there."""
         raise NotImplementedError
 
@@ -210,7 +210,7 @@ class DecoderPipe(ModelPipe):
 
     has_positions = False
 
-    def _say_what_crosses(self) -> None:
+    def _declare_boundaries(self) -> None:
         beside = self.has_segments + self.has_positions
         self._input_grad = [True, *[False] * beside]
         self._input_type = ["float", *["int"] * beside]
