@@ -146,7 +146,7 @@ class Watchdog:
         self._wake.set()
         if not self._settled.wait(PATIENCE_S + LINGER_S) and number == self._number and not self._closed.is_set():
             own = self._report()
-            self._report(own)
+            self._write_report(own)
             self._answered = self._seen
             self._conclude(number, STORE_LOST, own, None)
 
@@ -184,7 +184,7 @@ class Watchdog:
         self._heard.set()
         own = self._report()
         self._answered = self._seen
-        self._report(own)
+        self._write_report(own)
         self._conclude(number, alarms.answer(own), own, alarms.linger)
 
     def _settle(self, number: int, found: str | None) -> None:
@@ -212,7 +212,7 @@ class Watchdog:
         own = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
         return self._describe(own, state)
 
-    def _report(self, own: Report) -> None:
+    def _write_report(self, own: Report) -> None:
         """Write this rank's one line."""
         if not self._has_reported:
             self._has_reported = True
@@ -291,7 +291,7 @@ class EngineWatchdog(Watchdog):
         self._wake.set()
         if self._listener.is_alive() and not self._settled.wait(PATIENCE_S):
             self._verdict = STORE_LOST
-        self._report(self._report())
+        self._write_report(self._report())
         return self._verdict or self._is_cut_off
 
     def _phase(self) -> str:
