@@ -158,7 +158,7 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     elif name in keys.VALUES or name in keys.PASSED:
         yield from _value_problems(place, name, keys.VALUES.get(name) or keys.PASSED[name], value)
     else:
-        yield f"{place}: {unknown('key', name, keys.KNOWN).replace('--help lists all flags', 'remove it')}"
+        yield f"{place}: {unknown('key', name, keys.KNOWN).replace('--help-all lists all flags', 'remove it')}"
 
 
 def _section_problems(
@@ -177,7 +177,7 @@ def _section_problems(
             yield from _value_problems(place, whole, known[inner], value)
         else:
             rule = keys.REFUSED_IN.get(name) or f"it takes {', '.join(known)}"
-            yield f"{place}: {unknown('key', inner, known).partition('; --help')[0]} in {name}: {rule}"
+            yield f"{place}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
 
 
 def _value_problems(place: str, name: str, key: keys.Key, value: Any) -> Iterator[str]:

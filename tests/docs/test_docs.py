@@ -58,6 +58,7 @@ OF_DOCKER = {"--tag", "--rm", "--init", "--gpus", "--ipc", "--shm-size", "--ulim
 OF_DOCKER |= {"--stop-timeout", "--build-arg"}
 OF_OTHERS = {
     "--help",
+    "--help-all",
     "--all",
     "--gpu-device",
     "--ntasks-per-node",

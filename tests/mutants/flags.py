@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 PARSE = "tests/arguments/test_parse.py"
+SHORT = "test_help_shows_in_a_line_each_the_flags_that_people_set_and_where_the_rest_is[gpt2]"
 TABLE = "tests/arguments/test_flags_table.py"
 PIPELINES = "tests/training/test_pipelines.py"
 FIELDS = "tests/config/test_every_field.py"
@@ -13,6 +14,20 @@ REGISTRY = "tests/models/test_registry.py"
 SCHEDULES = "tests/optim/test_schedules.py"
 
 FLAGS = (
+    Mutant(
+        "--help shows every flag",
+        "megatron/arguments/parser.py",
+        "if is_whole or option.short]",
+        "]",
+        (f"{PARSE}::{SHORT}",),
+    ),
+    Mutant(
+        "--help does not say where the rest is",
+        "megatron/arguments/parser.py",
+        "epilog=SOURCES if is_whole else REST,",
+        "epilog=SOURCES,",
+        (f"{PARSE}::{SHORT}",),
+    ),
     Mutant(
         "a family's section has another name in checkpoints",
         "megatron/config/config.py",
