@@ -91,7 +91,7 @@ def table(result: dict[str, Any]) -> str:
             middle = statistics.median(values)
             rate = told.state_bytes / 1e6 / middle
             lines.append(f"  {name:38}{middle:9.3f} s{rate:10,.0f} MB/s{middle / plain:9.2f} of torch.save + fsync")
-        lines += [f"  {bar.told}" for bar in result["bars"][ranks]]
+        lines += [f"  {bar.text}" for bar in result["bars"][ranks]]
     if "small run" in result:
         run = result["small run"]
         stall, share = statistics.median(run.seconds), statistics.median(run.shares)

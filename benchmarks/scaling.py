@@ -130,7 +130,7 @@ def measure(args: argparse.Namespace, page: Path) -> list[dict[str, Any]]:
     print(title, text, sep="\n")
     told = f"{title}: `{here['command']}`.\n\n{text}\n\n![measured efficiency](pictures/scaling_measured.png)"
     update(page, "measured", told)
-    result = [row.told() for row in rows]
+    result = [row.as_data() for row in rows]
     if args.out:
         (args.out / "measured.json").write_text(json.dumps({"surroundings": here, "rows": result}, indent=1) + "\n")
     return result

@@ -27,7 +27,7 @@ class Ceiling:
         return self.quartiles[1] <= self.at_most
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         low, middle, high = self.quartiles
         verdict = "met" if self.is_met else "NOT MET"
         return f"{self.name:58}{middle:9.5f} (quartiles {low:.5f}, {high:.5f})  at most {self.at_most:g}: {verdict}"

@@ -29,7 +29,7 @@ class Bar:
         return self.quartiles[1] >= self.at_least
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         low, middle, high = self.quartiles
         verdict = "met" if self.is_met else "NOT MET"
         cpu = "" if self.by_cpu is None else f", by CPU time {self.by_cpu:.2f}"

@@ -10,7 +10,7 @@ from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.folders import LATEST, list_checkpoints, newest_first, step_of
 from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
-from megatron.training.run_lock import NAME as LOCK
+from megatron.training import run_lock
 from megatron.training.train_state import CHECKPOINTS
 
 JUNK = (b"", b"step-0000", b"\x00\xff\xfe", b"step-99999999\n")
@@ -60,7 +60,7 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
     """
     root = run / CHECKPOINTS
     for path in [*run.iterdir(), *(root.iterdir() if has_saved else ())]:
-        if path.name.startswith(".") or path.name == LOCK:
+        if path.name.startswith(".") or path.name == run_lock.NAME:
             yield f"{path.relative_to(run)} is left behind"
     if not has_saved:
         return

@@ -18,7 +18,7 @@ from megatron.planner.machine import Machine
 def recorded(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:
     """Return what ``rows_now`` needs, for JSON; of the machines all but their notes, which name a host."""
     told = {str(ranks): json.loads(replace(machine, notes="").to_json()) for ranks, machine in machines.items()}
-    return {"is_smoke": is_smoke, "machines": told, "rows": [row.told() for row in rows]}
+    return {"is_smoke": is_smoke, "machines": told, "rows": [row.as_data() for row in rows]}
 
 
 def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:

@@ -69,7 +69,7 @@ class Row:
         time = "" if self.time_ratio is None else f"step time {self.time_ratio:.3f}, "
         return f"{self.name}: {time}memory {self.memory_ratio:.3f} of what was measured"
 
-    def told(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         """Return everything, for JSON."""
         names = ("time_ratio", "memory_ratio", "is_time_met", "is_memory_met")
         return asdict(self) | {name: getattr(self, name) for name in names}

@@ -108,22 +108,22 @@ class Compiled(NamedTuple):
 
 @dataclass
 class CompileMeter:
-    """Tells what compiling has cost since it was made, or asked last. Nothing is imported for it unless ``is_on``."""
+    """What compiling has cost since it was made, or asked last. Nothing is imported for it unless ``is_on``."""
 
     is_on: bool
-    _told: Compiled = field(init=False)
+    _last: Compiled = field(init=False)
 
     def __post_init__(self) -> None:
-        self._told = compiled_here() if self.is_on else Compiled()
+        self._last = compiled_here() if self.is_on else Compiled()
 
     def drain(self) -> Compiled:
         """Return what was compiled since the last call."""
         if not self.is_on:
             return Compiled()
-        total, before = compiled_here(), self._told
-        self._told = total
+        total, before = compiled_here(), self._last
+        self._last = total
         seconds, made, found = total.seconds - before.seconds, total.made - before.made, total.found - before.found
-        return Compiled(max(seconds, 0.0), max(made, 0), max(found, 0))  # less where torch was told to forget
+        return Compiled(max(seconds, 0.0), max(made, 0), max(found, 0))  # less where torch was metrics to forget
 
 
 def compiled_here() -> Compiled:
@@ -152,12 +152,12 @@ def compile_metrics(ranks: list[Compiled]) -> dict[str, Any]:
     }
 
 
-def compile_line(told: dict[str, Any]) -> str | None:
+def compile_line(metrics: dict[str, Any]) -> str | None:
     """Return ``compile_metrics`` in words, or None where nothing was compiled."""
-    made, found = told["graphs_compiled"], told["graphs_cached"]
+    made, found = metrics["graphs_compiled"], metrics["graphs_cached"]
     if not made + found:
         return None
     return (
-        f"torch.compile took {told['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
+        f"torch.compile took {metrics['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
         f"{made} compiled, {found} found in {cache_folder()}"
     )

@@ -44,13 +44,12 @@ from megatron.config.option import Option
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
-from megatron.models.bert import data as bert_control
-from megatron.models.bert import data as build_bert
+from megatron.models.bert import data as bert_data
 from megatron.models.registry import FAMILIES
 from megatron.models.t5 import span_files
 from megatron.mpu.groups import single_grid
 from megatron.mpu.topology import Topology
-from megatron.training import data as run_data
+from megatron.training import data as training_data
 from megatron.training import device_setup, global_vars, report, run_folder, setup
 from megatron.training.data import RunData, samples_wanted
 from megatron.training.dry_run import plan_rows
@@ -273,12 +272,12 @@ def sizes(config: Config) -> Any:
 
 def provider(config: Config) -> Any:
     given: list[Any] = []
-    homes = ((data, ""), (span_files, "t5_"), (build_bert, "bert_"))
+    homes = ((data, ""), (span_files, "t5_"), (bert_data, "bert_"))
     for home, family in homes:
         name = f"build_{family}train_valid_test"
         setattr(home, name, lambda *args, **how: given.append((args, how)) or (None, None, None))
     data.fim_from = lambda _, *rates: rates  # type: ignore[assignment]
-    bert_control.bert_tokens = lambda _: None  # type: ignore[assignment]
+    bert_data.bert_tokens = lambda _: None  # type: ignore[assignment]
     tokenizer.word_starts = lambda _: "the starts of words"  # type: ignore[assignment]
     global_vars.set_current(config, stand_in(config), None)
     SCRIPTS[config.family].train_valid_test_datasets_provider([1, 1, 1])
@@ -297,7 +296,7 @@ def batch(config: Config) -> Any:
 
 
 def loader(config: Config) -> Any:
-    run_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
+    training_data.TimedBatches = lambda source: source  # type: ignore[assignment, misc]
     made: Any = RunData({"train": np.zeros((9, 9))}, None).batches("train", config, WORLD)
     return {name: value for name, value in vars(made).items() if name != "dataset"}
 
@@ -401,7 +400,7 @@ PATCHED: dict[Any, str] = {
     setup: "build_optimizer compile_layers make_optimizer",
     data: "build_train_valid_test build_t5_train_valid_test build_bert_train_valid_test fim_from bert_tokens",
     tokenizer: "word_starts",
-    run_data: "TimedBatches",
+    training_data: "TimedBatches",
     global_vars: "build_tokenizer",
 }
 """What observables put in place of our own."""

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron import device
-from tds import device as host_memory
+from tds import device as tds_device
 from tds.engine import engine
 from tests.harness import run_ranks
 from tests.tds.toys import Toy, make_engine
@@ -59,23 +59,23 @@ def test_older_releases_of_glibc_keep_what_they_can(
     calls: list[tuple[int, int]] = []
 
     def mallopt(option: int, value: int) -> int:
-        is_taken = option == host_memory.TRIM_THRESHOLD or value <= most
+        is_taken = option == tds_device.TRIM_THRESHOLD or value <= most
         calls.extend([(option, value)] * is_taken)
         return int(is_taken)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
     for variable in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
         monkeypatch.delenv(variable)
-    assert host_memory.keep_freed() == (kept is not None)
-    taken = [] if kept is None else [(host_memory.MMAP_THRESHOLD, kept), (host_memory.TRIM_THRESHOLD, 2**30)]
+    assert tds_device.keep_freed() == (kept is not None)
+    taken = [] if kept is None else [(tds_device.MMAP_THRESHOLD, kept), (tds_device.TRIM_THRESHOLD, 2**30)]
     assert calls == taken
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")
-    assert not host_memory.keep_freed() and calls == taken
+    assert not tds_device.keep_freed() and calls == taken
 
 
 def test_a_training_without_a_pipeline_asks_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for will in (True, False):
-        monkeypatch.setattr(host_memory, "keep_freed", lambda will=will: will)
+        monkeypatch.setattr(tds_device, "keep_freed", lambda will=will: will)
         assert device.keep_freed_memory() is will
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.tools.made_runs import make_run, record
 from tests.tools.test_draw_schedule import write_trace
 from tools import report
-from tools.report_parts import facts as facts_of
+from tools.report_parts import facts as report_parts_facts
 from tools.report_parts.columns import at_step, columns, thinned
 from tools.report_parts.differences import compared
 from tools.report_parts.facts import HEAD, facts, state
@@ -167,7 +167,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
     (odd / "stability.jsonl").write_text(damage)
     (odd / "starts.jsonl").write_text(damage)
     broken, unread, good = (make_run(tmp_path / "all" / name) for name in ("broken", "unread", "good"))
-    plain_read, plain_facts = report.read_run, facts_of.facts
+    plain_read, plain_facts = report.read_run, report_parts_facts.facts
 
     def failing_read(path: Path, name: str) -> RunFolder:
         if path == unread:
@@ -178,7 +178,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
         return [][1] if run.path == broken and run.records else plain_facts(run)
 
     monkeypatch.setattr(report, "read_run", failing_read)
-    monkeypatch.setattr(facts_of, "facts", failing_facts)
+    monkeypatch.setattr(report_parts_facts, "facts", failing_facts)
     out = tmp_path / "page.html"
     assert call(monkeypatch, tmp_path / "all", "-o", out) == 0
     assert "4 runs" in capsys.readouterr().out

@@ -15,7 +15,6 @@ from megatron.errors import StopRequest
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.topology import Topology
 from megatron.training import checkpointing, evaluate, trainer
-from megatron.training import trainer as vote_module
 from megatron.training.data import TimedBatches
 from megatron.training.exit_signals import StopRequests
 from megatron.training.initialize import World
@@ -278,7 +277,7 @@ def ask(rank: int, asked: list[int], late: list[int]) -> StepDecision:
     stop = StopRequests()
     if rank in asked:
         stop.signal_name = "SIGTERM"
-    vote_module.wants_by_time = lambda run: rank in late  # type: ignore[assignment]
+    trainer.wants_by_time = lambda run: rank in late  # type: ignore[assignment]
     this: Any = SimpleNamespace(stop=stop, progress=TrainState(step=1), world=World("cpu", CPU, grid, rank))
     return vote(this, has_drift=rank == 1)
 

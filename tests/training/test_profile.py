@@ -14,7 +14,7 @@ import pytest
 from megatron.config.run import LoggingConfig
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import profiler as profiling
+from megatron.training import profiler as training_profiler
 from megatron.training.metrics import read_metrics
 from megatron.training.profiler import Operator, joined, operators_of, table
 from tests.harness import run_ranks
@@ -94,9 +94,9 @@ class Recording:
         Path(path).touch()
 
 
-def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profiler, list[str]]:
+def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[training_profiler.Profiler, list[str]]:
     """Return the profiler of a run that does nothing, and what it says."""
-    profiling.profile = Recording  # type: ignore[assignment, misc]
+    training_profiler.profile = Recording  # type: ignore[assignment, misc]
     told: list[str] = []
     run: Any = SimpleNamespace(
         config=SimpleNamespace(seeing=LoggingConfig(profile="3-4")),
@@ -107,7 +107,7 @@ def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profile
         screen=SimpleNamespace(line=told.append) if rank == 0 else None,
         folder=folder,
     )
-    return profiling.Profiler(run), told
+    return training_profiler.Profiler(run), told
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profile
 def test_a_run_that_goes_back_has_a_profile_of_its_last_way_through(
     steps: list[int], written: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "profile", None)  # what ``profiler`` sets is undone
+    monkeypatch.setattr(training_profiler, "profile", None)  # what ``profiler`` sets is undone
     monkeypatch.setattr(Recording, "running", 0)
     found, told = profiler(0, tmp_path)
     for step in steps:

@@ -21,7 +21,6 @@ from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.training import checkpointing, metrics, report, trainer
-from megatron.training import trainer as run_module
 from megatron.training.metrics import read_metrics
 from megatron.training.run_lock import NAME
 from megatron.training.train_state import CHECKPOINTS
@@ -169,7 +168,7 @@ def test_a_damaged_checkpoint_is_told_once_and_what_one_rank_alone_finds_by_that
             raise CheckpointError("its generators are odd")
 
         if rank == 1:
-            run_module.load = restore
+            trainer.load = restore
 
     argv = flags(corpus, tmp_path / "run", f"{SHORT} --load {whole}")
     assert start_script(2, argv, tmp_path / "odd", refuse) == [4, 3]
@@ -192,7 +191,7 @@ def test_a_run_goes_back_to_its_own_checkpoints_only(corpus: Path, whole: Path, 
 
     def go_back_once(rank: int) -> None:
         step, seen, told = trainer.train_step, SimpleNamespace(back=False), []
-        run_module.log.warning = told.append
+        trainer.log.warning = told.append
 
         def step_or_back(run: Any) -> bool:
             if run.progress.step == 1:

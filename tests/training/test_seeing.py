@@ -20,7 +20,7 @@ from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training import metrics as wandb_run
+from megatron.training import metrics as training_metrics
 from megatron.training import trainer
 from megatron.training.metrics import MetricsWriter, group_of, open_wandb, read_metrics
 from megatron.training.train_state import Saves
@@ -288,7 +288,7 @@ def test_wandb_itself_takes_these_calls_without_a_network(tmp_path: Path, monkey
 def test_no_run_waits_for_wandb_without_an_end(
     wandb: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wandb_run, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(training_metrics, "PATIENCE_S", 0.05)
     run = open_wandb(config_with("--wandb-project p"), tmp_path)
     assert run is not None
     end = threading.Event()
@@ -408,7 +408,7 @@ def test_what_a_rank_held_before_the_model_stands_beside_what_is_estimated(runs:
 def test_an_evaluation_is_a_run_of_its_own_at_weights_and_biases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / wandb_run.NAME).write_text('{"id": "of training"}')
+    (tmp_path / training_metrics.NAME).write_text('{"id": "of training"}')
     asked: list[Any] = []
 
     def init(**how: Any) -> Any:
@@ -417,6 +417,6 @@ def test_an_evaluation_is_a_run_of_its_own_at_weights_and_biases(
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     open_wandb(config_with("--wandb-project p --eval-only --load x"), tmp_path)
-    assert asked == [None] and json.loads((tmp_path / wandb_run.NAME).read_text()) == {"id": "of training"}
+    assert asked == [None] and json.loads((tmp_path / training_metrics.NAME).read_text()) == {"id": "of training"}
     open_wandb(config_with("--wandb-project p"), tmp_path)
     assert asked == [None, "of training"]
