@@ -169,7 +169,7 @@ COMPILED_LAYERS = (
     Mutant(
         "what was compiled once is told in every record",
         TIME,
-        "        self._told = total\n",
+        "        self._last = total\n",
         "",
         (f"{_TIME}::test_a_meter_tells_what_came_since_it_was_asked_last",),
     ),
