@@ -303,7 +303,7 @@ def loader(config: Config) -> Any:
 
 def tokenizer_(config: Config) -> Any:
     given: list[Any] = []
-    global_vars.build_tokenizer = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
+    global_vars.build = lambda *args, **how: given.append((args, how)) or stand_in(config)  # type: ignore
     global_vars.with_tokenizer(config)
     return given
 
@@ -401,7 +401,7 @@ PATCHED: dict[Any, str] = {
     data: "build_train_valid_test build_t5_train_valid_test build_bert_train_valid_test fim_from bert_tokens",
     tokenizer: "word_starts",
     training_data: "TimedBatches",
-    global_vars: "build_tokenizer",
+    global_vars: "build",
 }
 """What observables put in place of our own."""
 

@@ -43,7 +43,7 @@ def main():
         try:
             sys.exit(0)
         except SystemExit as error:
-            failure.tell(error, f"rank {rank}")
+            failure.report_failure(error, f"rank {rank}")
             (place / "ready").touch()
             time.sleep(0 if rank else 0.15)  # rank 0 has more to close
             raise
@@ -59,7 +59,7 @@ def main():
         raise NumericsError("bad") if plan == "saves" else ArithmeticError("planted")
     except ArithmeticError as error:
         if plan == "closes":
-            failure.tell(error, "rank 0")
+            failure.report_failure(error, "rank 0")
         (place / "ready").touch()
         time.sleep(60)
 
