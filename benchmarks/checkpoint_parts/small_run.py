@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"NHIDDEN": "256", "GPUS_PER_NODE": "1", "pp_size": "1", "mp_size": "1"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.kill_parts.cases import Case
-from megatron.training.metrics import read_metrics
+from megatron.training.callbacks.metrics_writer import read_metrics
 
 Number = tuple[int, int]
 

@@ -70,7 +70,7 @@ import os, time
 import pretrain_gpt2 as script
 from megatron.training import train_step as engines, train_step as losses
 from megatron.training.entrypoint import pretrain
-from megatron.training.metrics import MetricsWriter
+from megatron.training.callbacks.metrics_writer import MetricsWriter
 from tds.loss import Weighted
 
 plain = losses.as_weighted

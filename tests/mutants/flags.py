@@ -87,7 +87,7 @@ FLAGS = (
     ),
     Mutant(
         "the team at Weights & Biases is not handed on",
-        "megatron/training/metrics.py",
+        "megatron/training/callbacks/wandb.py",
         "            entity=seeing.wandb_entity,\n",
         "",
         (f"{FIELDS}::test_a_field_that_acts_in_a_run_is_read_there",),
@@ -173,7 +173,7 @@ FLAGS = (
     ),
     Mutant(
         "a trace that nobody named a folder for lies beside the run",
-        "megatron/training/trainer.py",
+        "megatron/training/train.py",
         'pipeline_trace=str(place.folder / "trace")',
         'pipeline_trace=str(place.folder.with_name("trace"))',
         (f"{PIPELINES}::test_a_run_with_a_trace_leaves_its_picture_and_writes_the_bubble_of_each_interval",),

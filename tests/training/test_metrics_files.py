@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.training.metrics import MetricsWriter, read_metrics
+from megatron.training.callbacks.metrics_writer import MetricsWriter, read_metrics
 
 
 def write(folder: Path, steps: range, resumed_step: int | None = None) -> MetricsWriter:
