@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import megatron
+from tests.conftest import LONGEST as LONGEST_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(path for folder in ("megatron", "tds") for path in (ROOT / folder).rglob("*.py"))
@@ -18,6 +19,10 @@ LONGEST = 600
 
 def test_a_file_has_at_most_600_lines() -> None:
     assert not [str(p.relative_to(ROOT)) for p in FILES if len(p.read_text(encoding="utf-8").splitlines()) > LONGEST]
+
+
+def test_the_files_that_are_tested_first_are_there() -> None:
+    assert [file for file in LONGEST_FIRST if not (ROOT / "tests" / file).is_file()] == []
 
 
 MOVED = [
