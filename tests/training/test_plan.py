@@ -228,7 +228,7 @@ class WithSentinels(MockTokenizer):
 
 
 def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_vars, "build_tokenizer", lambda *args, **kwargs: WithSentinels())
+    monkeypatch.setattr(global_vars, "build", lambda *args, **kwargs: WithSentinels())
     line = ["--tokenizer-path", str(TOKENIZER)]
     _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
     assert config.model.vocab_size == 50
