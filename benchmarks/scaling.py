@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace, page: Path) -> list[dict[str, Any]]:
         rows.append(measured.measure(point, machines[point.ranks], args.steps, cores, is_smoke=args.smoke))
         _log(f"{number} of {len(points)}: {point.series}, {point.name}: {rows[-1].step_s * 1e3:.0f} ms a step")
     here = surroundings()
-    title = f"{here['processor']}, {cores} cores, load {load:.1f} ahead of it, commit {here['commit'][:9]}"
+    title = f"{here['processor']}, {cores} cores, load {load:.1f} before it, {time.strftime('%Y-%m-%d')}"
     pictures.draw_measured(rows, title, page.parent / "pictures" / "scaling_measured.png")
     text = measured.table(rows)
     print(title, text, sep="\n")
