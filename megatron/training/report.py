@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def stage_facts(
             "layers": place_text(config, bounds, stages, stage) if known else layers_text(bounds, stages, stage),
             "parameters": counted[1 + stage],
             "estimated_bytes": memory[stage].total if memory is not None else None,
+            "estimated_parts": asdict(memory[stage]) if memory is not None else None,
             "before_bytes": before[f"stage {stage}"],
         }
         for stage in range(stages)

@@ -192,6 +192,43 @@ OF_REPORTS = (
         (f"{PAGE}::test_thousands_of_steps_become_few_points_with_every_spike",),
     ),
     Mutant(
+        "memory before the model counts as not explained",
+        "tools/report_parts/stages.py",
+        "held - before - estimated",
+        "held - estimated",
+        (f"{PAGE}::test_the_difference_of_estimated_and_measured_memory_is_told_by_parts",),
+    ),
+    Mutant(
+        "curves of evaluations are those of training",
+        "tools/report_parts/charts.py",
+        'about="nats per token", source="valid"',
+        'about="nats per token"',
+        (f"{PAGE}::test_evaluations_of_the_run_are_curves_and_rows",),
+    ),
+    Mutant(
+        "the page has English alone",
+        "tools/report_parts/words.py",
+        ', tag("span", _filled(ZH[text], values), lang="zh")]',
+        "]",
+        (f"{PAGE}::test_the_page_says_everything_in_both_languages",),
+    ),
+    Mutant(
+        "two runs have colours that are one to the colour-blind",
+        "tools/report_parts/scale.js",
+        "#b38000",
+        "#e0702f",
+        (f"{PAGE}::test_eight_runs_have_colours_that_everyone_tells_apart",),
+    ),
+    Mutant(
+        "the picture of losses begins before the first step",
+        "megatron/training/metrics.py",
+        "axes.set_xlim(left=1)",
+        "axes.set_xlim(left=0)",
+        (
+            "tests/training/test_metrics_files.py::test_the_picture_begins_at_step_1_and_has_the_loss_of_knowing_nothing",
+        ),
+    ),
+    Mutant(
         "idle time of a stage leaves its work out",
         "tools/report_parts/stages.py",
         "max(1 - work_s / step_s, 0.0)",

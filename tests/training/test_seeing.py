@@ -419,6 +419,11 @@ def test_what_a_rank_held_before_the_model_stands_beside_what_is_estimated(runs:
         held = records(runs[name])[-1]["memory_bytes"]
         assert len(facts) == stages
         assert all(10 << 20 < each["before_bytes"] <= held[f"stage {each['stage']}"] for each in facts)
+        for each in facts:
+            assert (
+                sum(bytes_ for part, bytes_ in each["estimated_parts"].items() if part != "host")
+                == each["estimated_bytes"]
+            )
 
 
 def test_an_evaluation_is_a_run_of_its_own_at_weights_and_biases(

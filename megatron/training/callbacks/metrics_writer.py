@@ -186,7 +186,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draw training and validation loss over steps; nothing is drawn without records."""
+    """Draw training and validation loss over steps, and the loss of a model that knows nothing, ln(vocabulary).
+
+    Nothing is drawn without records. The vocabulary is that of config.json beside the metrics, if it is there.
+    """
     records = read_metrics(metrics)
     curves = {kind: [(r["step"], r["loss"]) for r in records if r["kind"] == kind] for kind in ("train", "valid")}
     if not any(curves.values()):
@@ -201,6 +204,10 @@ def draw_losses(metrics: Path, picture: Path) -> None:
         points = [(step, loss) for step, loss in curves[kind] if loss is not None and math.isfinite(loss)]
         if points:
             axes.plot(*zip(*points, strict=True), marker=marker, label=kind)
+    if size := _vocab_size(metrics.parent):
+        guess = math.log(size)
+        axes.axhline(guess, color="grey", linestyle="--", label=f"ln({size:,}) = {guess:.2f}: knows nothing")
+    axes.set_xlim(left=1)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
@@ -208,6 +215,12 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)
+
+
+def _vocab_size(folder: Path) -> int | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(orjson.loads((folder / "config.json").read_bytes())["model"]["vocab_size"])
+    return None
 
 
 def _keep_whole(path: Path, last_step: int | None) -> None:
