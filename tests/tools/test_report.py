@@ -28,7 +28,7 @@ from tools.report_parts.facts import HEAD, facts, state
 from tools.report_parts.folder import RunFolder, names_of, read_run
 from tools.report_parts.page import as_script, page
 from tools.report_parts.stages import COMPARED, PARTS, memory_table, stage_table
-from tools.report_parts.words import ZH, said
+from tools.report_parts.words import ZH, bilingual
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium")
@@ -295,7 +295,7 @@ def test_evaluations_stand_beside_the_run_and_do_not_change_what_is_said_of_it(t
     (folder / "evaluations.jsonl").write_text(json.dumps(found) + "\n[1]\n")
     run = read_run(folder, "run")
     cells = dict(zip(HEAD[1:], facts(run), strict=True))
-    assert (cells["state"], cells["test"], run.setting("batch", "train_iters")) == (said("finished"), "3.2500", 60)
+    assert (cells["state"], cells["test"], run.setting("batch", "train_iters")) == (bilingual("finished"), "3.2500", 60)
     words = " ".join(read(folder).words)
     assert "Evaluations" in words and "c/<40>" in words and "3.7500" in words and "a 3.5000" in words
     for name in ("metrics.jsonl", "config.json"):
@@ -358,7 +358,7 @@ def test_the_page_says_everything_in_both_languages(tmp_path: Path) -> None:
     assert set(written) <= set(data["zh"]) and len(written) >= 4
     assert "navigator.language" in found.script
     with pytest.raises(KeyError):
-        said("what has no Chinese")
+        bilingual("what has no Chinese")
 
 
 LINEAR_TO_SEEN = {

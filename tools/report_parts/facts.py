@@ -10,7 +10,7 @@ from megatron.log import human_bytes, human_count, human_time
 from tools.report_parts.columns import number
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, html, table, tag
-from tools.report_parts.words import said
+from tools.report_parts.words import bilingual
 
 HEAD = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test", "tokens", "time", "tokens/s", "MFU",
         "memory", "skipped", "starts")  # fmt: skip
@@ -19,7 +19,7 @@ HEAD = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test",
 def summary(runs: Sequence[RunFolder]) -> Html:
     """Return the table of all runs; a click on a row hides its curves."""
     return table(
-        [*map(said, HEAD)], [[_swatch(index, run), *facts(run)] for index, run in enumerate(runs)], class_="runs"
+        [*map(bilingual, HEAD)], [[_swatch(index, run), *facts(run)] for index, run in enumerate(runs)], class_="runs"
     )
 
 
@@ -32,7 +32,7 @@ def facts(run: RunFolder) -> list[str]:
     tested = run.of_kind("test") or run.evaluations
     test = [loss for record in tested if (loss := number(record.get("loss"))) is not None]
     return [
-        said(*state(run)),
+        bilingual(*state(run)),
         _model(run),
         _layout(run),
         f"{last.get('step', 0):,}",
@@ -57,7 +57,7 @@ def _validation(losses: Sequence[float]) -> str:
 
 
 def state(run: RunFolder) -> tuple[str, ...]:
-    """Say how far the run came: a text and its values, for ``said``."""
+    """Say how far the run came: a text and its values, for ``bilingual``."""
     train, total = run.of_kind("train"), number(run.setting("batch", "train_iters"))
     if not train:
         return ("evaluated" if run.of_kind("test") or run.evaluations else "no record",)

@@ -17,7 +17,7 @@ from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, html, joined, section, tag
 from tools.report_parts.pipeline import timeline
 from tools.report_parts.stages import evaluation_table, memory_table, operator_table, stage_table
-from tools.report_parts.words import OF_SCRIPTS, ZH, said
+from tools.report_parts.words import OF_SCRIPTS, ZH, bilingual
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ("scale.js", "chart.js", "report.js")
@@ -34,7 +34,9 @@ def page(runs: Sequence[RunFolder], title: str, limit: int = POINTS) -> str:
     parts = {
         "title": html(title),
         "style": (HERE / "style.css").read_text(encoding="utf-8"),
-        "when": said("{} run, {}" if len(runs) == 1 else "{} runs, {}", len(runs), time.strftime("%Y-%m-%d %H:%M")),
+        "when": bilingual(
+            "{} run, {}" if len(runs) == 1 else "{} runs, {}", len(runs), time.strftime("%Y-%m-%d %H:%M")
+        ),
         "notes": _notes(runs),
         "summary": summary(runs),
         "sections": joined(_sections(runs)),
@@ -42,7 +44,7 @@ def page(runs: Sequence[RunFolder], title: str, limit: int = POINTS) -> str:
         "script": "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
     template = (HERE / "page.html").read_text(encoding="utf-8")
-    template = re.sub(r"\[\[(.+?)\]\]", lambda found: said(found.group(1)), template)
+    template = re.sub(r"\[\[(.+?)\]\]", lambda found: bilingual(found.group(1)), template)
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found.group(1)], template)
 
 
@@ -60,7 +62,7 @@ def as_script(value: object) -> str:
 
 def _sections(runs: Sequence[RunFolder]) -> list[Html]:
     return [
-        section(said("Settings"), differences(runs), id_="settings"),
+        section(bilingual("Settings"), differences(runs), id_="settings"),
         *_of_each(runs, "Stages", "stages", stage_table),
         *_of_each(runs, "Memory, estimated and measured", "memory", memory_table),
         *_of_each(runs, "Evaluations", "evaluations", evaluation_table),
@@ -74,7 +76,7 @@ def _of_each(runs: Sequence[RunFolder], title: str, name: str, make: Callable[[R
     """Return a section with what ``make`` gives of each run, none where that is nothing."""
     made = [(run, found) for run in runs if (found := make(run)) is not None]
     within = [joined([tag("h3", run.name), found]) for run, found in made]
-    return [section(said(title), *within, id_=name)] if made else []
+    return [section(bilingual(title), *within, id_=name)] if made else []
 
 
 def _commands(run: RunFolder) -> Html | None:
@@ -82,7 +84,7 @@ def _commands(run: RunFolder) -> Html | None:
     train = run.of_kind("train")
     samples = number(train[-1].get("samples")) if train else None
     told: list[Any] = [f"{name} {value}" for name, value in run.versions.items()]
-    told += [said("{} samples read", f"{samples:,}")] if samples is not None else []
+    told += [bilingual("{} samples read", f"{samples:,}")] if samples is not None else []
     if not told and not run.commands:
         return None
     return tag("div", tag("p", joined(told, ", ")), tag("pre", "\n".join(run.commands)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, joined, tag
-from tools.report_parts.words import said
+from tools.report_parts.words import bilingual
 
 WIDTH, LEFT, ROW, GAP = 1200, 64, 22, 4
 MOST_BOXES = 6000
@@ -28,16 +28,18 @@ def timeline(run: RunFolder) -> Html | None:
     try:
         step = read_traces(folder)[-1]
     except Exception as error:  # a trace of anything: the page of all other runs counts more
-        return tag("p", said("The trace cannot be drawn: {}", error), class_="note")
+        return tag("p", bilingual("The trace cannot be drawn: {}", error), class_="note")
     order = [[span.action for span in spans] for spans in step.timeline.spans]
     predicted = simulate(order, step.costs, step.num_chunks)
     longest = max(step.timeline.step_s, predicted.step_s)
-    about = said("{}, step {}, {} micro-batches. Trace: {}", step.schedule, step.step, step.num_micro_batches, folder)
+    about = bilingual(
+        "{}, step {}, {} micro-batches. Trace: {}", step.schedule, step.step, step.num_micro_batches, folder
+    )
     return tag(
         "div",
         tag("p", about),
-        _panel(said("measured"), step.timeline, longest),
-        _panel(said("simulated with the measured costs"), predicted, longest),
+        _panel(bilingual("measured"), step.timeline, longest),
+        _panel(bilingual("simulated with the measured costs"), predicted, longest),
         LEGEND,
     )
 
@@ -64,8 +66,8 @@ def _panel(title: Html, line: Any, longest: float) -> Html:
     ]
     shown = sum(map(len, line.spans)) <= MOST_BOXES
     boxes = [_box(stage, span, scale) for stage, spans in enumerate(line.spans) for span in spans] if shown else []
-    told = [said("{}: {} ms, bubble {} %", title, f"{1e3 * line.step_s:.4g}", f"{100 * line.bubble:.1f}")]
-    told += [] if shown else [said(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
+    told = [bilingual("{}: {} ms, bubble {} %", title, f"{1e3 * line.step_s:.4g}", f"{100 * line.bubble:.1f}")]
+    told += [] if shown else [bilingual(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
     drawing = tag("svg", *rows, *boxes, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
     return tag("figure", tag("figcaption", *told), tag("div", drawing, class_="scroll"))
 
@@ -86,7 +88,7 @@ def _box(stage: int, span: Any, scale: float) -> Html:
 LEGEND = tag(
     "p",
     *[
-        tag("span", tag("i", class_=f"swatch {kind}"), " ", said(name), " ")
+        tag("span", tag("i", class_=f"swatch {kind}"), " ", bilingual(name), " ")
         for kind, name in (
             ("Forward", "forward"),
             ("Backward", "backward"),

@@ -9,7 +9,7 @@ from megatron.log import human_bytes, human_count
 from tools.report_parts.columns import number
 from tools.report_parts.folder import RunFolder
 from tools.report_parts.markup import Html, table, tag
-from tools.report_parts.words import said
+from tools.report_parts.words import bilingual
 
 HEAD = ("stage", "layers", "parameters on a rank", "memory", "work in a step", "idle")
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -39,7 +39,7 @@ def stage_table(run: RunFolder) -> Html | None:
     if not names:
         return None
     found = [_row(name, rows.get(name, {}), memory.get(name), work.get(name), step_s) for name in names]
-    return table([*map(said, HEAD), ""], found)
+    return table([*map(bilingual, HEAD), ""], found)
 
 
 def memory_table(run: RunFolder) -> Html | None:
@@ -55,9 +55,9 @@ def memory_table(run: RunFolder) -> Html | None:
             continue
         rest = held - before - estimated if before is not None else None
         values = [*(_parts(stage).get(name) for name in used), estimated, before, held]
-        rows.append([said("stage {}", stage.get("stage")), *map(_bytes, values), _signed(rest)])
-    told = [tag("p", said(text)) for text in ABOUT]
-    return tag("div", *told, table([*map(said, ("stage", *used, *COMPARED))], rows)) if rows else None
+        rows.append([bilingual("stage {}", stage.get("stage")), *map(_bytes, values), _signed(rest)])
+    told = [tag("p", bilingual(text)) for text in ABOUT]
+    return tag("div", *told, table([*map(bilingual, ("stage", *used, *COMPARED))], rows)) if rows else None
 
 
 def _parts(stage: Mapping[str, Any]) -> dict[str, float]:
@@ -80,7 +80,7 @@ def evaluation_table(run: RunFolder) -> Html | None:
         losses = each.get("losses")
         rows.append([
             f"{each['step']:,}",
-            said(SPLITS[each["kind"]]) if each["kind"] in SPLITS else each["kind"],
+            bilingual(SPLITS[each["kind"]]) if each["kind"] in SPLITS else each["kind"],
             f"{loss:.4f}" if loss is not None else "",
             f"{perplexity:.2f}" if perplexity is not None else "",
             ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if number(value) is not None)
@@ -89,7 +89,7 @@ def evaluation_table(run: RunFolder) -> Html | None:
             each.get("checkpoint", ""),
         ])  # fmt: skip
     head = ("step", "split", "loss", "perplexity", "by corpus", "checkpoint")
-    return table([*map(said, head)], rows) if rows else None
+    return table([*map(bilingual, head)], rows) if rows else None
 
 
 def operator_table(run: RunFolder) -> Html | None:
@@ -100,8 +100,8 @@ def operator_table(run: RunFolder) -> Html | None:
     runs = (number(run.operators.get("steps")) or 1) * (number(run.operators.get("ranks")) or 1)
     operators = [each for each in found if isinstance(each, dict)]
     times = [name for name in ("device_us", "host_us") if any(number(each.get(name)) for each in operators)]
-    units = [said("{} ms", said(name.removesuffix("_us"))) for name in times]
-    head = [said("operator"), *units, "", said("calls")]
+    units = [bilingual("{} ms", bilingual(name.removesuffix("_us"))) for name in times]
+    head = [bilingual("operator"), *units, "", bilingual("calls")]
     longest = max((number(each.get(times[0])) or 0 for each in operators), default=0) if times else 0
     rows = []
     for each in operators[:MOST_OPERATORS]:
@@ -109,7 +109,7 @@ def operator_table(run: RunFolder) -> Html | None:
         share = (number(each.get(times[0])) or 0) / longest if longest else 0
         rows.append([each.get("name"), *cells, _bar(share), f"{(number(each.get('calls')) or 0) / runs:,.1f}"])
     text = "Own time of one step of one rank, the mean over {} steps and {} ranks. Traces: {}"
-    told = said(text, run.operators.get("steps"), run.operators.get("ranks"), run.path / "profile")
+    told = bilingual(text, run.operators.get("steps"), run.operators.get("ranks"), run.path / "profile")
     return tag("div", tag("p", told), table(head, rows))
 
 
@@ -117,7 +117,7 @@ def _row(name: str, row: Mapping[str, Any], memory: float | None, work_s: float 
     parameters = number(row.get("parameters"))
     idle = max(1 - work_s / step_s, 0.0) if work_s is not None and step_s else None
     return [
-        said("stage {}", name.removeprefix("stage ")),
+        bilingual("stage {}", name.removeprefix("stage ")),
         row.get("layers", ""),
         human_count(parameters) if parameters is not None else "",
         _bytes(memory),

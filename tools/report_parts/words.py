@@ -1,4 +1,4 @@
-"""The page's words in both languages: ``said`` writes both, a style shows one, chosen by the browser's language."""
+"""The labels of the page in both languages: ``bilingual`` writes both, and a style shows that of the browser."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ OF_SCRIPTS = (
 """Words that a script writes; those of the charts come with them."""
 
 
-def said(text: str, *values: Any) -> Html:
+def bilingual(text: str, *values: Any) -> Html:
     """Return ``text`` in both languages, a value for each {}.
 
     Raises:
