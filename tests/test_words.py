@@ -165,7 +165,6 @@ FORMER = (
     ("compare_ranks", "check_ranks_identical", "megatron/training/"),
     ("by_rank_0", "run_on_rank_0", "megatron/training/"),
     ("stand_in_tokenizer", "mock_tokenizer", "megatron/training/"),
-    ("load_back", "roll_back", "megatron/training/"),
     ("SeeingConfig", "LoggingConfig", "megatron/config/"),
     ("resolve_batch", "resolve_batch_size", "megatron/arguments/"),
     ("to_bytes", "manifest_to_bytes", "megatron/checkpoint/metadata"),

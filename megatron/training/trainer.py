@@ -111,7 +111,7 @@ class Trainer:
         samples: of the step that is being taken, or was the last.
         learning_rate, last_loss: of that step; None ahead of the first.
         stop_text: why the run ends early, once that is agreed on.
-        say: shows a line on the screen, on rank 0.
+        print_line: shows a line on the screen, on rank 0.
         resumed_step: the step at which this start goes on in its own folder; None for a run that is new there.
         steps_taken, samples_taken, pause_s: since the start, those that came again counted again; and the seconds in
             which it did not train.
@@ -138,7 +138,7 @@ class Trainer:
         self.learning_rate: float | None = None
         self.last_loss: float | None = None
         self.stop_text = ""
-        self.say: Callable[[str], None] = lambda line: None
+        self.print_line: Callable[[str], None] = lambda line: None
         self.resumed_step: int | None = None
         self.steps_taken, self.samples_taken, self.pause_s = 0, 0, 0.0
         self._save_is_wanted = False

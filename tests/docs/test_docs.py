@@ -50,6 +50,10 @@ MADE_FILES = {
     "vocab.json",
     "tokenizer.json",
     "stages.json",
+    "megatron/training/callbacks/weight_norm.py",
+    "megatron/models/toy/config.py",
+    "megatron/models/toy/huggingface.py",
+    "megatron/models/toy/",
     "checkpoints/",
     "__init__.py",
 }

@@ -221,7 +221,7 @@ OF_REPORTS = (
     ),
     Mutant(
         "the picture of losses begins before the first step",
-        "megatron/training/metrics.py",
+        "megatron/training/callbacks/metrics_writer.py",
         "axes.set_xlim(left=1)",
         "axes.set_xlim(left=0)",
         (

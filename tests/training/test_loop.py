@@ -114,7 +114,7 @@ class Screen(Console):
 
     def on_train_start(self) -> None:
         self._began = 0.0
-        self.trainer.say = self.line
+        self.trainer.print_line = self.line
 
     def line(self, text: str) -> None:
         self.calls.append(f"line {text.split('|')[0].strip()}")

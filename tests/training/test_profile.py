@@ -14,7 +14,7 @@ import pytest
 from megatron.config.run import LoggingConfig
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training.callbacks import profiler as profiling
+from megatron.training.callbacks import profiler as callbacks_profiler
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.profiler import Operator, joined, operators_of, table
 from tests.harness import run_ranks
@@ -94,9 +94,9 @@ class Recording:
         Path(path).touch()
 
 
-def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profiler, list[str]]:
+def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[callbacks_profiler.Profiler, list[str]]:
     """Return the profiler of a run that does nothing, and what it says."""
-    profiling.profile = Recording  # type: ignore[assignment, misc]
+    callbacks_profiler.profile = Recording  # type: ignore[assignment, misc]
     told: list[str] = []
     run: Any = SimpleNamespace(
         samples=SimpleNamespace(step=0),
@@ -104,15 +104,15 @@ def profiler(rank: int, folder: Path, ranks: int = 1) -> tuple[profiling.Profile
         progress=SimpleNamespace(step=0),
         world=SimpleNamespace(rank=rank, kind="cpu", grid=build_grid(Topology.of_world(ranks, tensor=1, pipe=1), rank)),
         phases=SimpleNamespace(over=lambda phase: nullcontext()),
-        say=told.append,
+        print_line=told.append,
         folder=folder,
     )
-    made = profiling.Profiler(run.config.seeing.profiled())
+    made = callbacks_profiler.Profiler(run.config.seeing.profiled())
     made.trainer = run
     return made, told
 
 
-def take_step(found: profiling.Profiler, step: int) -> None:
+def take_step(found: callbacks_profiler.Profiler, step: int) -> None:
     found.trainer.samples.step = step + 1  # type: ignore[misc]
     found.on_step_start()
     found.on_after_update(None)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def take_step(found: profiling.Profiler, step: int) -> None:
 def test_a_run_that_goes_back_has_a_profile_of_its_last_way_through(
     steps: list[int], written: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "profile", None)  # what ``profiler`` sets is undone
+    monkeypatch.setattr(callbacks_profiler, "profile", None)  # what ``profiler`` sets is undone
     monkeypatch.setattr(Recording, "running", 0)
     found, told = profiler(0, tmp_path)
     for step in steps:

@@ -45,7 +45,7 @@ class Stand(Checkpointer):
             progress=self.progress,
             phases=self.phases,
             folder=folder,
-            say=self.lines.append,
+            print_line=self.lines.append,
             call=self.note_end,
             request_save=self.ask,
         )

@@ -21,7 +21,7 @@ from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training.callbacks import wandb as wandb_callback
+from megatron.training.callbacks import wandb as callbacks_wandb
 from megatron.training.callbacks.layer_norms import group_of
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.speed_monitor import by_stage
@@ -297,7 +297,7 @@ def test_wandb_itself_takes_these_calls_without_a_network(tmp_path: Path, monkey
 def test_no_run_waits_for_wandb_without_an_end(
     wandb: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wandb_callback, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(callbacks_wandb, "PATIENCE_S", 0.05)
     run = open_wandb(config_with("--wandb-project p"), tmp_path)
     assert run is not None
     end = threading.Event()
@@ -383,7 +383,7 @@ def test_an_evaluation_leaves_what_its_folder_says_of_the_run(
     (tested,) = records(folder, "test")
     assert [(each["kind"], each["step"], each["loss"]) for each in found] == [("test", 2, tested["loss"])] * 2
     assert found[0]["checkpoint"].endswith("step-00000002") and found[0]["config"]["batch"]["train_iters"] == 9
-    assert state(read_run(folder, "mine")) == "finished"
+    assert state(read_run(folder, "mine")) == ("finished",)
 
 
 def test_an_evaluation_of_a_checkpoint_alone_makes_a_folder_with_its_result(
@@ -395,7 +395,7 @@ def test_an_evaluation_of_a_checkpoint_alone_makes_a_folder_with_its_result(
     assert train_ranks(1, flags(corpus, folder, f"{evaluating} --tensorboard-dir {tmp_path / 'events'}"))[0] == [0]
     assert set(contents(folder)) == {"evaluations.jsonl"}
     run = read_run(folder, "evaluated")
-    assert (state(run), run.setting("model", "hidden_size"), run.notes) == ("evaluated", 32, [])
+    assert (state(run), run.setting("model", "hidden_size"), run.notes) == (("evaluated",), 32, [])
     assert any((tmp_path / "events").iterdir())
 
 
@@ -429,7 +429,7 @@ def test_what_a_rank_held_before_the_model_stands_beside_what_is_estimated(runs:
 def test_an_evaluation_is_a_run_of_its_own_at_weights_and_biases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / wandb_callback.NAME).write_text('{"id": "of training"}')
+    (tmp_path / callbacks_wandb.NAME).write_text('{"id": "of training"}')
     asked: list[Any] = []
 
     def init(**how: Any) -> Any:
@@ -438,6 +438,6 @@ def test_an_evaluation_is_a_run_of_its_own_at_weights_and_biases(
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     open_wandb(config_with("--wandb-project p --eval-only --load x"), tmp_path)
-    assert asked == [None] and json.loads((tmp_path / wandb_callback.NAME).read_text()) == {"id": "of training"}
+    assert asked == [None] and json.loads((tmp_path / callbacks_wandb.NAME).read_text()) == {"id": "of training"}
     open_wandb(config_with("--wandb-project p"), tmp_path)
     assert asked == [None, "of training"]

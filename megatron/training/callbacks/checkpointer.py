@@ -259,7 +259,7 @@ class Checkpointer(Callback):
             self.saves.branch.go_on_from(checkpoint.sequence, last_sequence(list_checkpoints(checkpoint.path.parent)))
         self.saved, self.saved_step = checkpoint.path, trainer.progress.step
         trainer.call("on_load_end", trainer.progress.step)
-        trainer.say(f"step {trainer.progress.step} | went back to {checkpoint.path}")
+        trainer.print_line(f"step {trainer.progress.step} | went back to {checkpoint.path}")
         return checkpoint.path
 
     @marked(is_of_this_rank=False)
@@ -300,7 +300,7 @@ class Checkpointer(Callback):
         self.saved_step, stall_s = step, time.perf_counter() - began
         stall = {"save_stall_s": stall_s, "save_stall_share": saves.share_since_last(stall_s)}
         if isinstance(written, Staged):
-            trainer.say(f"step {step} | staged in {stall_s:.2f} s, being written")
+            trainer.print_line(f"step {step} | staged in {stall_s:.2f} s, being written")
             staged = {"staged_s": written.seconds, "staged_bytes": written.num_bytes}
             trainer.call("on_save_end", step, None, {**staged, **stall})
         else:
@@ -327,7 +327,7 @@ class Checkpointer(Callback):
     def _note_saved(self, step: int, path: Path, text: str, values: dict[str, Any]) -> None:
         """The checkpoint ``path`` of ``step`` is whole and committed."""
         self.saved = path
-        self.trainer.say(f"step {step} | {text}")
+        self.trainer.print_line(f"step {step} | {text}")
         self.trainer.call("on_save_end", step, path, values)
 
     def _note_failure(self, step: int, error: CheckpointError) -> None:

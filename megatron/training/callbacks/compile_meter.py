@@ -31,13 +31,13 @@ class CompileMeter(Callback):
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         world = self.trainer.world
-        told = torch.zeros(3, world.grid.topology.world_size, dtype=torch.float32, device=world.device)
-        told[:, world.rank] = torch.tensor(self.drain())
-        each = zip(*all_reduce(told, world.grid.world).tolist(), strict=True)
+        costs = torch.zeros(3, world.grid.topology.world_size, dtype=torch.float32, device=world.device)
+        costs[:, world.rank] = torch.tensor(self.drain())
+        each = zip(*all_reduce(costs, world.grid.world).tolist(), strict=True)
         cost = compile_metrics([Compiled(seconds, round(made), round(found)) for seconds, made, found in each])
         metrics |= cost
         if line := compile_line(cost):
-            self.trainer.say(f"step {self.trainer.progress.step} | {line}")
+            self.trainer.print_line(f"step {self.trainer.progress.step} | {line}")
 
     def drain(self) -> Compiled:
         """Return what was compiled since the last call."""
@@ -73,12 +73,12 @@ def compile_metrics(ranks: list[Compiled]) -> dict[str, Any]:
     }
 
 
-def compile_line(told: dict[str, Any]) -> str | None:
+def compile_line(metrics: dict[str, Any]) -> str | None:
     """Return ``compile_metrics`` in words, or None where nothing was compiled."""
-    made, found = told["graphs_compiled"], told["graphs_cached"]
+    made, found = metrics["graphs_compiled"], metrics["graphs_cached"]
     if not made + found:
         return None
     return (
-        f"torch.compile took {told['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
+        f"torch.compile took {metrics['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
         f"{made} compiled, {found} found in {cache_folder()}"
     )

@@ -37,7 +37,7 @@ class Console(Callback):
     def on_train_start(self) -> None:
         trainer, config = self.trainer, self.trainer.config
         self._began = time.monotonic()
-        trainer.say = self.screen.line
+        trainer.print_line = self.screen.line
         for note in config.notes:
             log.info(note)
         sizes, left = config.batch.sizes(trainer.world.grid.data.size), config.batch.train_iters - trainer.progress.step
@@ -60,7 +60,7 @@ class Console(Callback):
     def on_log(self, metrics: dict[str, Any]) -> None:
         trainer = self.trainer
         epochs = data.epochs_text(trainer.data, trainer.progress.samples_consumed)
-        trainer.say(progress_line(trainer.progress.step, trainer.config.batch.train_iters, metrics, epochs))
+        trainer.print_line(progress_line(trainer.progress.step, trainer.config.batch.train_iters, metrics, epochs))
 
     def on_train_end(self) -> None:
         self.close()

@@ -74,7 +74,7 @@ class Evaluator(Callback):
     def _report(self, split: str, loss: float, of_corpora: Mapping[str, float]) -> None:
         values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
         each = f" | {numbers_text(of_corpora, '.4f')}" if of_corpora else ""
-        self.trainer.say(
+        self.trainer.print_line(
             f"step {self.trainer.progress.step} | {SPLITS[split]} loss {loss:.4f} | "
             f"perplexity {values['perplexity']:.2f}{each}"
         )

@@ -144,8 +144,8 @@ class Profiler(Callback):
         if world.rank != 0:
             return
         _tried(lambda: _write_operators(folder, operators, self._taken, world_size))
-        self.trainer.say(table(operators[:SHOWN], self._taken, world_size, of=operators))
-        self.trainer.say(f"profile of {self._taken} steps: {folder}")
+        self.trainer.print_line(table(operators[:SHOWN], self._taken, world_size, of=operators))
+        self.trainer.print_line(f"profile of {self._taken} steps: {folder}")
 
     def _start(self) -> profile:
         kind = self.trainer.world.kind

@@ -199,7 +199,7 @@ class StabilityGuard(Callback):
             return
         samples, reason = self.trainer.samples, result.problem
         kind = "skipped" if result.is_refused else "spike"
-        self.trainer.say(f"step {samples.step} | {kind}: {reason} | {samples.text}")
+        self.trainer.print_line(f"step {samples.step} | {kind}: {reason} | {samples.text}")
         if not result.is_refused:
             return
         place = {"step": samples.step, "first_sample": samples.first, "last_sample": samples.last}
@@ -231,7 +231,7 @@ class StabilityGuard(Callback):
         left_out = {"first_sample": first, "last_sample": samples.last}
         self._record({"event": "went back", "step": samples.step, "to_step": step, "bad_steps": before.streak,
                       **left_out, "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip
-        trainer.say(
+        trainer.print_line(
             f"step {samples.step} | {before.streak} bad steps in a row: back to {checkpoint}, step {step}; "
             f"{range_text(first, samples.last)} left out"
         )

@@ -40,7 +40,7 @@ class StragglerWarning(Callback):
         topology = self.trainer.world.grid.topology
         told = self._detector.judge(slowest(monitor.ranks.own_s, monitor.ranks.waited_each_s, topology))
         if told is not None:
-            self.trainer.say(f"step {self.trainer.progress.step} | {told}")
+            self.trainer.print_line(f"step {self.trainer.progress.step} | {told}")
 
 
 class Straggler(NamedTuple):
