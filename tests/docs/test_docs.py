@@ -42,6 +42,7 @@ OF_THE_LAUNCHER = ("--max-restarts", "--stop-grace", "--exit-grace", "--init-tim
 """Flags that the run scripts hand to the launcher."""
 
 MADE = ("data/", "runs/", ".venv", "rank-0000", "step-0000", "tensorboard/", "profile/", "mycorpus/", "my-model")
+MADE += ("megatron/models/toy/", "examples/toy/", "megatron/training/callbacks/weight_norm.py")  # of the recipes
 MADE_FILES = {
     "config.json",
     "generation_config.json",
@@ -50,10 +51,6 @@ MADE_FILES = {
     "vocab.json",
     "tokenizer.json",
     "stages.json",
-    "megatron/training/callbacks/weight_norm.py",
-    "megatron/models/toy/config.py",
-    "megatron/models/toy/huggingface.py",
-    "megatron/models/toy/",
     "checkpoints/",
     "__init__.py",
 }
