@@ -64,10 +64,11 @@ class SpeedMonitor(Callback):
     def on_log(self, metrics: dict[str, Any]) -> None:
         trainer, topology = self.trainer, self.trainer.world.grid.topology
         bubble, self.ranks = trainer.engine.bubble(), self._gather()
-        now = (trainer.steps_taken, trainer.samples_taken, trainer.pause_s)
-        steps, samples, pause_s = (new - old for new, old in zip(now, self._seen, strict=True))
-        self._seen = now
-        metrics |= self.rates.drain(steps, samples, pause_s, max(self.ranks.waited_s))
+        steps, samples, pause_s = self._seen
+        self._seen = (trainer.steps_taken, trainer.samples_taken, trainer.pause_s)
+        metrics |= self.rates.drain(
+            self._seen[0] - steps, self._seen[1] - samples, self._seen[2] - pause_s, max(self.ranks.waited_s)
+        )
         if bubble is not None:
             metrics |= {"bubble": bubble, "bubble_predicted": self._predicted(trainer.samples.num_micro_batches)}
         metrics |= {

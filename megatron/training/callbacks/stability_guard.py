@@ -113,6 +113,8 @@ class StabilityGuard(Callback):
         Chowdhery et al. 2022, "PaLM", section 5.1 (restart before a spike and skip the batches around it).
     """
 
+    history: History
+
     def __init__(self, settings: StabilityConfig) -> None:
         self.settings = settings
         self.load_state_dict({})
