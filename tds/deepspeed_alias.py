@@ -172,10 +172,10 @@ def name_loaded() -> None:
     Else importing it by that name would make Python set it as an attribute of its parent, where DeepSpeed may have put
     something else by then: ``deepspeed.utils.tensor_fragment`` is a class and a module.
     """
-    for name, module in list(sys.modules.items()):
+    for name in [name for name in list(sys.modules) if name.startswith(f"{THEIRS}.")]:
+        module, own = sys.modules[name], OURS + name.removeprefix(THEIRS)
         is_loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
-        own = OURS + name.removeprefix(THEIRS)
-        if name.startswith(f"{THEIRS}.") and module is not None and not is_loading and own not in _own_files():
+        if module is not None and not is_loading and own not in _own_files():
             sys.modules.setdefault(own, module)
 
 

@@ -72,11 +72,14 @@ def fork_ranks(
 
 
 def _import_ahead() -> None:
-    """Import once, rather than in every rank, what DeepSpeed imports when it makes an engine."""
+    """Import once, rather than in every rank, what DeepSpeed imports when it makes an engine.
+
+    By names of tds: the first of them names all that is loaded, and in a rank that walk would copy many pages.
+    """
     if "deepspeed" in sys.modules:
         for name in ("auto_ep_config", "auto_ep_layer", "auto_ep_comm"):
             with suppress(ImportError):  # another release of DeepSpeed
-                importlib.import_module(f"deepspeed.module_inject.{name}")
+                importlib.import_module(f"tds.module_inject.{name}")
 
 
 def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any, ...], init: bool) -> int:
