@@ -28,7 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.data_parts import corpus, preprocessing, reading, spans, vocabularies  # noqa: E402
+from benchmarks import data_preprocessing, data_reading  # noqa: E402
+from benchmarks.data_parts import corpus, spans, vocabularies
 from benchmarks.data_parts.rounds import Bar  # noqa: E402
 from benchmarks.machine import surroundings  # noqa: E402
 from megatron import device  # noqa: E402
@@ -76,12 +77,14 @@ def run(args: argparse.Namespace, folder: Path, start_method: str) -> dict[str, 
         corpora = {
             name: write_corpus(folder, args.megabytes * PARTS_OF_CORPUS.get(name, 1.0), args.seed) for name in kinds
         }
-        rates["preprocessing, MB/s"], found = preprocessing.measure(kinds, corpora, args.workers, args.rounds, folder)
+        rates["preprocessing, MB/s"], found = data_preprocessing.measure(
+            kinds, corpora, args.workers, args.rounds, folder
+        )
         bars += found
         facts["corpus_bytes"] = {name: path.stat().st_size for name, path in corpora.items()}
     if "reading" in args.parts:
         kind = device.choose(args.device)
-        rates["reading, samples/s"], found, consumed = reading.measure(
+        rates["reading, samples/s"], found, consumed = data_reading.measure(
             folder, args.read_tokens, args.samples, args.rounds, args.threads, kind, start_method
         )
         bars += found
@@ -115,7 +118,7 @@ def table(result: dict[str, Any]) -> str:
             shown = f"{statistics.median(values):,.2f}" if "MB" in title else f"{statistics.median(values):,.0f}"
             lines.append(f"  {name:46}{shown:>12}")
     for family, needed in result["facts"].get("needed_samples_per_s", {}).items():
-        taken, tokens = result["facts"]["tokens_per_s_of_a_step"][family], reading.TOKENS_PER_SAMPLE[family]
+        taken, tokens = result["facts"]["tokens_per_s_of_a_step"][family], data_reading.TOKENS_PER_SAMPLE[family]
         lines.append(f"{family}: 10 x {taken:,.0f} tokens/s of a step / {tokens} tokens of a sample = {needed:,.0f}")
     return "\n".join([*lines, *(bar.told for bar in result["bars"])])
 

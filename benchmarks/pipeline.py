@@ -32,13 +32,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import surroundings  # noqa: E402
-from benchmarks.pipe.bars import MEMORY, NO_MEMORY_BAR, Bar, bars  # noqa: E402
 from benchmarks.pipe.case import Case, Contender  # noqa: E402
 from benchmarks.pipe.cases import KINDS, cases_of  # noqa: E402
 from benchmarks.pipe.record import Record, check_losses  # noqa: E402
+from benchmarks.pipe.report import MEMORY, NO_MEMORY_BAR, Bar, bars  # noqa: E402
 from benchmarks.pipe.tables import draw, row, table  # noqa: E402
+from benchmarks.pipe.team import Order  # noqa: E402
 from benchmarks.pipe.teams import START_METHODS, Team, assembled  # noqa: E402
-from benchmarks.pipe.worker import Order  # noqa: E402
 
 RECORDED_STEPS = 3
 

@@ -93,18 +93,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def predict(args: argparse.Namespace, page: Path) -> list[dict[str, Any]]:
     """Predict both series; write table and picture."""
-    from benchmarks.scaling_parts import pictures, predicted
+    from benchmarks import scaling_points
+    from benchmarks.scaling_parts import pictures
     from benchmarks.scaling_parts.page import update
     from megatron.planner.machine import Machine, device
 
     began = time.monotonic()
     machine = Machine.load(args.machine) if args.machine else device(args.gpu or "h100-80g")
-    found = predicted.predictions(machine, tensor=args.tensor, schedule=args.schedule)
+    found = scaling_points.predictions(machine, tensor=args.tensor, schedule=args.schedule)
     if not found:
-        raise SystemExit(f"--tensor {args.tensor} leaves no layout on {predicted.DEVICES[-1]:,} devices; use less")
+        raise SystemExit(f"--tensor {args.tensor} leaves no layout on {scaling_points.DEVICES[-1]:,} devices; use less")
     title = f"GPT 7B, s 2048, bf16, {machine.name}, {args.schedule}, tensor {args.tensor}"
     pictures.draw_predicted(found, title, page.parent / "pictures" / "scaling_predicted.png")
-    text = predicted.table(found)
+    text = scaling_points.table(found)
     print(title, text, sep="\n")
     update(page, "predicted", f"{title}.\n\n{text}\n\n![predicted efficiency](pictures/scaling_predicted.png)")
     print(f"{len(found)} layouts in {time.monotonic() - began:.1f} s", file=sys.stderr)

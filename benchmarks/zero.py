@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import surroundings  # noqa: E402
 from benchmarks.sizes import GPTSizes  # noqa: E402
-from benchmarks.zero_parts.contenders import Case, Contender, contenders  # noqa: E402
 from benchmarks.zero_parts.formulas import expected  # noqa: E402
 from benchmarks.zero_parts.team import Team  # noqa: E402
+from benchmarks.zero_team import Case, Contender, contenders  # noqa: E402
 
 SMOKE = "--num-layers 2 --hidden-size 32 --vocab-size 64 --seq-length 16 --rounds 1 --steps 1 --dtypes fp32"
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint_parts.contenders import Contenders
+from benchmarks.checkpoint_contenders import Contenders
 from benchmarks.checkpoint_parts.state import State
 from megatron.checkpoint import save
 from megatron.mpu.groups import build_grid

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.kill_job import Job, Stuck
 from benchmarks.kill_parts import folder as folders
 from benchmarks.kill_parts.cases import Case
-from benchmarks.kill_parts.job import Job, Stuck
 from benchmarks.kill_parts.moments import LAUNCHER, LOAD, SAVE, STEP, Moment
-from benchmarks.kill_parts.records import Number, Start, losses, lost_steps, problems, read_starts
+from benchmarks.kill_records import Number, Start, losses, lost_steps, problems, read_starts
 
 RESTARTED = 4
 """Code of a launcher whose rank was killed and that may not start again."""

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from benchmarks.pipe.case import Case, Contender
-from benchmarks.pipe.worker import Failure, Order, work
+from benchmarks.pipe.team import Failure, Order, work
 
 START_METHODS = ("forkserver", "spawn", "fork")
 FAREWELL_S = 5.0

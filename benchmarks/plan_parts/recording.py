@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.plan_parts.cases import CASES
+from benchmarks.plan_cases import CASES
 from benchmarks.plan_parts.verdict import UNTIMED, Row, estimate_of
 from megatron.planner.machine import Machine
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.plan_parts.cases import Case
-from benchmarks.plan_parts.training import Measured, config_of
+from benchmarks.plan_cases import Case
+from benchmarks.plan_training import Measured, config_of
 from megatron.models.common.memory import BYTES
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import layout_of

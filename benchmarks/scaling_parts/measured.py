@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.plan_parts.cases import PIPE, TENSOR, Case
+from benchmarks.plan_cases import PIPE, TENSOR, Case
 
 SAMPLES, MICRO_BATCH = 32, 4
 
@@ -81,8 +81,8 @@ class Scaled:
 
 def measure(point: Point, machine: Any, steps: int, cores: int, *, is_smoke: bool = False) -> Scaled:
     """Train ``point`` with one thread in each rank and return what a step took."""
-    from benchmarks.plan_parts.training import train_rank
     from benchmarks.plan_parts.verdict import estimate_of
+    from benchmarks.plan_training import train_rank
     from megatron.planner.spawn_ranks import run_ranks
 
     ranks = run_ranks(point.ranks, train_rank, point.case, is_smoke, steps, threads=1, deadline_s=600.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scaling_parts.measured import Scaled
-from benchmarks.scaling_parts.predicted import TERMS, Prediction, best
+from benchmarks.scaling_points import TERMS, Prediction, best
 
 COLOURS = ("#4878a8", "#79a8c8", "#e0b050", "#c87050", "#a05080", "#808080")
 SERIES = {"strong": "strong scaling: samples of a step stay", "weak": "weak scaling: micro-batches of a replica stay"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.zero_parts.contenders import Case, Contender, config_of
+from benchmarks.zero_team import Case, Contender, config_of
 
 
 def expected(contender: Contender, case: Case) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.pipe.memory import bytes_alive, measure
-from benchmarks.zero_parts.contenders import Case, Contender, build
+from benchmarks.memory import bytes_alive, measure
+from benchmarks.zero_team import Case, Contender, build
 
 PATIENCE_S = 600.0
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import data
-from benchmarks.data_parts import corpus, peer, preprocessing, reading, spans
-from benchmarks.data_parts.preprocessing import OURS, REFERENCE, Contender, Done
+from benchmarks import data, data_preprocessing, data_reading
+from benchmarks.data_parts import corpus, peer, spans
 from benchmarks.data_parts.rounds import Bar, ratio_quartiles, take_turns
 from benchmarks.data_parts.vocabularies import Kind
+from benchmarks.data_preprocessing import OURS, REFERENCE, Contender, Done
 from megatron.data import IndexedDataset
 
 TEXT = np.arange(100, 100 + spans.RAW_LENGTH)
@@ -86,31 +86,31 @@ def test_the_reference_writes_files_that_open(tmp_path: Path) -> None:
 def test_contenders_of_a_tokenizer_must_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c").write_bytes(b" " * 2_000_000)
     done = {OURS: Done(0.5, 1.0, "x"), REFERENCE: Done(2.0, 2.0, "x")}
-    monkeypatch.setattr(preprocessing, "in_process", lambda job, kind, contender, *rest: done[contender.who])
+    monkeypatch.setattr(data_preprocessing, "in_process", lambda job, kind, contender, *rest: done[contender.who])
     kinds = {"bpe": Kind(make_tokenizer=None, make_encode=None, bar=3.0, bar_workers=(1,))}  # type: ignore[arg-type]
-    rates, bars = preprocessing.measure(kinds, {"bpe": tmp_path / "c"}, [1, 2], 1, tmp_path)
+    rates, bars = data_preprocessing.measure(kinds, {"bpe": tmp_path / "c"}, [1, 2], 1, tmp_path)
     assert rates[Contender("bpe", OURS, 1).name] == [4.0] and len(rates) == 4  # MB/s
     assert [(bar.quartiles[1], bar.by_cpu, bar.is_met) for bar in bars] == [(4.0, 2.0, True)]
     done[REFERENCE] = Done(2.0, 2.0, "y")
     with pytest.raises(RuntimeError, match="the same tokens"):
-        preprocessing.measure(kinds, {"bpe": tmp_path / "c"}, [1], 1, tmp_path)
+        data_preprocessing.measure(kinds, {"bpe": tmp_path / "c"}, [1], 1, tmp_path)
 
 
 def test_a_job_within_a_clock_tick_has_taken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c").write_text('{"text": "ab"}\n')
     kind = Kind(make_tokenizer=lambda: SimpleNamespace(eod_id=0), make_encode=make_letters)  # type: ignore[arg-type,return-value]
-    turn = partial(preprocessing.job, kind, Contender("bpe", REFERENCE, 1), tmp_path / "c", tmp_path / "out")
-    monkeypatch.setattr(preprocessing, "_cpu_s", lambda: 3.0)
-    assert turn().cpu_s == preprocessing.TICK_S == 1 / os.sysconf("SC_CLK_TCK")
+    turn = partial(data_preprocessing.job, kind, Contender("bpe", REFERENCE, 1), tmp_path / "c", tmp_path / "out")
+    monkeypatch.setattr(data_preprocessing, "_cpu_s", lambda: 3.0)
+    assert turn().cpu_s == data_preprocessing.TICK_S == 1 / os.sysconf("SC_CLK_TCK")
     counted = iter([3.0, 5.5])
-    monkeypatch.setattr(preprocessing, "_cpu_s", lambda: next(counted))
+    monkeypatch.setattr(data_preprocessing, "_cpu_s", lambda: next(counted))
     assert turn().cpu_s == 2.5
 
 
 def test_reading_is_held_against_ten_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "tokens_per_s", lambda family, *rest: {"gpt2": 1024.0, "t5": 626.0}[family])
-    monkeypatch.setattr(reading, "read", lambda prefix, family, *rest: {"gpt2": 5.0, "t5": 20.0}[family])
-    _, bars, facts = reading.measure(tmp_path, 1000, 8, 1, 1, "cpu", "fork")
+    monkeypatch.setattr(data_reading, "tokens_per_s", lambda family, *rest: {"gpt2": 1024.0, "t5": 626.0}[family])
+    monkeypatch.setattr(data_reading, "read", lambda prefix, family, *rest: {"gpt2": 5.0, "t5": 20.0}[family])
+    _, bars, facts = data_reading.measure(tmp_path, 1000, 8, 1, 1, "cpu", "fork")
     assert facts["needed_samples_per_s"] == {"gpt2": 10.0, "t5": 10.0}
     assert {bar.quartiles[1] for bar in bars if "gpt2" in bar.name} == {0.5} and len(bars) == 8
     assert {bar.is_met for bar in bars if "t5" in bar.name} == {True}
@@ -118,8 +118,8 @@ def test_reading_is_held_against_ten_steps(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("family, reader, num_workers", [("gpt2", "mmap", 0), ("t5", "pread", 0), ("gpt2", "pread", 1)])
 def test_samples_are_read_in_each_way(tmp_path: Path, family: str, reader: str, num_workers: int) -> None:
-    reading.write_tokens(tmp_path / "c", 20_000)
-    assert reading.read(tmp_path / "c", family, reader, num_workers, 8) > 0.0
+    data_reading.write_tokens(tmp_path / "c", 20_000)
+    assert data_reading.read(tmp_path / "c", family, reader, num_workers, 8) > 0.0
 
 
 def test_a_smoke_run_tells_each_part_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks import plan
+from benchmarks.plan_cases import CASES, Case
 from benchmarks.plan_parts import verdict
-from benchmarks.plan_parts.cases import CASES, Case
 from benchmarks.plan_parts.recording import rows_now
-from benchmarks.plan_parts.training import Measured, config_of
 from benchmarks.plan_parts.verdict import Row, row_of, table
+from benchmarks.plan_training import Measured, config_of
 from megatron.planner.layout import layout_of
 
 

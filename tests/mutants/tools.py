@@ -99,14 +99,14 @@ TOOLS = (
     ),
     Mutant(
         "reading is held against one step instead of ten",
-        "benchmarks/data_parts/reading.py",
+        "benchmarks/data_reading.py",
         "needed = {family: TIMES * rate",
         "needed = {family: rate",
         (f"{BENCHMARK}::test_reading_is_held_against_ten_steps",),
     ),
     Mutant(
         "contenders that write other tokens are compared",
-        "benchmarks/data_parts/preprocessing.py",
+        "benchmarks/data_preprocessing.py",
         "if done.tokens != expected:",
         "if not done.tokens:",
         (f"{BENCHMARK}::test_contenders_of_a_tokenizer_must_write_the_same",),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_parts.cases import CASES
+from benchmarks.plan_cases import CASES
 from benchmarks.plan_parts.recording import rows_now
 from benchmarks.plan_parts.verdict import MEMORY_BAR, TIME_BAR, Row
 

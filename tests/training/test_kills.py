@@ -19,7 +19,7 @@ from benchmarks.kill_parts.chain import Outcome, run_killed, run_whole
 from benchmarks.kill_parts.folder import broken, newest_step
 from benchmarks.kill_parts.moments import ALL, LOAD, PHASES, STEP, Moment, draw_moments
 from benchmarks.kill_parts.preload import preload
-from benchmarks.kill_parts.records import losses
+from benchmarks.kill_records import losses
 from megatron import files
 from megatron.training import metrics, report
 from megatron.training.train_state import CHECKPOINTS

@@ -19,7 +19,7 @@ from megatron.child_process import die_with_parent
 from megatron.launch.__main__ import main
 from megatron.training import failure
 
-SCRIPT = Path(__file__).with_name("script.py")
+SCRIPT = Path(__file__).with_name("kill_script.py")
 
 DEADLINE_S = 240.0
 """A start that has not ended by then hangs."""

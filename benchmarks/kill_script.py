@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_gpt2  # noqa: E402
 from megatron.training import data, entrypoint, failure, metrics, report, trainer  # noqa: E402

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipe.bars import bars
 from benchmarks.pipe.case import Case, Contender
 from benchmarks.pipe.record import Record, UnequalError, check_losses, fastest, ratio
+from benchmarks.pipe.report import bars
 from benchmarks.pipe.tables import draw, table
 
 CASE = Case(name="toy", bar=0.93)

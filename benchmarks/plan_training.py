@@ -2,7 +2,7 @@
 
 Time and memory are measured in steps of their own, for counting slows a step down. Memory is counted, not read off
 the process: the tensors that lie there ahead of a step, and the most that the step adds in torch's allocator
-(``benchmarks.pipe.memory``). So it is the same in every run and on a busy machine, and means what the estimate means:
+(``benchmarks.memory``). So it is the same in every run and on a busy machine, and means what the estimate means:
 bytes of tensors, without Python, libraries, gloo's buffers and what an allocator keeps.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.pipe.memory import bytes_alive, measure
-from benchmarks.plan_parts.cases import Case
+from benchmarks.memory import bytes_alive, measure
+from benchmarks.plan_cases import Case
 from megatron.arguments import parse, resolve_dtype
 from megatron.config import Config
 from megatron.models.registry import FAMILIES

@@ -94,7 +94,7 @@ class Worker:
 
     def memory(self, order: Order) -> dict[str, int]:
         """Take a step; return the bytes of tensors before it, and the most that it adds."""
-        from benchmarks.pipe.memory import measure
+        from benchmarks.memory import measure
 
         batches = self.built.model.batches(self.case, order.step)
         self._meet()
