@@ -1,20 +1,94 @@
-"""The contenders of one rank: each turn saves the state, or saves and loads it, and tells the seconds of each part."""
+"""The contenders of ``checkpoint.py``, the state that they save, and the ranks that let them take turns.
+
+Each turn saves the state, or saves and loads it, and tells the seconds of each part.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint_parts.state import State
-from megatron.checkpoint import AsyncSaver, open_checkpoint, save
-from megatron.mpu.groups import Grid
+from megatron.checkpoint import AsyncSaver, TensorRecord, open_checkpoint, save
+from megatron.mpu.groups import Grid, build_grid
+from megatron.mpu.shard import Shard, set_shard, shard_of
+from megatron.mpu.topology import Topology
+from megatron.optim import build_optimizer
+from megatron.training.train_state import make_moments, optimizer_records, weight_records
+
+WIDTH, SMALL_WIDTH = 512, 64
+SMALL_BYTES = 32 << 20
+CUTS = {"qkv": (3, 1, 0), "dense": (1, 1, 1), "up": (4, 1, 0), "down": (1, 4, 1)}
+"""Weights of a layer: (rows, columns) in widths, and the dimension that tensor ranks cut."""
+BYTES_OF_A_NUMBER = 12  # weight and two moments, 4 bytes each
+
+
+class Layers(torch.nn.Module):
+    """One tensor rank's part of a decoder's layers."""
+
+    def __init__(self, num_layers: int, width: int, grid: Grid) -> None:
+        super().__init__()
+        rank, size = grid.tensor.rank, grid.tensor.size
+        for layer in range(num_layers):
+            for name, (rows, columns, dim) in CUTS.items():
+                shape = (rows * width, columns * width)
+                shard = Shard(shape, dim, rank * (shape[dim] // size), shape[dim] // size)
+                local = [each if place != dim else shard.length for place, each in enumerate(shape)]
+                self.register_parameter(
+                    f"layer{layer}_{name}", set_shard(torch.nn.Parameter(torch.randn(local)), shard)
+                )
+            self.register_parameter(f"layer{layer}_norm", torch.nn.Parameter(torch.ones(width)))
+
+
+class State:
+    """What all contenders save: weights of a decoder in fp32 and AdamW's two moments, cut over tensor ranks."""
+
+    def __init__(self, num_bytes: int, grid: Grid) -> None:
+        torch.manual_seed(grid.rank)
+        width = WIDTH if num_bytes > SMALL_BYTES else SMALL_WIDTH
+        layer_bytes = BYTES_OF_A_NUMBER * (width * width * sum(r * c for r, c, _ in CUTS.values()) + width)
+        self.module = Layers(max(1, round(num_bytes / layer_bytes)), width, grid)
+        self.optimizer = build_optimizer(self.module.parameters(), model=grid.model, tensor=grid.tensor, data=grid.data)
+        make_moments(self.optimizer)
+        for weight, moments in self.optimizer.inner.state.items():
+            if shard_of(weight).is_partitioned:  # the others are the same on all ranks, as they begin
+                moments["exp_avg"].normal_()
+                moments["exp_avg_sq"].uniform_()
+
+    def records(self) -> list[TensorRecord]:
+        """Return what a checkpoint of this project takes."""
+        return [
+            *weight_records(self.module, self.optimizer),
+            *optimizer_records(self.module, self.optimizer),
+        ]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors by name."""
+        return {record.name: record.tensor for record in self.records()}
+
+    def num_bytes(self) -> int:
+        """Return the bytes that this rank holds."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def clear(self) -> None:
+        """Zero all tensors, so that a load that leaves one out is seen."""
+        for tensor in self.tensors().values():
+            tensor.zero_()
+
+    def fingerprint(self) -> list[int]:
+        """Return a number for each tensor that changes with its bits."""
+        return [int(tensor.view(torch.int32).sum()) for tensor in self.tensors().values()]
+
 
 Seconds = dict[str, float]
 
@@ -151,3 +225,123 @@ def _flush(paths: Iterable[Path]) -> None:
 def _copy_into(state: State, loaded: dict[str, torch.Tensor]) -> None:
     for name, tensor in state.tensors().items():
         tensor.copy_(loaded[name])
+
+
+PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a team does.
+
+    Args:
+        num_bytes: of the whole state, about.
+        rounds: turns of each contender that count; one more warms up. 0: only save once, to ``folder / "saved"``.
+        other: a checkpoint that another number of ranks saved.
+    """
+
+    num_ranks: int
+    num_bytes: int
+    rounds: int
+    threads: int
+    folder: Path
+    other: Path | None = None
+
+
+@dataclass
+class Told:
+    """What a team found: seconds of each measure by round, bytes of the state and of each contender's files."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    state_bytes: int = 0
+    files_bytes: dict[str, int] = field(default_factory=dict)
+    saved: Path | None = None
+
+
+def run_team(task: Task, start_method: str) -> Told:
+    """Let the contenders take turns on ranks in processes of their own; return what rank 0 tells.
+
+    Raises:
+        RuntimeError: a rank failed; its traceback is the message.
+    """
+    context = multiprocessing.get_context(start_method)
+    task.folder.mkdir(parents=True, exist_ok=True)
+    pipes, ranks = [], []
+    try:
+        for rank in range(task.num_ranks):
+            near, far = context.Pipe()
+            pipes.append(near)
+            ranks.append(context.Process(target=_rank, args=(rank, task, far), daemon=True))  # type: ignore[attr-defined]
+            ranks[-1].start()
+            far.close()
+        told = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+        failures = [each for each in told if isinstance(each, str)]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return told[0]  # type: ignore[return-value]
+    finally:
+        for process in ranks:
+            process.join(timeout=20.0)
+            if process.is_alive():
+                process.kill()
+
+
+def _answer(rank: int, pipe: Connection) -> Told | str:
+    """Return what a rank tells, or why it failed."""
+    if not pipe.poll(PATIENCE_S):
+        return f"rank {rank} did not answer within {PATIENCE_S:g} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return f"rank {rank} died"
+
+
+def _rank(rank: int, task: Task, pipe: Connection) -> None:
+    try:
+        pipe.send(_measure(rank, task))
+    except Exception:
+        pipe.send(f"rank {rank} failed:\n{traceback.format_exc()}")
+    finally:
+        pipe.close()
+
+
+def _measure(rank: int, task: Task) -> Told:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.num_ranks), LOCAL_WORLD_SIZE=str(task.num_ranks),
+        MASTER_ADDR="localhost", MASTER_PORT="0", DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    torch.set_num_threads(task.threads)
+    store = dist.FileStore(str(task.folder / "store"), task.num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=task.num_ranks)
+    grid = build_grid(Topology.of_world(task.num_ranks, tensor=task.num_ranks, pipe=1), rank)
+    state, told = State(task.num_bytes, grid), Told()
+    if task.other is None:
+        told.saved = save(task.folder / "saved", 1, state.records(), {}, grid.host)
+    else:
+        contenders = Contenders(state, grid, task.folder, task.other)
+        told.seconds = _rounds(contenders, task.rounds)
+        told.files_bytes = contenders.files_bytes
+        contenders.close()
+    told.state_bytes = _sum(state.num_bytes())
+    dist.barrier()
+    dist.destroy_process_group()
+    return told
+
+
+def _rounds(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each measure; the order rotates from round to round, the first round warms up."""
+    names = list(contenders.turns)
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            for measure, seconds in contenders.turns[name]().items():
+                if number:
+                    found.setdefault(measure, []).append(seconds)
+    return found
+
+
+def _sum(value: int) -> int:
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return int(total)

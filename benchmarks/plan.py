@@ -10,7 +10,7 @@ in tensors (see benchmarks/plan_training.py). With --cpu-time both sides count p
 says something of the formulas on a busy machine, for layouts of one rank.
 
 DIR gets table.txt, plan.json and the machines as machine-N.json. plan.json holds the machines, too: from it alone the
-estimates can be made again (benchmarks/plan_parts/recording.py).
+estimates can be made again (benchmarks/plan_training.py).
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.list:
         print("\n".join(case.name for case in cases))
         return {}
-    from benchmarks.plan_parts.recording import recorded
-    from benchmarks.plan_parts.verdict import table
+    from benchmarks.plan_training import recorded, table
 
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -114,8 +113,7 @@ def machines_of(numbers: Sequence[int], args: argparse.Namespace) -> dict[int, A
 
 def compare(case: Case, machine: Any, args: argparse.Namespace) -> Any:
     """Train one layout; return its row. ``machine`` None: without time."""
-    from benchmarks.plan_parts.verdict import UNTIMED, estimate_of, row_of
-    from benchmarks.plan_training import train_rank
+    from benchmarks.plan_training import UNTIMED, estimate_of, row_of, train_rank
     from megatron.planner.spawn_ranks import run_ranks
 
     steps = 0 if machine is None else min(args.steps, 2) if args.smoke else args.steps

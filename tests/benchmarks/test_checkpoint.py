@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint_contenders import Contenders
-from benchmarks.checkpoint_parts.bars import Ceiling, bars_of
-from benchmarks.checkpoint_parts.small_run import Stalls
-from benchmarks.checkpoint_parts.state import State
+from benchmarks.checkpoint import Ceiling, Stalls, bars_of
+from benchmarks.checkpoint_contenders import Contenders, State
 from megatron.mpu.groups import single_grid
 
 

@@ -12,35 +12,33 @@ import numpy as np
 import pytest
 
 from benchmarks import data, data_preprocessing, data_reading
-from benchmarks.data_parts import corpus, peer, spans
-from benchmarks.data_parts.rounds import Bar, ratio_quartiles, take_turns
-from benchmarks.data_parts.vocabularies import Kind
-from benchmarks.data_preprocessing import OURS, REFERENCE, Contender, Done
+from benchmarks.data_preprocessing import OURS, REFERENCE, Contender, Done, Kind
+from benchmarks.turns import Bar, rates_in_turns, ratio_quartiles
 from megatron.data import IndexedDataset
 
-TEXT = np.arange(100, 100 + spans.RAW_LENGTH)
+TEXT = np.arange(100, 100 + data_reading.RAW_LENGTH)
 
 
 def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def make_letters() -> peer.Encode:
+def make_letters() -> data_preprocessing.Encode:
     return letters
 
 
 @pytest.mark.parametrize("number", [0, 7])
 def test_spans_in_python_are_ours_to_the_bit(number: int) -> None:
-    ours, same = spans.ours(TEXT, number), spans.same(TEXT, number)
+    ours, same = data_reading.ours(TEXT, number), data_reading.same(TEXT, number)
     assert set(ours) == set(same)
     for key in ours:
         assert ours[key].dtype == same[key].dtype and np.array_equal(ours[key], same[key]), key
 
 
-@pytest.mark.parametrize("cut", spans.CONTENDERS.values(), ids=["ours", "usual", "same"])
-def test_inputs_and_targets_of_each_contender_give_back_the_text(cut: spans.Cut) -> None:
+@pytest.mark.parametrize("cut", data_reading.CONTENDERS.values(), ids=["ours", "usual", "same"])
+def test_inputs_and_targets_of_each_contender_give_back_the_text(cut: data_reading.Cut) -> None:
     sample = cut(TEXT, 3)
-    first = spans.TOKENS.text_vocab_size
+    first = data_reading.TOKENS.text_vocab_size
     inputs, targets = (row[row >= 100].tolist() for row in (sample["inputs"], sample["targets"]))
     starts = [place for place, token in enumerate(targets) if token >= first]
     cut_out = {targets[a]: targets[a + 1 : b] for a, b in zip(starts, [*starts[1:], len(targets)], strict=True)}
@@ -59,7 +57,7 @@ def test_turns_rotate_and_ratios_are_taken_within_rounds() -> None:
         return rates[seen.count(name) - 1]
 
     ours, theirs = [10.0, 1.0, 10.0], [5.0, 0.5, 5.0]  # the second round was slow for both
-    rates = take_turns({"a": lambda: turn("a", ours), "b": lambda: turn("b", theirs)}, 3)
+    rates = rates_in_turns({"a": lambda: turn("a", ours), "b": lambda: turn("b", theirs)}, 3)
     assert seen == "abbaab" and rates == {"a": ours, "b": theirs}
     assert ratio_quartiles(rates["a"], rates["b"]) == (2.0, 2.0, 2.0)
     assert Bar("x", 2.0, (1.0, 2.0, 3.0)).is_met and not Bar("x", 2.1, (1.0, 2.0, 3.0)).is_met
@@ -67,18 +65,18 @@ def test_turns_rotate_and_ratios_are_taken_within_rounds() -> None:
 
 
 def test_the_corpus_is_that_of_its_seed_and_mixes_three_kinds(tmp_path: Path) -> None:
-    texts = list(corpus.documents(60_000, 1))
-    assert texts == list(corpus.documents(60_000, 1)) != list(corpus.documents(60_000, 2))
+    texts = list(data.documents(60_000, 1))
+    assert texts == list(data.documents(60_000, 1)) != list(data.documents(60_000, 2))
     assert any("。" in text for text in texts) and any("def " in text for text in texts)
-    size = corpus.write(tmp_path / "c.jsonl", 60_000, 1)
+    size = data.write(tmp_path / "c.jsonl", 60_000, 1)
     lines = (tmp_path / "c.jsonl").read_text().splitlines()
     assert size > 60_000 and [json.loads(line)["text"] for line in lines] == texts
 
 
 def test_the_reference_writes_files_that_open(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": "ab"}\n{"text": "c"}\n')
-    encoder = peer.Encoder(make_letters, 7)
-    peer.run(tmp_path / "c.jsonl", tmp_path / "c", encoder, num_workers=1, chunk_size=1)
+    encoder = data_preprocessing.Encoder(make_letters, 7)
+    data_preprocessing.run_reference(tmp_path / "c.jsonl", tmp_path / "c", encoder, num_workers=1, chunk_size=1)
     file = IndexedDataset(tmp_path / "c")
     assert [file.read(number).tolist() for number in range(2)] == [[97, 98, 7], [99, 7]]
 
@@ -110,7 +108,7 @@ def test_a_job_within_a_clock_tick_has_taken_one(tmp_path: Path, monkeypatch: py
 def test_reading_is_held_against_ten_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_reading, "tokens_per_s", lambda family, *rest: {"gpt2": 1024.0, "t5": 626.0}[family])
     monkeypatch.setattr(data_reading, "read", lambda prefix, family, *rest: {"gpt2": 5.0, "t5": 20.0}[family])
-    _, bars, facts = data_reading.measure(tmp_path, 1000, 8, 1, 1, "cpu", "fork")
+    _, bars, facts = data_reading.measure_reading(tmp_path, 1000, 8, 1, 1, "cpu", "fork")
     assert facts["needed_samples_per_s"] == {"gpt2": 10.0, "t5": 10.0}
     assert {bar.quartiles[1] for bar in bars if "gpt2" in bar.name} == {0.5} and len(bars) == 8
     assert {bar.is_met for bar in bars if "t5" in bar.name} == {True}

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import data_start
-from benchmarks.start.corpus import make_corpus
-from benchmarks.start.ways import SEQ_LENGTH, _sample_starts
+from benchmarks.data_start import SEQ_LENGTH, _sample_starts, make_corpus
 from megatron.data import IndexedDataset
 
 

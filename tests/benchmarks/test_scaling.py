@@ -10,9 +10,7 @@ import pytest
 
 from benchmarks import scaling, scaling_points
 from benchmarks.plan_training import config_of
-from benchmarks.scaling_parts import measured, page
-from benchmarks.scaling_parts.measured import MICRO_BATCH, SAMPLES, Point, Scaled, points
-from benchmarks.scaling_points import TERMS, Prediction, best, predictions
+from benchmarks.scaling_points import MICRO_BATCH, SAMPLES, TERMS, Point, Prediction, Scaled, best, points, predictions
 from megatron.planner.layout import layout_of
 from megatron.planner.machine import Link, device
 from tds.schedule.simulate import bubble
@@ -47,7 +45,7 @@ def test_efficiency_is_by_rank_and_at_most_by_core() -> None:
     weak = replace(two, point=Point("weak", 2, "", 2, 64), tokens=2000, step_s=5.0, estimated_s=8.0)
     assert [each.efficiency(one) for each in (one, two, four, weak)] == [1.0, 0.8, 1.0, 0.8]
     assert [each.expected(one) for each in (two, weak)] == [0.8, 1.0]
-    lines = measured.table([one, two, weak]).splitlines()
+    lines = scaling_points.measured_table([one, two, weak]).splitlines()
     assert lines[3] == "| strong | 2 | tensor 1, stages 1, replicas 2 | 32 | 2500 | 400 | 0.80 | 0.80 | 0.0% |"
 
 
@@ -117,11 +115,11 @@ def test_the_fastest_that_fits_stands_for_a_number_of_devices() -> None:
 
 def test_a_section_is_replaced_between_its_marks_alone() -> None:
     text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n<!-- y: begin --><!-- y: end -->\n"
-    new = page.replaced(text, "x", "new\n")
-    assert new == text.replace("\nold\n", "\n\nnew\n\n") and page.replaced(new, "x", "new") == new
+    new = scaling.replaced(text, "x", "new\n")
+    assert new == text.replace("\nold\n", "\n\nnew\n\n") and scaling.replaced(new, "x", "new") == new
     for wrong in ("", text * 2, "<!-- x: end --><!-- x: begin -->"):
         with pytest.raises(ValueError, match="x: begin"):
-            page.replaced(wrong, "x", "new")
+            scaling.replaced(wrong, "x", "new")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ def test_the_prediction_is_written_into_a_copy_of_the_page(tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_the_measurement_is_written_into_a_copy_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "points", lambda most: [points(2)[0], points(2)[3]])
+    monkeypatch.setattr(scaling_points, "points", lambda most: [points(2)[0], points(2)[3]])
     predict_little(monkeypatch)
     result = scaling.main(["--smoke", "--ranks", "2", "--steps", "2", "--out", str(tmp_path)])
     assert len(result["measured"]) == 2 and (tmp_path / "pictures" / "scaling_measured.png").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import zero
-from benchmarks.zero_parts.formulas import expected
+from benchmarks.zero import expected
 from benchmarks.zero_team import Contender, contenders, deepspeed_config
 
 

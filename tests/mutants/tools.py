@@ -92,7 +92,7 @@ TOOLS = (
     ),
     Mutant(
         "ratios compare medians of different rounds",
-        "benchmarks/data_parts/rounds.py",
+        "benchmarks/turns.py",
         "for a, b in zip(ours, theirs, strict=True)",
         "for a, b in zip(ours, sorted(theirs), strict=True)",
         (f"{BENCHMARK}::test_turns_rotate_and_ratios_are_taken_within_rounds",),

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipe.case import Case, Contender
-from benchmarks.pipe.record import Record, UnequalError, check_losses, fastest, ratio
-from benchmarks.pipe.report import bars
-from benchmarks.pipe.tables import draw, table
+from benchmarks.pipe.cases import Case, Contender
+from benchmarks.pipe.report import Record, UnequalError, bars, check_losses, draw, fastest, ratio, table
 
 CASE = Case(name="toy", bar=0.93)
 
